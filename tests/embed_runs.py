@@ -80,7 +80,7 @@ class Run:
             with contextlib.suppress(OSError):
                 fields = stat.read_text().rpartition(")")[2].split()
                 arguments = stat.with_name("cmdline").read_bytes()
-                if int(fields[1]) == self.pid and b"esmshard.embed.workers.embed_worker" in arguments:
+                if int(fields[1]) == self.pid and b"spawn_main" in arguments:
                     found.append(int(stat.parent.name))
         return found
 

@@ -1,6 +1,5 @@
 """Commands that use a model: embeddings, predictions, zero-shot scores, and metrics on labelled data."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
@@ -80,26 +79,28 @@ def embed(
     reuse: Annotated[
         Optional[Path], typer.Option(metavar="DIR", help="Copy equal sequences from an earlier directory of parts.")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue OUT, or join other workers on it. Without OUT, begin.")
-    ] = False,
+    engine: Annotated[
+        Literal["local", "array", "ray"],
+        typer.Option(
+            help="What computes: processes of this machine, the workers of a job array (each runs this command), or a "
+            "Ray cluster."
+        ),
+    ] = "local",
+    worker: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="I/N", help="For --engine array: this is worker I of N, from 0; by default the scheduler's numbers."
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str, typer.Option(metavar="auto|local|ADDRESS", help="For --engine ray: the cluster.")
+    ] = "auto",
     offload: Annotated[
         bool,
         typer.Option(
-            "--offload", help="Keep weights that do not fit into the GPU in the machine's memory or on its disk."
+            "--offload", help="Spread a model that is larger than a GPU over all GPUs, the memory and the disk."
         ),
     ] = False,
-    shard: Annotated[
-        bool, typer.Option("--shard", help="Divide the model over the processes, if it does not fit into one GPU.")
-    ] = False,
-    tensor: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="With --shard: N processes of one machine compute each layer together, for the shortest wait.",
-        ),
-    ] = 1,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 if a record failed.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Estimate the time and the size of the output, and stop.")
@@ -139,29 +140,26 @@ def embed(
             inputs = " and ".join(far)
             raise UsageError(f"--dry-run sends nothing over a network, where {inputs} would come from; copy it first")
     asked = embed_request.request(model, out, **how)
-    if dry_run and (shard or offload):
-        raise UsageError("--dry-run needs the whole model in each process; leave --shard and --offload out")
+    if dry_run and offload:
+        raise UsageError("--dry-run needs the whole model in one process; leave --offload out")
     if dry_run:
-        print(embed_plan.dry_run(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
+        print(embed_plan.forecast(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
         return
-    if shard and nproc is None:
-        from esmshard.parallel import launchers
-
-        launchers.join()
     report = embed_job.embed(
         asked,
         fasta,
         nproc=nproc,
         tokens=tokens,
         reuse=reuse,
-        resume=resume,
         overwrite=overwrite,
         offload=offload,
-        shard=shard,
-        tensor=tensor,
+        engine=engine,
+        worker=worker,
+        ray_address=ray_address,
     )
-    if not shard or os.environ.get("RANK", "0") == "0":  # the ranks of a launcher write one output together
-        print(report)
+    if report is None:  # Worker 0 of the array writes the output and reports on it.
+        return
+    print(report)
     report.check()
     if report.failed and strict:
         raise SystemExit(1)

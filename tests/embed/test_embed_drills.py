@@ -1,10 +1,7 @@
 """`esmshard embed` may be killed at any moment, and share its work with others: nothing is lost, doubled or mixed."""
 
-import json
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,15 +9,11 @@ import numpy as np
 import pytest
 from embed_runs import ORDER, Run, content, stage, until, write_fasta, write_model
 
-from esmshard.embed.compute.embedder import Computed, Embedder, Failed, Tokens, Tracks
 from esmshard.embed.job import embed_job
 from esmshard.embed.job.embed_job import embed
-from esmshard.embed.job.embed_request import EmbedRequest, request
+from esmshard.embed.job.embed_request import request
 from esmshard.embed.store import part_plan
-from esmshard.embed.store.embedding_store import note_file
 from esmshard.embed.store.part_plan import PlanRequest
-from esmshard.embed.workers.claims import Worker
-from esmshard.embed.workers.embed_worker import make_embedder, work
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
 
@@ -75,7 +68,7 @@ def drill(given: Given, directory: Path, kills: int, seed: int, processes: float
         assert attempts < 4 * kills + 10, "it does not get anywhere"
         began = time.monotonic()
         several = rng.random() < processes
-        options = ("--resume", *(("--nproc", "2") if several else ()))
+        options = ("--nproc", "2") if several else ()
         run = Run("embed", given.model, given.fasta, "-o", out, *options, folder=directory / "said", part_tokens=PART)
         losses, ahead = 0, [one for one in STAGES if ORDER.index(one) > ORDER.index(stage(out))]
         while fell.total() < kills and not run.is_over and losses < 3:
@@ -118,139 +111,6 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x"])
-def test_commands_on_one_output_share_it_and_one_may_die(given: Given, tmp_path: Path, name: str) -> None:
-    out = tmp_path / "out" / name
-    out.parent.mkdir()
-    runs = [
-        Run(*("embed", given.model, given.fasta, "-o", out, "--resume"), folder=tmp_path / str(k), part_tokens=PART)
-        for k in range(3)
-    ]
-    until(runs[1], "computing", out)
-    runs[1].kill("group")
-    for run in (runs[0], runs[2]):
-        assert run.wait() == 0, run.said
-    assert content(out) == given.whole[name]
-    left = sorted(path.name for path in out.parent.iterdir())
-    assert left == ([name] if out.is_dir() else sorted(given.whole[name]))
-
-
-class Begun(NamedTuple):
-    asked: EmbedRequest
-    directory: Path
-    plan: dict[str, Any]
-    embedder: Embedder
-
-    def missing(self) -> list[int]:
-        return [k for k in range(self.plan["parts"]) if not note_file(self.directory, k).exists()]
-
-    def say_of(self, worker: str, beats: int) -> None:
-        """Leave a sign of life of a worker of another machine."""
-        note = {"name": worker, "host": "far", "machine": "far 1 pid:[2]", "pid": 1, "process_start": "5"}
-        note |= {"beat_s": BEAT, "beats": beats, "rows": 0, "residues": 0}
-        path = self.directory / "work" / "workers" / f"{worker}.json"
-        path.parent.mkdir(exist_ok=True)
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(note))
-        scratch.replace(path)
-
-
-BEAT = 0.05
-
-
-@pytest.fixture
-def begun(given: Given, tmp_path: Path) -> Begun:
-    """A planned output, of which nothing is computed."""
-    asked = request(str(given.model), tmp_path / "out" / "x.npy")
-    directory = part_plan.partial(asked.out)
-    plan = part_plan.begin(directory, PlanRequest(given.fasta, asked.spec, asked.facts, None, "cpu", PART))
-    (directory / "work" / "claims").mkdir(exist_ok=True)
-    return Begun(asked, directory, plan, make_embedder(plan, asked.device, None))
-
-
-def nobody(rows: int, residues: int) -> None:
-    """No progress."""
-
-
-def test_a_worker_of_another_machine_that_died_is_replaced(given: Given, begun: Begun) -> None:
-    begun.say_of("dead", 7)
-    (begun.directory / "work" / "claims" / "000002.1").write_text("dead")
-    began = time.monotonic()
-    with Worker(begun.directory / "work", beat=BEAT) as worker:
-        work(begun.directory, begun.plan, begun.embedder, worker, nobody)
-    assert time.monotonic() - began > 5 * BEAT, "it was watched"
-    assert begun.missing() == []
-    assert (begun.directory / "work" / "claims" / "000002.2").read_text() == worker.name
-    embed(begun.asked, given.fasta, resume=True)
-    assert content(begun.asked.out) == given.whole["x.npy"]
-
-
-def test_a_worker_of_another_machine_that_lives_keeps_its_part(given: Given, begun: Begun) -> None:
-    begun.say_of("alive", 0)
-    (begun.directory / "work" / "claims" / "000002.1").write_text("alive")
-    ended = threading.Event()
-
-    def live() -> None:
-        beats = 0
-        while not ended.wait(BEAT):
-            beats += 1
-            begun.say_of("alive", beats)
-
-    thread = threading.Thread(target=live)
-    thread.start()
-    try:
-        for _ in range(3):
-            # A worker waits for PATIENCE of the longer beats, so a late thread above is not taken for a dead process.
-            with Worker(begun.directory / "work", beat=80 * BEAT) as worker:
-                work(begun.directory, begun.plan, begun.embedder, worker, nobody)
-            assert begun.missing() == [2]
-        report = embed(begun.asked, given.fasta, resume=True)
-        assert not begun.asked.out.exists(), "one part is in the hands of another worker"
-        assert report.computed < begun.plan["unique"]
-    finally:
-        ended.set()
-        thread.join()
-    with Worker(begun.directory / "work", beat=BEAT) as worker:
-        work(begun.directory, begun.plan, begun.embedder, worker, nobody)
-    embed(begun.asked, given.fasta, resume=True)
-    assert content(begun.asked.out) == given.whole["x.npy"]
-
-
-class Sleeper(Embedder):
-    """Computes, and sleeps before it tells of it."""
-
-    began, wake = threading.Event(), threading.Event()
-
-    def compute(
-        self, sequences: Sequence[Tokens], tracks: Sequence[Tracks] | None = None
-    ) -> Iterator[tuple[int, Computed | Failed]]:
-        self.began.set()
-        assert self.wake.wait(600)
-        return super().compute(sequences, tracks)
-
-
-def test_a_worker_that_was_asleep_does_no_harm(given: Given, begun: Begun) -> None:
-    spec = begun.asked.spec
-    sleeper = Sleeper(begun.embedder.esm, spec.outputs, dtype=spec.dtype, long=spec.long)
-    asleep = Worker(begun.directory / "work", beat=BEAT)  # not entered: it shows no sign of life
-    begun.say_of(asleep.name, 3)
-    thread = threading.Thread(target=work, args=(begun.directory, begun.plan, sleeper, asleep, nobody))
-    thread.start()
-    assert sleeper.began.wait(600)
-    with Worker(begun.directory / "work", beat=BEAT) as worker:
-        work(begun.directory, begun.plan, begun.embedder, worker, nobody)
-    assert begun.missing() == []
-    before = note_file(begun.directory, 0).read_bytes()
-    assert worker.name.encode() in before
-    sleeper.wake.set()
-    thread.join()
-    assert note_file(begun.directory, 0).read_bytes() == before
-    files = {path.name for path in (begun.directory / "parts").glob("*.safetensors")}
-    assert files == {json.loads(path.read_text())["file"] for path in (begun.directory / "parts").glob("*.json")}
-    embed(begun.asked, given.fasta, resume=True)
-    assert content(begun.asked.out) == given.whole["x.npy"]
-
-
-@pytest.mark.parametrize("name", ["x.npy", "x"])
 @pytest.mark.parametrize("where", ["check_room", "compute", "finish"])
 def test_another_command_may_finish_at_any_moment(
     given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
@@ -263,12 +123,12 @@ def test_another_command_may_finish_at_any_moment(
     def after_another(*arguments: Any) -> Any:
         nonlocal others
         monkeypatch.setattr(embed_job, where, step)
-        embed(asked, given.fasta, resume=True, part_tokens=PART)
+        embed(asked, given.fasta, part_tokens=PART)
         others += 1
         return step(*arguments)
 
     monkeypatch.setattr(embed_job, where, after_another)
-    report = embed(asked, given.fasta, resume=True, part_tokens=PART)
+    report = embed(asked, given.fasta, part_tokens=PART)
     assert (others, report.records) == (1, 600)
     assert content(out) == given.whole[name]
     left = sorted(path.name for path in out.parent.iterdir())
@@ -280,7 +140,7 @@ def test_what_killed_processes_left_is_removed(given: Given, tmp_path: Path, nam
     out = tmp_path / "out" / name
     asked = request(str(given.model), out)
     directory = part_plan.partial(asked.out)
-    plan = part_plan.begin(directory, PlanRequest(given.fasta, asked.spec, asked.facts, None, "cpu", PART))
+    part_plan.begin(directory, PlanRequest(given.fasta, asked.spec, asked.facts, None, "cpu", PART))
     (out.parent / f".removed-{name}.partial" / "parts").mkdir(parents=True)
     for left in (f".tmp-99-{name}", ".tmp-99-x.ids.txt") if name == "x.npy" else ():
         (out.parent / left).write_text("half of it")
@@ -288,12 +148,8 @@ def test_what_killed_processes_left_is_removed(given: Given, tmp_path: Path, nam
     strays = "parts/000001-12345678.safetensors", "parts/.000001.json-12345678", ".plan.json-12345678"
     for stray in strays:
         (directory / stray).write_text("half of it")
-    (directory / "work" / "claims").mkdir(exist_ok=True)
-    (directory / "work" / "claims" / "000001.1").write_text("12345678")
-    with Worker(directory / "work", beat=BEAT) as worker:
-        work(directory, plan, make_embedder(plan, asked.device, None), worker, nobody)
-    assert not (directory / strays[0]).exists(), "its room is wanted"
-    embed(asked, given.fasta, resume=True)
+    (out.parent / f".planning-{name}.partial-abc" / "index").mkdir(parents=True)
+    embed(asked, given.fasta)
     key = "x.npy" if name == "x.npy" else "manifest"
     assert content(out)[key] == given.whole[name][key]
     wanted = {"x"} if out.is_dir() else set(given.whole[name])

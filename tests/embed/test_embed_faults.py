@@ -1,8 +1,7 @@
-"""What goes wrong around `esmshard embed`: one sentence each, and `--resume` goes on from what is finished."""
+"""What goes wrong around `esmshard embed`: one sentence each, and the same command goes on from what is finished."""
 
 import copy
 import errno
-import gc
 import json
 import os
 import shutil
@@ -16,14 +15,13 @@ import pytest
 from embed_runs import Run, content, write_fasta, write_model
 
 from esmshard.embed.compute.outputs import Long
+from esmshard.embed.engines import compute_part, make_embedder
 from esmshard.embed.formats.format_registry import FORMATS
 from esmshard.embed.job.embed_job import embed
 from esmshard.embed.job.embed_output import EmbedReport
 from esmshard.embed.job.embed_request import request
 from esmshard.embed.store import part_plan
 from esmshard.embed.store.part_plan import PlanRequest
-from esmshard.embed.workers.claims import Command, Worker
-from esmshard.embed.workers.embed_worker import make_embedder, work
 from esmshard.errors import InputError, UsageError
 
 PART = 2000
@@ -47,9 +45,9 @@ class Given(NamedTuple):
         asked = request(str(self.model), out, pools=[pool] if pool else [])
         directory = part_plan.partial(out)
         plan = part_plan.begin(directory, PlanRequest(self.fasta, asked.spec, asked.facts, None, "cpu", PART))
-        some = plan | {"parts": plan["parts"] if most is None else most}
-        with Worker(directory / "work") as worker:
-            work(directory, some, make_embedder(plan, asked.device, None), worker, lambda rows, residues: None)
+        embedder = make_embedder(plan, asked.device, None)
+        for part in range(plan["parts"] if most is None else most):
+            compute_part(directory, plan, part, embedder, lambda rows, residues: None)
         return directory
 
 
@@ -107,7 +105,7 @@ def test_a_disk_that_is_full_in_the_middle(given: Given, out: Path, monkeypatch:
     before = inodes(out / "x.partial")
     assert 0 < len(before) < len([name for name in given.whole["x"] if name.startswith("part ")])
     assert len(list((out / "x.partial" / "parts").glob("*.safetensors"))) == len(before), "no room is taken in vain"
-    given.embed(out / "x", resume=True)
+    given.embed(out / "x")
     assert kept(before, out / "x")
     assert content(out / "x") == given.whole["x"]
 
@@ -148,7 +146,7 @@ def test_a_disk_of_any_size(given: Given, tmp_path: Path, out: Path, disk: Mount
     said = sentence(Run(*arguments, folder=tmp_path / "said", part_tokens=PART))
     assert "the disk is full; what is finished stays there: make room and" in said or " GB are free; make room" in said
     disk(4000)
-    run = Run(*arguments, "--resume", folder=tmp_path / "said", part_tokens=PART)
+    run = Run(*arguments, folder=tmp_path / "said", part_tokens=PART)
     assert run.wait() == 0, run.said
     assert content(out / "x.npy") == given.whole["x.npy"]
 
@@ -163,43 +161,15 @@ def test_a_disk_that_is_full_when_the_file_is_written(
     usage = shutil.disk_usage(out)
     (out / "ballast").write_bytes(bytes(usage.free - 30_000))
     with pytest.raises(InputError, match=r"GB will be written and 0.0 GB are free; make room"):
-        given.embed(out / name, resume=True, pools=["mean"])
+        given.embed(out / name, pools=["mean"])
     # Somebody else takes the room while it is written.
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
     with pytest.raises(InputError, match=r"partial: the disk is full; what is finished stays there: make room and"):
-        given.embed(out / name, resume=True, pools=["mean"])
+        given.embed(out / name, pools=["mean"])
     assert sorted(path.name for path in out.iterdir()) == sorted(["ballast", directory.name])
     assert inodes(directory) == before
     (out / "ballast").unlink()
-    given.embed(out / name, resume=True, pools=["mean"])
-    given.embed(out.parent / "fresh" / name, pools=["mean"])
-    assert content(out / name) == content(out.parent / "fresh" / name)
-
-
-@pytest.mark.parametrize("name", ["x.h5", "x.h5ad"])
-def test_hdf5_never_sees_that_a_disk_is_full(
-    given: Given, out: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """It would crash later."""
-    directory, pwrite = given.computed(out / name, pool="mean"), os.pwrite
-    for room in (0, 500, 5_000, 30_000, 60_000):
-        left = room
-
-        def until_full(file: int, data: Any, at: int) -> int:
-            nonlocal left
-            if not left:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            some = memoryview(data)[:left]
-            left -= len(some)
-            return pwrite(file, some, at)
-
-        monkeypatch.setattr(os, "pwrite", until_full)
-        with pytest.raises(InputError, match=r"partial: the disk is full; what is finished stays there: make room and"):
-            given.embed(out / name, resume=True, pools=["mean"])
-        monkeypatch.setattr(os, "pwrite", pwrite)
-        gc.collect()
-        assert [path.name for path in out.iterdir()] == [directory.name]
-    given.embed(out / name, resume=True, pools=["mean"])
+    given.embed(out / name, pools=["mean"])
     given.embed(out.parent / "fresh" / name, pools=["mean"])
     assert content(out / name) == content(out.parent / "fresh" / name)
 
@@ -209,15 +179,15 @@ def test_a_disk_that_cannot_be_written_to(given: Given, tmp_path: Path, out: Pat
     directory = given.computed(out / "x.npy", most=2)
     disk(4000, "ro")
     before = state(out)
-    for name, options in (("y.npy", ()), ("y", ()), ("x.npy", ("--resume",)), ("x.npy", ("--overwrite",))):
+    for name, options in (("y.npy", ()), ("y", ()), ("x.npy", ()), ("x.npy", ("--overwrite",))):
         arguments = "embed", given.model, given.fasta, "-o", out / name, *options
         said = sentence(Run(*arguments, folder=tmp_path / "said", part_tokens=PART))
-        assert "cannot be written to (read-only file system); fix that and go on with --resume, or choose" in said
+        assert "cannot be written to (read-only file system); fix that and run the command again, or choose" in said
         assert state(out) == before
     disk(4000, "rw")
     finished = inodes(directory)
     assert len(finished) == 2
-    given.embed(out / "x.npy", resume=True)
+    given.embed(out / "x.npy")
     assert content(out / "x.npy") == given.whole["x.npy"]
 
 
@@ -232,25 +202,15 @@ def test_an_input_that_changed_is_refused_and_a_touched_one_is_not(given: Given,
     for changed in (text.replace(">r00007 ", ">s00007 "), text + ">new\nMKT\n", text[: text.rindex(">")]):
         fasta.write_text(changed)
         with pytest.raises(UsageError, match=r"x\.fasta: is not what .*x\.partial was begun with .*300 records"):
-            mine.embed(out / "x", resume=True)
+            mine.embed(out / "x")
     fasta.write_text(text)
     os.utime(fasta, (1, 1))
-    mine.embed(out / "x", resume=True)
+    mine.embed(out / "x")
     assert kept(before, out / "x")
     found, whole = content(out / "x"), copy.deepcopy(given.whole["x"])
     for one in (found, whole):
         del one["manifest"]["source"]  # type: ignore[attr-defined]
     assert found == whole
-
-
-def test_an_input_that_changed_before_there_was_a_plan_is_read_again(given: Given, tmp_path: Path, out: Path) -> None:
-    fasta = Path(shutil.copy(given.fasta, tmp_path / "x.fasta"))
-    directory = given._replace(fasta=fasta).computed(out / "x.npy", most=2)
-    (directory / "plan.json").unlink()
-    shutil.copy(write_fasta(tmp_path / "other.fasta", 50, seed=9, longest=120), fasta)
-    given.embed(out / "x.npy", fasta, resume=True)
-    given.embed(tmp_path / "fresh" / "x.npy", fasta)
-    assert content(out / "x.npy") == content(tmp_path / "fresh" / "x.npy")
 
 
 @pytest.mark.parametrize(
@@ -275,10 +235,10 @@ def test_another_request_is_refused(
         given.computed(out / "x", most=2)
     before = state(out)
     with pytest.raises(UsageError, match=f"x(.partial)?: was {'made' if finished else 'begun'} {reason}; --overwrite"):
-        given.embed(out / "x", resume=True, **options)
+        given.embed(out / "x", **options)
     if not finished:
         assert state(out) == before
-    given.embed(out / "x", resume=True)
+    given.embed(out / "x")
     assert content(out / "x") == given.whole["x"]
 
 
@@ -286,12 +246,12 @@ def test_another_model_is_refused(given: Given, tmp_path: Path, out: Path) -> No
     other = write_model(tmp_path / "other", seed=1)
     given.computed(out / "x.npy", most=2)
     with pytest.raises(UsageError, match=r"x\.npy\.partial: was begun with the model .*/given\d*/model; --overwrite"):
-        given.embed(out / "x.npy", model=other, resume=True)
+        given.embed(out / "x.npy", model=other)
     mine = Path(shutil.copytree(given.model, tmp_path / "mine"))
     given._replace(model=mine).computed(out / "y.npy", most=2)
     shutil.copy(other / "model.safetensors", mine)
     with pytest.raises(UsageError, match=r"y\.npy\.partial: was begun with other weights than now at .*/mine;"):
-        given.embed(out / "y.npy", model=mine, resume=True)
+        given.embed(out / "y.npy", model=mine)
 
 
 # --- What lies there
@@ -320,11 +280,11 @@ def test_a_part_that_was_damaged_is_computed_again(
         crc = json.loads(data[8:begin])["crc"]["data_offsets"][1]
         data[{"value": begin + crc + 5, "mark": len(data) - 3, "header": 20}[how]] ^= 4
         file.write_bytes(data)
-    with pytest.raises(InputError, match=rf"{victim}: .*; go on with --resume: only that part is computed again$"):
-        given.embed(out / name, resume=True)
+    with pytest.raises(InputError, match=rf"{victim}: .*; run the command again: only that part is computed again$"):
+        given.embed(out / name)
     assert inodes(directory) == {file: inode for file, inode in before.items() if file != victim}
     capsys.readouterr()
-    given.embed(out / name, resume=True)
+    given.embed(out / name)
     rows = {note["file"]: note["rows"] for note in notes}
     assert f"going on; {sum(rows.values()) - rows[victim]} of {sum(rows.values())} sequ" in capsys.readouterr().err
     assert content(out / name) == given.whole[name]
@@ -352,7 +312,7 @@ def test_a_plan_that_was_damaged_is_refused(given: Given, out: Path, change: Cal
     plan.write_text(change(text))
     before = state(out)
     with pytest.raises(InputError, match=r"plan\.json: cannot be read, or was changed; --overwrite starts over$"):
-        given.embed(out / "x.npy", resume=True)
+        given.embed(out / "x.npy")
     assert set(state(out)) == set(before)
     given.embed(out / "x.npy", overwrite=True)
     assert content(out / "x.npy") == given.whole["x.npy"]
@@ -362,93 +322,15 @@ def test_a_plan_that_was_damaged_is_refused(given: Given, out: Path, change: Cal
 def test_what_is_there_is_not_replaced_unless_told(given: Given, tmp_path: Path, out: Path, name: str) -> None:
     given.embed(out / name)
     before = state(out)
-    with pytest.raises(UsageError, match=f"{out / name}: exists already; choose another name or pass --overwrite$"):
-        given.embed(out / name)
-    report = given.embed(out / name, resume=True)
+    report = given.embed(out / name)
     assert (report.records, report.failed) == (RECORDS, 0)
     other = write_fasta(tmp_path / "other.fasta", 40, seed=3, longest=120)
     with pytest.raises(UsageError, match=r"other\.fasta: is not what .* was begun with"):
-        given.embed(out / name, other, resume=True)
+        given.embed(out / name, other)
     assert state(out) == before
     directory = given._replace(fasta=other).computed(out / name, most=1)
-    with pytest.raises(UsageError, match="exists already"):
-        given.embed(out / name, other)
     given.embed(out / name, other, overwrite=True)
     given.embed(tmp_path / "fresh" / name, other)
     assert not directory.exists()
     assert content(out / name) == content(tmp_path / "fresh" / name)
     assert sorted(path.name for path in out.iterdir()) == sorted(p.name for p in (tmp_path / "fresh").iterdir())
-
-
-def test_what_an_interrupted_run_left_is_not_taken_without_resume(given: Given, out: Path) -> None:
-    given.computed(out / "x.npy", most=2)
-    before = state(out)
-    with pytest.raises(UsageError, match=r"partial: left by an interrupted run; --resume goes on, --overwrite starts"):
-        given.embed(out / "x.npy")
-    assert state(out) == before
-    with pytest.raises(UsageError, match="give one of them"):
-        given.embed(out / "x.npy", overwrite=True, resume=True)
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("kind", [Command, Worker])
-def test_what_another_command_is_at_work_on_is_neither_interrupted_nor_replaced(
-    given: Given, out: Path, kind: type[Command], overwrite: bool
-) -> None:
-    directory = given.computed(out / "x.npy", most=2)
-    parts = sorted((directory / "parts").iterdir())
-    says = r"x.npy: another embed is at work on it \(process \d+ on .*join it with"
-    with kind(directory / "work"), pytest.raises(UsageError, match=says):
-        given.embed(out / "x.npy", overwrite=overwrite)
-    assert sorted((directory / "parts").iterdir()) == parts
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_command_with_workers_is_at_work_before_they_are(
-    given: Given, out: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
-) -> None:
-    """The processes of --nproc take seconds to start, in which nothing but their command is there."""
-    seen = []
-
-    def start(directory: Path, *_: object) -> None:
-        with pytest.raises(UsageError, match="another embed is at work on it") as refused:
-            given.embed(out / "x.npy", overwrite=overwrite)
-        seen.append(str(refused.value))
-        raise InputError("enough")
-
-    monkeypatch.setattr("esmshard.embed.job.embed_job.run_local", start)
-    with pytest.raises(InputError, match="enough"):
-        given.embed(out / "x.npy", nproc=2)
-    assert len(seen) == 1
-    assert (out / "x.npy.partial" / "plan.json").exists()
-
-
-@pytest.mark.parametrize("lives", [True, False])
-def test_a_command_on_another_machine_is_watched(
-    given: Given, out: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
-) -> None:
-    monkeypatch.setattr("esmshard.embed.workers.claims.BEAT", 0.05)
-    directory = given.computed(out / "x.npy", most=2)
-    with Command(directory / "work", beat=0.05) as elsewhere:
-        elsewhere._note |= {"machine": "another one", "host": "node07"}
-        elsewhere._tell()
-        note = (directory / "work" / "commands" / f"{elsewhere.name}.json").read_text()
-        if lives:
-            with pytest.raises(UsageError, match=r"at work on it .*on node07"):
-                given.embed(out / "x.npy", overwrite=True)
-            return
-    (directory / "work" / "commands" / "dead.json").write_text(note)
-    given.embed(out / "x.npy", overwrite=True)
-    assert content(out / "x.npy") == given.whole["x.npy"]
-
-
-def test_a_removal_that_was_interrupted_mixes_nothing(given: Given, tmp_path: Path, out: Path) -> None:
-    """Half of what another model computed lies there, without its plan."""
-    directory = given.computed(out / "x.npy")
-    (directory / "plan.json").unlink()
-    shutil.rmtree(directory / "index")
-    other = write_model(tmp_path / "other", seed=1)
-    given.embed(out / "x.npy", model=other, resume=True)
-    given.embed(tmp_path / "fresh" / "x.npy", model=other)
-    assert content(out / "x.npy") == content(tmp_path / "fresh" / "x.npy")
-    assert content(out / "x.npy")["x.npy"] != given.whole["x.npy"]["x.npy"]

@@ -1,6 +1,5 @@
 """Embeddings in a bucket: the same drills as on a disk. The server is moto's, in `bucket_server`."""
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,10 +79,8 @@ def test_a_bucket_holds_what_a_disk_would(server: Buckets, model: Path, fasta: P
     assert str(report).startswith(f"s3://{BUCKET}/{name}: 120 records; 108 sequences computed")
     same_as_on_a_disk(server, model, fasta, tmp_path, name)
     assert not list((tmp_path / "cache" / "uploads").iterdir())
-    with pytest.raises(UsageError, match="exists already; choose another name or pass --overwrite"):
-        embed(model, fasta, f"s3://{BUCKET}/{name}")
     server.seen.clear()
-    embed(model, fasta, f"s3://{BUCKET}/{name}", resume=True)
+    embed(model, fasta, f"s3://{BUCKET}/{name}")
     assert not uploads(server), "it was finished"
     embed(model, fasta, f"s3://{BUCKET}/{name}", overwrite=True)
     assert uploads(server)
@@ -110,11 +107,9 @@ def test_killed_during_an_upload_and_continued_on_another_machine(
     assert "out/manifest.json" not in server.names()
     with pytest.raises(InputError, match=r"s3://proteins/out: is not finished"):
         verify(Path(f"s3://{BUCKET}/out"))
-    with pytest.raises(UsageError, match="left by an interrupted run; --resume goes on, --overwrite starts over"):
-        embed(model, fasta, f"s3://{BUCKET}/out")
     monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "another machine"))
     server.seen.clear()
-    embed(model, fasta, f"s3://{BUCKET}/out", resume=True)
+    embed(model, fasta, f"s3://{BUCKET}/out")
     assert not set(uploads(server)) & {"000000", "000001"}, "what was finished is not computed again"
     same_as_on_a_disk(server, model, fasta, tmp_path)
     assert not [name for name in server.names("out/") if "/work/" in name or name.endswith("plan.json")]
@@ -147,7 +142,7 @@ def test_damaged_and_missing_parts_are_computed_again(
     server.put(flipped, bytes(data))
     server.delete(missing)
     server.put("out/parts/000002.json", b"{")
-    embed(model, fasta, f"s3://{BUCKET}/out", resume=True)
+    embed(model, fasta, f"s3://{BUCKET}/out")
     said = capsys.readouterr().err
     assert f"parts/000000: {flipped.rpartition('/')[2]} is not what was uploaded; it is computed again" in said
     assert f"parts/000001: {missing.rpartition('/')[2]} is missing; it is computed again" in said
@@ -172,32 +167,18 @@ def test_a_server_that_is_gone_and_comes_back(server: Buckets, model: Path, fast
     server.before = lambda method, path: None
     server.start()
     server.seen.clear()
-    embed(model, fasta, f"s3://{BUCKET}/out", resume=True)
+    embed(model, fasta, f"s3://{BUCKET}/out")
     assert not set(uploads(server)) & {"000000", "000001"}
     same_as_on_a_disk(server, model, fasta, tmp_path)
 
 
-def test_two_commands_write_one_output(server: Buckets, model: Path, fasta: Path, tmp_path: Path) -> None:
-    ready, first = threading.Event(), threading.Event()
-
-    def before(method: str, path: str) -> None:
-        if method == "PUT" and path.endswith(".safetensors") and not ready.is_set():
-            first.set()
-            ready.wait(600)
-        elif method == "PUT" and "/work/claims/" in path and first.is_set():
-            ready.set()  # the second command has claimed a part, while the first one holds another
-
-    server.before = before
-    how = {"part_tokens": PART}
-    one = Run("embed", model, fasta, "-o", f"s3://{BUCKET}/out", "--resume", folder=tmp_path / "one", **how)
-    assert first.wait(600), one.said
-    other = Run("embed", model, fasta, "-o", f"s3://{BUCKET}/out", "--resume", folder=tmp_path / "other", **how)
-    assert one.wait() == 0, one.said
-    assert other.wait() == 0, other.said
+def test_workers_of_an_array_write_one_output(server: Buckets, model: Path, fasta: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"folder": tmp_path / "said", "part_tokens": PART}
+    for worker in ("1/3", "0/3"):  # The third worker never begins, and the first one computes its parts.
+        arguments = "embed", model, fasta, "-o", f"s3://{BUCKET}/out", "--engine", "array", "--worker", worker
+        run = Run(*arguments, **how)
+        assert run.wait() == 0, run.said
     assert sorted(uploads(server)) == sorted(set(uploads(server))), "each part was computed once"
-    names = {json.loads(server.get("out/manifest.json"))["parts"][k]["file"].split("-")[1] for k in range(3)}
-    assert ready.is_set()
-    assert len({name.split("-")[1] for name in parts(server)}) == 2, names
     same_as_on_a_disk(server, model, fasta, tmp_path)
 
 
@@ -207,10 +188,10 @@ def test_another_request_and_another_input_are_refused(
     interrupt(server, model, fasta, 2)
     other = write_fasta(tmp_path / "other.fasta", 20, seed=1)
     with pytest.raises(UsageError, match=r"other.fasta: is not what s3://proteins/out was begun with"):
-        embed(model, other, f"s3://{BUCKET}/out", resume=True)
+        embed(model, other, f"s3://{BUCKET}/out")
     asked = request(str(model), Path(f"s3://{BUCKET}/out"), pools=["max"])
     with pytest.raises(UsageError, match=r"s3://proteins/out: was begun with .*; --overwrite starts over"):
-        embed_job.embed(asked, fasta, resume=True)
+        embed_job.embed(asked, fasta)
     server.put("mine/thesis.pdf", b"%PDF")
     with pytest.raises(UsageError, match=r"holds thesis.pdf\), so nothing is written there"):
         embed(model, fasta, f"s3://{BUCKET}/mine", overwrite=True)

@@ -169,7 +169,7 @@ def test_biotrainer_files_have_sequences_of_the_input(given: Given) -> None:
         patch.setattr(embed_output, "merge", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             given.embed("resumed.h5", **how)
-    given.embed("resumed.h5", resume=True, **how)
+    given.embed("resumed.h5", **how)
     with h5py.File(given.out / "x.h5") as file:
         assert [data.attrs["original_id"] for data in file.values()] == list(IDS)
         for key, sequence in zip(file, given.sequences.values(), strict=True):
@@ -245,7 +245,7 @@ def test_attention_maps_are_reused_for_the_same_heads_only(given: Given) -> None
         with pytest.raises(UsageError, match=f"holds attentions_2 of heads 0,3, and no attentions_2 of heads {said}$"):
             given.embed(name, pools=["attentions"], heads=heads, reuse=given.out / "old")
     with pytest.raises(UsageError, match="was made with attentions_2 of heads 0,3, and not with attentions_2 of heads"):
-        given.embed("old", pools=["attentions"], heads=[1], resume=True)
+        given.embed("old", pools=["attentions"], heads=[1])
 
 
 def test_the_command_takes_layers_and_heads(given: Given) -> None:
@@ -366,7 +366,7 @@ def test_an_existing_file_is_replaced_only_when_asked_to(given: Given) -> None:
 
 def test_an_existing_directory_is_replaced_only_when_told(given: Given) -> None:
     given.embed("x")
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="was made with mean_2, and not with max_2; --overwrite"):
         given.embed("x", pools=["max"])
     given.embed("x", pools=["max"], overwrite=True)
     assert EmbeddingStore(given.out / "x").attributes["pool"] == "max"
@@ -401,8 +401,10 @@ def test_an_existing_list_of_ids_is_not_lost(given: Given) -> None:
         ("x.npy", {"precision": "fp8"}, "auto, fp32"),
         ("x.npy", {"long": Long("crop")}, "full, window or truncate"),  # type: ignore[arg-type]
         ("x.npy", {"long": Long("window", 100, 100)}, "share fewer than they have"),
-        ("x.npy", {"resume": True, "overwrite": True}, "give one of them"),
-        ("x.npy", {"offload": True, "nproc": 2}, "leave --nproc and --shard out"),
+        ("x.npy", {"worker": "0/2"}, "--worker is for --engine array"),
+        ("x.npy", {"worker": "2/2", "engine": "array"}, "--worker 2/2: a number from 0"),
+        ("x.npy", {"engine": "array"}, "does not know its number; give --worker I/N"),
+        ("x.npy", {"offload": True, "nproc": 2}, "leave --nproc and --engine out"),
     ],
 )
 def test_what_cannot_be_done_is_refused(given: Given, name: str, options: dict[str, Any], reason: str) -> None:
@@ -482,14 +484,14 @@ def test_a_record_may_fail_and_the_run_does_not(tmp_path: Path) -> None:
     assert product.failed == {"b": reason, "again": reason}
     with pytest.raises(KeyError, match="'b' has no values: mean_0 has values beyond"):
         product["b"]
-    again = esmshard_command("embed", "model", "in.fasta", "-o", "x.npy", *asked, "--resume", "--strict", cwd=tmp_path)
+    again = esmshard_command("embed", "model", "in.fasta", "-o", "x.npy", *asked, "--strict", cwd=tmp_path)
     assert "is finished already" in again.stderr
     assert again.returncode == 1
     assert again.stdout.endswith("2 records failed, see x.npy.failed.tsv\n")
     (tmp_path / "none.fasta").write_text(">b\nMKW\n>again\nMKW\n")
     for name in ("none.npy", "none", "none.h5", "none.parquet"):
-        for how in ("--overwrite", "--resume"):
-            failed = esmshard_command("embed", "model", "none.fasta", "-o", name, *asked, how, cwd=tmp_path)
+        for how in ((), ("--overwrite",)):
+            failed = esmshard_command("embed", "model", "none.fasta", "-o", name, *asked, *how, cwd=tmp_path)
             table = f"{name}/failed.tsv" if name == "none" else f"{name}.failed.tsv"
             assert failed.returncode == 1
             said = f"error: {name}: has no values, as every record failed (2), see {table}; the first, b: "

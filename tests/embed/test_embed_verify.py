@@ -17,6 +17,7 @@ from model_files import TINY, fair_esm, write_transformers
 from safetensors.numpy import load_file, save_file
 
 import esmshard
+from esmshard.embed.engines import compute_part, make_embedder
 from esmshard.embed.formats.format_registry import FORMATS
 from esmshard.embed.job.embed_job import embed
 from esmshard.embed.job.embed_request import request
@@ -24,8 +25,6 @@ from esmshard.embed.job.embed_status import merge, status, verify
 from esmshard.embed.store import part_plan
 from esmshard.embed.store.embedding_store import EmbeddingStore
 from esmshard.embed.store.part_plan import PlanRequest, digest
-from esmshard.embed.workers.claims import Worker
-from esmshard.embed.workers.embed_worker import make_embedder, work
 from esmshard.errors import InputError, UsageError
 from esmshard.vocab import RESIDUES, encode
 
@@ -389,29 +388,17 @@ def test_status_before_while_and_after(given: Given, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"x: there is nothing; embed writes it$"):
         status(out)
     directory = part_plan.partial(out)
-    (directory / "work").mkdir(parents=True)
-    assert status(out) == f"{directory}: nothing is computed yet; the input is being read, or that was interrupted"
     asked = request(str(given.model), out, pools=["mean", "residue"], layers=[1, 2])
     plan = part_plan.begin(directory, PlanRequest(given.fasta, asked.spec, asked.facts, None, "cpu", PART))
-    with Worker(directory / "work") as worker:
-        work(directory, plan | {"parts": 2}, make_embedder(plan, asked.device, None), worker, worker.count)
-        worker._tell()
-        said = status(out).splitlines()
-        assert said[0] == f"{directory}: not finished"
-        assert said[1].startswith(f"holds      {', '.join(NAMES)} of 40 records (37 different sequences) by ")
-        rows = np.load(directory / "index" / "bounds.npy")[2]
-        assert said[2] == f"parts      2 of 6; {rows} of 37 sequences"
-        assert any(line.startswith("worker     ") and f"alive: {rows} sequences" in line for line in said)
-        assert said[-1] == "go on      esmshard embed ... --resume"
-    note = worker._note | {"name": "gone", "pid": 2**22 + 1}
-    (directory / "work" / "workers" / "gone.json").write_text(json.dumps(note))
-    (directory / "work" / "workers" / "far.json").write_text(json.dumps(note | {"name": "far", "machine": "far"}))
+    embedder = make_embedder(plan, asked.device, None)
+    for part in range(2):
+        compute_part(directory, plan, part, embedder, lambda rows, residues: None)
     said = status(out).splitlines()
-    assert [line.split(", ")[1] for line in said if line.startswith("worker")] == [
-        f"on another machine: {rows} sequences",
-        f"gone: {rows} sequences",
-    ]
-    embed(asked, given.fasta, resume=True)
+    assert said[0] == f"{directory}: not finished"
+    assert said[1].startswith(f"holds      {', '.join(NAMES)} of 40 records (37 different sequences) by ")
+    rows = np.load(directory / "index" / "bounds.npy")[2]
+    assert said[2] == f"parts      2 of 6; {rows} of 37 sequences"
+    embed(asked, given.fasta)
     said = status(out).splitlines()
     assert said[0] == f"{out}: finished"
     assert said[2:4] == ["parts      6 of 6; 37 of 37 sequences", "failed     1, in windows 0, reused 0"]

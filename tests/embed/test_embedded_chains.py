@@ -106,9 +106,7 @@ def test_parts_know_where_chains_begin(written: Written) -> None:
     assert usual.shape == with_gap["ab"].shape
     assert np.abs(usual - with_gap["ab"]).max() > 1e-3
     with pytest.raises(UsageError, match="was made with --join linker:3,gap:512, and not with --join linker:25"):
-        embed_job.embed(
-            request(written.model, Path("gap"), pools=["residue"]), written.directory / "x.fasta", resume=True
-        )
+        embed_job.embed(request(written.model, Path("gap"), pools=["residue"]), written.directory / "x.fasta")
 
 
 @pytest.mark.parametrize(("window", "memory"), [(40, None), (0, 50)])

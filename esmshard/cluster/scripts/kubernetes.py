@@ -253,6 +253,8 @@ def _command(job: SchedulerJob, site: Site, metadata: dict[str, Any], together: 
     arguments = [_literal(argument) for argument in job.arguments]
     if not together:
         arguments += ["--nproc", str(job.nproc)]
+        if job.kind == "embed" and job.array > 1:
+            arguments += ["--worker", f"$(JOB_COMPLETION_INDEX)/{job.array}"]
         if job.kind == "finetune":
             arguments += ["--max-restarts", str(job.max_restarts)]
         return {"command": ["esmshard"], "args": arguments}

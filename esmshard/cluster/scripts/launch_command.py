@@ -154,10 +154,12 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
         raise UsageError(f"embed {parsed['model']}: needs no job; run it here, without launch")
     if str(parsed["fasta"]) == "-":
         raise UsageError("-: a job has no standard input; name the FASTA file or the store")
-    for option in ("overwrite", "dry_run", "shard"):
+    for option in ("overwrite", "dry_run"):
         if parsed[option]:
             why = "lets each worker remove the others' results" if option == "overwrite" else "is for a single command"
             raise UsageError(f"--{option.replace('_', '-')}: {why}; leave it out")
+    if parsed["engine"] != "local" or parsed["worker"] is not None:
+        raise UsageError("--engine: launch sets the engine and the number of each worker; leave --engine, --worker out")
     gpus = 1 if site.gpus_per_node is None else min(1, site.gpus_per_node)
     if options.gpus_per_node is not None:
         gpus = options.gpus_per_node
@@ -170,7 +172,7 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
     return SchedulerJob(
         name=options.name or f"embed-{out.stem}",
         kind="embed",
-        arguments=("embed", *arguments, *(() if parsed["resume"] else ("--resume",))),
+        arguments=("embed", *arguments, *(("--engine", "array") if (options.array or 1) > 1 else ())),
         out=_in_pods(_absolute(str(out)), site) if options.target == "kubernetes" else _absolute(str(out)),
         directory=str(Path.cwd()),
         reads=tuple(sorted({_absolute(path) for path in read})),

@@ -12,7 +12,6 @@ import numpy as np
 
 from esmshard.embed.compute.outputs import DTYPES, About, Dtype, Pool, Row
 from esmshard.embed.formats.format_writer import FormatWriter
-from esmshard.embed.formats.hdf5_disk import Disk
 from esmshard.errors import InputError, UsageError
 from esmshard.files import check_replaced
 
@@ -36,8 +35,7 @@ class Hdf5Format(FormatWriter):
     def open(self) -> None:
         """Create the file with its attributes and groups."""
         h5py = self.require(self.out)
-        self._disk = Disk(self.work)
-        self._file = h5py.File(self._disk, "w", track_order=True)
+        self._file = h5py.File(self.work, "w", track_order=True)
         self._file.attrs.update(self.attributes)
         names = [output.name for output in self.about.outputs]
         self._groups: dict[str, Any] = (
@@ -60,18 +58,15 @@ class Hdf5Format(FormatWriter):
             data.attrs["original_id"] = row.id
             if row.chains:
                 data.attrs["chain_lengths"] = row.chains
-        self._disk.check()
 
     def finish(self) -> None:
         """Write everything to disk."""
         super().finish()
         self._file.close()
-        self._disk.check()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-        self._disk.close()
 
 
 class BiotrainerFormat(Hdf5Format):
@@ -104,7 +99,6 @@ class BiotrainerFormat(Hdf5Format):
             return
         data = self._file.create_dataset(key, data=values, track_times=False)
         data.attrs["original_id"] = row.id
-        self._disk.check()
 
 
 class SafetensorsFormat(FormatWriter):

@@ -10,7 +10,6 @@ import numpy as np
 from esmshard import spreadsheet
 from esmshard.embed.compute.outputs import NUMPY, About, Dtype, Output, Row
 from esmshard.embed.formats.format_writer import FormatWriter
-from esmshard.embed.formats.hdf5_disk import Disk
 from esmshard.errors import InputError
 from esmshard.predict.writers import check, ids_file
 from esmshard.vocab import VOCAB_SIZE
@@ -225,8 +224,7 @@ class AnnDataFormat(FormatWriter):
     def open(self) -> None:
         """Create the file with everything but the rows."""
         h5py = self.require(self.out)
-        self._disk = Disk(self.work)
-        self._file = h5py.File(self._disk, "w")
+        self._file = h5py.File(self.work, "w")
         n, dim, dtype = self.about.n_records, self.about.dim, np.dtype(NUMPY[self.about.dtype])
         self._rows = max(1, min(self.CHUNK_BYTES // (dim * dtype.itemsize), n))  # of a chunk
         text = h5py.string_dtype()
@@ -269,7 +267,6 @@ class AnnDataFormat(FormatWriter):
         for name, values in self._waiting.items():
             self._of_rows[name][end - len(values) : end] = np.stack(values) if name not in ("id", "length") else values
             values.clear()
-        self._disk.check()
 
     def finish(self) -> None:
         """Write the last rows, and flush to disk."""
@@ -277,12 +274,10 @@ class AnnDataFormat(FormatWriter):
         if self._waiting["id"]:
             self._write_rows(self.n)
         self._file.close()
-        self._disk.check()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-        self._disk.close()
 
 
 def _array(group: Any, name: str, dtype: Any, kind: str, **how: Any) -> Any:

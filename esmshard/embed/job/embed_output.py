@@ -15,7 +15,6 @@ from esmshard.embed.store.embedding_store import EmbeddingStore, note_file, remo
 from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.store.parts import DamagedError
 from esmshard.embed.store.row_index import CHAINS
-from esmshard.embed.workers.claims import Worker, workers
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json, replacing, without_directories
 from esmshard.predict.writers import ids_file
@@ -68,36 +67,25 @@ class EmbedReport:
 
 
 def finish(directory: Path, asked: EmbedRequest) -> EmbedReport:
-    """Make the output from the finished parts, unless another worker does this."""
+    """Make the output from the finished parts."""
     out = asked.out
-    if not (directory / "manifest.json").exists():
-        count = EmbeddingStore(directory, unfinished=True).manifest["parts"].count(None)
-        if count:
-            others = sum(1 for _ in workers(directory / "work"))
-            say(f"{directory}: {count} parts are in the hands of {others} other workers; the last one finishes {out}")
-            return report_of(EmbeddingStore(directory, unfinished=True), asked)
-    with Worker(directory / "work") as worker:
-        while not worker.claim("finish"):
-            if not directory.exists() or not worker.settle(lambda: ["finish"] if directory.exists() else []):
-                say(f"{out}: is being finished by another worker")
-                return report_of(
-                    EmbeddingStore(directory, unfinished=True) if directory.exists() else EmbeddingStore(out), asked
-                )
-        embeddings = EmbeddingStore(directory, unfinished=True)
-        report = report_of(embeddings, asked)
-        try:
-            if asked.fmt == PARTS:
-                seal(directory).close()
-                remove(out, successor=directory)
-            else:
-                merge(embeddings, out, asked.fmt)
-                remove(directory)
-        except DamagedError as error:
-            # Without its note the part is computed again.
-            note_file(directory, error.part).unlink(missing_ok=True)
-            raise InputError(f"{error}; go on with --resume: only that part is computed again") from None
-        finally:
-            embeddings.close()
+    embeddings = EmbeddingStore(directory, unfinished=True)
+    report = report_of(embeddings, asked)
+    try:
+        if asked.fmt == PARTS:
+            seal(directory).close()
+            remove(out, successor=directory)
+        else:
+            merge(embeddings, out, asked.fmt)
+            remove(directory)
+    except DamagedError as error:
+        # Without its note the part is computed again.
+        note_file(directory, error.part).unlink(missing_ok=True)
+        raise InputError(f"{error}; run the command again: only that part is computed again") from None
+    finally:
+        embeddings.close()
+    for left in out.absolute().parent.glob(f".planning-{directory.name}-*"):  # of commands that were killed
+        shutil.rmtree(left, ignore_errors=True)
     return report
 
 
@@ -147,7 +135,7 @@ def merge(embeddings: EmbeddingStore, out: Path, fmt: str) -> None:
 
 
 def finished(asked: EmbedRequest, fasta: Path, place: Path | str | None = None) -> EmbedReport:
-    """Handle `--resume` of a finished output: check that it matches the request, and change nothing. `place` is its
+    """Handle an output that is there already: check that it matches the request, and change nothing. `place` is its
     address, if it lies in a bucket.
     """
     out = asked.out

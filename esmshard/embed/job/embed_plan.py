@@ -1,38 +1,33 @@
-"""The time and the disk space of an embedding job, estimated before it begins.
+"""The time and the disk space of an embedding job, estimated before it begins (`embed --dry-run`).
 
-Rows are planned as in the job, in a directory beside OUT that is removed again. Bytes follow from their lengths. Some
-parts are computed to measure the time, see `esmshard.embed.job.embed_time`.
+Rows are planned as in the job, in a directory beside OUT that is removed again. Bytes follow from their lengths. The
+time of computing follows from some packs, which this process computes.
 """
 
-import errno
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from esmshard import remote
-from esmshard.embed.compute.outputs import Output
+from esmshard.embed.engines import make_embedder, with_ends
 from esmshard.embed.formats.format_registry import FORMATS, suits
 from esmshard.embed.job.embed_request import PARTS, EmbedRequest, file_bytes, rows_bytes
-from esmshard.embed.job.embed_time import Time, time_of
 from esmshard.embed.store import part_plan
-from esmshard.embed.store.embedding_store import EmbeddingStore
-from esmshard.embed.store.part_plan import Spec, partial
-from esmshard.embed.store.parts import DONE
+from esmshard.embed.store.part_plan import partial, store_of
 from esmshard.embed.store.reuse import Reuse
 from esmshard.embed.store.row_index import STDIN, RowIndex, read_input
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError
 from esmshard.parallel.process_group import processes_of
-from esmshard.progress import duration
+from esmshard.progress import duration, say
 
 _AT_ONCE = 1 << 16
+_SAMPLE = 1024
+"""Rows of which some are computed to measure the speed, spread evenly over the input."""
 
 
 @dataclass(frozen=True)
@@ -59,36 +54,30 @@ class Forecast:
     free: int
     place: Path
     """The directory on whose disk `free` bytes are free."""
-    time: Time
+    seconds: float
+    """Seconds in which all processes compute the rows; on a CPU, processes share the cores."""
 
     def __str__(self) -> str:
-        long, took = self.asked.spec.long, self.time
+        long = self.asked.spec.long
         treated = {
             "full": "taken whole, none is cut",
             "window": f"seen in windows that share {long.overlap:,}, none is cut",
             "truncate": f"{self.over:,} are cut to their first {long.window:,}",
         }[long.mode]
-        phases = ("start", "plan", "compute", "write")
-        made_of = ", ".join(f"{duration(getattr(took, phase))} to {phase}" for phase in phases)
         lines = [
             f"{self.fasta}: {self.records:,} records, {self.residues:,} residues, longest {self.longest:,}",
             f"duplicates  {self.records - self.unique:,} records whose sequence came before",
             f"sequences   {self.unique:,}: {self.unique - self.reused:,} are computed, {self.reused:,} reused",
             f"long        {self.over:,} records over {long.window:,} residues: {treated}",
             f"parts       {self.parts:,}, {_size(self.parts_bytes)}",
-            f"time        {took.total / 3600:.2f} hours ({duration(took.total)}) on {took.where}: {made_of}",
-            f"probe       {took.parts:,} of {self.parts:,} parts computed in {duration(took.probed)}",
+            f"time        {self.seconds / 3600:.2f} hours ({duration(self.seconds)}) to compute on "
+            f"{self.asked.device.type}",
         ]
         if self.asked.fmt != PARTS:
             size = f"{'' if FORMATS[self.asked.fmt].exact else 'at most '}{_size(self.file_bytes)}"
             lines.append(f"{self.asked.fmt:<11} {size} of numbers and ids; the format adds a little")
         lines.append(f"at most     {_size(self.peak)} while it runs, {_size(self.free)} free at {self.place}")
         return "\n".join(lines)
-
-
-def dry_run(asked: EmbedRequest, fasta: Path, *, nproc: int | None, tokens: int | None, reuse: Path | None) -> str:
-    """Return `forecast` as text."""
-    return str(forecast(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
 
 
 def forecast(
@@ -100,7 +89,7 @@ def forecast(
     reuse: Path | None = None,
     seconds: float = 20.0,
 ) -> Forecast:
-    """Plan a job, time some parts, and remove all files again.
+    """Plan a job, compute some packs, and remove all files again.
 
     Args:
         asked: the request, see `esmshard.embed.job.embed_request.request`.
@@ -108,7 +97,7 @@ def forecast(
         nproc: processes of the job.
         tokens: tokens computed at once.
         reuse: an earlier embedding store.
-        seconds: the time after which no further part is begun.
+        seconds: the time after which no further pack is begun.
 
     Raises:
         InputError: if the output cannot fit on the disk, or the input cannot be read.
@@ -119,115 +108,94 @@ def forecast(
     fasta, reuse = remote.local(fasta), None if reuse is None else remote.local(reuse)
     in_bucket = remote.is_remote(asked.out)
     place = Path(tempfile.gettempdir()) if in_bucket else None
-    place = place or next(one for one in asked.out.absolute().parents if one.is_dir())
-    earlier = None if reuse is None else Reuse(reuse, spec)
-    with _scratch(place) as directory:
+    place = place or next(parent for parent in asked.out.absolute().parents if parent.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".esmshard-dry-run-", dir=place, ignore_cleanup_errors=True) as name:
         free = shutil.disk_usage(place).free
-        began = time.monotonic()
-        plan = _planned(directory, asked, fasta, reuse, processes)
-        planned = time.monotonic() - began
+        directory, source = Path(name) / "plan", fasta
+        if fasta == STDIN:  # the standard input can be read only once
+            source = read_input(fasta, Path(name) / "stdin", spec.chains.tokens).path
+        asked, source = asked.of_input(source)
+        device = asked.device.type
+        plan = part_plan.begin(
+            directory,
+            part_plan.PlanRequest(
+                source, spec, asked.facts, asked.longest, device, reuse=reuse, workers=processes, tracks=asked.tracks
+            ),
+        )
         index = RowIndex(directory / "index")
         length_N = index.lengths[:]
         if fmt != PARTS:
             suits(fmt, spec.outputs, spec.dtype, asked.out, records=len(length_N), id_bytes=index.id_bytes)
-        before = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        before = sum(path.stat().st_size for path in Path(name).rglob("*") if path.is_file())
         parts_bytes = rows_bytes(spec, index, range(plan["parts"]))
         made = 0 if fmt == PARTS else file_bytes(fmt, spec, index)
         peak = before + parts_bytes + made
         if peak > free and not (in_bucket and fmt == PARTS):  # parts are uploaded one by one
-            raise InputError(_does_not_fit(asked, index, place, before, peak, free))
+            raise InputError(
+                f"{place}: {_size(peak)} would be written before it is finished, and {_size(free)} are free; make "
+                "room, choose another place, or store less (--format parts, --dtype fp16, --pool mean)"
+            )
         copied_U = np.zeros(plan["unique"], np.bool_)
-        if earlier is not None and reuse is not None:
-            _find_copied(copied_U, index, earlier, reuse)
-        taken = time_of(directory, plan, asked, processes, tokens, copied_U, planned, seconds)
+        if reuse is not None:
+            earlier = Reuse(reuse, spec)
+            for start in range(0, len(copied_U), _AT_ONCE):
+                copied_U[start : start + _AT_ONCE] = earlier.rows(index.content[start : start + _AT_ONCE]) >= 0
+        lengths_U = np.concatenate([index.lengths_of(part) for part in range(plan["parts"])])
+        needed_U = np.where(copied_U, 0.0, _operations(asked, lengths_U))
+        pace = _operations_per_second(directory, plan, asked, lengths_U, tokens, seconds)
         return Forecast(
             asked,
             fasta,
-            len(length_N),
-            int(length_N.sum(dtype=np.int64)),
-            int(length_N.max()),
-            plan["unique"],
-            int(copied_U.sum()),
-            int((length_N > spec.long.window).sum()),
-            plan["parts"],
-            parts_bytes + sum(path.stat().st_size for path in index.path.iterdir()),
-            made,
-            peak,
-            free,
-            place,
-            taken,
+            records=len(length_N),
+            residues=int(length_N.sum(dtype=np.int64)),
+            longest=int(length_N.max()),
+            unique=plan["unique"],
+            reused=int(copied_U.sum()),
+            over=int((length_N > spec.long.window).sum()),
+            parts=plan["parts"],
+            parts_bytes=parts_bytes + sum(path.stat().st_size for path in index.path.iterdir()),
+            file_bytes=made,
+            peak=peak,
+            free=free,
+            place=place,
+            seconds=float(needed_U.sum()) / pace / (processes if device == "cuda" else 1),
         )
 
 
-@contextmanager
-def _scratch(place: Path) -> Iterator[Path]:
-    """Provide a directory on the disk of the output, so that its speed is that of the job."""
-    try:
-        with tempfile.TemporaryDirectory(prefix=".esmshard-dry-run-", dir=place, ignore_cleanup_errors=True) as name:
-            yield Path(name)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InputError(f"{place}: the disk is full already while the input is read; make room") from None
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            why = (error.strerror or str(error)).lower()
-            raise InputError(f"{error.filename or place}: cannot be written to ({why}); choose another place") from None
-        raise
+def _operations(asked: EmbedRequest, length_U: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Estimate the operations of the linear layers and of attention for each row. Windows count whole."""
+    long, config = asked.spec.long, asked.found.config
+    seen_U, count_U = long.kept(length_U), np.ones_like(length_U)
+    if long.mode == "window":
+        seen_U = np.minimum(length_U, long.window)
+        count_U = np.maximum(1, -(-(length_U - long.overlap) // (long.window - long.overlap)))
+    tokens_U = (seen_U + 2).astype(np.float64)
+    return count_U * tokens_U * config.n_layers * config.dim * (24 * config.dim + 4 * tokens_U)
 
 
-def _planned(directory: Path, asked: EmbedRequest, fasta: Path, reuse: Path | None, processes: int) -> dict[str, Any]:
-    if fasta == STDIN:  # the standard input can be read only once
-        fasta = read_input(fasta, directory / "stdin", asked.spec.chains.tokens).path
-    asked, fasta = asked.of_input(fasta)
-    device = asked.device.type
-    wanted = part_plan.PlanRequest(
-        fasta, asked.spec, asked.facts, asked.longest, device, reuse=reuse, workers=processes, tracks=asked.tracks
-    )
-    return part_plan.begin(directory, wanted)
-
-
-def _find_copied(copied_U: npt.NDArray[np.bool_], index: RowIndex, reuse: Reuse, path: Path) -> None:
-    """Set the entry of each row that the earlier store holds, computed as requested."""
-    embeddings = EmbeddingStore(path)
-    bounds = np.array(embeddings.index.bounds)
-    for start in range(0, len(copied_U), _AT_ONCE):
-        old_M = reuse.rows(index.content[start : start + _AT_ONCE])
-        part_M = np.searchsorted(bounds, old_M, "right") - 1  # -1 for rows that the earlier store lacks
-        for part in np.unique(part_M[old_M >= 0]).tolist():
-            of_part = np.flatnonzero(part_M == part)
-            copied_U[start + of_part] = embeddings.reader(part).status_U[old_M[of_part] - bounds[part]] == DONE
-    embeddings.close()
-
-
-def _does_not_fit(asked: EmbedRequest, index: RowIndex, place: Path, before: int, peak: int, free: int) -> str:
-    """Return a message with the smallest change that would fit."""
-    spec = asked.spec
-    smaller = [("--format parts", PARTS, spec)]
-    if spec.dtype == "fp32":
-        half = replace(spec, dtype="fp16")
-        smaller += [("--dtype fp16", asked.fmt, half), ("--format parts --dtype fp16", PARTS, half)]
-    means = tuple(dict.fromkeys(Output("mean", one.layer) for one in spec.outputs if one.layer is not None))
-    if means and not all(one.pooled for one in spec.outputs):
-        pooled = replace(spec, outputs=means)
-        smaller += [("--pool mean", asked.fmt, pooled), ("--format parts --pool mean", PARTS, pooled)]
-    fix = "nothing smaller fits"
-    for said, fmt, changed in smaller:
-        need = before + rows_bytes(changed, index, range(len(index.bounds) - 1))
-        if fmt != PARTS:
-            need += file_bytes(fmt, changed, index)
-        if (fmt, changed) != (asked.fmt, spec) and need <= free and _can_hold(fmt, changed, asked.out):
-            fix = f"{said} would fit with {_size(need)}"
+def _operations_per_second(
+    directory: Path,
+    plan: dict[str, object],
+    asked: EmbedRequest,
+    length_U: npt.NDArray[np.int64],
+    tokens: int | None,
+    seconds: float,
+) -> float:
+    """Compute rows that are spread evenly over the input, without tracks, until `seconds` have passed."""
+    index, store = RowIndex(directory / "index"), store_of(directory, plan)
+    embedder = make_embedder(plan, asked.device, tokens)
+    rows = np.unique(np.linspace(0, len(length_U) - 1, min(_SAMPLE, len(length_U))).astype(np.int64))
+    sequences = [with_ends(store.residues(int(record))) for record in index.first.at(rows)]
+    shortest = min(sequences, key=len)
+    for _ in embedder.compute([shortest]):  # The first call of a model is slow.
+        pass
+    say(f"computes some packs, for about {seconds:.0f} s at most")
+    needed_U, done, began = _operations(asked, length_U[rows]), 0.0, time.monotonic()
+    for row, _ in embedder.compute(sequences):
+        done += float(needed_U[row])
+        if time.monotonic() - began > seconds:
             break
-    said = f"{_size(peak)} would be written before it is finished, and {_size(free)} are free"
-    return f"{place}: {said}; make room or choose another place; {fix}"
-
-
-def _can_hold(fmt: str, spec: Spec, out: Path) -> bool:
-    try:
-        if fmt != PARTS:
-            suits(fmt, spec.outputs, spec.dtype, out)
-    except UsageError:
-        return False
-    return True
+    return done / (time.monotonic() - began)
 
 
 def _size(nbytes: int) -> str:

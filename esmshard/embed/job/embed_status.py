@@ -12,7 +12,6 @@ from esmshard.embed.job.embed_output import merge as write_file
 from esmshard.embed.store.embedding_store import EmbeddingStore, failed_table, fix
 from esmshard.embed.store.part_plan import partial
 from esmshard.embed.store.parts import FAILED, DamagedError
-from esmshard.embed.workers.claims import Worker, workers
 from esmshard.errors import InputError, UsageError
 from esmshard.files import sha256
 
@@ -47,12 +46,8 @@ def status(out: Path) -> str:
         (note["device"], note["kernel"], note["versions"]["torch"]) for note in notes
     ).items():
         lines.append(f"made by    {device}, kernel {kernel}, torch {torch}: {count} parts")
-    here = Worker(directory / "work")
-    for note in workers(directory / "work"):
-        state = {True: "alive", False: "gone", None: "on another machine"}[here.lives(note)]
-        lines.append(f"worker     {note['host']} process {note['pid']}, {state}: {note['rows']:,} sequences")
     if not embeddings.finished:
-        lines.append("go on      esmshard embed ... --resume")
+        lines.append("go on      with the same command")
     return "\n".join(lines)
 
 

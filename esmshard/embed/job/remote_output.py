@@ -1,7 +1,7 @@
 """The `embed` job whose output lies in a bucket: parts are uploaded as they are computed, and the output appears last.
 
-Several commands, on any machines, may write one output together, and any of them may end at any moment. Nothing on the
-machines is needed afterwards; the local files of a command are removed with it.
+The workers of an array, on any machines, write one output together, and any of them may end at any moment. Nothing on
+the machines is needed afterwards; the local files of a command are removed with it.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,13 @@ from esmshard.embed.store.embedding_store import EmbeddingStore
 from esmshard.embed.store.parts import DamagedError
 from esmshard.embed.store.remote_store import OURS, RemoteStore
 from esmshard.embed.store.reuse import Reuse
-from esmshard.embed.workers.remote_claims import at_work_in_bucket, worker_of
 from esmshard.errors import InputError, UsageError
 from esmshard.model.weights import recorded
 from esmshard.progress import say
 from esmshard.remote import RemoteDirectory
 
 
-def embed(job: EmbedJob) -> EmbedReport:
+def embed(job: EmbedJob) -> EmbedReport | None:
     """Compute the embeddings, or take part in that, and let the output appear at its address.
 
     Args:
@@ -38,24 +37,23 @@ def embed(job: EmbedJob) -> EmbedReport:
     """
     url = job.address
     assert url is not None
-    if job.shard:
-        raise UsageError(f"{url}: --shard writes to a disk only; write there, and copy the result into the bucket")
+    if job.engine == "ray":
+        raise UsageError(f"{url}: --engine ray writes to a disk that all nodes see; use --engine array for a bucket")
     with remote.scratch() as folder:
         own = replace(job, asked=replace(job.asked, out=folder / url.rpartition("/")[2]))
         parts = job.asked.fmt == PARTS
         store = RemoteStore(RemoteDirectory(url if parts else f"{url}.partial"), own.directory, not parts)
         with _named(str(own.asked.out), url):
             report = _embed(own, store, url)
+    if report is None:
+        return None
     name = "failed.tsv" if parts else f"{url.rpartition('/')[2]}.failed.tsv"
     return replace(report, out=url, failed_file=f"{url}/{name}" if parts else f"{url.rpartition('/')[0]}/{name}")
 
 
-def _embed(job: EmbedJob, store: RemoteStore, url: str) -> EmbedReport:
-    if _is_finished(job, url):
-        if job.resume:
-            return _finished(job, store, url)
-        if not job.overwrite:
-            raise UsageError(f"{url}: exists already; choose another name or pass --overwrite")
+def _embed(job: EmbedJob, store: RemoteStore, url: str) -> EmbedReport | None:
+    if _is_finished(job, url) and not job.overwrite:
+        return _finished(job, store, url)
     _check_begun(job, store)
     if job.reuse is not None:
         Reuse(job.reuse, job.asked.spec)
@@ -68,9 +66,8 @@ def _embed(job: EmbedJob, store: RemoteStore, url: str) -> EmbedReport:
         embed_job.check_room(job.directory, job.asked, plan)
     plan = store.begin(plan)
     store.pull()
-    if not store.is_over:
-        embed_job.compute(job, plan)
-    return _finish(job, store, url)
+    embed_job.compute(job, plan)
+    return _finish(job, store, url) if job.is_first else None
 
 
 def _is_finished(job: EmbedJob, url: str) -> bool:
@@ -88,19 +85,12 @@ def _is_finished(job: EmbedJob, url: str) -> bool:
 
 
 def _check_begun(job: EmbedJob, store: RemoteStore) -> None:
-    """Refuse, continue or remove what an interrupted command has left."""
+    """Refuse what a command with another request has left, or remove what nothing identifies."""
     place, begun = store.place, None if job.overwrite else store.plan()
-    if not job.resume and (worker := at_work_in_bucket(store, job.directory, say)):
-        raise UsageError(
-            f"{place.url}: another embed is at work on it ({worker}); wait for it, join it with --resume, stop it "
-            "first, or choose another name"
-        )
     if begun is None:
-        if not job.resume:
+        if job.is_first:
             store.clean(None)  # nothing identifies parts without their plan
         return
-    if not job.resume:
-        raise UsageError(f"{place.url}: left by an interrupted run; --resume goes on, --overwrite starts over")
     difference = job.asked.spec.differs(part_plan.Spec.of(begun), job.asked.model, begun["facts"]["model"])
     if difference:
         raise UsageError(f"{place.url}: was begun {difference}; --overwrite starts over")
@@ -108,7 +98,7 @@ def _check_begun(job: EmbedJob, store: RemoteStore) -> None:
 
 
 def _finished(job: EmbedJob, store: RemoteStore, url: str) -> EmbedReport:
-    """Handle `--resume` of a finished output: check that it matches the request."""
+    """Handle an output that is there already: check that it matches the request."""
     asked = job.asked
     if asked.fmt == PARTS:
         for name in store.place.listing():
@@ -121,27 +111,17 @@ def _finished(job: EmbedJob, store: RemoteStore, url: str) -> EmbedReport:
 
 
 def _finish(job: EmbedJob, store: RemoteStore, url: str) -> EmbedReport:
-    """Make the output from the finished parts, unless another worker does this."""
-    directory, asked = job.directory, job.asked
-    if not store.is_over:
-        store.pull()
-    embeddings = EmbeddingStore(directory, unfinished=True)
-    report, missing = report_of(embeddings, asked), embeddings.manifest["parts"].count(None)
-    if not store.is_over and missing:
-        say(f"{url}: {counted(missing, 'part')} are in the hands of other workers; the last one finishes it")
-        return report
-    with worker_of(directory) as worker:
-        while not store.is_over and not worker.claim("finish"):
-            if not worker.settle(lambda: [] if store.plan() is None else ["finish"]):
-                store.is_over = True
-        if store.is_over or store.plan() is None:
-            say(f"{url}: is being finished, or was finished, by another worker")
-            return report
-        if asked.fmt == PARTS:
-            store.seal()
-        else:
-            _merge(job, store, embeddings, url)
-    store.clean(embeddings.manifest if asked.fmt == PARTS else None)
+    """Make the output from the finished parts."""
+    store.pull()
+    embeddings = EmbeddingStore(job.directory, unfinished=True)
+    report = report_of(embeddings, job.asked)
+    if missing := embeddings.manifest["parts"].count(None):
+        raise InputError(f"{url}: {counted(missing, 'part')} of it disappeared meanwhile; run the command again")
+    if job.asked.fmt == PARTS:
+        store.seal()
+    else:
+        _merge(job, store, embeddings, url)
+    store.clean(embeddings.manifest if job.asked.fmt == PARTS else None)
     return report
 
 
@@ -153,7 +133,7 @@ def _merge(job: EmbedJob, store: RemoteStore, embeddings: EmbeddingStore, url: s
         merge(embeddings, out, job.asked.fmt)
     except DamagedError as error:
         store.forget(error.part)
-        raise InputError(f"{error}; go on with --resume: only that part is computed again") from None
+        raise InputError(f"{error}; run the command again: only that part is computed again") from None
     finally:
         embeddings.close()
     parent = RemoteDirectory(url.rpartition("/")[0])

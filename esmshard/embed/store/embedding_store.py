@@ -56,7 +56,7 @@ def read_note(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
-        raise InputError(f"{path}: cannot be read; delete it and run embed with --resume") from None
+        raise InputError(f"{path}: cannot be read; delete it and run the same embed again") from None
     return note
 
 
@@ -81,7 +81,7 @@ class EmbeddingStore:
 
     def __init__(self, path: str | Path, *, unfinished: bool = False) -> None:
         if (url := remote.address(path)) is not None and not remote.exists(f"{url}/manifest.json"):
-            raise InputError(f"{url}: is not finished, or is no directory of embeddings; go on with embed --resume")
+            raise InputError(f"{url}: is not finished, or is no directory of embeddings; run the same embed again")
         self.path = remote.local(path)
         self.finished = (self.path / "manifest.json").is_file()
         if self.finished:
@@ -95,7 +95,7 @@ class EmbeddingStore:
             if not (begun / "plan.json").is_file():
                 begun = self.path.with_name(f"{self.path.name}.partial")
             if (begun / "plan.json").is_file():
-                raise InputError(f"{begun}: is not finished; go on with embed --resume")
+                raise InputError(f"{begun}: is not finished; run the same embed again")
             raise InputError(f"{self.path}: is no directory of embeddings (it has no manifest.json)")
         self.spec = Spec.of(self.manifest)
         self.index = RowIndex(self.path / "index")
@@ -204,7 +204,7 @@ class EmbeddingStore:
             return self._readers[part]
         note = self.manifest["parts"][part]
         if note is None:
-            raise InputError(f"{self.path}: part {part} is not finished; go on with embed --resume")
+            raise InputError(f"{self.path}: part {part} is not finished; run the same embed again")
         layout = PartLayout(self.spec.kind, self.spec.long.kept(self.index.lengths_of(part)))
         reader = PartReader(self.path / "parts" / note["file"], layout, note)
         self._readers[part] = reader
@@ -276,7 +276,9 @@ def seal(directory: Path) -> EmbeddingStore:
         embeddings = EmbeddingStore(directory, unfinished=True)
         missing = [k for k, note in enumerate(embeddings.manifest["parts"]) if note is None]
         if missing:
-            raise UsageError(f"{directory}: part {missing[0]} and {len(missing) - 1} others are missing; use --resume")
+            raise UsageError(
+                f"{directory}: part {missing[0]} and {len(missing) - 1} others are missing; run embed again"
+            )
         for k in range(len(embeddings.manifest["parts"])):
             embeddings.reader(k)
         (directory / "failed.tsv").unlink(missing_ok=True)

@@ -4,18 +4,16 @@
         plan.json            the request, the model's hash, the input's digest
       index/               see `esmshard.embed.store.embedding_store`
       work/input/          the sequences as a token store, unless the input is one
-      work/claims  work/workers   see `esmshard.embed.workers.claims`
       parts/               see `esmshard.embed.store.parts`
 
 Equal sequences share one row, which is computed once. Rows are in the order in which their sequences first occur, and
 are divided into parts of about equally many tokens.
 """
 
+import errno
 import hashlib
 import json
-import shutil
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,9 +30,8 @@ from esmshard.data.tracks.track_store import TrackStore
 from esmshard.embed.compute.outputs import Dtype, Long, Output
 from esmshard.embed.store.parts import Kind
 from esmshard.embed.store.row_index import STDIN, chain_lengths, read_and_index, read_input, track_directory
-from esmshard.embed.workers.claims import Worker, publish
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json
+from esmshard.files import read_json, replace_json
 from esmshard.joined_chains import Chains
 from esmshard.progress import say
 from esmshard.vocab import Track
@@ -51,8 +48,6 @@ COPIED = 64
 """Tokens of a row of an earlier store for which copying takes as long as computing one token, or less."""
 MOST_PARTS = 4096
 """The number of parts from which on parts become larger."""
-_LOOK = 0.2
-"""Seconds between two checks whether another worker has written the plan."""
 _AT_ONCE = 1 << 16
 
 
@@ -158,25 +153,24 @@ class PlanRequest:
 def begin(work: Path, asked: PlanRequest) -> dict[str, Any]:
     """Write the plan of an embedding store, or read the existing plan.
 
-    If there are several workers, one writes the plan into `work`, which is `OUT.partial`, and the others wait.
-
     Raises:
         UsageError: if the existing plan has another request, or a sequence is too long.
         InputError: if the input cannot be read.
     """
-    plan_file = work / "plan.json"
-    work.mkdir(parents=True, exist_ok=True)
-    planned = False
-    if not plan_file.exists():
-        with Worker(work / "work") as worker:
-            while not plan_file.exists():
-                if worker.claim("plan"):
-                    if not plan_file.exists():
-                        _plan(work, asked)
-                        planned = True
-                    break
-                if not worker.settle(lambda: [] if plan_file.exists() else ["plan"]):
-                    time.sleep(_LOOK)  # the worker that writes the plan is alive
+    planned = not (work / "plan.json").exists()
+    if planned:
+        work.parent.mkdir(parents=True, exist_ok=True)
+        # The directory gets its name when its plan is complete. So it always has a plan, and if two commands begin at
+        # the same time, one plan counts.
+        with tempfile.TemporaryDirectory(prefix=f".planning-{work.name}-", dir=work.parent) as scratch:
+            planning = Path(scratch) / work.name
+            planning.mkdir()
+            _plan(planning, asked)
+            try:
+                planning.rename(work)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
     plan = read_plan(work)
     difference = asked.spec.differs(Spec.of(plan), asked.facts["model"], plan["facts"]["model"])
     if difference:
@@ -258,16 +252,12 @@ def input_digest(store: TokenStore) -> str:
 def _plan(work: Path, asked: PlanRequest) -> None:
     fasta, facts, longest, reuse = asked.fasta, asked.facts, asked.longest, asked.reuse
     source = source_of(fasta)
-    index, scratch = work / "index", work / "work" / "index"
-    # An attempt that ended before its plan was written, or whose removal was interrupted, may have left files of
-    # another input, and nothing identifies parts without their plan.
-    before = [work / "work" / name for name in ("input.partial", "input", "tracks")]
-    for left in (*before, index, scratch, work / "parts"):
-        shutil.rmtree(left, ignore_errors=True)
-    unique = read_and_index(fasta, work / "work" / "input", scratch, asked.tracks, asked.spec.chains.tokens)
+    index = work / "index"
+    (work / "work").mkdir()
+    unique = read_and_index(fasta, work / "work" / "input", index, asked.tracks, asked.spec.chains.tokens)
     store = TokenStore(fasta) if is_store(fasta) else TokenStore(work / "work" / "input")
-    chained = sum(1 for _ in chain_lengths(scratch))
-    length_N = store.lengths if chained else np.load(scratch / "lengths.npy", mmap_mode="r")  # with linkers
+    chained = sum(1 for _ in chain_lengths(index))
+    length_N = store.lengths if chained else np.load(index / "lengths.npy", mmap_mode="r")  # with linkers
     if longest is not None and int(length_N.max()) > longest:
         record = int(length_N.argmax())
         raise UsageError(
@@ -281,10 +271,9 @@ def _plan(work: Path, asked: PlanRequest) -> None:
         )
     tokens = int(store.offsets[-1]) + len(store)
     usual = _part_tokens(asked.device, facts["architecture"], tokens, asked.workers)
-    bounds = _bounds(scratch, asked.spec, unique, asked.part_tokens or max(usual, tokens // MOST_PARTS), reuse)
-    np.save(scratch / "bounds.npy", bounds)
-    (work / "parts").mkdir(exist_ok=True)
-    scratch.rename(index)
+    bounds = _bounds(index, asked.spec, unique, asked.part_tokens or max(usual, tokens // MOST_PARTS), reuse)
+    np.save(index / "bounds.npy", bounds)
+    (work / "parts").mkdir()
     plan = {
         "format": FORMAT,
         "version": VERSION,
@@ -304,7 +293,7 @@ def _plan(work: Path, asked: PlanRequest) -> None:
         "tracks": state_of(asked.tracks),
     }
     plan["digest"] = digest(plan)
-    publish(work / "plan.json", json.dumps(plan, indent=1) + "\n")
+    replace_json(work / "plan.json", plan)
 
 
 def _beyond_training(length_N: npt.NDArray[np.signedinteger[Any]], long: Long) -> list[str]:

@@ -1,7 +1,7 @@
 """An embedding store in a bucket, while it is made: each part is uploaded when it is computed.
 
     s3://bucket/OUT/plan.json      the plan and the bounds of parts, created once by the first worker
-      parts/, work/              as on a disk, see `esmshard.embed.store.parts` and `esmshard.embed.workers.claims`
+      parts/                     as on a disk, see `esmshard.embed.store.parts`
       index/, failed.tsv         uploaded at the end
       manifest.json              the last object that is written; the store is finished once it exists
 
@@ -45,8 +45,6 @@ class RemoteStore:
         """The notes that were read, by the names of their objects."""
         self._tags: dict[str, str] = {}
         """The bucket's marks of these objects. A note that was replaced is read again."""
-        self.is_over = False
-        """Whether another worker has finished the output."""
 
     @classmethod
     def of(cls, directory: Path) -> "RemoteStore | None":
@@ -111,9 +109,6 @@ class RemoteStore:
         computed again, with a message.
         """
         listed = self.place.listing("parts")
-        if self.place.look("plan.json") is None:  # the plan is removed before any part
-            self.is_over = True
-            return
         keys = [key for key in listed if key.endswith(".json")]
         new = [key for key in keys if key not in self._notes or self._tags[key] != listed[key].tag]
         for key, data in self.place.read(*new).items():
@@ -137,9 +132,7 @@ class RemoteStore:
 
     def is_done(self, part: int) -> bool:
         """Whether any worker has finished a part; asks the bucket for this part only."""
-        key = f"parts/{part:06d}.json"
-        data = self.place.read(key).get(key)
-        return data is not None or self.place.look("plan.json") is None
+        return self.place.look(f"parts/{part:06d}.json") is not None
 
     def publish(self, part: int, note: dict[str, Any], file: Path) -> bool:
         """Upload a part and its note. Returns False if another worker has finished the part before.
@@ -183,7 +176,7 @@ class RemoteStore:
         self.place.write("manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
 
     def clean(self, manifest: dict[str, Any] | None) -> None:
-        """Remove from the bucket what is no longer needed: of a finished store the plan, the notes, claims, and parts
+        """Remove from the bucket what is no longer needed: of a finished store the plan, the notes, and parts
         of killed workers; without a manifest everything.
         """
         listed = [name for name in self.place.listing() if name.startswith(OURS)]

@@ -1,8 +1,7 @@
 """The input of an embedding store as a token store, and the index of its records and rows. No torch.
 
 The index is on disk. Memory for each record is used only while the token store is made (its index) and while duplicates
-are searched (some numbers for each of a quarter of a million records). A large input is read by a separate process,
-which has ended, and freed the pages that it mapped, before computing begins.
+are searched (some numbers for each of a quarter of a million records).
 """
 
 import bisect
@@ -10,16 +9,11 @@ import copy
 import functools
 import hashlib
 import itertools
-import json
 import os
-import subprocess
-import sys
 import tempfile
-import threading
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +27,14 @@ from esmshard.data.store.token_store import TokenStore, is_store, keys
 from esmshard.data.tracks.track_files import TrackFile
 from esmshard.data.tracks.track_store import TrackStore, write_track
 from esmshard.embed.store.parts import KEY_BYTES
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError
 from esmshard.joined_chains import LINKER
 from esmshard.progress import say
-from esmshard.vocab import Track, chain_spans
+from esmshard.vocab import chain_spans
 
 STDIN = Path("-")
 CHAINS = "chains.tsv"
 """The file with the residues of each chain of the records that have several."""
-LARGE = 1 << 24
-"""Bytes of a FASTA file above which a separate process reads it. A token store is always read by a separate process."""
 _AT_ONCE = 1 << 14
 _BUCKET = 1 << 18
 
@@ -206,40 +198,13 @@ def read_and_index(
     Raises:
         InputError: if the input cannot be read.
     """
-    large = fasta != STDIN and (is_store(fasta) or fasta.stat().st_size >= LARGE)
-    if not large:
-        return _read_and_index(fasta, store, index, tracks, linker)
-    named = [(asdict(one.track), str(one.path)) for one in tracks]
-    asked = json.dumps([*(str(path) for path in (fasta, store, index)), named, linker])
-    # The child ends with this process in every case, because its end of the pipe is then closed.
-    theirs, ours = os.pipe()
-    try:
-        command = [sys.executable, "-m", "esmshard.embed.store.row_index", asked, str(theirs)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, pass_fds=[theirs], check=False)  # noqa: S603
-    finally:
-        os.close(theirs)
-        os.close(ours)
-    if done.returncode < 0:
-        raise InputError(f"{fasta}: the process that read it was ended by signal {-done.returncode}; embed again")
-    try:
-        said = json.loads(done.stdout)
-    except ValueError:
-        raise ChildProcessError(f"{fasta}: the process that read it ended with exit code {done.returncode}") from None
-    if isinstance(said, int):
-        return said
-    if said["errno"] is not None:
-        raise OSError(said["errno"], os.strerror(said["errno"]), said["file"])
-    raise (UsageError if said["usage"] else InputError)(said["error"])
-
-
-def _read_and_index(fasta: Path, store: Path, index: Path, tracks: Sequence[TrackFile], linker: int) -> int:
     found = read_input(fasta, store, linker)
     written = []
     for one in tracks:
         assert one.path is not None
-        written.append(write_track(one.track, one.path, found, track_directory(index.parent, one.track.name)))
+        written.append(write_track(one.track, one.path, found, track_directory(store.parent, one.track.name)))
     index.mkdir()
-    return write_index(index, found, index.parent, written)
+    return write_index(index, found, store.parent, written)
 
 
 def track_directory(work: Path, name: str) -> Path:
@@ -394,30 +359,3 @@ def _equal(keys_N16: npt.NDArray[np.uint8]) -> Iterator[tuple[npt.NDArray[np.int
 def leading(key_M16: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     """Return the first eight bytes of each key as a number."""
     return np.ascontiguousarray(key_M16[:, :8]).view(">u8").reshape(-1).astype(np.uint64)
-
-
-def _main() -> None:
-    """Run the process that `read_and_index` started. It prints its result, or an error, as JSON."""
-    (*paths, named, linker), alive = json.loads(sys.argv[1]), int(sys.argv[2])
-    threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
-    said: Any
-    try:
-        fasta, store, index = map(Path, paths)
-        tracks = [TrackFile(Track(**track), Path(path)) for track, path in named]
-        said = _read_and_index(fasta, store, index, tracks, linker)
-    except InputError as error:
-        said = {"error": str(error), "usage": isinstance(error, UsageError), "errno": None}
-    except OSError as error:
-        said = {"error": str(error), "usage": False, "errno": error.errno, "file": error.filename}
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    sys.stdout.write(json.dumps(said))
-
-
-def _end_with_parent(alive: int) -> None:
-    os.read(alive, 1)
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    _main()

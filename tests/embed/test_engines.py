@@ -1,0 +1,131 @@
+"""Each engine writes the same output, whatever workers are killed."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from embed_runs import Run, content, until, write_fasta, write_model
+
+from esmshard.embed.engines import Share, share
+from esmshard.errors import UsageError
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
+
+PART = 4096
+
+
+class Given(NamedTuple):
+    model: Path
+    fasta: Path
+    whole: dict[str, object]
+
+    def run(self, out: Path, *options: str) -> Run:
+        number = len(list(out.parent.parent.glob("said-*")))
+        folder = out.parent.parent / f"said-{number}"
+        return Run("embed", self.model, self.fasta, "-o", out, *options, folder=folder, part_tokens=PART)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
+    directory = tmp_path_factory.mktemp("given")
+    model, fasta = write_model(directory / "model"), write_fasta(directory / "x.fasta", 600)
+    out = directory / "whole" / "x.npy"
+    out.parent.mkdir()
+    run = Given(model, fasta, {}).run(out)
+    assert run.wait() == 0, run.said
+    return Given(model, fasta, content(out))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out" / "x.npy"
+
+
+def test_workers_of_an_array_share_the_parts_and_one_may_die(given: Given, out: Path) -> None:
+    """Worker 1 waits for the plan of worker 0, worker 2 is killed, and worker 3 never begins."""
+    runs = [given.run(out, "--engine", "array", "--worker", f"{number}/4") for number in (1, 2, 0)]
+    until(runs[1], "computing", out)
+    runs[1].kill("group")
+    for run in (runs[0], runs[2]):
+        assert run.wait() == 0, run.said
+    assert content(out) == given.whole
+    late = given.run(out, "--engine", "array", "--worker", "3/4")
+    assert late.wait() == 0, late.said
+    assert content(out) == given.whole
+
+
+def test_a_killed_process_is_replaced(given: Given, out: Path) -> None:
+    run = given.run(out, "--nproc", "2")
+    until(run, "computing", out)
+    assert run.kill("worker")
+    assert run.wait() == 0, run.said
+    assert "another one takes its place" in run.said
+    assert content(out) == given.whole
+
+
+def test_processes_end_with_their_parent(given: Given, out: Path) -> None:
+    run = given.run(out, "--nproc", "2")
+    until(run, "computing", out)
+    workers = run.workers()
+    assert len(workers) == 2
+    run.kill("parent")
+    end = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < end, "processes outlive the command"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_COUNT": "8"}, Share(3, 8)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Share(1, 2)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "6"}, Share(5, 6)),
+    ],
+)
+def test_the_number_of_a_worker(variables: dict[str, str], expected: Share, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "RANK", "WORLD_SIZE"))]:
+        monkeypatch.delenv(name)
+    with pytest.raises(UsageError, match="--worker"):
+        share(None)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert share(None) == expected
+    assert share("0/1") == Share(0, 1)
+    for wrong in ("1/1", "x", "-1/2", "1"):
+        with pytest.raises(UsageError, match=f"--worker {wrong}"):
+            share(wrong)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Ray cluster of two nodes with a core each, beside a node without cores for the command."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_health_check_period_ms", "500")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.mark.timeout(600)
+def test_a_node_of_a_ray_cluster_is_lost(given: Given, out: Path, cluster: Any) -> None:
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    run = given.run(out, "--engine", "ray", "--ray-address", cluster.address)
+    until(run, "computing", out)
+    cluster.remove_node(nodes[0], allow_graceful=False)
+    assert run.wait() == 0, run.said
+    assert content(out) == given.whole
+
+
+def test_a_ray_cluster_that_cannot_be_reached(given: Given, out: Path) -> None:
+    pytest.importorskip("ray")
+    run = given.run(out, "--engine", "ray", "--ray-address", "127.0.0.1:1")
+    assert run.wait() == 2, run.said
+    assert "no Ray cluster can be reached" in run.said
+    assert "Traceback" not in run.said
