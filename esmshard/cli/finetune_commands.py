@@ -16,7 +16,6 @@ from esmshard.cli.shared_options import (
     RecipeName,
     SweepFile,
     SweepTrials,
-    Trust,
 )
 from esmshard.errors import UsageError
 
@@ -82,7 +81,6 @@ def finetune(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the directory of a run of another machine, which has ended.")
     ] = False,
-    trust: Trust = False,
     env: Env = None,
 ) -> None:
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
@@ -106,7 +104,6 @@ def finetune(
             sweep=None if sweep is None else str(sweep),
             trials=trials,
             report=page,
-            trust=trust,
             take_over=take_over,
             started=_STARTED,
             env=tuple(env or ()),

@@ -19,7 +19,7 @@ import torch
 
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint import manifest, sharded
-from esmshard.checkpoint.saver import Saver
+from esmshard.checkpoint.sharded import Saver
 from esmshard.data.batching.loader import Examples, digests
 from esmshard.data.batching.packing import MicroBatch, StepPlan, assign
 from esmshard.model.families import family_registry

@@ -10,7 +10,7 @@ import torch
 from shared import alone, size, steps, texts
 
 import esmshard
-from esmshard.checkpoint.saver import Saver
+from esmshard.checkpoint.sharded import Saver
 from esmshard.planner import memory_model
 from esmshard.planner.recipe_plan import model_numbers
 from esmshard.recipe import recipe_file
