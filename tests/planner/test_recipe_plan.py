@@ -15,6 +15,7 @@ from plan_model import counted_numbers
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import hub
 from esmshard.parallel.layout import Layout
 from esmshard.planner import recipe_plan
@@ -25,9 +26,8 @@ from esmshard.planner.plan_text import as_json, as_text, keys
 from esmshard.planner.recipe_plan import Option, RecipePlan, head_bytes
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.contact.contact_settings import ContactSettings
-from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.mlm_settings import MlmSettings
+from esmshard.tasks.contact import ContactSettings
+from esmshard.tasks.mlm import MlmSettings
 from esmshard.tasks.registry import new_task
 
 

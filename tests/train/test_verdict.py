@@ -78,7 +78,6 @@ TASK: Any = SimpleNamespace(
     prepared=list,
     summary=lambda rows: means(rows, COLUMNS),
     names=(),
-    columns_of=lambda _rows: COLUMNS,
     settings=SimpleNamespace(pairs=False),
     units=lambda _data: (None, "record"),
     profile=lambda _row: None,
