@@ -23,16 +23,13 @@ from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.task_section import TaskSettings
+from esmshard.tasks.metrics import Row, means
 from esmshard.vocab import is_residue
 
 MAIN = "fine-tuned"
 """Name of the fine-tuned model among the methods of an evaluation."""
 BEFORE = "before fine-tuning"
 """Name of the baseline that is the model before the first step: its weights under a new head, or its own LM head."""
-
-Row = Mapping[str, float | npt.NDArray[Any]]
-"""The contribution of one record to the metrics. Numbers (NaN if undefined) become columns of `per_protein.csv`;
-arrays, such as counts of classes, are for `Task.summary` only."""
 
 Facts = Mapping[str, Any]
 """The facts of a task about its training labels, as JSON: names of classes, means. They are kept with the model."""
@@ -158,8 +155,6 @@ class Task(ABC):
         """Return the metrics of a set of records, `columns` among them; NaN where undefined. The default is means of
         rows.
         """
-        from esmshard.tasks.metrics import means  # which takes Row from here
-
         return means(rows, self.columns)
 
     def prepared(self, rows: Sequence[Row]) -> Sequence[Row]:

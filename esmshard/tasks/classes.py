@@ -16,8 +16,7 @@ from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
 from esmshard.errors import InputError, NotANumber
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Row
-from esmshard.tasks.intervals import LEAST
+from esmshard.tasks.metrics import LEAST, Row
 
 OUTPUTS = 8
 """The number of classes that a plan assumes before labels are read."""

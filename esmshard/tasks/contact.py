@@ -49,8 +49,9 @@ from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import BEFORE, LossSum, Row, Task, on_device_of
+from esmshard.tasks.base import BEFORE, LossSum, Task, on_device_of
 from esmshard.tasks.contact_heads import KEPT_PAIRS, MAPS, AttentionHead, BothHead, PairwiseHead
+from esmshard.tasks.metrics import Row
 from esmshard.vocab import SEPARATOR
 
 RANGES: dict[str, tuple[int, float]] = {

@@ -18,7 +18,8 @@ from esmshard.data.batching.loader import Example
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.recipe.task_section import TaskSettings
-from esmshard.tasks.base import BEFORE, LossSum, Row, Task, on_device_of
+from esmshard.tasks.base import BEFORE, LossSum, Task, on_device_of
+from esmshard.tasks.metrics import Row
 from esmshard.vocab import MASK, STANDARD, VOCAB_SIZE, encode_residues
 
 AMINO_ACIDS: npt.NDArray[np.uint8] = np.frombuffer(encode_residues(STANDARD), np.uint8)

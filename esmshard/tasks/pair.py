@@ -17,8 +17,8 @@ from esmshard.data.store.token_store import TokenStore
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.data_section import DataSettings, JoinSettings
 from esmshard.recipe.section_base import Clash
-from esmshard.tasks.base import Row
 from esmshard.tasks.classes import sigmoid, softmax
+from esmshard.tasks.metrics import Row
 from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask, digest
 
 SINGLE, MEMORY = "single sequences", "labels of each sequence"

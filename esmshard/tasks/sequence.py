@@ -25,7 +25,7 @@ from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Facts, LossSum, Row, Task, on_device_of, regression_loss, require_two_values
+from esmshard.tasks.base import Facts, LossSum, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.baselines import Linear, fit_classes, fit_labels, fit_numbers, kept
 from esmshard.tasks.classes import (
     OUTPUTS,
@@ -42,6 +42,7 @@ from esmshard.tasks.classes import (
     temperature_of,
     words_are_classes,
 )
+from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues, is_residue
 
 MOST_SHOWN = 32

@@ -27,10 +27,10 @@ from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.section_base import Clash
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Facts, LossSum, Row, Task, on_device_of, regression_loss, require_two_values
+from esmshard.tasks.base import Facts, LossSum, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.baselines import fit_numbers, kept
-from esmshard.tasks.intervals import variant_units
 from esmshard.tasks.marginals import log_probabilities
+from esmshard.tasks.metrics import Row, variant_units
 from esmshard.tasks.variant_features import PACKED, Pool, VariantHead, frozen, seen_by
 from esmshard.vocab import RESIDUES, STANDARD, decode, encode
 

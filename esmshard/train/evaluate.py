@@ -28,10 +28,19 @@ from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.base import MAIN, Row, Task, collate
+from esmshard.tasks.base import MAIN, Task, collate
 from esmshard.tasks.finetuned import load_base, load_finetuned, without_tracks
-from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
-from esmshard.tasks.metrics import records_with
+from esmshard.tasks.metrics import (
+    BIASED,
+    LEAST,
+    Interval,
+    Row,
+    bootstrap,
+    count_units,
+    difference,
+    interval,
+    records_with,
+)
 from esmshard.tasks.registry import new_task
 from esmshard.train.records.verdict import aligned, comparison, in_sample, strongest, verdict
 from esmshard.vocab import chain_spans

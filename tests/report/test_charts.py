@@ -19,7 +19,7 @@ from esmshard.predict import contact_pictures
 from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import read
 from esmshard.report.text import scores
-from esmshard.tasks.intervals import Interval
+from esmshard.tasks.metrics import Interval
 from esmshard.vocab import encode
 
 

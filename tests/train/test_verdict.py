@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esmshard.tasks.intervals import Interval
-from esmshard.tasks.metrics import means
+from esmshard.tasks.metrics import Interval, means
 from esmshard.train import evaluate
 from esmshard.train.records.verdict import verdict
 

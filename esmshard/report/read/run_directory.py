@@ -13,7 +13,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.files import parse_json
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.intervals import Interval
+from esmshard.tasks.metrics import Interval
 from esmshard.tasks.registry import new_task
 from esmshard.train.records import goodput, status
 from esmshard.train.records.attempt import METRICS

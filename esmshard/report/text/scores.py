@@ -20,7 +20,7 @@ from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, V
 from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, if_intervals, range_text, value_text
 from esmshard.tasks.base import BEFORE, MAIN
 from esmshard.tasks.finetuned import load_finetuned, tracks_of
-from esmshard.tasks.intervals import LEAST, Interval
+from esmshard.tasks.metrics import LEAST, Interval
 from esmshard.tasks.registry import traits
 from esmshard.train.evaluate import without_interval
 from esmshard.train.records import verdict as verdicts

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from esmshard.tasks.base import BEFORE, MAIN
-from esmshard.tasks.intervals import LEAST, Interval
+from esmshard.tasks.metrics import LEAST, Interval
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
