@@ -1,8 +1,6 @@
 """`esmshard plan` on the shipped recipe, with small and large models and machines."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -500,13 +498,3 @@ def test_the_numbers_of_a_model_are_those_that_it_has(size: str, adapt: dict[str
     found = numbers_of(config, task.head_parameters(config), AdaptSettings(**adapt), logits=settings.trains_lm_head)
     assert settings.head_parameters(config) == task.head_parameters(config)
     assert found == counted_numbers(model, config)
-
-
-def test_a_plan_needs_no_torch() -> None:
-    """Importing it takes longer than all the rest."""
-    code = (
-        "import sys; sys.modules['torch'] = None; from esmshard.cli import app as cli; "
-        "sys.argv = ['esmshard', 'plan', 'contact', '--gpus', '8xA100-40GB']; cli.main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "take      parallel.strategy=" in done.stdout, done.stderr
