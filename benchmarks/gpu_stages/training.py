@@ -29,7 +29,7 @@ from esmshard.planner.recipe_plan import head_bytes
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.tasks.mlm import MlmSettings
 from esmshard.tasks.registry import new_task
-from esmshard.train.optimizer import adamw, set_learning_rate
+from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import train_step
 
 TASK = MlmSettings(name="mlm")

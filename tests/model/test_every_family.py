@@ -19,7 +19,7 @@ from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
-from esmshard.train.optimizer import adamw
+from esmshard.train.optim import adamw
 from esmshard.vocab import CLS, EOS, MASK, RESIDUES, STANDARD, VOCAB_SIZE, Track, encode
 
 TEXTS = ["MKTAYIAKQRQISFVKSHFSRQ", "M", RESIDUES * 2, STANDARD]

@@ -21,7 +21,7 @@ from esmshard.tasks.contact import base_rate, contact_precision
 from esmshard.tasks.finetuned import load_finetuned, new_head
 from esmshard.tasks.mlm import corrupt
 from esmshard.tasks.registry import new_task
-from esmshard.train.run_inputs import leakage_notices, prepare
+from esmshard.train.inputs import leakage_notices, prepare
 from esmshard.vocab import encode
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.tasks.contact import ContactSettings, ContactTask
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
+from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 
 
 def model(adapt: AdaptSettings | None = None) -> FineTuner:
