@@ -22,14 +22,14 @@ from esmshard.batch import TokenBatch, pack
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import ModelConfig, Quantization
 from esmshard.model.families.family_registry import FAMILIES, SIZES, build
+from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import shard, trainable
 from esmshard.planner import memory_model
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.contact.contact_settings import ContactSettings
-from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.contact import ContactSettings
 from esmshard.tasks.registry import new_task
 from esmshard.train.step import train_step
 

@@ -19,6 +19,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import SIZES, build, family_of, released_name
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.weights import hub, open_weights
 from esmshard.parallel.layout import BYTES, STRATEGIES, Layout, check_tensor, layout
 from esmshard.planner.cost import Cost, Work, cost
@@ -27,7 +28,6 @@ from esmshard.planner.memory_model import KINDS, Device, Memory, ModelNumbers, l
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks.base import Task
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.tasks.registry import new_task
 
 RESERVE = 0.1

@@ -31,7 +31,7 @@ from esmshard.model.families.family_registry import FAMILIES, RELEASED, released
 from esmshard.model.weights import hub, open_weights, recorded
 from esmshard.model.weights.open_weights import load_model
 from esmshard.planner.plan import config_of
-from esmshard.tasks.finetuner import load_finetuned
+from esmshard.tasks.finetuned import load_finetuned
 
 
 def flip(body: bytes) -> bytes:

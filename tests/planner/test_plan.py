@@ -11,6 +11,7 @@ from command import esmshard
 
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.family_registry import SIZES, build
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.weights import hub
 from esmshard.parallel.layout import Layout
 from esmshard.planner import plan as plans
@@ -20,7 +21,6 @@ from esmshard.planner.memory_model import numbers_of
 from esmshard.planner.plan import Option, Plan, head_bytes
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 
 
 def planned(gpus: str, *overrides: str, nodes: int = 1, memory: float | None = None) -> Plan:
