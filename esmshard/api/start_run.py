@@ -245,7 +245,7 @@ def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
     from esmshard.data.splits.recipe_splits import open_split
     from esmshard.report.draw.plots import contact_figure
     from esmshard.report.text.html_report import report as write
-    from esmshard.tasks.finetuner import tracks_of
+    from esmshard.tasks.finetuned import tracks_of
     from esmshard.tasks.registry import new_task
 
     try:

@@ -11,6 +11,7 @@ from esmshard.data.batching.loader import SEEN
 from esmshard.devices import DeviceName
 from esmshard.errors import LostProcess
 from esmshard.model.convolutions import exact_convolutions
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weight_reader import read_json
 from esmshard.monitor.stuck_ranks import Control, recorder_settings
 from esmshard.parallel import process_environment
@@ -21,7 +22,7 @@ from esmshard.parallel.shared_calls import free_layers, refill
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.finetuned import new_head
 from esmshard.tasks.registry import new_task
 from esmshard.train import evaluate
 from esmshard.train.inputs import RunInputs, check_out, leakage_notices, prepare, seen_in_training

@@ -12,12 +12,12 @@ from esmshard.checkpoint import manifest, sharded
 from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.files import replace_json, replace_text, size_text
+from esmshard.model.finetuner import LanguageModelHead
 from esmshard.model.weights import origin
 from esmshard.parallel.process_group import World
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.finetuner import LanguageModelHead
 from esmshard.train.inputs import RUN_FILES, RunInputs, leakage_notices, provenance, versions
 from esmshard.train.optim import schedule
 from esmshard.train.run_dir import METRICS
