@@ -41,10 +41,11 @@ def _status(key: str) -> int:
 def esmshard(note: Note, arguments: list[str]) -> None:
     """Run the command itself. Note when the model is loaded, and time the generator of rows."""
     from esmshard.cli import app
+    from esmshard.embed import engines
     from esmshard.embed.compute.embedder import Embedder
     from esmshard.embed.job import embed_job
 
-    whole, make, compute = embed_job.embed, embed_job.make_embedder, Embedder.compute
+    whole, make, compute = embed_job.embed, engines.make_embedder, Embedder.compute
 
     def worked(*given: Any, **more: Any) -> embed_job.EmbedReport:
         began = time.perf_counter()
@@ -69,7 +70,7 @@ def esmshard(note: Note, arguments: list[str]) -> None:
                 return
             yield one
 
-    embed_job.embed, embed_job.make_embedder, Embedder.compute = worked, made, timed  # type: ignore[method-assign]
+    embed_job.embed, engines.make_embedder, Embedder.compute = worked, made, timed  # type: ignore[method-assign]
     sys.argv = ["esmshard", "embed", *arguments]
     app.main()
 

@@ -32,7 +32,7 @@ EXAMPLES = {
     "report": ("esmshard report runs/mine", "esmshard report runs/mine -o mine.html"),
     "embed": (
         "esmshard embed starter my.fasta -o my.npy",
-        "esmshard embed runs/mine/model uniref50.store -o emb --dtype fp16 --nproc 8 --resume",
+        "esmshard embed runs/mine/model uniref50.store -o emb --dtype fp16 --nproc 8",
     ),
     "predict": (
         "esmshard predict runs/contact/model my.fasta -o my.npz --png maps",
@@ -88,8 +88,9 @@ GROUPS = {
             "--nproc",
             "--workers",
             "--offload",
-            "--shard",
-            "--tensor",
+            "--engine",
+            "--worker",
+            "--ray-address",
             "--reuse",
             "--profile",
         ),

@@ -39,7 +39,7 @@ OWN = "task: {name: mlm}\n\n# a comment\ndata: {train: 'a b.fasta'}  # $(HOME)\n
 EMBED = {
     "name": "embed",
     "kind": "embed",
-    "arguments": ("embed", "esm2_t33_650M_UR50D", "proteins.fasta.gz", "-o", "embeddings", "--resume"),
+    "arguments": ("embed", "esm2_t33_650M_UR50D", "proteins.fasta.gz", "-o", "embeddings", "--engine", "array"),
     "out": "embeddings",
     "nodes": 1,
     "array": 4,
@@ -149,7 +149,7 @@ def test_only_what_is_needed_comes_before_the_job(variant: str, kinds: list[str]
             "-m esmshard finetune contact optim.lr=1e-4 --resume auto out=/work/runs/contact",
         ),
         ("one node", "esmshard finetune contact optim.lr=1e-4 --resume auto --nproc 1 --max-restarts 3"),
-        ("embed", "esmshard embed esm2_t33_650M_UR50D proteins.fasta.gz -o embeddings --resume --nproc 1"),
+        ("embed", "esmshard embed esm2_t33_650M_UR50D proteins.fasta.gz -o embeddings --engine array --nproc 1"),
         (
             "doctor",
             "torchrun_wrapper.sh  python -m torch.distributed.run --nnodes 2:2 --nproc-per-node 8 --max-restarts 0 "

@@ -229,7 +229,7 @@ def test_workers_of_embed_share_the_output(here: Path) -> None:
     assert "#SBATCH --array=0-3" in lines
     assert "#SBATCH --gpus-per-node=1" in lines
     joined = " ".join(done.stdout.replace("\\\n", " ").split())
-    assert "embed esm2_t6_8M_UR50D a.fasta -o emb --pool mean --resume --nproc 1 &" in joined
+    assert "embed esm2_t6_8M_UR50D a.fasta -o emb --pool mean --engine array --nproc 1 &" in joined
     assert "is not here" not in done.stderr
     (here / "a.fasta").unlink()
     done = esmshard("launch", "embed", "--target", "slurm", "--dry-run", *given, cwd=here)

@@ -30,7 +30,7 @@ JOB = SchedulerJob(
     nproc=4,
 )
 EMBED = dataclasses.replace(
-    JOB, kind="embed", arguments=("embed", "m", "f", "-o", "e", "--resume"), array=3, starts_processes=True
+    JOB, kind="embed", arguments=("embed", "m", "f", "-o", "e", "--engine", "array"), array=3, starts_processes=True
 )
 DOCTOR = dataclasses.replace(JOB, kind="doctor", arguments=("doctor",), nodes=2, min_nodes=2)
 JOBS = {

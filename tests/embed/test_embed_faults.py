@@ -151,7 +151,8 @@ def test_a_disk_of_any_size(given: Given, tmp_path: Path, out: Path, disk: Mount
     assert content(out / "x.npy") == given.whole["x.npy"]
 
 
-@pytest.mark.parametrize("name", [f"x.{fmt}" for fmt in FORMATS])
+# The HDF5 library itself may crash when a write fails, so its formats are only refused beforehand.
+@pytest.mark.parametrize("name", [f"x.{fmt}" for fmt in FORMATS if not fmt.startswith(("h5", "biotrainer"))])
 def test_a_disk_that_is_full_when_the_file_is_written(
     given: Given, out: Path, disk: Mount, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

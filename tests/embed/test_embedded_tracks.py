@@ -129,7 +129,7 @@ def test_letters_between_the_residues(given: Given) -> None:
     given.check("out")
 
 
-def test_one_file_two_processes_and_a_large_input_hold_the_same(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_and_two_processes_hold_the_same(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [given.name, given.fasta, "--track", f"3di={given.letters}", "--pool", "residue"]
     done = esmshard_command("embed", *options, "-o", given.directory / "x.h5", "--nproc", "2")
     assert done.returncode == 0, done.stderr
@@ -140,9 +140,6 @@ def test_one_file_two_processes_and_a_large_input_hold_the_same(given: Given, mo
     about = json.loads((given.directory / "x.h5.json").read_text())
     assert about["tracks"]["3di"]["path"] == given.letters.name
     assert any("9 of 10 records" in notice for notice in about["notices"])
-    monkeypatch.setattr("esmshard.embed.store.row_index.LARGE", 1)  # another process reads it
-    given.embed("large", given.letters)
-    given.check("large")
 
 
 def test_rows_of_the_same_letters_are_reused_and_others_are_not(given: Given) -> None:
@@ -168,12 +165,12 @@ def test_an_output_goes_on_with_the_tracks_that_it_was_begun_with(
     other.write_text(given.letters.read_text().replace("V", "L"))
     for track in (None, other):
         with pytest.raises(UsageError, match="partial: was begun with another --track 3di, or without it"):
-            given.embed("out", track, resume=True)
-    given.embed("out", given.letters, resume=True)
+            given.embed("out", track)
+    given.embed("out", given.letters)
     given.check("out")
     with pytest.raises(UsageError, match="out: was begun with another --track 3di"):
-        given.embed("out", other, resume=True)
-    given.embed("out", given.letters, resume=True)
+        given.embed("out", other)
+    given.embed("out", given.letters)
 
 
 def test_a_dry_run_counts_rows_with_their_letters(given: Given) -> None:

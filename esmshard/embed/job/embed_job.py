@@ -131,8 +131,8 @@ def embed(
             if not job.is_first:
                 return None
             return finish(job.directory, asked)
-        except (InputError, OSError):
-            if job.directory.exists() or not asked.out.exists():
+        except (InputError, OSError) as error:
+            if isinstance(error, UsageError) or job.directory.exists() or not asked.out.exists():
                 raise
         return finished(asked, fasta)  # Another process has made the output meanwhile, and removed the parts.
 
