@@ -17,6 +17,7 @@ from esmshard.model.attention import inverse_frequencies, kernel_name
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
@@ -26,10 +27,9 @@ from esmshard.planner.cost import training_flops
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.planner.recipe_plan import head_bytes
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
-from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.mlm_settings import MlmSettings
+from esmshard.tasks.mlm import MlmSettings
 from esmshard.tasks.registry import new_task
-from esmshard.train.optimizer import adamw, set_learning_rate
+from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import train_step
 
 TASK = MlmSettings(name="mlm")

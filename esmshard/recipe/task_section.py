@@ -1,8 +1,7 @@
-"""The `task` section of a recipe: the base of the settings of all tasks. No torch.
+"""The `task` section of a recipe: the base of the settings of all tasks.
 
-The settings of a task are in the folder of the task, in `esmshard/tasks/` or in another installed package.
-`esmshard.tasks.registry` finds them. They hold the facts about a task that recipes, planner and commands need before
-torch is imported.
+The settings of a task are in the module of the task, in `esmshard/tasks/` or in another installed package.
+`esmshard.tasks.registry` imports them when a recipe is read, and not before: they import torch.
 """
 
 from collections.abc import Mapping
@@ -26,8 +25,6 @@ class TaskSettings(Settings):
 
     name: str
 
-    task: ClassVar[str] = ""
-    """The subclass of `esmshard.tasks.base.Task` as `module:Class`. It is imported when a model is trained or used."""
     data_keys: ClassVar[tuple[str, ...]] = ()
     """The keys of OPTIONAL that the task reads from the data section. Its recipes may not have the others."""
     may_crop: ClassVar[bool] = False
@@ -65,9 +62,8 @@ class TaskSettings(Settings):
         return data.model_copy(update={key: data.train for key in ("valid", "test") if getattr(data, key) is None})
 
     def head_parameters(self, config: "ModelConfig") -> int:
-        """Count the parameters of the head on a model of this architecture. All of them are trained.
-
-        The default builds the head without facts about the labels and counts its parameters; it imports torch.
+        """Count the parameters of the head on a model of this architecture, before labels are read. All of them are
+        trained.
         """
         return registry.new_task(self, {}).head_parameters(config)
 

@@ -23,6 +23,7 @@ from esmshard.checkpoint.saver import Saver
 from esmshard.data.batching.loader import Examples, digests
 from esmshard.data.batching.packing import MicroBatch, StepPlan, assign
 from esmshard.model.families import family_registry
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import origin, recorded
 from esmshard.monitor import start_up_checks
 from esmshard.monitor.profiler import Profile
@@ -40,12 +41,12 @@ from esmshard.planner.parameter_counts import numbers_of
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task, collate
-from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.finetuned import new_head
 from esmshard.train import evaluate
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
-from esmshard.train.records.attempt import Attempt
+from esmshard.train.inputs import RunInputs, provenance, versions
+from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.resume import check_room, describe_run, extensions, kinds_of_device, resolved
-from esmshard.train.run_inputs import RunInputs, provenance, versions
+from esmshard.train.run_dir import Attempt
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
 from esmshard.train.token_budget import RESERVED, choose_tokens_per_rank, largest_fitting, out_of_memory_in_steps
 
@@ -303,7 +304,7 @@ class Training:
             return None
         loss, rows = scored
         metrics, state.of_validation = task.summary(rows), task.learn_from_validation(rows)
-        values = {metric: metrics[metric] for metric in task.columns_of(rows)}
+        values = {metric: metrics[metric] for metric in task.columns if metric in metrics}
         self.attempt.write(step=step, split="valid", loss=loss, **values)
         headline, value = task.columns[0], metrics[task.columns[0]]
         state.validation = f"  valid {headline} {value:.3f}"

@@ -24,6 +24,7 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.families import family_registry
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import open_weights
 from esmshard.parallel import shared_tokens, tensor_parallel
 from esmshard.parallel.layout import Layout
@@ -34,9 +35,9 @@ from esmshard.planner.cost import exchanged
 from esmshard.planner.machines import parse
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import LossSum, Task, collate
-from esmshard.tasks.contact.contact_task import ContactTask
-from esmshard.tasks.finetuner import FineTuner, tracks_of
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate
+from esmshard.tasks.contact import ContactTask
+from esmshard.tasks.finetuned import tracks_of
+from esmshard.train.optim import adamw, schedule, set_learning_rate
 from esmshard.train.step import StepResult, train_step
 from esmshard.vocab import MASK
 

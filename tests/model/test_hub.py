@@ -32,7 +32,7 @@ from esmshard.model.weights import hub, open_weights, recorded
 from esmshard.model.weights.open_weights import load_model
 from esmshard.planner.recipe_plan import model_numbers
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.finetuner import load_finetuned
+from esmshard.tasks.finetuned import load_finetuned
 
 
 def flip(body: bytes) -> bytes:

@@ -18,6 +18,7 @@ from esmshard.model import quantized
 from esmshard.model.config import Matrix, ModelConfig
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import FAMILIES, SIZES, build
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.lora import LoraLinear
 from esmshard.model.quantized import PackedMatrix, QuantizedLinear, frozen_product, packed_of
 from esmshard.model.weights import open_weights
@@ -27,7 +28,6 @@ from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.vocab import encode
 
 CPU = torch.device("cpu")

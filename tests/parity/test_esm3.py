@@ -27,11 +27,11 @@ from esmshard.model.families.esm3.esm3_config import Esm3Config
 from esmshard.model.families.esm3.esm3_layouts import config_of_own, own_config, pieces
 from esmshard.model.families.esm3.esm3_model import ESM3
 from esmshard.model.families.family_registry import SIZES, build, recorded_config
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import hub, open_weights
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.vocab import encode
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "esm3.safetensors"

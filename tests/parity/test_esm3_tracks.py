@@ -21,12 +21,12 @@ from esmshard.model.families.esm3 import esm3_geometry
 from esmshard.model.families.esm3.esm3_family import FAMILY
 from esmshard.model.families.esm3.esm3_geometry import GeometricAttention
 from esmshard.model.families.family_registry import SIZES, build
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.trunk import Trunk
 from esmshard.parallel.layout import Layout
 from esmshard.planner.memory_model import layer_bytes
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.vocab import encode
 
 MIB = 2**20

@@ -16,12 +16,13 @@ from esmshard.checkpoint.consolidate import consolidate_adapter
 from esmshard.errors import UsageError
 from esmshard.model import quantized
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.lora import merged
 from esmshard.model.weights import open_weights
 from esmshard.parallel.load import materialise
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.finetuner import FineTuner, initial_weights
+from esmshard.tasks.finetuned import initial_weights
 from esmshard.train import finetune, loop
 
 LORA = "adapt.method=lora"
