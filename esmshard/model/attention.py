@@ -137,7 +137,7 @@ class RotaryEmbedding(nn.Module):
     def rotate(self, x_THK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor) -> torch.Tensor:
         """Rotate queries or keys, computed in fp32: each number times the cosine, and its partner times the sine."""
         if self.interleaved:
-            partner_THK = x_THK.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+            partner_THK = x_THK.view(*x_THK.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:
             partner_THK = x_THK.roll(x_THK.shape[-1] // 2, -1)
         return torch.addcmul(x_THK.float() * cos_T1K, partner_THK.float(), sin_T1K).to(x_THK.dtype)
@@ -175,9 +175,7 @@ class PackedAttention(nn.Module):
             _hand_out(on_qk, self.whole(q_THK), self.whole(k_THK), batch)
         return self.attend(q_THK, k_THK, v_THK, batch).flatten(1)
 
-    def attend(
-        self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch
-    ) -> torch.Tensor:
+    def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """See the function `attend`."""
         return attend(q_THK, k_THK, v_THK, batch)
 

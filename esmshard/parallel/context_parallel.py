@@ -53,9 +53,7 @@ class _OwnTokens(PackedAttention):
         super().__init__()
         self.rows = rows
 
-    def attend(
-        self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch
-    ) -> torch.Tensor:
+    def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """Gather keys and values, and attend to them. The arguments are of R tokens."""
         kv_TE = self.rows.all(torch.cat((k_THK, v_THK), 1).flatten(1))
         k_all_THK, v_all_THK = kv_TE.view(self.rows.tokens, 2, *k_THK.shape[1:]).unbind(1)

@@ -195,8 +195,9 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     if layout.activation_checkpointing == "full":
         return LayerBytes(stream, everything - stream, passing)
     # `kept_products` says which matrix products are kept. Attention is kept, too. After recomputation, q and k exist
-    # with and without rotation; with a LoRA they exist only rotated, because the product was added to a sum. The output of `out` is kept by no layer without checkpointing. Divided ranks keep the sums of
-    # out and fc2 for their own tokens.
+    # with and without rotation; with a LoRA they exist only rotated, because the product was added to a sum. The output
+    # of `out` is kept by no layer without checkpointing. Divided ranks keep the sums of out and fc2 for their own
+    # tokens.
     sums, queries = whole if tensor == 1 else 2 * own, 3 * own
     kept = stream + queries + own + wide * products + sums + 4 * numbers.n_heads // together
     turned = 0 if numbers.qk_norm or (numbers.lora and "qkv" in inputs) else 2 * own
