@@ -15,7 +15,6 @@ from esmshard.model.finetuner import FineTuner
 from esmshard.model.weight_reader import read_json
 from esmshard.monitor.stuck_ranks import Control, recorder_settings
 from esmshard.parallel import process_environment
-from esmshard.parallel.cuda_allocator import expandable_segments
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.process_group import World, processes_per_machine, world
 from esmshard.parallel.shared_calls import free_layers, refill
@@ -81,7 +80,6 @@ def run(
                     ranks, start_timeout=wait.start_timeout, step_timeout=wait.step_timeout, dumps=dumps
                 ) as control,
                 exact_convolutions(ranks.device),
-                expandable_segments(ranks.device),
                 out_of_memory_of_model(ranks.device),
             ):
                 job = ranks.agree(lambda: prepare(recipe, ranks.size, processes_per_machine(ranks.size), ranks.device))
