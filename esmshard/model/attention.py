@@ -135,12 +135,12 @@ class RotaryEmbedding(nn.Module):
         return cos_TK[:, None], sin_TK[:, None]
 
     def rotate(self, x_THK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys, computed in fp32: each number times the cosine, and its partner times the sine."""
+        """Rotate queries or keys, computed in fp32 at least: each number times the cosine, and its partner times the sine."""
         if self.interleaved:
             partner_THK = x_THK.view(*x_THK.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:
             partner_THK = x_THK.roll(x_THK.shape[-1] // 2, -1)
-        return torch.addcmul(x_THK.float() * cos_T1K, partner_THK.float(), sin_T1K).to(x_THK.dtype)
+        return torch.addcmul(x_THK * cos_T1K, partner_THK, sin_T1K).to(x_THK.dtype)
 
 
 def inverse_frequencies(head_dim: int) -> torch.Tensor:
@@ -170,10 +170,10 @@ class PackedAttention(nn.Module):
         batch: TokenBatch,
         on_qk: OnQk | None = None,
     ) -> torch.Tensor:
-        """Return the sums of values [T, H x K]. If `on_qk` is passed, it is called for each sequence."""
+        """Return the sums of values [T, H, K]. If `on_qk` is passed, it is called for each sequence."""
         if on_qk is not None:
             _hand_out(on_qk, self.whole(q_THK), self.whole(k_THK), batch)
-        return self.attend(q_THK, k_THK, v_THK, batch).flatten(1)
+        return self.attend(q_THK, k_THK, v_THK, batch)
 
     def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """See the function `attend`."""
@@ -222,7 +222,7 @@ class SelfAttention(nn.Module):
         if self.rot_emb is not None:
             cos_T1K, sin_T1K = self.rot_emb(batch)
             q_THK, k_THK = (self.rot_emb.rotate(y_THK, cos_T1K, sin_T1K) for y_THK in (q_THK, k_THK))
-        return self.out_proj(self.core(q_THK, k_THK, v_THK, batch, on_qk))  # type: ignore[no-any-return]
+        return self.out_proj(self.core(q_THK, k_THK, v_THK, batch, on_qk).flatten(1))  # type: ignore[no-any-return]
 
 
 def _hand_out(on_qk: OnQk, q_THK: torch.Tensor, k_THK: torch.Tensor, batch: TokenBatch) -> None:

@@ -193,10 +193,11 @@ class NormOfWidth(nn.LayerNorm):
         self.weight, self.rows = norm.weight, rows
 
     def forward(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Map y [T, D / N] to the same shape, in fp32."""
+        """Map y [T, D / N] to the same shape, in fp32 at least."""
         with torch.autocast(y_TD.device.type, enabled=False):
             width = y_TD.shape[1] * self.rows.size
-            y_TD, weight_D = y_TD.float(), self.weight.float()
+            dtype = torch.promote_types(y_TD.dtype, torch.float32)
+            y_TD, weight_D = y_TD.to(dtype), self.weight.to(dtype)
             centred_TD = y_TD - self.rows.sum_of_parts(y_TD.sum(1, keepdim=True)) / width
             variance_T1 = self.rows.sum_of_parts(centred_TD.square().sum(1, keepdim=True)) / width
             return centred_TD * torch.rsqrt(variance_T1 + self.eps) * weight_D

@@ -118,9 +118,10 @@ def test_every_family(recipe: Path) -> None:
             adapt = "" if method == "full" else "adapt: {method: lora, rank: 4, targets: [q, k, v, out, fc1, fc2]}\n"
             path.write_text(text.replace("{name: nano}", f"{{name: {size}}}") + adapt)
             wanted += [(str(path), {"strategy": "full_shard", kind: n}) for kind, n in KINDS.items()]
-    results = run_ranks("equality:recipes", 2, recipe.parent, wanted, equality.STEPS)
+    results = run_ranks("equality:recipes", 2, recipe.parent, wanted, equality.STEPS, True)
     for n, (path, _) in enumerate(wanted):
-        reference = equality.plain(path)
+        with equality.double_precision():
+            reference = equality.plain(path)
         assert max(reference["all_moved"].values()) > 1e-3, "nothing was learned that could differ"
         compare([found[n] for found in results], reference, "plain", most=10)
 
