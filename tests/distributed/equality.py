@@ -195,7 +195,7 @@ def recipes(
 def mistaken(path: str, mistake: str) -> dict[str, Any]:
     """Loss and gradients with layers divided over both ranks, and a mistake."""
     if mistake == "norm of own heads":
-        tensor_parallel.NormOfWidth.forward = nn.LayerNorm.forward  # type: ignore[method-assign]
+        tensor_parallel.NormOfWidth.forward = _norm_of_own_heads  # type: ignore[method-assign]
     elif mistake == "bias of every rank":
         tensor_parallel._own_parts = lambda modules, _: _own_parts(modules, ())
     else:
@@ -206,6 +206,10 @@ def mistaken(path: str, mistake: str) -> dict[str, Any]:
         ranks = replace(everyone, together=2)
         model, task = build(recipe, ranks, laid)
         return gradients(recipe, model, task, ranks, laid, wrong=False)
+
+
+def _norm_of_own_heads(norm: nn.LayerNorm, y_TD: torch.Tensor) -> torch.Tensor:
+    return nn.functional.layer_norm(y_TD, y_TD.shape[1:], norm.weight, None, norm.eps)
 
 
 def operations(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
