@@ -90,8 +90,7 @@ class _Sweep:
 
         from esmshard.data.splits.variant_records import FOLDS
         from esmshard.parallel.process_group import is_launched, own_device
-        from esmshard.train.inputs import describe, prepare
-        from esmshard.train.resume import notices
+        from esmshard.train.inputs import describe, notices, prepare
 
         if is_launched():
             raise UsageError(

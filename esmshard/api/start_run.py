@@ -152,8 +152,8 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     from esmshard.train.experiments import repeats as joint
     from esmshard.train.experiments.cross_validation import curve_runs
     from esmshard.train.experiments.repeats import is_done, repeats
-    from esmshard.train.inputs import check_out, describe, prepare
-    from esmshard.train.resume import check_start, notices
+    from esmshard.train.inputs import check_out, describe, notices, prepare
+    from esmshard.train.resume import check_start
 
     of_table, probe = resolved.divides_table, resolved.adapt.method == "probe"
     processes = processes_of(chosen_device(options.device), options.nproc or (1 if probe else None))
@@ -208,7 +208,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
         RunFailed: if a process has failed.
     """
     from esmshard.parallel.local_processes import run_local
-    from esmshard.train.resume import NOTICES_PRINTED
+    from esmshard.train.inputs import NOTICES_PRINTED
     from esmshard.train.run_dir import last_word
 
     flags = options.flags(report=options.report and not runs.of_table)
