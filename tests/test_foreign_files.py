@@ -12,7 +12,7 @@ from esmshard.data.splits.split_files import may_write
 from esmshard.data.store.ingestion import ingest
 from esmshard.errors import UsageError
 from esmshard.model.weights import hub
-from esmshard.train.experiments import repeats
+from esmshard.train import cross_validation as repeats
 
 
 @pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": "auto"}])

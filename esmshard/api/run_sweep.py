@@ -27,8 +27,8 @@ from esmshard.progress import say
 from esmshard.recipe import recipe_file, sweep_file
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.sweep_file import SearchSpace, SweepSettings, override, shown, value_text
+from esmshard.train.cross_validation import SUMMARY, Repeat, is_done, summarise
 from esmshard.train.evaluate import aligned
-from esmshard.train.experiments.repeats import SUMMARY, Repeat, is_done, summarise
 from esmshard.train.run_dir import SWEEP, holder, last_word, metrics_of, read_status
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 
 if TYPE_CHECKING:
-    from esmshard.train.experiments.repeats import Repeat
+    from esmshard.train.cross_validation import Repeat
 
 
 class RunFailed(RuntimeError):
@@ -149,9 +149,8 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     from esmshard.data.splits.variant_records import FOLDS
     from esmshard.devices import chosen_device
     from esmshard.parallel.process_group import own_device, processes_of
-    from esmshard.train.experiments import repeats as joint
-    from esmshard.train.experiments.cross_validation import curve_runs
-    from esmshard.train.experiments.repeats import is_done, repeats
+    from esmshard.train import cross_validation as joint
+    from esmshard.train.cross_validation import curve_runs, is_done, repeats
     from esmshard.train.inputs import check_out, describe, prepare
     from esmshard.train.resume import check_start, notices
 
@@ -226,8 +225,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
 
 def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
     """Summarise several runs. For a table of variants, also rank all single substitutions."""
-    from esmshard.train.experiments.cross_validation import conclude
-    from esmshard.train.experiments.repeats import summarise
+    from esmshard.train.cross_validation import conclude, summarise
 
     out = Path(recipe.out)
     summary = summarise(out, runs.several, runs.folds)

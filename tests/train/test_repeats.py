@@ -11,8 +11,8 @@ from esmshard.data.splits.recipe_splits import fold_of, open_split
 from esmshard.data.store.ingestion import cached
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe import recipe_file
-from esmshard.train.experiments import repeats
-from esmshard.train.experiments.repeats import is_done, summarise
+from esmshard.train import cross_validation as repeats
+from esmshard.train.cross_validation import is_done, summarise
 
 
 def test_seeds_count_up_and_folds_come_for_each(tiny_recipe: Path) -> None:
