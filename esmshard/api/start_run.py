@@ -232,7 +232,7 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
             job = prepare(one, processes, processes, device)
         if options.dry_run:
             here = replace(job, recipe=in_tokens(one, job.train), out=Path(one.out))
-            check_start(here, options.resume, options.trust)
+            check_start(here, options.resume)
     if options.dry_run:
         for notice in notices(job):
             say(notice)
@@ -246,7 +246,6 @@ def _run_here(recipe: Recipe, options: RunOptions) -> None:
 
     resume, overwrite = options.resume, options.overwrite
     how: dict[str, Any] = {
-        "trust": options.trust,
         "take_over": options.take_over,
         "started": options.started,
         "device": options.device,
@@ -298,7 +297,7 @@ def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
     """Draw the figure and the report of a run, if the packages for that are installed."""
     from esmshard.data.splits.recipe_splits import open_split
     from esmshard.report.draw.plots import contact_figure
-    from esmshard.tasks.finetuner import tracks_of
+    from esmshard.tasks.finetuned import tracks_of
     from esmshard.tasks.registry import new_task
 
     try:
