@@ -20,8 +20,8 @@ import torch
 
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.consolidate import consolidate
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm_layouts import TIED
+from esmshard.model.families.esm2 import EsmConfig
+from esmshard.model.families.esm_base import TIED
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import Recipe

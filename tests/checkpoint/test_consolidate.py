@@ -20,8 +20,8 @@ from esmshard.checkpoint import sharded
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.cli import app
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm_layouts import TIED
+from esmshard.model.families.esm2 import EsmConfig
+from esmshard.model.families.esm_base import TIED
 from esmshard.model.weights import open_weights
 from esmshard.recipe.recipe_file import for_others
 from esmshard.recipe.sections import Recipe

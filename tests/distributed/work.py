@@ -12,7 +12,7 @@ from esmshard.checkpoint import sharded
 from esmshard.data.batching.packing import StepPlan, assign
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout, layout

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esmshard.batch import TokenBatch, pack
 from esmshard.model import weight_reader
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
