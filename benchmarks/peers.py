@@ -26,14 +26,14 @@ from esmshard.data.batching.packing import by_length
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, FAIR_ESM, FAMILY, EsmConfig
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.weights import export, open_weights
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.variants.variant_head import Pool, VariantHead
+from esmshard.tasks.variant_features import Pool, VariantHead
 from esmshard.vocab import MASK, PAD, STANDARD, TOKENS
 
 Tokens = npt.NDArray[np.uint8]

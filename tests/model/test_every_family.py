@@ -13,11 +13,11 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import FAMILIES, build, recorded_config
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
-from esmshard.train.optimizer import adamw
+from esmshard.train.optim import adamw
 from esmshard.vocab import CLS, EOS, MASK, RESIDUES, STANDARD, VOCAB_SIZE, Track, encode
 
 TEXTS = ["MKTAYIAKQRQISFVKSHFSRQ", "M", RESIDUES * 2, STANDARD]
