@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def state_of(config: EsmConfig) -> dict[str, Any]:
     )
     return {
         "recipe": recipe.model_dump(mode="json"),
-        "config": asdict(config),
+        "config": config.recorded(),
         "world_size": 2,
         "facts": {},
     }

@@ -186,7 +186,7 @@ def save(path: str, directory: str, marker: float) -> list[str]:
                 tensor.add_(marker)
         state = {
             "recipe": recipe.model_dump(mode="json"),
-            "config": {k: getattr(model.trunk.config, k) for k in ("n_layers", "dim", "n_heads", "token_dropout")},
+            "config": model.trunk.config.recorded(),
             "facts": {},
         }
         sharded.write(Path(directory), 7, tensors, state, keep=2)
