@@ -16,9 +16,8 @@ from esmshard.cli.shared_options import (
     RecipeName,
     SweepFile,
     SweepTrials,
-    Trust,
 )
-from esmshard.errors import UsageError
+from esmshard.errors import RunFailed, UsageError
 
 _STARTED = time.time()
 """The start of this process, in seconds since 1970. Goodput counts from this time."""
@@ -82,7 +81,6 @@ def finetune(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the directory of a run of another machine, which has ended.")
     ] = False,
-    trust: Trust = False,
     env: Env = None,
 ) -> None:
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
@@ -106,13 +104,12 @@ def finetune(
             sweep=None if sweep is None else str(sweep),
             trials=trials,
             report=page,
-            trust=trust,
             take_over=take_over,
             started=_STARTED,
             env=tuple(env or ()),
         )
         start_run.finetune(recipe, overrides or [], options)
-    except start_run.RunFailed as failed:  # the processes have printed the reason
+    except RunFailed as failed:  # the processes have printed the reason
         if failed.exit_code == 130:
             raise KeyboardInterrupt from None
         raise SystemExit(failed.exit_code) from None

@@ -10,14 +10,14 @@ import torch
 from shared import alone, size, steps, texts
 
 import esmshard
-from esmshard.checkpoint.saver import Saver
+from esmshard.checkpoint.sharded import Saver
 from esmshard.planner import memory_model
 from esmshard.planner.plan import model_numbers
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.train import finetune
 from esmshard.train.inputs import prepare
-from esmshard.train.token_budget import RESERVED, largest_fitting
+from esmshard.train.loop import RESERVED, largest_fitting
 
 pytestmark = pytest.mark.gpu
 

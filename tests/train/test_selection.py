@@ -10,7 +10,7 @@ import torch
 from model_files import TINY, edit_tensors, fair_esm, write_transformers
 
 from esmshard.errors import InputError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe import recipe_file
