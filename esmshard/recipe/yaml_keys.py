@@ -151,12 +151,12 @@ class Tree:
         keys: list[str] = []
         node: Any = self.node
         for part in loc:  # pydantic's place also has names of types and sections, which the file does not have
+            of_list = isinstance(node, list) and isinstance(part, int)
+            left_out = isinstance(clash, Clash) and part not in named  # a key, or section, that has its default
             if isinstance(node, dict) and part in node:
                 node = node[part]
                 keys.append(str(part))
-            elif isinstance(node, list) and isinstance(part, int) and part < len(node):
-                keys.append(str(part))
-            elif isinstance(clash, Clash) and part not in named:  # a key, or section, that the file leaves out
+            elif of_list or left_out:
                 keys.append(str(part))
         if absent and keys[-1:] != [str(loc[-1])]:
             keys.append(str(loc[-1]))
