@@ -24,8 +24,7 @@ from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import DTYPES, shard
 from esmshard.planner import memory_model
 from esmshard.planner.cost import training_flops
-from esmshard.planner.parameter_counts import numbers_of
-from esmshard.planner.recipe_plan import head_bytes
+from esmshard.planner.plan import head_bytes
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.tasks.mlm import MlmSettings
 from esmshard.tasks.registry import new_task
@@ -97,7 +96,7 @@ def prepared(
     with torch.device("meta"):
         model = FineTuner(ESM2(config), task.head(config))
     model.adapt(adapt, 0)
-    numbers = numbers_of(config, TASK.head_parameters(config), adapt, logits=TASK.trains_lm_head)
+    numbers = memory_model.numbers_of(model, config)
     work = [_batch(tokens, longest, seed) for seed in range(micro_batches)]
     kernels: dict[str, memory_model.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
     planned = memory_model.memory(

@@ -5,7 +5,7 @@ The settings of a task are in the module of the task, in `esmshard/tasks/` or in
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
+from typing import Annotated, Any, ClassVar, Union
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -13,9 +13,6 @@ from pydantic_core import CoreSchema, core_schema
 from esmshard.recipe.data_section import OPTIONAL, DataSettings
 from esmshard.recipe.section_base import Clash, Settings, listed
 from esmshard.tasks import registry
-
-if TYPE_CHECKING:
-    from esmshard.model.config import ModelConfig
 
 
 class TaskSettings(Settings):
@@ -60,12 +57,6 @@ class TaskSettings(Settings):
         if data.train is None:
             raise Clash("train", "this key is required")
         return data.model_copy(update={key: data.train for key in ("valid", "test") if getattr(data, key) is None})
-
-    def head_parameters(self, config: "ModelConfig") -> int:
-        """Count the parameters of the head on a model of this architecture, before labels are read. All of them are
-        trained.
-        """
-        return registry.new_task(self, {}).head_parameters(config)
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
         """Estimate the bytes that the head keeps for the backward pass of a record of this many tokens, in fp32.

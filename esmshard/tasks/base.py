@@ -123,11 +123,6 @@ class Task(ABC):
         model that the batch names (`TokenBatch.logits_at_P`), float [P, V].
         """
 
-    def head_parameters(self, config: ModelConfig) -> int:
-        """Return the number of parameters of `head`, which is made without values."""
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in self.head(config).parameters())
-
     def start(self, head: nn.Module, found: Weights) -> str | None:
         """Give a new head the values that the language model has for it, if any, and return a sentence about them."""
         return None

@@ -39,7 +39,6 @@ def run(
     overwrite: bool = False,
     profile: int = 0,
     *,
-    trust: bool = False,
     take_over: bool = False,
     started: float | None = None,
     device: DeviceName = None,
@@ -54,7 +53,6 @@ def run(
             run or checkpoint. None starts a new run.
         overwrite: remove the files of an earlier run from `out`.
         profile: number of steps to record with torch's profiler.
-        trust: continue from a checkpoint that another user wrote.
         take_over: see `esmshard.train.run_dir.Lock`.
         started: the time at which the command began, in seconds since 1970; the time of the call by default.
         device: the device of each process, see `own_device`; by default its own GPU, else the CPU.
@@ -87,7 +85,7 @@ def run(
                 job = ranks.agree(lambda: prepare(recipe, ranks.size, processes_per_machine(ranks.size), ranks.device))
                 ranks.from_first(lambda: check_out(out, resume, overwrite))
                 ranks.agree(lambda: attempt.open(ranks.is_first, job.steps, take_over=take_over))
-                start = ranks.from_first(lambda: starting_point(job, resume, trust))
+                start = ranks.from_first(lambda: starting_point(job, resume))
                 if is_trial:
                     attempt.ending = "trained and validated, as a trial of a sweep"
                 model = train(job, start, ranks, control, preemption, attempt, profile)

@@ -19,7 +19,7 @@ import torch
 
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint import manifest, sharded
-from esmshard.checkpoint.saver import Saver
+from esmshard.checkpoint.sharded import Saver
 from esmshard.data.batching.loader import Examples, digests
 from esmshard.data.batching.packing import MicroBatch, StepPlan, assign
 from esmshard.model.families import family_registry
@@ -37,7 +37,6 @@ from esmshard.parallel.shard import shard
 from esmshard.parallel.tied_weights import check_optimizer
 from esmshard.planner import memory_model
 from esmshard.planner.cost import training_flops
-from esmshard.planner.parameter_counts import numbers_of
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task, collate
@@ -351,12 +350,11 @@ def _build(
     # First shapes, then shards, then values: where there are several ranks, none ever holds the whole model.
     with torch.device("meta"):
         model = FineTuner(family_registry.build(weights.config), task.head(weights.config))
-    logits, tracks, quantization = recipe.task.trains_lm_head, recipe.data.tracks or (), recipe.model.quantize
+    tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
     model.adapt(recipe.adapt, recipe.train.seed, tracks, quantization)
+    numbers = memory_model.numbers_of(model, weights.config, tracks=tracks, quantization=quantization)
     shard(model, job.layout, ranks)
     saved = sharded.read_state(start) if start is not None else None
-    head = task.head_parameters(weights.config)
-    numbers = numbers_of(weights.config, head, recipe.adapt, logits=logits, tracks=tracks, quantization=quantization)
     # This comes before the model has memory of its own, because the planner counts the model's memory too.
     free = memory_model.free_bytes(ranks.device, processes_per_machine(ranks.size))
     fitting = partial(largest_fitting, job, numbers, int(ranks.min(RESERVED * free)), ranks)

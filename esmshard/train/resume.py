@@ -36,7 +36,7 @@ _FREE = (
 )
 
 
-def starting_point(job: RunInputs, resume: str | None, trust: bool) -> Path | None:
+def starting_point(job: RunInputs, resume: str | None) -> Path | None:
     """Return the checkpoint to continue from, or None for a new run, whose directory is then cleared of old files.
 
     Call this on one rank, which holds the directory. Checkpoints after the returned one are set aside: damaged ones,
@@ -45,7 +45,6 @@ def starting_point(job: RunInputs, resume: str | None, trust: bool) -> Path | No
     Args:
         job: the prepared run; `check_out` has been called.
         resume: `auto`, a path, or None for a new start.
-        trust: accept a checkpoint that another user wrote.
 
     Raises:
         InputError: if there is no usable checkpoint.
@@ -54,7 +53,7 @@ def starting_point(job: RunInputs, resume: str | None, trust: bool) -> Path | No
     directory = job.out / "checkpoints"
     if resume is not None:
         manifest.sweep(directory)
-    start = check_start(job, resume, trust)
+    start = check_start(job, resume)
     if start is None:
         # A run that was killed before its first checkpoint starts from the base model, but keeps the record of its
         # time.
@@ -73,19 +72,19 @@ def starting_point(job: RunInputs, resume: str | None, trust: bool) -> Path | No
     return start
 
 
-def check_start(job: RunInputs, resume: str | None, trust: bool) -> Path | None:
+def check_start(job: RunInputs, resume: str | None) -> Path | None:
     """Return the checkpoint that `starting_point` would return, without changing any file. Arguments and errors are the
     same.
     """
     start = None
     if resume == "auto":
-        start = manifest.newest_good(job.out / "checkpoints", say, trust=trust)
+        start = manifest.newest_good(job.out / "checkpoints", say)
         if start is None and (job.out / "model").exists():
             raise UsageError(
                 f"{job.out}: holds a model but no checkpoint to go on from; pass --overwrite to start again"
             )
     elif resume is not None:
-        start = manifest.locate(Path(resume), say, trust=trust)
+        start = manifest.locate(Path(resume), say)
     if start is not None:
         _check_same(job, start)
     return start
