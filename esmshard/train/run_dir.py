@@ -638,18 +638,14 @@ def _of_sweep(out: Path) -> dict[str, Any]:
     }
 
 
-def status_exit_code(found: Sequence[Mapping[str, Any]]) -> int:
-    """Return the exit code for several runs; see EXIT_CODES."""
-    return EXIT_CODES[_joint(found)]
-
-
-def _joint(found: Sequence[Mapping[str, Any]]) -> State:
+def joint_state(found: Sequence[Mapping[str, Any]]) -> State:
+    """Return the first state of EXIT_CODES that one of several runs is in."""
     return next(state for state in EXIT_CODES if any(one["state"] == state for one in found))
 
 
 def status_json(found: Sequence[Mapping[str, Any]]) -> str:
     """Format as JSON: the joint `state`, and the entries of each run."""
-    return json.dumps({"state": _joint(found), "runs": found}, indent=1)
+    return json.dumps({"state": joint_state(found), "runs": found}, indent=1)
 
 
 def status_text(found: Sequence[Mapping[str, Any]], now: float | None = None) -> str:
