@@ -282,7 +282,6 @@ def test_goodput_of_an_unbroken_run() -> None:
         "useful_s": 14.0,
         "allocated_s": 120.0,
         "goodput": 14 / 120,
-        "restart_s": [10.0],
     }
     assert goodput(KILLED)["allocated_s"] == 100.0, "a running attempt counts as far as it came"
 
@@ -301,7 +300,6 @@ def test_goodput_of_a_killed_run_that_goes_on() -> None:
         "useful_s": 15.0,
         "allocated_s": 120.0,
         "goodput": 15 / 120,
-        "restart_s": [10.0, 11.0],
     }
     assert goodput_text(goodput(lines)).startswith("goodput 12%: 15s of 2m00s in steps that count; 2 attempts, 2 steps")
 
