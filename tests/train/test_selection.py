@@ -20,8 +20,7 @@ from esmshard.tasks.finetuned import load_finetuned
 from esmshard.tasks.mlm import MlmSettings
 from esmshard.tasks.registry import new_task
 from esmshard.train import finetune
-from esmshard.train.inputs import prepare
-from esmshard.train.resume import notices
+from esmshard.train.inputs import notices, prepare
 
 CPU = torch.device("cpu")
 
