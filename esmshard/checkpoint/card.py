@@ -17,11 +17,12 @@ from esmshard.files import is_hub_name, replace_json, replace_text, sync_directo
 from esmshard.model.config import SHIPPED
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import (
+    FAMILIES,
     RELEASED,
     SIZES,
-    UNNAMED,
     authors_files,
     family_of,
+    n_parameters,
     recorded_config,
     released_name,
 )
@@ -146,14 +147,14 @@ def _base(about: Mapping[str, Any]) -> str:
         same = [size for size, shape in SIZES.items() if shape == config]
         shape = f", the shape of `{same[0]}`" if same else ""
         lines.append(
-            f"{config.n_layers} layers, width {config.dim}, {config.n_heads} heads, {config.n_parameters:,} parameters "
-            f"without the head{shape}; weights in {_text(about['dtype'])}."
+            f"{config.n_layers} layers, width {config.dim}, {config.n_heads} heads, {n_parameters(config):,} "
+            f"parameters without the head{shape}; weights in {_text(about['dtype'])}."
         )
     return " ".join(lines)
 
 
 def _family(about: Mapping[str, Any]) -> Family:
-    return family_of(recorded_config(about["config"])) if "config" in about else UNNAMED
+    return family_of(recorded_config(about["config"])) if "config" in about else FAMILIES["esm2"]
 
 
 def _authors_word(about: Mapping[str, Any]) -> str:

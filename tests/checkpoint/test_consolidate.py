@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from esmshard.checkpoint import sharded
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.cli import app
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm_layouts import TIED
+from esmshard.model.families.esm2 import EsmConfig
+from esmshard.model.families.esm_base import TIED
 from esmshard.model.weights import open_weights
 from esmshard.recipe.recipe_file import for_others
 from esmshard.recipe.sections import Recipe
@@ -43,7 +42,7 @@ def state_of(config: EsmConfig) -> dict[str, Any]:
     )
     return {
         "recipe": recipe.model_dump(mode="json"),
-        "config": asdict(config),
+        "config": config.recorded(),
         "world_size": 2,
         "facts": {},
     }
