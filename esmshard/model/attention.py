@@ -135,7 +135,7 @@ class RotaryEmbedding(nn.Module):
         return cos_TK[:, None], sin_TK[:, None]
 
     def rotate(self, x_THK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys, computed in fp32 at least: each number times the cosine, and its partner times the sine."""
+        """Rotate queries or keys, in fp32 at least: each number times the cosine, and its partner times the sine."""
         if self.interleaved:
             partner_THK = x_THK.view(*x_THK.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:

@@ -174,9 +174,7 @@ def curve(
     }
 
 
-def recipes(
-    wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int, double: bool = False
-) -> list[dict[str, Any]]:
+def recipes(wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int, double: bool = False) -> list[dict[str, Any]]:
     """Gradients and losses of several recipes, each under a `parallel` section."""
     found = []
     with world(alone_too=True) as everyone, double_precision() if double else nullcontext():
