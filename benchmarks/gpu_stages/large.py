@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.families.esm_layouts import TIED, to_transformers, transformers_config
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights.open_weights import shapes
+from esmshard.model.weights import shapes
 from esmshard.parallel.layout import Layout
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.vocab import decode

@@ -18,12 +18,12 @@ from esmshard.checkpoint import adapted, card, manifest, regression_head, sharde
 from esmshard.data.batching.loader import SEEN
 from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.files import check_replaced, found_place, replace_json, settle, shared_place, whole_directory
+from esmshard.model import adapters, export, weights
 from esmshard.model.config import ModelConfig
+from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source
 from esmshard.model.families.family import AuthorsFile
 from esmshard.model.families.family_registry import authors_files, family_of, recorded_config
 from esmshard.model.weight_reader import read_json
-from esmshard.model.weights import adapted_weights, export, open_weights, recorded
-from esmshard.model.weights.export import DTYPES, MAX_FILE_BYTES, Source
 from esmshard.recipe.recipe_file import for_others
 
 FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
@@ -68,7 +68,7 @@ def consolidate(
     A checkpoint that holds only the trained part is combined with its base model, and a LoRA is added to the weights.
 
     Args:
-        source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.open_weights.read`
+        source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read`
             reads.
         out: the directory to create. It appears only when it is complete.
         to: the word of a family for the file of its authors' own code, such as `fair-esm` for its `.pt` loader. By
@@ -95,7 +95,7 @@ def consolidate(
         raise UsageError(f"{source}: is a model and has no checkpoints to choose the best of; leave --best out")
     if base is not None and _is_model(source):
         known = "a whole model, which has no other base"
-        if adapted_weights.is_adapter(Path(source).expanduser()):
+        if adapters.is_adapter(Path(source).expanduser()):
             known = "an adapter, and adapter_config.json in it says where its base lies"
         raise UsageError(f"{source}: is {known}; leave --base out")
     opened = _open_model(source, to, warn) if _is_model(source) else _open_run(source, to, warn, best, trust, base)
@@ -106,8 +106,8 @@ def consolidate(
             digests = _write(work, out.name, kind, opened, sizes, DTYPES[dtype], max_file_bytes)
         except FloatingPointError as error:
             raise InputError(f"{source}: {error}") from None
-        about = _for_others(opened.about, out) | {"dtype": dtype} | recorded.entries(digests)
-        replace_json(work / recorded.ABOUT, about)
+        about = _for_others(opened.about, out) | {"dtype": dtype} | weights.record(digests)
+        replace_json(work / weights.ABOUT, about)
         if "recipe" in about:
             with reading(f"esmshard.json of {source}, or evaluation.json beside it", _AGAIN):
                 card.write(work, about, opened.evaluation)
@@ -169,7 +169,7 @@ def consolidate_adapter(
     found = _open_checkpoint(source, warn, best, trust)
     with writing(out, _NO_ROOM), whole_directory(out) as work:
         digests = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base, out)
-        about = _for_others(_about(found.state), out) | {"format": ADAPTER_FORMAT} | recorded.entries(digests)
+        about = _for_others(_about(found.state), out) | {"format": ADAPTER_FORMAT} | weights.record(digests)
         replace_json(work / "esmshard.json", about)
         _copy_beside(found.path.parent.parent, work)
     return out
@@ -189,29 +189,29 @@ def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
     if Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
         raise UsageError(f"{out}: holds the model to read; choose another directory")
     tokenizer = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
-    weights = ("*.safetensors", "model.safetensors.index.json", "*.pt", "*.pth", BASELINES, SEEN)
-    about = (recorded.ABOUT, "README.md", "config.json", "adapter_config.json")
-    check_replaced(out, [*weights, *about, *tokenizer], marker=recorded.ABOUT)
+    of_weights = ("*.safetensors", "model.safetensors.index.json", "*.pt", "*.pth", BASELINES, SEEN)
+    about = (weights.ABOUT, "README.md", "config.json", "adapter_config.json")
+    check_replaced(out, [*of_weights, *about, *tokenizer], marker=weights.ABOUT)
 
 
 def _is_model(source: Path | str) -> bool:
     path = Path(source).expanduser()
-    if path.is_file() or (path / "config.json").is_file() or adapted_weights.is_adapter(path):
+    if path.is_file() or (path / "config.json").is_file() or adapters.is_adapter(path):
         return True
-    return not path.exists() and open_weights.is_model(str(source))
+    return not path.exists() and weights.is_model(str(source))
 
 
 def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None]) -> Opened:
     """Open a model as it is, with its head and `esmshard.json`. An adapter is combined with its base model."""
-    found = open_weights.read(str(source))
+    found = weights.read(str(source))
     # A directory is written without the parts that the model lacks; files of authors' code may hold them.
     lacking = [] if to in (None, "hf") else found.lacking(*_held(found.config, to))
     for notice in [*lacking, *found.notices]:
         warn(notice)
     head = {f"head.{name}": reader.shape for name, reader in found.head.items()}
-    sizes = open_weights.stored_shapes(found.config) | head
+    sizes = weights.stored_shapes(found.config) | head
     sizes = _without(found.absent, sizes, to)
-    path = open_weights.directory(source)
+    path = weights.directory(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
     if not isinstance(about, dict):
@@ -222,7 +222,7 @@ def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None])
             if said:  # the name is relative to that directory
                 said[key] = found_place(said[key], directory)
     evaluation = _evaluation(directory.parent)
-    altered = recorded.altered(found.files)
+    altered = weights.altered(found.files)
     if altered is not None:
         warn(altered)
     if altered or (evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256")):
@@ -259,7 +259,7 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool, trus
             f"{checkpoint}: has no {', '.join(missing)}, so it is of a training loop of your own; write its model with "
             "esmshard.write_transformers, as examples/contrastive.py does at its end"
         )
-    tied = open_weights.tied(recorded_config(state["config"]))
+    tied = weights.tied(recorded_config(state["config"]))
     sizes = {name: entry.size for name, (_, entry) in entries.items() if name not in tied}
     return _Checkpoint(checkpoint, state, sizes, read)
 
@@ -328,7 +328,7 @@ def _for_others(about: Mapping[str, Any], out: Path) -> dict[str, Any]:
 
 def _account(checkpoint: Path, config: ModelConfig, sizes: Mapping[str, torch.Size]) -> None:
     """Check that every tensor of the trunk exists once, and no other: names of wrappers are not names of the model."""
-    wanted = open_weights.stored_shapes(config)
+    wanted = weights.stored_shapes(config)
     trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
     problems = {
         "lacks": wanted.keys() - trunk.keys(),
@@ -338,7 +338,7 @@ def _account(checkpoint: Path, config: ModelConfig, sizes: Mapping[str, torch.Si
     adapted.refuse(checkpoint, problems)
 
 
-def _source_of(found: open_weights.Weights) -> Source:
+def _source_of(found: weights.Weights) -> Source:
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
         return {n: found.head[n.removeprefix("head.")]() if n.startswith("head.") else found[n] for n in names}
 

@@ -327,8 +327,7 @@ def _config(model: Path) -> ModelConfig:
     if known and not model.exists():
         return SIZES[known]
     # These modules import torch, which a released model does without.
-    from esmshard.model import weight_reader
-    from esmshard.model.weights import hub, open_weights
+    from esmshard.model import hub, weight_reader, weights
 
     file = model / "config.json"
     if not model.exists() and is_hub_name(str(model)) and hub.find(str(model)) is None:
@@ -340,7 +339,7 @@ def _config(model: Path) -> ModelConfig:
             return transformers_config(weight_reader.read_json(file))
         except ValueError as error:
             raise InputError(f"{file}: not a model that can be read: {error}") from None
-    return open_weights.read(str(model)).config
+    return weights.read(str(model)).config
 
 
 def _precision(recipe: Recipe, machines: Machines) -> Literal["fp32", "bf16", "fp16"]:

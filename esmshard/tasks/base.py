@@ -19,7 +19,7 @@ from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import ModelConfig
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.vocab import is_residue
 

@@ -12,7 +12,7 @@ from esmshard.checkpoint import manifest, sharded
 from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.files import replace_json, replace_text, size_text
-from esmshard.model.weights import origin
+from esmshard.model import weights
 from esmshard.parallel.process_group import World
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
@@ -111,7 +111,7 @@ def _check_same(job: RunInputs, start: Path) -> None:
             "again with --overwrite or out=DIR. docs/checkpoints.md lists the keys that may change"
         )
     if state.get("base"):
-        origin.check(origin.identity(job.weights, job.recipe.model.name), state["base"], str(start))
+        weights.check(weights.identity(job.weights, job.recipe.model.name), state["base"], str(start))
 
 
 def extensions(saved: Mapping[str, Any] | None, steps: int) -> list[dict[str, int]]:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import EsmConfig as HfConfig
 from transformers import EsmForMaskedLM
 
+from esmshard.model import weights
 from esmshard.model.config import SHIPPED
 from esmshard.model.families.esm2.esm2_config import SIZES, EsmConfig
 from esmshard.model.families.esm2.esm2_family import FAMILY
@@ -20,7 +21,6 @@ from esmshard.model.families.esm_layouts import (
     to_transformers,
     transformers_config,
 )
-from esmshard.model.weights import open_weights
 
 PUBLISHED = {
     "esm2_t6_8M_UR50D": 7.5e6,
@@ -41,7 +41,7 @@ def _names(key: str, config: EsmConfig) -> tuple[str, ...]:
 @pytest.mark.parametrize("family", SMALL)
 def test_names_of_transformers_and_back(family: str) -> None:
     config = SMALL[family]
-    names = list(open_weights.shapes(config))
+    names = list(weights.shapes(config))
     assert names == [name for key in map(to_transformers, names) for name in _names(key, config)]
     assert len({to_transformers(name) for name in names}) == len(names) > 50
     with torch.device("meta"):

@@ -15,7 +15,7 @@ from esmshard.model.attention import attention_map, inverse_frequencies, rotate
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2.esm2_config import EsmConfig
 from esmshard.model.families.esm2.esm2_model import ESM2
-from esmshard.model.weights.open_weights import load_model
+from esmshard.model.weights import load_model
 
 CPU = torch.device("cpu")
 NEAR = 0.999

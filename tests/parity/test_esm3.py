@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from esm3_golden import STRUCTURED, TARGETS, TOKENS, structures, weights
+from esm3_golden import STRUCTURED, TARGETS, TOKENS, structures
+from esm3_golden import weights as golden_weights
 from outputs import everything
 from plan_model import counted_numbers
 from safetensors import safe_open
@@ -23,12 +24,12 @@ from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint import card
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError, UsageError
+from esmshard.model import hub, weights
 from esmshard.model.families.esm3.esm3_config import Esm3Config
 from esmshard.model.families.esm3.esm3_layouts import config_of_own, own_config, pieces
 from esmshard.model.families.esm3.esm3_model import ESM3
 from esmshard.model.families.family_registry import SIZES, build, recorded_config
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights import hub, open_weights
 from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
@@ -44,7 +45,7 @@ def authors_state(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]
     """A state dict under the names and in the shapes of the authors' model."""
     with safe_open(GOLDEN, framework="pt") as file:
         shapes = json.loads(file.metadata()["shapes"])
-    return {name: tensor.to(dtype) for name, tensor in weights(shapes).items()}
+    return {name: tensor.to(dtype) for name, tensor in golden_weights(shapes).items()}
 
 
 def published(directory: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -62,10 +63,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_of(source: Path) -> Trunk:
-    found = open_weights.read(str(source))
+    found = weights.read(str(source))
     assert found.config == NANO
     assert found.absent == ("contact_head",), "no published ESM3 has one"
-    return open_weights.build(found, torch.device("cpu")).eval()
+    return weights.build(found, torch.device("cpu")).eval()
 
 
 def tokens(sequences: Sequence[Sequence[int]]) -> TokenBatch:
@@ -187,9 +188,9 @@ def test_a_directory_of_our_own_holds_the_same_model(repository: Path, tmp_path:
     out = consolidate(repository / FILE, tmp_path / "own")
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "esmshard.json", "model.safetensors"]
     assert json.loads((out / "config.json").read_text())["model_type"] == "esm3"
-    again, given = open_weights.read(str(out)), open_weights.read(str(repository))
+    again, given = weights.read(str(out)), weights.read(str(repository))
     assert again.config == NANO
-    for name in open_weights.stored_shapes(NANO):
+    for name in weights.stored_shapes(NANO):
         if not name.startswith("contact_head."):
             assert torch.equal(again[name], given[name]), name
     with pytest.raises(UsageError, match="--to hf: ESM3 models can be written as esm3-pth, or without --to as a dir"):
@@ -203,10 +204,10 @@ def test_a_head_of_another_width_is_not_written_to_a_file_that_cannot_tell(tmp_p
     config = Esm3Config(n_layers=1, dim=32, n_heads=4, v_heads=2)
     directory = tmp_path / "own"
     directory.mkdir()
-    found = open_weights.fresh(config, 0)
-    from esmshard.model.weights.export import write_transformers
+    found = weights.fresh(config, 0)
+    from esmshard.model.export import write_transformers
 
-    sizes = open_weights.stored_shapes(config)
+    sizes = weights.stored_shapes(config)
     write_transformers(directory, config, sizes, lambda names: {name: found[name] for name in names})
     with pytest.raises(InputError, match="tells neither the width of a head"):
         consolidate(directory, tmp_path / "out", to="esm3-pth")
@@ -217,23 +218,23 @@ def test_what_cannot_be_read_is_refused_with_the_fix(tmp_path: Path) -> None:
     second = source / "data" / "weights" / "second.pth"
     torch.save(authors_state(), second)
     with pytest.raises(InputError, match=r"holds 2 models \(.*, second\.pth\); give the path of the \.pth file"):
-        open_weights.read(str(source))
-    assert open_weights.read(str(second)).config == NANO
+        weights.read(str(source))
+    assert weights.read(str(second)).config == NANO
     for path in (second, source / FILE):
         path.unlink()
     with pytest.raises(InputError, match=r"holds no \.pth file of a language model; give the path"):
-        open_weights.read(str(source))
+        weights.read(str(source))
     state = authors_state()
     del state["transformer.blocks.0.geom_attn.distance_scale_per_head"]
     torch.save(state, second)
     with pytest.raises(InputError, match=r"it has no transformer\.blocks\.0\.geom_attn\.distance_scale_per_head"):
-        open_weights.read(str(source))
+        weights.read(str(source))
     torch.save(authors_state() | {"strange.weight": torch.ones(2)}, second)
     with pytest.raises(InputError, match=r"strange\.weight do not belong"):
-        open_weights.read(str(source))
+        weights.read(str(source))
     (source / "config.json").write_text('{"model_type": "esm3", "n_layers": 2, "dim": 128, "n_heads": 2}')
     with pytest.raises(InputError, match="v_heads is missing"):
-        open_weights.read(str(source))
+        weights.read(str(source))
 
 
 @pytest.mark.parametrize(("size", "value"), [("v_heads", 0), ("v_heads", True), ("v_heads", 10**6), ("dim", 12)])
@@ -251,7 +252,7 @@ def test_of_the_released_repository_only_the_model_is_downloaded(repository: Pat
 
 
 def test_lora_on_every_matrix_learns_and_moves_nothing_else(repository: Path) -> None:
-    found, tuner = open_weights.read(str(repository)), FineTuner(model_of(repository), LanguageModelHead())
+    found, tuner = weights.read(str(repository)), FineTuner(model_of(repository), LanguageModelHead())
     targets = ("q", "k", "v", "out", "fc1", "fc2")
     tuner.adapt(AdaptSettings(method="lora", rank=2, targets=targets, bias="none"), seed=1)
     read = tuner.rows_of(found, tuner.head)

@@ -13,9 +13,9 @@ from command import esmshard
 from plan_model import counted_numbers
 
 from esmshard.errors import InputError, UsageError
+from esmshard.model import hub
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import hub
 from esmshard.parallel.layout import Layout
 from esmshard.planner import recipe_plan
 from esmshard.planner.cost import Work, cost

@@ -32,7 +32,7 @@ from esmshard.errors import InputError, LostProcess, UsageError
 from esmshard.model.contacts import ContactRegression
 from esmshard.model.families import family_registry
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.monitor.stuck_ranks import is_lost
 from esmshard.parallel.layout import Layout

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from esmshard.batch import TokenBatch
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.tasks.contact.contact_settings import DILATIONS, KEPT_PAIRS, MAPS, MAX_SEPARATION, ContactSettings
 from esmshard.vocab import SEPARATOR
 

@@ -16,7 +16,7 @@ from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures.contact_labels import LINKER, MIN_SEPARATION, chain_numbers, contact_labels, mark_linkers
 from esmshard.errors import InputError
 from esmshard.model.config import ModelConfig
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import BEFORE, Inputs, LossSum, Row, Task, on_device_of

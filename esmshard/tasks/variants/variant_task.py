@@ -17,7 +17,7 @@ from esmshard.data.tables import shown
 from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError
 from esmshard.model.config import ModelConfig
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of, regression_loss, require_two_values
