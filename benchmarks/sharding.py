@@ -39,7 +39,7 @@ from esmshard.planner.cost import Work, cost, exchanged
 from esmshard.planner.machines import parse
 from esmshard.recipe.sections import OptimSettings, ParallelSettings
 from esmshard.tasks.registry import new_task
-from esmshard.train.optimizer import adamw, set_learning_rate
+from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import train_step
 
 MIB = 2**20

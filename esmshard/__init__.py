@@ -32,7 +32,7 @@ _WHERE = {
     "SequenceEmbedder": "esmshard.api.sequence_embedder",
     "shard": "esmshard.parallel.shard",
     "SIZES": "esmshard.model.families.family_registry",
-    "state_tensors": "esmshard.train.optimizer",
+    "state_tensors": "esmshard.train.optim",
     "step_of": "esmshard.checkpoint.manifest",
     "TokenBatch": "esmshard.batch",
     "Trunk": "esmshard.model.trunk",
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from esmshard.parallel.load import materialise
     from esmshard.parallel.process_group import World, world
     from esmshard.parallel.shard import shard
-    from esmshard.train.optimizer import state_tensors
+    from esmshard.train.optim import state_tensors
     from esmshard.vocab import encode
 
 

@@ -29,7 +29,7 @@ from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.mlm_settings import MlmSettings
 from esmshard.tasks.registry import new_task
-from esmshard.train.optimizer import adamw, set_learning_rate
+from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import train_step
 
 TASK = MlmSettings(name="mlm")

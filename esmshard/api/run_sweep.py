@@ -19,7 +19,7 @@ import numpy as np
 
 from esmshard import spreadsheet
 from esmshard.api.run_options import RunOptions
-from esmshard.api.start_run import RunFailed, last_word
+from esmshard.api.start_run import RunFailed
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json, replace_json, replace_text, replacing
 from esmshard.parallel import preemption, process_environment
@@ -27,11 +27,9 @@ from esmshard.progress import say
 from esmshard.recipe import recipe_file, sweep_file
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.sweep_file import SearchSpace, SweepSettings, override, shown, value_text
+from esmshard.train.evaluate import aligned
 from esmshard.train.experiments.repeats import SUMMARY, Repeat, is_done, summarise
-from esmshard.train.records import goodput, lock, status
-from esmshard.train.records.attempt import METRICS
-from esmshard.train.records.standing import SWEEP
-from esmshard.train.records.verdict import aligned
+from esmshard.train.run_dir import SWEEP, holder, last_word, metrics_of, read_status
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -92,8 +90,8 @@ class _Sweep:
 
         from esmshard.data.splits.variant_records import FOLDS
         from esmshard.parallel.process_group import is_launched, own_device
+        from esmshard.train.inputs import describe, prepare
         from esmshard.train.resume import notices
-        from esmshard.train.run_inputs import describe, prepare
 
         if is_launched():
             raise UsageError(
@@ -155,7 +153,7 @@ class _Sweep:
                 "again, or out=DIR"
             )
         for run in (*self.out.glob(f"{TRIALS}/*"), *self.out.glob("best-*-seed-*")) if self.options.overwrite else ():
-            if (held := lock.holder(run)) is not None and held.lives is not False:
+            if (held := holder(run)) is not None and held.lives is not False:
                 raise UsageError(f"{run}: held by {held}; stop it, or choose another directory with out=DIR")
 
     def opened(self) -> "Study":
@@ -309,7 +307,7 @@ class _Sweep:
         for run in runs:
             if is_done(run.out):
                 continue
-            if (held := lock.holder(run.out)) is not None and held.lives is not False:
+            if (held := holder(run.out)) is not None and held.lives is not False:
                 say(f"{run.out}: {held} trains the best settings")
                 return
             say(" ".join(run.overrides))
@@ -418,7 +416,7 @@ class _Validations:
     def is_enough(self) -> bool:
         """Tell Optuna the new validations; return whether the pruner stops the trial."""
         lines, metric = validations(self._run), self._sweep.metric
-        known = status.read(self._run) if lines else None
+        known = read_status(self._run) if lines else None
         for n, line in enumerate(lines[self._told :], self._told + 1):
             if self.reason:
                 break
@@ -446,9 +444,7 @@ def is_sweep(out: Path) -> bool:
 
 def validations(run: Path) -> list[dict[str, Any]]:
     """Read the lines of the validations of a run."""
-    path = run / METRICS
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return goodput.parse("".join(line for line in text.splitlines(keepends=True) if '"split": "valid"' in line))
+    return [line for line in metrics_of(run) if line.get("split") == "valid"]
 
 
 def _runs(trials: "Sequence[Any]") -> dict[str, Any]:

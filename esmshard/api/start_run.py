@@ -134,11 +134,11 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
             f"{preemption.STOP_AT}=$(($(date +%s) + {preemption.seconds(options.stop_after)})) for the launcher instead"
         )
     if process_environment.attempt() and options.resume is None:
-        from esmshard.train.records.status import begun_by_this_launch
+        from esmshard.train.run_dir import begun_by_this_job
 
         # This process was restarted, and the work of its predecessor must be kept. The files that --overwrite should
         # remove are not its work, if the predecessor ended before it removed them.
-        if not options.overwrite or begun_by_this_launch(Path(recipe.out)):
+        if not options.overwrite or begun_by_this_job(Path(recipe.out)):
             return replace(options, resume="auto", overwrite=False)
     return options
 
@@ -152,8 +152,8 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     from esmshard.train.experiments import repeats as joint
     from esmshard.train.experiments.cross_validation import curve_runs
     from esmshard.train.experiments.repeats import is_done, repeats
+    from esmshard.train.inputs import check_out, describe, prepare
     from esmshard.train.resume import check_start, notices
-    from esmshard.train.run_inputs import check_out, describe, prepare
 
     of_table, probe = resolved.divides_table, resolved.adapt.method == "probe"
     processes = processes_of(chosen_device(options.device), options.nproc or (1 if probe else None))
@@ -210,6 +210,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
     """
     from esmshard.parallel.local_processes import run_local
     from esmshard.train.resume import NOTICES_PRINTED
+    from esmshard.train.run_dir import last_word
 
     flags = options.flags(report=options.report and not runs.of_table)
     for n, own in enumerate(runs.to_do):
@@ -238,23 +239,6 @@ def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
         say(f"all {count:,} single substitutions, best first, in {out / 'ranked.csv'}")
         if options.report:
             _pictures(out, recipe, options.device)
-
-
-def last_word(out: Path, code: int) -> str:
-    """Explain why a run is not done whose processes ended with an exit code. Record it in `status.json` if no process
-    has done so.
-    """
-    from esmshard.train.records import status
-
-    if code != preemption.Preempted.exit_code:
-        status.mark_failed(out, "the processes were ended from outside; continue with --resume auto", code)
-    try:
-        found = status.read(out)
-    except InputError as damaged:
-        return str(damaged)
-    if found is None or found["exit_code"] != code:  # they ended before they opened the run's directory
-        return f"{out}: its processes ended with exit code {code}; the reason is on stderr"
-    return f"{out}: {found['state']} (exit code {code}): {found['message']}"
 
 
 def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:

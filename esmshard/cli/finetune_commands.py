@@ -156,11 +156,11 @@ def status(
     """Print the state of a run, and whether it is alive. Exit code: 0 done, 3 running, 75 preempted, 1 failed, 2 no
     run.
     """
-    from esmshard.train.records import standing
+    from esmshard.train import run_dir
 
-    found = standing.standings(run)
-    print(standing.as_json(found) if as_json else standing.as_text(found))
-    if code := standing.exit_code(found):
+    found = run_dir.standings(run)
+    print(run_dir.status_json(found) if as_json else run_dir.status_text(found))
+    if code := run_dir.status_exit_code(found):
         raise SystemExit(code)
 
 

@@ -296,7 +296,7 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     from esmshard.planner.machines import GPUS, Machines, data_sheet
     from esmshard.planner.plan_text import keys
     from esmshard.planner.recipe_plan import plan
-    from esmshard.train.run_inputs import prepare
+    from esmshard.train.inputs import prepare
 
     name = recipe.model.name
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # the first fold of several

@@ -626,8 +626,8 @@ def check(
         return
     hashes = ", ".join(f"sha256 of {name}: {entry['sha256']}" for name, entry in before["files"].items())
     raise InputError(
-        f"{where}: holds what was trained on top of {before['name']}{hashes and f' ({hashes})'}, and {now['name']} is "
-        f"{what}; {fix}"
+        f"{where}: holds what was trained on top of {before['name']}, and {now['name']} is {what}; {fix}"
+        f"{hashes and f' ({hashes})'}"
     )
 
 

@@ -24,11 +24,11 @@ from esmshard.tasks.base import MAIN
 from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.tasks.registry import new_task
 from esmshard.train import evaluate
+from esmshard.train.inputs import RunInputs, check_out, leakage_notices, prepare, seen_in_training
 from esmshard.train.loop import train
-from esmshard.train.optimizer import model_tensors
-from esmshard.train.records.attempt import Attempt
+from esmshard.train.optim import model_tensors
 from esmshard.train.resume import starting_point
-from esmshard.train.run_inputs import RunInputs, check_out, leakage_notices, prepare, seen_in_training
+from esmshard.train.run_dir import Attempt, goodput, goodput_text, metrics_of
 from esmshard.train.token_budget import out_of_memory_in_evaluation, out_of_memory_of_model
 
 
@@ -54,7 +54,7 @@ def run(
         overwrite: remove the files of an earlier run from `out`.
         profile: number of steps to record with torch's profiler.
         trust: continue from a checkpoint that another user wrote.
-        take_over: see `esmshard.train.records.lock.Lock`.
+        take_over: see `esmshard.train.run_dir.Lock`.
         started: the time at which the command began, in seconds since 1970; the time of the call by default.
         device: the device of each process, see `own_device`; by default its own GPU, else the CPU.
 
@@ -103,7 +103,8 @@ def run(
         if not ranks.is_first:
             return None
     if not is_trial:
-        say(attempt.summary())  # the attempt has ended, so its time includes the evaluation, as in the report
+        # The attempt has ended, so that its time includes the evaluation, as in the report.
+        say(goodput_text(goodput(metrics_of(out))))
     return out
 
 

@@ -42,10 +42,10 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task, collate
 from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.train import evaluate
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
-from esmshard.train.records.attempt import Attempt
+from esmshard.train.inputs import RunInputs, provenance, versions
+from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.resume import check_room, describe_run, extensions, kinds_of_device, resolved
-from esmshard.train.run_inputs import RunInputs, provenance, versions
+from esmshard.train.run_dir import Attempt
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
 from esmshard.train.token_budget import RESERVED, choose_tokens_per_rank, largest_fitting, out_of_memory_in_steps
 

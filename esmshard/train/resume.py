@@ -18,10 +18,10 @@ from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.finetuner import LanguageModelHead
-from esmshard.train.optimizer import schedule
-from esmshard.train.records.attempt import METRICS
-from esmshard.train.records.tracking import TRACKED
-from esmshard.train.run_inputs import RUN_FILES, RunInputs, leakage_notices, provenance, versions
+from esmshard.train.inputs import RUN_FILES, RunInputs, leakage_notices, provenance, versions
+from esmshard.train.optim import schedule
+from esmshard.train.run_dir import METRICS
+from esmshard.train.tracking import TRACKED
 
 NOTICES_PRINTED = "ESMSHARD_DATA_NOTICES_PRINTED"
 """An environment variable that is set for all runs of a cross-validation but the first, which prints the data notices.

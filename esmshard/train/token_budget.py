@@ -17,7 +17,7 @@ from esmshard.planner import memory_model
 from esmshard.planner.recipe_plan import MicroBatches
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
-from esmshard.train.run_inputs import RunInputs
+from esmshard.train.inputs import RunInputs
 
 RESERVED = 0.9
 """The share of the free memory that a run plans to use. The rest is for gaps of the allocator and for other programs.

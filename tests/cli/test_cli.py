@@ -25,7 +25,7 @@ from esmshard.batch import pack
 from esmshard.cli import app
 from esmshard.data.fasta.fasta_reader import read_fasta
 from esmshard.model.weights import load_model
-from esmshard.train.records import goodput
+from esmshard.train.run_dir import goodput, goodput_text, metrics_of
 from esmshard.vocab import encode
 
 RUN_FILES = {
@@ -89,8 +89,7 @@ def test_a_run_says_how_it_goes_and_ends_with_a_table(
     for word in ("residues/s", "MiB", "valid long P@L"):
         assert word in done.stderr
     ended = next(line for line in done.stderr.splitlines() if line.startswith("goodput "))
-    lines = goodput.parse((directory / "run" / "metrics.jsonl").read_text())
-    assert ended == goodput.sentence(goodput.summary(lines)), "the report says the same"
+    assert ended == goodput_text(goodput(metrics_of(directory / "run"))), "the report says the same"
     table = done.stdout.splitlines()
     assert [line.split("  ")[0] for line in table[1:6]] == [
         "fine-tuned",

@@ -29,7 +29,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def run(*arguments: str | Path) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["esmshard", *map(str, arguments)])
-        monkeypatch.setattr("esmshard.train.run_inputs.initial_weights", no_weights)
+        monkeypatch.setattr("esmshard.train.inputs.initial_weights", no_weights)
         with pytest.raises(SystemExit) as caught:
             app.main()
         return int(str(caught.value.code)), capsys.readouterr().err

@@ -35,7 +35,7 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import LossSum, Task, collate
 from esmshard.tasks.contact.contact_task import ContactTask
 from esmshard.tasks.finetuner import FineTuner, tracks_of
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate
+from esmshard.train.optim import adamw, schedule, set_learning_rate
 from esmshard.train.step import StepResult, train_step
 from esmshard.vocab import MASK
 

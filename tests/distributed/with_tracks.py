@@ -20,7 +20,7 @@ from esmshard.parallel.shard import groups, shard
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.tasks.base import LossSum
 from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
-from esmshard.train.optimizer import adamw, set_learning_rate
+from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import train_step
 from esmshard.vocab import CLS, EOS, MASK
 

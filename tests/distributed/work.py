@@ -25,7 +25,7 @@ from esmshard.tasks.base import Task, collate
 from esmshard.tasks.contact.contact_task import ContactTask
 from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.train import finetune, loop
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
+from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.step import train_step
 from esmshard.vocab import CLS, EOS, MASK
 

@@ -16,7 +16,7 @@ from esmshard.planner.recipe_plan import model_numbers
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.train import finetune
-from esmshard.train.run_inputs import prepare
+from esmshard.train.inputs import prepare
 from esmshard.train.token_budget import RESERVED, largest_fitting
 
 pytestmark = pytest.mark.gpu

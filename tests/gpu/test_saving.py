@@ -19,7 +19,7 @@ from esmshard.model.dropout import RecordDropout
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import local
-from esmshard.train.optimizer import state_tensors
+from esmshard.train.optim import state_tensors
 
 pytestmark = pytest.mark.gpu
 

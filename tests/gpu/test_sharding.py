@@ -19,7 +19,7 @@ from esmshard.parallel.layout import STRATEGIES, Layout, layout
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import groups, local, trainable
 from esmshard.recipe.sections import ParallelSettings, Recipe
-from esmshard.train.optimizer import state_tensors
+from esmshard.train.optim import state_tensors
 
 pytestmark = pytest.mark.gpu
 

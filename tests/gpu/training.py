@@ -17,8 +17,8 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import collate
 from esmshard.tasks.finetuner import FineTuner, new_head
 from esmshard.train.evaluate import validate
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate
-from esmshard.train.run_inputs import RunInputs, prepare
+from esmshard.train.inputs import RunInputs, prepare
+from esmshard.train.optim import adamw, schedule, set_learning_rate
 from esmshard.train.step import LossScale, StepResult, train_step
 
 

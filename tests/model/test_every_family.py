@@ -19,7 +19,7 @@ from esmshard.model.families.family_registry import FAMILIES, build, recorded_co
 from esmshard.model.trunk import Trunk
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
-from esmshard.train.optimizer import adamw
+from esmshard.train.optim import adamw
 from esmshard.vocab import CLS, EOS, MASK, RESIDUES, STANDARD, VOCAB_SIZE, Track, encode
 
 TEXTS = ["MKTAYIAKQRQISFVKSHFSRQ", "M", RESIDUES * 2, STANDARD]

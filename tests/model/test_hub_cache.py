@@ -10,6 +10,7 @@ from model_files import TINY, fair_esm, write_fair_esm
 from esmshard.model import hub
 from esmshard.model.weights import load_model
 
+FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
 CONFIG, VOCAB, INDEX = b"{}", b"L\nA\n", b"{}"
 
 
@@ -27,19 +28,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"config.json": CONFIG, "model.safetensors": b""}, True),
         ({"config.json": CONFIG, "pytorch_model.bin": b""}, True),
         (
-            {"config.json": CONFIG, "pytorch_model.bin.index.json": INDEX, "model-00001-of-00002.safetensors": b""},
+            {"config.json": CONFIG, "pytorch_model.bin.index.json": INDEX, FIRST: b""},
             False,
         ),
         (
-            {"config.json": CONFIG, "model.safetensors.index.json": INDEX, "model-00001-of-00002.safetensors": b""},
+            {"config.json": CONFIG, "model.safetensors.index.json": INDEX, FIRST: b""},
             False,
         ),
         (
             {
                 "config.json": CONFIG,
                 "model.safetensors.index.json": INDEX,
-                "model-00001-of-00002.safetensors": b"",
-                "model-00002-of-00002.safetensors": b"",
+                FIRST: b"",
+                SECOND: b"",
             },
             True,
         ),

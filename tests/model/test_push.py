@@ -190,7 +190,9 @@ def test_what_is_no_model_for_others_is_refused_before_anything_is_sent(
         push(str(model), NAME)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/home/me/base"}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "lora_alpha": 1, "base_model_name_or_path": "/home/me/base"})
+    )
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match="is an adapter of /home/me/base, which others do not have; push the whole"):
         push(str(adapter), NAME)

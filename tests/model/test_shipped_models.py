@@ -22,7 +22,7 @@ from esmshard.tasks.contact.contact_precision import base_rate, contact_precisio
 from esmshard.tasks.finetuner import load_finetuned, new_head
 from esmshard.tasks.mlm import corrupt
 from esmshard.tasks.registry import new_task
-from esmshard.train.run_inputs import leakage_notices, prepare
+from esmshard.train.inputs import leakage_notices, prepare
 from esmshard.vocab import encode
 
 CPU = torch.device("cpu")

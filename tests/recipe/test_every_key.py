@@ -29,9 +29,9 @@ from esmshard.tasks.base import Task, collate
 from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head
 from esmshard.tasks.registry import new_task, registered
 from esmshard.train import finetune, loop
-from esmshard.train.optimizer import adamw
-from esmshard.train.records import tracking as tracked
-from esmshard.train.run_inputs import prepare
+from esmshard.train import tracking as tracked
+from esmshard.train.inputs import prepare
+from esmshard.train.optim import adamw
 from esmshard.train.step import StepResult
 
 CPU = torch.device("cpu")

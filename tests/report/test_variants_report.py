@@ -17,7 +17,7 @@ from esmshard.report.read.run_directory import intervals
 from esmshard.report.text import variant_maps
 from esmshard.report.text.html_report import report
 from esmshard.tasks.intervals import Interval
-from esmshard.train.records.verdict import verdict
+from esmshard.train.evaluate import verdict
 
 SECTIONS = [
     *(

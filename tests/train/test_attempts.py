@@ -17,12 +17,9 @@ from held_runs import Hold
 
 from esmshard.checkpoint import manifest, sharded
 from esmshard.errors import InputError
-from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
 from esmshard.train import finetune
-from esmshard.train.records import goodput
-from esmshard.train.records.attempt import Attempt
-from esmshard.train.records.lock import Lock
+from esmshard.train.run_dir import Lock, goodput, metrics_of
 
 
 def run(recipe: Path, *overrides: str, resume: str | None = "auto") -> None:
@@ -30,7 +27,7 @@ def run(recipe: Path, *overrides: str, resume: str | None = "auto") -> None:
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    return goodput.parse((out / "metrics.jsonl").read_text())
+    return list(metrics_of(out))
 
 
 def losses(out: Path) -> list[tuple[int, float]]:
@@ -104,7 +101,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_ones_choice(
         (2, 4, 2),
         (3, 4, 2),
     ]
-    found = goodput.summary(lines(out))
+    found = goodput(lines(out))
     assert (found["attempts"], found["steps_lost"]) == (3, 4)
     assert "3 attempts, 4 steps lost" in said
 
@@ -158,32 +155,3 @@ def test_sigterm_to_the_command_saves_and_leaves_with_75(finished: Path, tmp_pat
     assert done.returncode == 0, done.stderr
     assert [loss for _, loss in losses(out)] == pytest.approx([loss for _, loss in losses(finished / "run")], abs=1e-4)
     assert "goodput " in done.stderr
-
-
-def test_a_run_that_never_comes_to_a_step_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three starts in a row that are stopped before a step; a step in between begins the count again."""
-    monkeypatch.delenv("RANK", raising=False)
-
-    def start(steps: int) -> dict[str, Any]:
-        with Attempt(tmp_path, time.time()) as attempt:
-            attempt.open(True, 10)
-            attempt.begin(0)
-            for step in range(steps):
-                attempt.step_done({"step": step + 1})
-            raise Preempted("stopped by SIGUSR1")
-
-    def status() -> tuple[str, int, int]:
-        found = json.loads((tmp_path / "status.json").read_text())
-        return found["state"], found["idle"], found["exit_code"]
-
-    for steps, idle in ((0, 1), (0, 2), (1, 0), (0, 1), (0, 2)):
-        with pytest.raises(Preempted):
-            start(steps)
-        assert status() == ("preempted", idle, 75)
-    said = r"3 starts in a row were asked to stop before they had done a step \(now: stopped by SIGUSR1\); give the job"
-    with pytest.raises(InputError, match=said):
-        start(0)
-    assert status() == ("failed", 3, 1)
-    with pytest.raises(Preempted):
-        start(0)
-    assert status() == ("preempted", 1, 75), "whoever starts it again has done something about it"

@@ -9,7 +9,7 @@ from esmshard.api.runs import finetune
 from esmshard.errors import UsageError
 from esmshard.recipe.recipe_file import load
 from esmshard.train.experiments.repeats import is_done
-from esmshard.train.optimizer import schedule
+from esmshard.train.optim import schedule
 
 
 def test_a_finished_run_is_extended(tiny_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from esmshard.model import weights
 from esmshard.recipe import recipe_file
 from esmshard.tasks.finetuner import new_head
 from esmshard.tasks.registry import new_task
-from esmshard.train.run_inputs import leakage_notices, prepare
+from esmshard.train.inputs import leakage_notices, prepare
 from esmshard.vocab import STANDARD
 
 

@@ -6,7 +6,7 @@ from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.tasks.contact.contact_settings import ContactSettings
 from esmshard.tasks.contact.contact_task import ContactTask
 from esmshard.tasks.finetuner import FineTuner
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
+from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 
 
 def model(adapt: AdaptSettings | None = None) -> FineTuner:

@@ -19,8 +19,8 @@ from esmshard.tasks.finetuner import FineTuner, load_finetuned
 from esmshard.tasks.mlm_settings import MlmSettings
 from esmshard.tasks.registry import new_task
 from esmshard.train import finetune
+from esmshard.train.inputs import prepare
 from esmshard.train.resume import notices
-from esmshard.train.run_inputs import prepare
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from esmshard.recipe import recipe_file
 from esmshard.tasks.base import collate
 from esmshard.train import finetune
 from esmshard.train import step as steps
-from esmshard.train.optimizer import adamw, set_learning_rate
+from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import LossScale, train_step
 from esmshard.train.token_budget import out_of_memory_in_evaluation, out_of_memory_in_steps, out_of_memory_of_model
 

@@ -15,7 +15,7 @@ import pytest
 from esmshard.tasks.intervals import Interval
 from esmshard.tasks.metrics import means
 from esmshard.train import evaluate
-from esmshard.train.records.verdict import verdict
+from esmshard.train.evaluate import verdict
 
 NAN = math.nan
 NO_INTERVAL = (NAN, NAN)

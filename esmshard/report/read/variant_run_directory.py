@@ -20,8 +20,8 @@ from esmshard.report.read.run_directory import RunFiles, Values, intervals, json
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.intervals import Interval
 from esmshard.tasks.registry import traits
+from esmshard.train.evaluate import strongest
 from esmshard.train.experiments.repeats import CURVE, SUMMARY
-from esmshard.train.records.verdict import strongest
 
 RANKED = "ranked.csv"
 AGAIN = "repeat its `esmshard finetune` command with --resume auto, which writes it anew"

@@ -29,8 +29,8 @@ from esmshard.report.text.scores import MOST_TARGETS, measured_figures, methods_
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.intervals import Interval
+from esmshard.train.evaluate import comparison
 from esmshard.train.experiments.repeats import CURVE, SUMMARY
-from esmshard.train.records.verdict import comparison
 
 BEST = 20
 """The number of rows of the table of ranked variants."""

@@ -23,8 +23,8 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.intervals import LEAST, Interval, block_draws, count_units, difference, interval, variant_units
+from esmshard.train.evaluate import aligned, verdict
 from esmshard.train.experiments.repeats import CURVE, SUMMARY, Repeat
-from esmshard.train.records.verdict import aligned, verdict
 
 SHARES = (0.25, 0.5)
 """The shares of the training variants at the points of a learning curve. All training variants are a further point."""

@@ -15,8 +15,8 @@ from esmshard.files import read_json, replace_json
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.intervals import Interval
-from esmshard.train.records import status
-from esmshard.train.records.verdict import aligned, in_sample, verdict
+from esmshard.train.evaluate import aligned, in_sample, verdict
+from esmshard.train.run_dir import read_status
 
 SUMMARY = "summary.json"
 CURVE = "learning_curve.json"
@@ -59,7 +59,7 @@ def repeats(recipe: Recipe, seeds: int, folds: int | None) -> list[Repeat]:
 
 def is_done(run: Path, steps: int | None = None) -> bool:
     """Whether a run of an earlier call has ended without an error, and had these steps, if they are given."""
-    found = status.read(run)
+    found = read_status(run)
     ended = found is not None and found["state"] == "done" and (run / "evaluation.json").is_file()
     return ended and (steps is None or (found is not None and found["steps"] >= steps))
 

@@ -26,8 +26,8 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task
 from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head, tracks_of
 from esmshard.tasks.registry import new_task
-from esmshard.train.records import lock, status
-from esmshard.train.records.tracking import TRACKED, check_installed
+from esmshard.train.run_dir import LOCK, has_status, holder
+from esmshard.train.tracking import TRACKED, check_installed
 
 RUN_FILES = (
     *("recipe.yaml", "versions.json", "metrics.jsonl", "evaluation.json", "per_protein.csv", "baselines.npz"),
@@ -129,10 +129,10 @@ def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
     if resume not in (None, "auto") and not Path(str(resume)).is_dir():
         raise UsageError(f"--resume {resume}: no such directory; give a run or a checkpoint, or auto, or never")
     goes_on = resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(out.resolve()))
-    if not goes_on and not overwrite and out.is_dir() and any(path.name != lock.NAME for path in out.iterdir()):
+    if not goes_on and not overwrite and out.is_dir() and any(path.name != LOCK for path in out.iterdir()):
         raise UsageError(f"{out}: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR")
     names = [name for name in RUN_FILES if os.path.lexists(out / name)]
-    if names and lock.holder(out) is None and not status.is_written(out):
+    if names and holder(out) is None and not has_status(out):
         raise UsageError(
             f"{out}: holds {', '.join(names)}, which no run left there, so nothing is removed; choose another "
             "directory with out=DIR"

@@ -18,9 +18,6 @@ WANDB_ID = "wandb-id"
 TRACKED = ("tensorboard", "wandb", WANDB_ID)
 """The files that trackers leave in the directory of a run."""
 
-_SEVERAL = re.compile(r"seed-\d+(-fold-\d+)?|curve-[\d.]+")
-"""The names of run directories that belong to one experiment."""
-
 
 def check_installed(trackers: Sequence[str]) -> None:
     """Raise `UsageError` if the package of a tracker is not installed."""
@@ -51,16 +48,8 @@ class Tracking:
         earlier values, and Weights & Biases keeps them.
         """
         self._repeated = range(done + 1, done + lost + 1)
-        if not self._names:
-            return
-        from accelerate import PartialState
-
-        # accelerate must see one process: this rank reports for all, and joins no other group than that of the run.
-        sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-        with environment({"LOCAL_RANK": "-1", **dict.fromkeys(sizes, "1")}):
-            PartialState(cpu=True)
         for name in self._names:
-            self._call(name, self._tensorboard if name == "tensorboard" else self._wandb, done)
+            self._call(name, self._open, name, done)
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Show the numbers of a line of metrics.jsonl: of a step, or of a validation."""
@@ -69,12 +58,7 @@ class Tracking:
             self._show(int(line["step"]), {prefix + k: v for k, v in line.items() if k not in ("step", "time")})
 
     def end(self, state: str, step: int) -> None:
-        """Show the metrics of the test split of a run that is done, and close the trackers.
-
-        Args:
-            state: `done`, `preempted` or `failed`.
-            step: the number of steps done.
-        """
+        """Show the test metrics of a run that is done, and close the trackers, after `step` steps."""
         if self._trackers and state == "done" and (self._out / "evaluation.json").is_file():
             from esmshard.tasks.base import MAIN
 
@@ -97,42 +81,44 @@ class Tracking:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             say(f"track: {name} has failed ({reason}); the run goes on without it")
 
-    def _tensorboard(self, done: int) -> None:
-        from accelerate.tracking import TensorBoardTracker
-
-        tracker = TensorBoardTracker("tensorboard", logging_dir=str(self._out), purge_step=done + 1)
-        tracker.start()
-        recipe = (self._out / "recipe.yaml").read_text(encoding="utf-8")
-        tracker.log({"recipe": "    " + recipe.replace("\n", "\n    ")}, step=done + 1)  # indented: code in Markdown
-        self._trackers["tensorboard"] = tracker
-
-    def _wandb(self, done: int) -> None:
-        from accelerate.tracking import WandBTracker
+    def _open(self, name: str, done: int) -> None:
+        from accelerate import PartialState
+        from accelerate.tracking import TensorBoardTracker, WandBTracker
         from ruamel.yaml import YAML
 
-        group = self._out.parent.name if _SEVERAL.fullmatch(self._out.name) else None
-        path = self._out / WANDB_ID
-        if not path.is_file():  # an agent of a W&B sweep names the run, which several runs cannot share
-            replace_text(path, (not group and os.environ.get("WANDB_RUN_ID")) or uuid.uuid4().hex[:12])
-        tracker = WandBTracker(
-            os.environ.get("WANDB_PROJECT") or "esmshard",
-            id=path.read_text(encoding="utf-8"),
-            resume="allow",
-            dir=str(self._out),
-            name=os.environ.get("WANDB_NAME") or self._out.name,
-            group=os.environ.get("WANDB_RUN_GROUP") or group,
-        )
-        tracker.start()
-        tracker.store_init_configuration(YAML(typ="safe").load((self._out / "recipe.yaml").read_text(encoding="utf-8")))
-        self._trackers["wandb"] = tracker
+        # accelerate must see one process: this rank reports for all, and joins no other group than that of the run.
+        sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+        with environment({"LOCAL_RANK": "-1", **dict.fromkeys(sizes, "1")}):
+            PartialState(cpu=True)
+        if name == "tensorboard":
+            tracker = TensorBoardTracker("tensorboard", logging_dir=str(self._out), purge_step=done + 1)
+            tracker.start()
+        else:
+            several = re.fullmatch(r"seed-\d+(-fold-\d+)?|curve-[\d.]+", self._out.name)  # runs of one experiment
+            group = self._out.parent.name if several else None
+            path = self._out / WANDB_ID
+            if not path.is_file():  # an agent of a W&B sweep names the run, which several runs cannot share
+                replace_text(path, (not group and os.environ.get("WANDB_RUN_ID")) or uuid.uuid4().hex[:12])
+            tracker = WandBTracker(
+                os.environ.get("WANDB_PROJECT") or "esmshard",
+                id=path.read_text(encoding="utf-8"),
+                resume="allow",
+                dir=str(self._out),
+                name=os.environ.get("WANDB_NAME") or self._out.name,
+                group=os.environ.get("WANDB_RUN_GROUP") or group,
+            )
+            tracker.start()
+            recipe = (self._out / "recipe.yaml").read_text(encoding="utf-8")
+            tracker.store_init_configuration(YAML(typ="safe").load(recipe))
+        self._trackers[name] = tracker
 
 
 def _close(tracker: Any, state: str) -> None:
-    if tracker.name == "wandb":
-        tracker.tracker.summary["status"] = state
-        if state == "preempted":
-            tracker.tracker.mark_preempting()
-        tracker.tracker.finish(exit_code={"done": 0, "preempted": 75}.get(state, 1))
-    else:
-        tracker.log({"status": state}, step=None)
+    if tracker.name != "wandb":
         tracker.finish()
+        return
+    run = tracker.tracker
+    run.summary["status"] = state
+    if state == "preempted":
+        run.mark_preempting()
+    run.finish(exit_code={"done": 0, "preempted": 75}.get(state, 1))  # accelerate's method has no exit code
