@@ -30,13 +30,13 @@ from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.esm2.esm2_pickle import FAIR_ESM
 from esmshard.model.families.esm_layouts import to_transformers, transformers_config
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.variants.variant_head import Pool, VariantHead
+from esmshard.tasks.variant_features import Pool, VariantHead
 from esmshard.vocab import MASK, PAD, STANDARD, TOKENS
 
 Tokens = npt.NDArray[np.uint8]

@@ -28,7 +28,7 @@ from esmshard.model.trunk import Trunk
 from esmshard.predict.variant_ranking import predictions
 from esmshard.predict.zero_shot import Method, score
 from esmshard.tasks.base import Task, of_residues
-from esmshard.tasks.finetuner import FineTuned, load_finetuned, without_tracks
+from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks
 from esmshard.tasks.registry import traits
 from esmshard.vocab import decode
 

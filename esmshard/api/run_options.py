@@ -45,8 +45,6 @@ class RunOptions:
     """Whether figures and report.html are drawn at the end."""
     take_over: bool = False
     """Whether the lock of a run on another machine is taken, which cannot be seen to have ended."""
-    trust: bool = False
-    """Whether a checkpoint that another user wrote may be read."""
     env: tuple[str, ...] = ()
     """The environment variables that the recipe may read besides the harmless ones (`recipe_file.may_read`)."""
     started: float | None = None
@@ -83,6 +81,5 @@ class RunOptions:
         flags += ["--resume", self.resume] if self.resume else []
         flags += ["--overwrite"] if self.overwrite else []
         flags += ["--profile", str(self.profile)] if self.profile else []
-        flags += ["--trust"] if self.trust else []
         flags += ["--take-over"] if self.take_over else []
         return flags if report else [*flags, "--no-report"]

@@ -178,7 +178,7 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
             job = prepare(one, processes, processes, device)
         if options.dry_run:
             here = replace(job, recipe=in_tokens(one, job.train), out=Path(one.out))
-            check_start(here, options.resume, options.trust)
+            check_start(here, options.resume)
     if options.dry_run:
         for notice in notices(job):
             say(notice)
@@ -192,7 +192,6 @@ def _run_here(recipe: Recipe, options: RunOptions) -> None:
 
     resume, overwrite = options.resume, options.overwrite
     how: dict[str, Any] = {
-        "trust": options.trust,
         "take_over": options.take_over,
         "started": options.started,
         "device": options.device,
@@ -246,7 +245,7 @@ def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
     from esmshard.data.splits.recipe_splits import open_split
     from esmshard.report.draw.plots import contact_figure
     from esmshard.report.text.html_report import report as write
-    from esmshard.tasks.finetuner import tracks_of
+    from esmshard.tasks.finetuned import tracks_of
     from esmshard.tasks.registry import new_task
 
     try:

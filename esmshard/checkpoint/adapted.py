@@ -100,7 +100,7 @@ def write_adapter(
             raise InputError(
                 f"{checkpoint}: {part} holds a value that is not finite; the run diverged, take an earlier checkpoint"
             )
-    return adapters.write(directory, written, config, targets, tensors)
+    return adapters.write_adapter(directory, written, config, targets, tensors)
 
 
 def _account(checkpoint: Path, config: ModelConfig, settings: AdaptSettings, sizes: Sizes, whole: Sizes) -> None:

@@ -256,7 +256,7 @@ def adapter_config(
     }
 
 
-def write(
+def write_adapter(
     directory: Path,
     settings: Mapping[str, Any],
     config: ModelConfig,

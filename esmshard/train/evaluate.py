@@ -22,15 +22,25 @@ from esmshard.errors import InputError
 from esmshard.files import found_place, is_hub_name, replace_json, replace_text, replacing, shared_place
 from esmshard.model import hub, weights
 from esmshard.model.config import SHIPPED
+from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.process_group import World
 from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.base import BEFORE, MAIN, Row, Task, collate
-from esmshard.tasks.finetuner import FineTuner, load_base, load_finetuned, without_tracks
-from esmshard.tasks.intervals import BIASED, LEAST, Interval, bootstrap, count_units, difference, interval
-from esmshard.tasks.metrics import records_with
+from esmshard.tasks.base import BEFORE, MAIN, Task, collate
+from esmshard.tasks.finetuned import load_base, load_finetuned, without_tracks
+from esmshard.tasks.metrics import (
+    BIASED,
+    LEAST,
+    Interval,
+    Row,
+    bootstrap,
+    count_units,
+    difference,
+    interval,
+    records_with,
+)
 from esmshard.tasks.registry import new_task
 from esmshard.vocab import chain_spans
 
@@ -383,8 +393,9 @@ def write(
         groups: of each record (`Task.group`); empty for no groups.
         name: the name of the model in the results; a shipped model has not been fine-tuned by anybody.
     """
-    (block_N, unit), columns = task.units(data), task.columns_of(table[MAIN])
+    block_N, unit = task.units(data)
     samples = {name: _resampled(task, rows, block_N) for name, rows in table.items()}
+    columns = tuple(column for column in task.columns if column in samples[MAIN])
     intervals = {name: {m: interval(values, m) for m, values in found.items()} for name, found in samples.items()}
     differences = {
         name: {m: difference(samples[MAIN][m], found[m], m) for m in columns if m in found}

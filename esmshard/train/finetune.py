@@ -11,6 +11,7 @@ from esmshard.data.batching.loader import SEEN
 from esmshard.devices import DeviceName
 from esmshard.errors import LostProcess
 from esmshard.model.convolutions import exact_convolutions
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weight_reader import read_json
 from esmshard.monitor.stuck_ranks import Control, recorder_settings
 from esmshard.parallel import process_environment
@@ -21,7 +22,7 @@ from esmshard.parallel.shared_calls import free_layers, refill
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.finetuned import new_head
 from esmshard.tasks.registry import new_task
 from esmshard.train import evaluate
 from esmshard.train.inputs import RunInputs, check_out, leakage_notices, prepare, seen_in_training
@@ -38,7 +39,6 @@ def run(
     overwrite: bool = False,
     profile: int = 0,
     *,
-    trust: bool = False,
     take_over: bool = False,
     started: float | None = None,
     device: DeviceName = None,
@@ -53,7 +53,6 @@ def run(
             run or checkpoint. None starts a new run.
         overwrite: remove the files of an earlier run from `out`.
         profile: number of steps to record with torch's profiler.
-        trust: continue from a checkpoint that another user wrote.
         take_over: see `esmshard.train.run_dir.Lock`.
         started: the time at which the command began, in seconds since 1970; the time of the call by default.
         device: the device of each process, see `own_device`; by default its own GPU, else the CPU.
@@ -86,7 +85,7 @@ def run(
                 job = ranks.agree(lambda: prepare(recipe, ranks.size, processes_per_machine(ranks.size), ranks.device))
                 ranks.from_first(lambda: check_out(out, resume, overwrite))
                 ranks.agree(lambda: attempt.open(ranks.is_first, job.steps, take_over=take_over))
-                start = ranks.from_first(lambda: starting_point(job, resume, trust))
+                start = ranks.from_first(lambda: starting_point(job, resume))
                 if is_trial:
                     attempt.ending = "trained and validated, as a trial of a sweep"
                 model = train(job, start, ranks, control, preemption, attempt, profile)

@@ -19,12 +19,13 @@ from esmshard.data.store.token_store import linker_of
 from esmshard.errors import InputError, UsageError
 from esmshard.model import quantized, weights
 from esmshard.model.families import family_registry
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import Weights
 from esmshard.parallel.layout import Layout, check_tensor, layout
 from esmshard.parallel.process_group import precision_on
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task
-from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head, tracks_of
+from esmshard.tasks.finetuned import initial_weights, new_head, tracks_of
 from esmshard.tasks.registry import new_task
 from esmshard.train.run_dir import LOCK, has_status, holder
 from esmshard.train.tracking import TRACKED, check_installed

@@ -19,10 +19,11 @@ import torch
 
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint import manifest, sharded
-from esmshard.checkpoint.saver import Saver
+from esmshard.checkpoint.sharded import Saver
 from esmshard.data.batching.loader import Examples, digests
 from esmshard.data.batching.packing import MicroBatch, StepPlan, assign
 from esmshard.model.families import family_registry
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import identity, report_altered
 from esmshard.monitor import start_up_checks
 from esmshard.monitor.profiler import Profile
@@ -36,11 +37,10 @@ from esmshard.parallel.shard import shard
 from esmshard.parallel.tied_weights import check_optimizer
 from esmshard.planner import memory_model
 from esmshard.planner.cost import training_flops
-from esmshard.planner.parameter_counts import numbers_of
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task, collate
-from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.finetuned import new_head
 from esmshard.train import evaluate
 from esmshard.train.inputs import RunInputs, provenance, versions
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
@@ -303,7 +303,7 @@ class Training:
             return None
         loss, rows = scored
         metrics, state.of_validation = task.summary(rows), task.learn_from_validation(rows)
-        values = {metric: metrics[metric] for metric in task.columns_of(rows)}
+        values = {metric: metrics[metric] for metric in task.columns if metric in metrics}
         self.attempt.write(step=step, split="valid", loss=loss, **values)
         headline, value = task.columns[0], metrics[task.columns[0]]
         state.validation = f"  valid {headline} {value:.3f}"
@@ -350,12 +350,11 @@ def _build(
     # First shapes, then shards, then values: where there are several ranks, none ever holds the whole model.
     with torch.device("meta"):
         model = FineTuner(family_registry.build(weights.config), task.head(weights.config))
-    logits, tracks, quantization = recipe.task.trains_lm_head, recipe.data.tracks or (), recipe.model.quantize
+    tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
     model.adapt(recipe.adapt, recipe.train.seed, tracks, quantization)
+    numbers = memory_model.numbers_of(model, weights.config, tracks=tracks, quantization=quantization)
     shard(model, job.layout, ranks)
     saved = sharded.read_state(start) if start is not None else None
-    head = task.head_parameters(weights.config)
-    numbers = numbers_of(weights.config, head, recipe.adapt, logits=logits, tracks=tracks, quantization=quantization)
     # This comes before the model has memory of its own, because the planner counts the model's memory too.
     free = memory_model.free_bytes(ranks.device, processes_per_machine(ranks.size))
     fitting = partial(largest_fitting, job, numbers, int(ranks.min(RESERVED * free)), ranks)

@@ -13,11 +13,11 @@ from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.files import replace_json, replace_text, size_text
 from esmshard.model import weights
+from esmshard.model.finetuner import LanguageModelHead
 from esmshard.parallel.process_group import World
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.finetuner import LanguageModelHead
 from esmshard.train.inputs import RUN_FILES, RunInputs, leakage_notices, provenance, versions
 from esmshard.train.optim import schedule
 from esmshard.train.run_dir import METRICS
@@ -36,7 +36,7 @@ _FREE = (
 )
 
 
-def starting_point(job: RunInputs, resume: str | None, trust: bool) -> Path | None:
+def starting_point(job: RunInputs, resume: str | None) -> Path | None:
     """Return the checkpoint to continue from, or None for a new run, whose directory is then cleared of old files.
 
     Call this on one rank, which holds the directory. Checkpoints after the returned one are set aside: damaged ones,
@@ -45,7 +45,6 @@ def starting_point(job: RunInputs, resume: str | None, trust: bool) -> Path | No
     Args:
         job: the prepared run; `check_out` has been called.
         resume: `auto`, a path, or None for a new start.
-        trust: accept a checkpoint that another user wrote.
 
     Raises:
         InputError: if there is no usable checkpoint.
@@ -54,7 +53,7 @@ def starting_point(job: RunInputs, resume: str | None, trust: bool) -> Path | No
     directory = job.out / "checkpoints"
     if resume is not None:
         manifest.sweep(directory)
-    start = check_start(job, resume, trust)
+    start = check_start(job, resume)
     if start is None:
         # A run that was killed before its first checkpoint starts from the base model, but keeps the record of its
         # time.
@@ -73,19 +72,19 @@ def starting_point(job: RunInputs, resume: str | None, trust: bool) -> Path | No
     return start
 
 
-def check_start(job: RunInputs, resume: str | None, trust: bool) -> Path | None:
+def check_start(job: RunInputs, resume: str | None) -> Path | None:
     """Return the checkpoint that `starting_point` would return, without changing any file. Arguments and errors are the
     same.
     """
     start = None
     if resume == "auto":
-        start = manifest.newest_good(job.out / "checkpoints", say, trust=trust)
+        start = manifest.newest_good(job.out / "checkpoints", say)
         if start is None and (job.out / "model").exists():
             raise UsageError(
                 f"{job.out}: holds a model but no checkpoint to go on from; pass --overwrite to start again"
             )
     elif resume is not None:
-        start = manifest.locate(Path(resume), say, trust=trust)
+        start = manifest.locate(Path(resume), say)
     if start is not None:
         _check_same(job, start)
     return start

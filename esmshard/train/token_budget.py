@@ -14,7 +14,7 @@ from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.parallel.process_group import Precision, World
 from esmshard.parallel.shard import DTYPES
 from esmshard.planner import memory_model
-from esmshard.planner.recipe_plan import MicroBatches
+from esmshard.planner.plan import MicroBatches
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
 from esmshard.train.inputs import RunInputs

@@ -17,7 +17,7 @@ from esmshard.data.store.ingestion import cached
 from esmshard.model import weights
 from esmshard.model.export import write_transformers
 from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.tasks.finetuner import load_finetuned
+from esmshard.tasks.finetuned import load_finetuned
 
 CONTACT = """\
 task: {{name: contact, head: attention}}

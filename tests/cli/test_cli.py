@@ -33,7 +33,7 @@ RUN_FILES = {
     *(
         f"checkpoints/step_{step:06d}/{name}"
         for step in (4, 6)
-        for name in (".metadata", "__0_0.distcp", "__1_0.distcp")
+        for name in (f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2))
     ),
     *(f"checkpoints/step_{step:06d}/{name}" for step in (4, 6) for name in ("state.json", "MANIFEST.json")),
     "checkpoints/LATEST",
@@ -431,11 +431,11 @@ def test_a_truncated_checkpoint_is_one_sentence(
 ) -> None:
     copy = tmp_path / "step_000006"
     subprocess.run(["cp", "-r", finished[0] / "run" / "checkpoints" / "step_000006", copy], check=True)
-    shard = copy / "__1_0.distcp"
+    shard = copy / "shard-00002-model-00001-of-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:1000])
     code, err = run("consolidate", copy, "-o", tmp_path / "model")
     assert code == 1
-    assert "__1_0.distcp: truncated or altered (1000 bytes instead of" in err
+    assert "shard-00002-model-00001-of-00001.safetensors: truncated or altered (1000 bytes instead of" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "model").exists()
 

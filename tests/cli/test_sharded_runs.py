@@ -11,7 +11,7 @@ import pytest
 from command import esmshard
 
 from esmshard.cli import app
-from esmshard.tasks import finetuner
+from esmshard.tasks import finetuned
 
 
 def lines(run: Path) -> list[dict[str, object]]:
@@ -34,7 +34,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
             app.main()
         return int(str(caught.value.code)), capsys.readouterr().err
 
-    assert finetuner.initial_weights is not no_weights
+    assert finetuned.initial_weights is not no_weights
     return run
 
 

@@ -13,13 +13,13 @@ from esmshard.batch import TokenBatch, pack
 from esmshard.model import weights
 from esmshard.model.families import family_registry
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import groups, shard
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.tasks.base import LossSum
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import train_step
 from esmshard.vocab import CLS, EOS, MASK

@@ -15,6 +15,7 @@ from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.layout import Layout, layout
 from esmshard.parallel.load import RowsOf, materialise
 from esmshard.parallel.process_group import World, world
@@ -22,8 +23,8 @@ from esmshard.parallel.shard import shard
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import OptimSettings, ParallelSettings, Recipe
 from esmshard.tasks.base import Task, collate
-from esmshard.tasks.contact.contact_task import ContactTask
-from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.contact import ContactTask
+from esmshard.tasks.finetuned import new_head
 from esmshard.train import finetune, loop
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.step import train_step

@@ -15,8 +15,7 @@ from transformers import EsmForMaskedLM, EsmForSequenceClassification, EsmModel
 
 from esmshard.errors import InputError
 from esmshard.model import weights
-from esmshard.model.adapters import adapter_config
-from esmshard.model.adapters import write as write_adapter
+from esmshard.model.adapters import adapter_config, write_adapter
 from esmshard.model.families.esm_layouts import TIED, to_transformers
 from esmshard.model.weights import Weights
 

@@ -16,9 +16,9 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import FAMILIES, build, recorded_config
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.trunk import Trunk
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.train.optim import adamw
 from esmshard.vocab import CLS, EOS, MASK, RESIDUES, STANDARD, VOCAB_SIZE, Track, encode
 

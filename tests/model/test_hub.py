@@ -30,9 +30,8 @@ from esmshard.errors import InputError, UsageError
 from esmshard.model import hub, weights
 from esmshard.model.families.family_registry import FAMILIES, RELEASED, released_name
 from esmshard.model.weights import load_model
-from esmshard.planner.recipe_plan import model_numbers
-from esmshard.recipe.sections import Recipe
-from esmshard.tasks.finetuner import load_finetuned
+from esmshard.planner.plan import config_of
+from esmshard.tasks.finetuned import load_finetuned
 
 
 def flip(body: bytes) -> bytes:
@@ -401,22 +400,17 @@ def test_the_command_downloads_a_repository(server: Hub, tmp_path: Path) -> None
 
 
 def test_a_plan_asks_the_hub_for_nothing(mine: Hub) -> None:
-    data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
-    given = {"task": {"name": "mlm"}, "model": {"name": MINE}, "data": data, "train": {"steps": 1}, "out": "run"}
-    recipe = Recipe.model_validate(given)
     with pytest.raises(InputError, match="esmshard download"):
-        model_numbers(recipe)
+        config_of(MINE)
     assert mine.asked == []
     hub.fetch(MINE)
-    assert model_numbers(recipe).dim == TINY.dim
+    assert config_of(MINE).dim == TINY.dim
 
 
 def test_a_plan_of_a_released_repository_needs_nothing(mine: Hub) -> None:
     """Some say nothing in their `config.json`, and a plan needs no weights."""
-    data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
     for name in ("esm3_sm_open_v1", "biohub/esm3-sm-open-v1", "biohub/ESMC-6B"):
-        given = {"task": {"name": "mlm"}, "model": {"name": name}, "data": data, "train": {"steps": 1}, "out": "run"}
-        assert model_numbers(Recipe.model_validate(given)).dim == (2560 if "6B" in name else 1536)
+        assert config_of(name).dim == (2560 if "6B" in name else 1536)
     assert mine.asked == []
 
 

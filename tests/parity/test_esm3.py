@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from esm3_golden import STRUCTURED, TARGETS, TOKENS, structures
 from esm3_golden import weights as golden_weights
 from outputs import everything
-from plan_model import counted_numbers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -29,10 +28,10 @@ from esmshard.model.families.esm3.esm3_config import Esm3Config
 from esmshard.model.families.esm3.esm3_layouts import config_of_own, own_config, pieces
 from esmshard.model.families.esm3.esm3_model import ESM3
 from esmshard.model.families.family_registry import SIZES, build, recorded_config
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.trunk import Trunk
-from esmshard.planner.parameter_counts import numbers_of
+from esmshard.planner.memory_model import numbers_of
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.vocab import encode
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "esm3.safetensors"
@@ -166,10 +165,7 @@ def test_what_learns_is_what_the_planner_counts(size: str, adapt: AdaptSettings)
     assert not any(name.startswith(ESM3.never_learns) for name in learns)
     frozen = sum(p.numel() for name, p in tuner.trunk.named_parameters() if name.startswith(ESM3.never_learns))
     assert config.frozen_parameters == frozen
-    counted = counted_numbers(tuner, config)
-    planned = numbers_of(config, 0, adapt, logits=True)
-    assert counted == planned
-    assert counted.parameters == sum(parameter.numel() for parameter in tuner.parameters())
+    assert numbers_of(tuner, config).parameters == sum(parameter.numel() for parameter in tuner.parameters())
 
 
 def test_the_file_of_the_authors_is_written_as_it_was(tmp_path: Path) -> None:

@@ -21,12 +21,13 @@ from esmshard.model import weights
 from esmshard.model.dropout import RecordDropout
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.lora import LoraLinear
 from esmshard.parallel.layout import Layout
 from esmshard.recipe.recipe_file import load
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task, collate
-from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head
+from esmshard.tasks.finetuned import initial_weights, new_head
 from esmshard.tasks.registry import new_task, registered
 from esmshard.train import finetune, loop
 from esmshard.train import tracking as tracked

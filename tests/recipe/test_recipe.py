@@ -16,7 +16,7 @@ from esmshard.recipe.recipe_file import differences, dump, load, resolve, sample
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.shipped import shipped
-from esmshard.tasks.contact.contact_settings import ContactSettings
+from esmshard.tasks.contact import ContactSettings
 from esmshard.tasks.registry import registered
 
 TEXT = """\

@@ -13,12 +13,11 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.store.ingestion import ingest
 from esmshard.errors import InputError
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.weights import build, fresh
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.tasks.base import collate
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
-from esmshard.tasks.mlm import MlmTask
-from esmshard.tasks.mlm_settings import MlmSettings
+from esmshard.tasks.mlm import MlmSettings, MlmTask
 from esmshard.tasks.registry import new_task
 from esmshard.vocab import CLS, EOS, MASK, decode, encode
 

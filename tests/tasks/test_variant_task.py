@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import nn
 
-from esmshard.batch import pack
+from esmshard.batch import batch_of, pack
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels, VariantRecords
 from esmshard.data.variants.mutations import read_variants
@@ -23,15 +23,13 @@ from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.families.esm2.esm2_model import ESM2
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.predict.zero_shot import score
 from esmshard.recipe.data_section import DataSettings
-from esmshard.tasks.base import batch_of, collate
-from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.linear import fit_numbers
-from esmshard.tasks.variants.frozen_variants import FEWEST, frozen
-from esmshard.tasks.variants.value_scale import fit_scale
-from esmshard.tasks.variants.variant_settings import VariantSettings
-from esmshard.tasks.variants.variant_task import AUGMENTED, FROZEN, ONE_HOT, SCORE, VariantTask
+from esmshard.tasks.base import collate
+from esmshard.tasks.baselines import fit_numbers
+from esmshard.tasks.variant_features import FEWEST, frozen
+from esmshard.tasks.variants import AUGMENTED, FROZEN, ONE_HOT, SCORE, VariantSettings, VariantTask, fit_scale
 from esmshard.vocab import STANDARD, encode
 
 WT = "MKTAYIAKQRQISFVKSHFSRQLE"
@@ -220,16 +218,6 @@ def test_gradients_reach_the_trunk(trunk: ESM2, pool: str, zero_shot: bool) -> N
         assert gradient.abs().sum() > 0
     assert (trunk.lm_head.dense.weight.grad is not None) is zero_shot
     found.zero_grad()
-
-
-@pytest.mark.parametrize("hidden", [0, 8])
-@pytest.mark.parametrize("zero_shot", [True, False])
-@pytest.mark.parametrize("pool", POOLS)
-def test_the_planner_knows_the_size_of_the_head(pool: str, zero_shot: bool, hidden: int) -> None:
-    made = task(pool=pool, zero_shot=zero_shot, hidden=hidden)
-    size = sum(parameter.numel() for parameter in made.head(NANO).parameters())
-    settings = VariantSettings(name="variant", pool=pool, zero_shot=zero_shot, hidden=hidden)  # type: ignore[arg-type]
-    assert settings.head_parameters(NANO) == size
 
 
 def test_a_sequence_of_another_length_is_refused() -> None:

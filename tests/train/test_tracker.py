@@ -199,9 +199,9 @@ def test_a_new_start_is_a_new_run(tmp_path: Path) -> None:
     for name in ("tensorboard", "wandb"):
         (job.out / name).mkdir(parents=True)
     (job.out / "wandb-id").write_text("abc")
-    assert starting_point(job, "auto", trust=False) is None
+    assert starting_point(job, "auto") is None
     assert (job.out / "wandb-id").exists()
-    assert starting_point(job, None, trust=False) is None
+    assert starting_point(job, None) is None
     assert list(job.out.iterdir()) == []
 
 

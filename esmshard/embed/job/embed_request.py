@@ -21,7 +21,7 @@ from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.weights import Weights, model_hash
 from esmshard.parallel.process_group import precision_on
-from esmshard.tasks.finetuner import without_tracks
+from esmshard.tasks.finetuned import without_tracks
 
 PARTS = "parts"
 """The format that is a directory, namely the embedding store itself."""

@@ -13,7 +13,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.files import parse_json
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.intervals import Interval
+from esmshard.tasks.metrics import Interval
 from esmshard.tasks.registry import new_task
 from esmshard.train.run_dir import METRICS, Goodput, Status, goodput, is_step, metrics_of, read_status
 

@@ -18,7 +18,7 @@ from esmshard.errors import InputError
 from esmshard.recipe.sections import Recipe
 from esmshard.report.read.run_directory import RunFiles, Values, intervals, json_object, number, read
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.intervals import Interval
+from esmshard.tasks.metrics import Interval
 from esmshard.tasks.registry import traits
 from esmshard.train.evaluate import strongest
 from esmshard.train.experiments.repeats import CURVE, SUMMARY

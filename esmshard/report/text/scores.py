@@ -19,8 +19,8 @@ from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, intervals, number
 from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, if_intervals, range_text, value_text
 from esmshard.tasks.base import BEFORE, MAIN
-from esmshard.tasks.finetuner import load_finetuned, tracks_of
-from esmshard.tasks.intervals import LEAST, Interval
+from esmshard.tasks.finetuned import load_finetuned, tracks_of
+from esmshard.tasks.metrics import LEAST, Interval
 from esmshard.tasks.registry import traits
 from esmshard.train import evaluate
 

@@ -28,7 +28,7 @@ from esmshard.report.text.page_parts import (
 from esmshard.report.text.scores import MOST_TARGETS, measured_figures, methods_figure
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.intervals import Interval
+from esmshard.tasks.metrics import Interval
 from esmshard.train.evaluate import comparison
 from esmshard.train.experiments.repeats import CURVE, SUMMARY
 

@@ -22,7 +22,7 @@ from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.intervals import LEAST, Interval, block_draws, count_units, difference, interval, variant_units
+from esmshard.tasks.metrics import LEAST, Interval, count_units, difference, draws, interval, variant_units
 from esmshard.train.evaluate import aligned, verdict
 from esmshard.train.experiments.repeats import CURVE, SUMMARY, Repeat
 
@@ -202,7 +202,7 @@ def _samples(
     """
     sign = -1 if lower_is_better else 1
     rows = []
-    for draw in (np.arange(len(block_N)), *block_draws(len(block_N), block_N)):
+    for draw in (np.arange(len(block_N)), *draws(len(block_N), block_N)):
         x_NT, y_NT, of_fold_N = predicted_NT[draw], measured_NT[draw], fold_N[draw]
         recall, chosen = metrics.top_of_list(sign * x_NT[:, 0], sign * y_NT[:, 0], of_fold_N)
         rows.append((_spearman(x_NT, y_NT, of_fold_N), recall, sign * chosen))

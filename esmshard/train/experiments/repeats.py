@@ -14,7 +14,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json, replace_json
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.intervals import Interval
+from esmshard.tasks.metrics import Interval
 from esmshard.train.evaluate import aligned, in_sample, verdict
 from esmshard.train.run_dir import read_status
 

@@ -1,15 +1,19 @@
 """Measured values of variants of one protein: its substitutions, one or several at a time."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from pydantic import Field
+from scipy.special import ndtri
 from torch import nn
 
+from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels
 from esmshard.data.store.token_store import TokenStore
@@ -17,22 +21,21 @@ from esmshard.data.tables import shown
 from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError
 from esmshard.model.config import ModelConfig
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import Weights
 from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.section_base import Clash
+from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of, regression_loss, require_two_values
-from esmshard.tasks.intervals import variant_units
-from esmshard.tasks.linear import fit_numbers, kept
-from esmshard.tasks.variants.frozen_variants import PACKED, frozen, seen_by
-from esmshard.tasks.variants.marginals import log_probabilities
-from esmshard.tasks.variants.value_scale import Scale, fit_scale
-from esmshard.tasks.variants.variant_head import Pool, VariantHead
-from esmshard.tasks.variants.variant_settings import VariantSettings
+from esmshard.tasks.base import Facts, LossSum, Task, on_device_of, regression_loss, require_two_values
+from esmshard.tasks.baselines import fit_numbers, kept
+from esmshard.tasks.marginals import log_probabilities
+from esmshard.tasks.metrics import Row, variant_units
+from esmshard.tasks.variant_features import PACKED, Pool, VariantHead, frozen, seen_by
 from esmshard.vocab import RESIDUES, STANDARD, decode, encode
 
-if TYPE_CHECKING:
-    from esmshard.tasks.finetuner import FineTuner
-
+KNOTS = 200
+"""The number of pairs of value and normal score that a rank scale keeps. It interpolates between them."""
 THRESHOLDS, SHARPNESS = 15, 2.0
 """For the ranking loss, the number of quantiles that divide the training values, and the slope of the logistic function
 at each quantile, in standard deviations of normal scores."""
@@ -45,14 +48,148 @@ LIGHT = 10.0
 in Hsu et al. 2022."""
 
 
+DEFAULTS: dict[str, Any] = {
+    "table": None,
+    "wild_type": None,
+    "mutant": None,
+    "offset": "auto",
+    "unusable": "drop",
+    "replicates": "mean",
+    "transform": "none",
+    "lower_is_better": (),
+    "split": "position",
+    "train_max": None,
+    "train_share": 1.0,
+}
+"""The keys of the data section that only this task reads, with their defaults."""
+
+
+class VariantSettings(TaskSettings):
+    """Measured values of variants of one protein with one or several substitutions (docs/variants.md)."""
+
+    name: Literal["variant"]
+
+    data_keys: ClassVar[tuple[str, ...]] = ("target", *DEFAULTS)
+    instead_of_crop: ClassVar[str] = "full or window"
+    reads_table: ClassVar[bool] = True
+
+    pool: Literal["wild_type", "sites", "difference", "mean"] = "wild_type"
+    """The input of the head. `wild_type`: the wild type's representation at each mutated residue, and both letters; one
+    forward pass of the wild type serves all variants of a step. `sites`: in addition, the difference between the
+    representations of variant and wild type at this residue, which takes a forward pass for each variant. `difference`:
+    this difference alone. `mean`: the mean over all residues of the variant."""
+    zero_shot: bool = True
+    """Add the language model's zero-shot score, log p(mutant) - log p(wild type) at the mutated residues in the wild
+    type (Meier et al. 2021), with a trained weight. `wild_type` and `sites` also get all 20 probabilities at these
+    residues. This needs a model with a trained LM head."""
+    loss: Literal["mse", "huber", "ranking"] = "mse"
+    """`huber` counts errors over one standard deviation linearly; `ranking` uses the order of the measured values and
+    not their distances."""
+    hidden: int = Field(64, ge=0, le=8192)
+    """The width of the head's hidden layer; 0 for a linear head."""
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
+
+    def no_probe(self) -> str | None:
+        """A probe can fit a linear head only."""
+        return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
+
+    @property
+    def wild_type_alone(self) -> bool:
+        """Whether the pool is `wild_type`."""
+        return self.pool == "wild_type"
+
+    def suit(self, data: DataSettings) -> DataSettings:
+        """Return the data section with the defaults of the keys that only this task reads."""
+        if self.loss == "ranking" and data.transform == "log":
+            raise Clash("transform", "log has no effect on task.loss ranking, which uses ranks; remove it")
+        for key in ("table", "wild_type"):
+            if getattr(data, key) is None:
+                raise Clash(key, "this key is required")
+        for key in ("train", "valid", "test", "clusters"):
+            if getattr(data, key) is not None:
+                reason = "is for the other tasks, and the recipe has variant, which divides data.table; remove it"
+                raise Clash(key, reason)
+        if data.long not in ("full", "window"):
+            reason = f"{data.long} leaves variants out; choose full, or window for a part of a long protein"
+            raise Clash("long", reason)
+        data = data.model_copy(update={key: value for key, value in DEFAULTS.items() if getattr(data, key) is None})
+        if data.split in ("mutations", "given") and data.folds is not None:
+            reason = f"divides the table, and data.split {data.split} does so in another way; remove one of them"
+            raise Clash("folds", reason)
+        if data.split != "mutations" and data.train_max is not None:
+            raise Clash("train_max", f"is for data.split mutations, and the recipe has {data.split}; remove it")
+        if data.target and (foreign := set(data.lower_is_better or ()) - set(data.target)):
+            raise Clash("lower_is_better", f"{min(foreign)} is no target; data.target names {', '.join(data.target)}")
+        return data
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale of mean 0 and deviation 1 over the training values themselves (`none`), their logarithms (`log`), or the
+    normal scores of their ranks (`rank`).
+    """
+
+    kind: str
+    mean: float
+    deviation: float
+    values: tuple[float, ...] = ()
+    """For `rank`, some training values in ascending order."""
+    scores: tuple[float, ...] = ()
+    """The normal scores of these values."""
+
+    def to(self, value: float) -> float:
+        """Convert from the unit of the table; NaN stays NaN."""
+        if self.kind == "rank":
+            return _interpolate(value, self.values, self.scores, 1 / self.deviation)
+        return (float(np.log(value) if self.kind == "log" else value) - self.mean) / self.deviation
+
+    def back(self, score: float) -> float:
+        """Convert into the unit of the table. Beyond the training values a rank scale continues as a straight line, so
+        that the best of a list do not all get the same value.
+        """
+        if self.kind == "rank":
+            return _interpolate(score, self.scores, self.values, self.deviation)
+        value = float(score) * self.deviation + self.mean
+        return float(np.exp(value)) if self.kind == "log" else value
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the arguments of `Scale(**...)`."""
+        return asdict(self)
+
+
+def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
+    """Fit a scale to training values, which are all known and at least two of which differ.
+
+    >>> fit_scale(np.array([1.0, 3.0]), "none").to(5.0)
+    3.0
+    """
+    if kind != "rank":
+        x = np.log(values) if kind == "log" else values
+        return Scale(kind, float(x.mean()), float(x.std()))
+    distinct, counts = np.unique(values, return_counts=True)
+    middle = (np.cumsum(counts) - counts / 2) / len(values)
+    at = np.unique(np.linspace(0, len(distinct) - 1, KNOTS).round().astype(np.int64))
+    scores = ndtri(middle)
+    kept = (tuple(distinct[at].tolist()), tuple(scores[at].tolist()))
+    return Scale(kind, float(values.mean()), float(values.std()), *kept)
+
+
+def _interpolate(x: float, xs: tuple[float, ...], ys: tuple[float, ...], slope: float) -> float:
+    """Interpolate linearly between the points, and continue with that slope beyond them."""
+    inside = float(np.interp(x, xs, ys))
+    return inside + slope * (min(x - xs[0], 0.0) + max(x - xs[-1], 0.0))
+
+
 class VariantTask(Task):
     """Values of variants. Outputs: standardised numbers [T].
 
-    Facts: `targets` (names), `lower_is_better` (some of them), `scales` (see `esmshard.tasks.variants.value_scale`),
+    Facts: `targets` (names), `lower_is_better` (some of them), `scales` (arguments of `Scale`),
     `protein` (the wild type), `first` and `length` of the part of it that the model sees, from residue 0, `offset`,
     which was added to the positions of the table, and `tracks` of that part, if there are any.
     """
 
+    Settings = VariantSettings
     settings: VariantSettings
     baseline_records = 10_000
     """Training variants that the baselines learn from at most: as the model does, from all but the largest tables."""
@@ -62,6 +199,7 @@ class VariantTask(Task):
 
     def __init__(self, settings: VariantSettings, facts: Facts) -> None:
         super().__init__(settings, facts)
+        self._sign_T = np.ones(1, dtype=np.float32)
         if facts:
             self.wild_type = str(facts["protein"])[facts["first"] : facts["first"] + facts["length"]]
             self._tokens: npt.NDArray[np.uint8] = encode(self.wild_type)
@@ -183,7 +321,7 @@ class VariantTask(Task):
         return np.array([scale.back(z) for scale, z in zip(self._scales, output, strict=True)], dtype=np.float32)
 
     def baselines(
-        self, train: Sequence[Example], base: "FineTuner | None", only: str | None = None
+        self, train: Sequence[Example], base: FineTuner | None, only: str | None = None
     ) -> dict[str, npt.NDArray[Any]]:
         """Fit ridge regressions, and compute what the base model expects at every residue of the wild type.
 
@@ -220,7 +358,7 @@ class VariantTask(Task):
         return found
 
     def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
         """See the names above. The zero-shot score is scaled to the mean and deviation of the training values, so that
         it can be drawn beside them; where lower is better, turned round.
@@ -244,16 +382,16 @@ class VariantTask(Task):
         """See `variant_units`."""
         return variant_units([parse_variant(data.id(n)) for n in range(len(data))])
 
-    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: "FineTuner") -> None:
+    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
         """Keep the frozen model's vectors of variants."""
         if mine:
             self._frozen([train[n] for n in mine], base)
 
-    def look_ahead(self, examples: Sequence[Example], base: "FineTuner") -> None:
+    def look_ahead(self, examples: Sequence[Example], base: FineTuner) -> None:
         """Compute the frozen model's vectors of variants in packs."""
         self._frozen(examples, base)
 
-    def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
+    def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
         """Fit ridge regression to what a linear head sees of the frozen model, its score included."""
         assert isinstance(head, VariantHead)
         inputs = [self.inputs(example) for example in train]
@@ -275,7 +413,7 @@ class VariantTask(Task):
         sites = [s for s in changed if mutant[s] in STANDARD and wild[s] in STANDARD]
         return float(sum(log_p_LA[s, RESIDUES.index(mutant[s])] - log_p_LA[s, RESIDUES.index(wild[s])] for s in sites))
 
-    def _frozen(self, examples: Sequence[Example], base: "FineTuner") -> npt.NDArray[np.float32]:
+    def _frozen(self, examples: Sequence[Example], base: FineTuner) -> npt.NDArray[np.float32]:
         """Return the frozen model's vectors of variants, [N, F]: with pool `mean` the mean over residues, else the
         vector of pool `sites` without probabilities, which is the best of them for a linear model.
         """

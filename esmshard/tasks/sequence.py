@@ -3,15 +3,16 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from pydantic import Field, ValidationInfo, field_validator
 from torch import nn
 
-from esmshard.batch import TokenBatch
+from esmshard.batch import Inputs, TokenBatch
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.labels.label_sources import label_source
 from esmshard.data.labels.protein_labels import ProteinLabels, protein_labels
@@ -20,13 +21,18 @@ from esmshard.data.tables import shown
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import ModelConfig
 from esmshard.model.dropout import RecordDropout
+from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of, regression_loss, require_two_values
-from esmshard.tasks.labelled.classes import (
+from esmshard.tasks.base import Facts, LossSum, Task, on_device_of, regression_loss, require_two_values
+from esmshard.tasks.baselines import Linear, fit_classes, fit_labels, fit_numbers, kept
+from esmshard.tasks.classes import (
+    OUTPUTS,
     check_counts,
     class_weights,
     fit_temperature,
+    for_classes,
     known_classes,
     logits_of_shares,
     of_probabilities,
@@ -36,16 +42,51 @@ from esmshard.tasks.labelled.classes import (
     temperature_of,
     words_are_classes,
 )
-from esmshard.tasks.labelled.sequence_settings import SequenceSettings
-from esmshard.tasks.linear import Linear, fit_classes, fit_labels, fit_numbers, kept
+from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues, is_residue
-
-if TYPE_CHECKING:
-    from esmshard.tasks.finetuner import FineTuner
 
 MOST_SHOWN = 32
 """Classes up to which a record's row has a confusion matrix."""
 _AMINO_ACIDS = np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)
+
+
+class SequenceSettings(TaskSettings):
+    """Numbers, a class or several classes for a whole protein."""
+
+    name: Literal["sequence"]
+
+    data_keys: ClassVar[tuple[str, ...]] = ("labels", "target", "sequence_column", "id_column")
+
+    kind: Literal["number", "class", "multilabel"] = "number"
+    """`number` is for one or several numbers, `class` for one of several classes, `multilabel` for any of them."""
+    loss: Literal["mse", "huber"] | None = Field(None, validate_default=True)
+    """The loss for numbers, by default `mse`. `huber` counts errors over one standard deviation linearly, for data with
+    outliers. Classes have cross-entropy, and no such key."""
+    balance: float = Field(0.0, ge=0, le=1)
+    """The weight of a class in the loss is its frequency to the power of minus this number. For `multilabel`, the
+    weight of the proteins with a label is the odds of this label to the power of minus this number. With 0 all proteins
+    count the same. Not for numbers."""
+    hidden: int | None = Field(None, ge=0, le=8192)
+    """The width of the head's hidden layer; 0 for a linear head. The default is the width of the model."""
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
+
+    @field_validator("loss")
+    @classmethod
+    def _of_numbers(cls, loss: str | None, info: ValidationInfo) -> str | None:
+        kind = info.data.get("kind")
+        if loss is not None and kind in ("class", "multilabel"):
+            raise ValueError(f"{loss} is for kind number, and the recipe has {kind}; remove it")
+        return loss or ("mse" if kind == "number" else None)
+
+    @field_validator("balance")
+    @classmethod
+    def _of_classes(cls, balance: float, info: ValidationInfo) -> float:
+        return for_classes(balance, info)
+
+    def no_probe(self) -> str | None:
+        """A probe can fit a linear head only."""
+        return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
 
 
 class SequenceHead(nn.Module):
@@ -88,8 +129,9 @@ class SequenceTask(Task):
     `classes` (names), `counts` and `records` of the training split, and `temperature` (see `fit_temperature`).
     """
 
+    Settings: ClassVar[type[SequenceSettings]] = SequenceSettings
     settings: SequenceSettings
-    of_base: tuple[str, ...] = ("frozen embedding",)
+    of_base: ClassVar[tuple[str, ...]] = ("frozen embedding",)
     fitted: ClassVar[tuple[str, ...]] = ("length", "composition", "frozen embedding")
     """The baselines that are linear in `features`."""
     head_class: ClassVar[type[SequenceHead]] = SequenceHead
@@ -237,7 +279,7 @@ class SequenceTask(Task):
             return np.asarray(output.astype(np.float64) * std_T + mean_T, dtype=np.float32)
         return (softmax if self.settings.kind == "class" else sigmoid)(output / temperature_of(self.facts))
 
-    def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
+    def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
         """Fit linear models to the features of each baseline of `fitted`."""
         targets = np.stack([self.inputs(example).target for example in train])
         found: dict[str, npt.NDArray[Any]] = {}
@@ -246,13 +288,13 @@ class SequenceTask(Task):
             found |= self._fit(x_NF, targets, 0).arrays(name)
         return found
 
-    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: "FineTuner") -> None:
+    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
         """Keep the mean representations."""
         for n in mine:
             base.remembered["means"][digest(train[n])] = self.means(train[n], base)
 
     def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
         """`mean` or `majority`: what the training labels say of every protein. Of `fitted`: linear models."""
         found: dict[str, npt.NDArray[np.float32] | Row] = {
@@ -264,7 +306,7 @@ class SequenceTask(Task):
                 found[name] = model(self.features(name, example, base))
         return found
 
-    def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
+    def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
         """Fit ridge or logistic regression to what the head makes of the mean representations."""
         assert isinstance(head, SequenceHead)
         targets = np.stack([self.inputs(example).target for example in train])
@@ -273,14 +315,14 @@ class SequenceTask(Task):
             x_NF = head.combined(mean_SD.to(head.norm.weight))
             self._fit(x_NF.cpu().numpy(), targets, seed).copy_to(head.out)
 
-    def means(self, example: Example, base: "FineTuner") -> npt.NDArray[np.float64]:
+    def means(self, example: Example, base: FineTuner) -> npt.NDArray[np.float64]:
         """Return the mean representation of each sequence of a record, [1, D]."""
         if (mean_1D := base.remembered["means"].get(digest(example))) is not None:
             return np.asarray(mean_1D)
-        rows_LD = base.representations([example])[0][is_residue(example.tokens[1:-1])]
-        return np.asarray(rows_LD.mean(0, dtype=np.float64))[None]
+        (x_LD,) = base.representations([Inputs(example.tokens, tracks=example.tracks)])
+        return np.asarray(x_LD[is_residue(example.tokens[1:-1])].mean(0, dtype=np.float64))[None]
 
-    def features(self, name: str, example: Example, base: "FineTuner | None") -> npt.NDArray[np.float64]:
+    def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.float64]:
         """Return what a baseline of `fitted` sees of a record, [F]."""
         residues = example.tokens[is_residue(example.tokens)]
         if name == "length":
@@ -294,7 +336,9 @@ class SequenceTask(Task):
     def _prior(self) -> npt.NDArray[np.float32]:
         """Return the output that predicts the mean, or the frequencies, of the training labels."""
         if self.settings.kind == "number":
-            return np.zeros(len(self.names), dtype=np.float32)
+            return np.zeros(len(self.names) or 1, dtype=np.float32)
+        if not self.facts:
+            return np.zeros(OUTPUTS, dtype=np.float32)
         counts = np.array(self.facts["counts"])
         if self.settings.kind == "class":
             return logits_of_shares(counts)

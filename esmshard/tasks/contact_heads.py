@@ -11,10 +11,17 @@ from torch.utils.checkpoint import checkpoint
 from esmshard.batch import TokenBatch
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators
-from esmshard.model.weights import Weights
-from esmshard.tasks.contact.contact_settings import DILATIONS, KEPT_PAIRS, MAPS, MAX_SEPARATION, ContactSettings
 from esmshard.vocab import SEPARATOR
 
+MAX_SEPARATION = 64
+"""Separations from this number on share one embedding."""
+DILATIONS = (1, 2, 4)
+"""The dilation of the first convolution of a block; the blocks cycle through these values."""
+MAPS = 8
+"""The number of mixtures of attention maps that the network of head `both` gets, besides the attention head's
+logits."""
+KEPT_PAIRS = 256**2
+"""For maps with more pairs, blocks are computed again in the backward pass."""
 PRIOR = 0.03
 """About the share of contacts among pairs six or more apart: where a new head's output starts."""
 BAND_NUMBERS = 1 << 21
@@ -218,21 +225,3 @@ class BothHead(nn.Module):
         maps = given.logits()
         products = self.pairwise(x_TD, batch, maps)
         return [maps_ALL[0] + logits_LL for maps_ALL, logits_LL in zip(maps, products, strict=True)]
-
-
-def new_head(settings: ContactSettings, config: ModelConfig) -> nn.Module:
-    """Make the head that a recipe names."""
-    if settings.head == "attention":
-        return AttentionHead(config.n_layers * config.n_heads)
-    if settings.head == "both":
-        return BothHead(config, settings.channels, settings.blocks)
-    return PairwiseHead(config.dim, settings.channels, settings.blocks)
-
-
-def start(head: nn.Module, found: Weights) -> str | None:
-    """Copy the contact regression of the model, if it has one, into a head that has such a part, and say so."""
-    if isinstance(head, AttentionHead | BothHead) and "contact_head" not in found.absent and found.seed is None:
-        for name, parameter in head.regression.named_parameters():
-            parameter.data.copy_(found[f"contact_head.regression.{name}"])
-        return f"the head starts from the contact regression of {found.source}"
-    return None

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from pydantic import Field, ValidationInfo, field_validator
 from torch import nn
 
-from esmshard.batch import TokenBatch
+from esmshard.batch import Inputs, TokenBatch
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.labels.label_sources import label_source
 from esmshard.data.labels.residue_labels import ResidueLabels, residue_labels
@@ -19,14 +20,19 @@ from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import ModelConfig
 from esmshard.model.dropout import RecordDropout, of_tokens
+from esmshard.model.finetuner import FineTuner
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Facts, Inputs, LossSum, Row, Task, on_device_of, regression_loss
-from esmshard.tasks.labelled.classes import (
+from esmshard.tasks.base import Facts, LossSum, Task, on_device_of, regression_loss
+from esmshard.tasks.baselines import Linear, fit_classes, fit_numbers, kept
+from esmshard.tasks.classes import (
+    OUTPUTS,
     check_counts,
     class_weights,
     fit_temperature,
+    for_classes,
     logits_of_shares,
     of_probabilities,
     probability_row,
@@ -34,21 +40,73 @@ from esmshard.tasks.labelled.classes import (
     temperature_of,
     words_are_classes,
 )
-from esmshard.tasks.labelled.residue_settings import KERNEL, ResidueSettings
-from esmshard.tasks.linear import Linear, fit_classes, fit_numbers, kept
+from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues
-
-if TYPE_CHECKING:
-    from esmshard.tasks.finetuner import FineTuner
 
 WINDOW = 7
 """One-hot baseline: residues on either side."""
 BASELINES = ("length", "one-hot window", "frozen embedding")
 """The baselines: features to which a linear model is fitted."""
+KERNEL = 7
+"""The width of the head's convolution in residues."""
 MOST_RESIDUES = 50_000
 """The most residues to which baselines and probes are fitted. They are spread evenly over the training examples."""
 _CODE = np.full(256, -1, dtype=np.int64)
 _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(20)
+
+
+class ResidueSettings(TaskSettings):
+    """A class or a number for each residue."""
+
+    name: Literal["residue"]
+
+    data_keys: ClassVar[tuple[str, ...]] = ("labels", "target", "sequence_column", "id_column", "mask")
+    may_crop: ClassVar[bool] = True
+
+    kind: Literal["class", "number"] = "class"
+    """Whether a label is a letter or a number."""
+    classes: tuple[str, ...] | None = Field(None, strict=False)
+    """The letters of each class. Several letters may be one class: [HGI, EB, STC] are the three states of secondary
+    structure. By default each letter of the training labels is a class."""
+    balance: float = Field(0.0, ge=0, le=1)
+    """The weight of a class in the loss is its frequency to the power of minus this number. With 0 all residues count
+    the same, with 1 all classes. This is for labels with a rare class. Not for numbers."""
+    hidden: int = Field(0, ge=0, le=8192)
+    """The channels of a convolution over 7 residues before the last layer; 0 for a linear head."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
+
+    @field_validator("classes")
+    @classmethod
+    def _groups(cls, classes: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        if classes is None:
+            return None
+        if info.data.get("kind") == "number":
+            raise ValueError("is for kind class; remove it")
+        letters = "".join(classes)
+        if not (letters.isascii() and letters.isprintable()) or " " in letters or "" in classes:
+            raise ValueError("names each class by its letters in ASCII, as in [HGI, EB, STC]")
+        twice = [letter for place, letter in enumerate(letters) if letter in letters[:place]]
+        if twice:
+            raise ValueError(f"has the letter {twice[0]} twice; a letter belongs to one class")
+        if len(classes) < 2:
+            raise ValueError("has one class only, so that there is nothing to learn; name two or more")
+        return classes
+
+    @field_validator("balance")
+    @classmethod
+    def _of_classes(cls, balance: float, info: ValidationInfo) -> float:
+        return for_classes(balance, info)
+
+    def no_probe(self) -> str | None:
+        """A probe can fit a linear head only."""
+        return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
+
+    def head_bytes(self, tokens: int, n_logits: int) -> int:
+        """Count the hidden layer before and after gelu, a copy of it with all records end to end, and the probabilities
+        of the classes. Tensors as wide as the model are small compared with its layers.
+        """
+        return 4 * tokens * (3 * self.hidden + 2 * OUTPUTS)
 
 
 class ResidueHead(nn.Module):
@@ -85,6 +143,7 @@ class ResidueTask(Task):
     `fit_temperature`); of `number`: `mean` and `std` of the training labels.
     """
 
+    Settings = ResidueSettings
     settings: ResidueSettings
     per_residue = True
     of_base = ("frozen embedding",)
@@ -234,7 +293,7 @@ class ResidueTask(Task):
             return softmax(output / temperature_of(self.facts))
         return np.asarray(output[:, 0].astype(np.float64) * self.facts["std"] + self.facts["mean"], dtype=np.float32)
 
-    def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
+    def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
         """Fit linear models to the protein's length, to the neighbourhood of each residue, and to the frozen model's
         representation of it.
         """
@@ -245,7 +304,7 @@ class ResidueTask(Task):
                 found |= self._fit(x_MF, target_M, 0).arrays(name)
         return found
 
-    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: "FineTuner") -> None:
+    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
         """Keep the representations of the residues that the linear models are fitted to."""
         taken, _ = self._chosen(train)
         for n in mine:
@@ -254,7 +313,7 @@ class ResidueTask(Task):
                 base.remembered["residues"][n] = np.asarray(kept, dtype=np.float32)
 
     def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
         """`mean` or `majority`: what the training labels say of every residue. Linear models: `length` on that of the
         protein, `one-hot window` on the amino acids of 15 residues, `frozen embedding` on the representation before the
@@ -270,7 +329,7 @@ class ResidueTask(Task):
                 found[name] = model(_features(name, example, base))
         return found
 
-    def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
+    def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
         """Fit ridge or logistic regression to the head's LayerNorm of the representations."""
         assert isinstance(head, ResidueHead)
 
@@ -292,6 +351,8 @@ class ResidueTask(Task):
         """Return the output that predicts the mean, or the frequencies, of the training labels."""
         if self.settings.kind == "number":
             return np.zeros(1, dtype=np.float32)
+        if not self.facts:
+            return np.zeros(len(self._classes()) or OUTPUTS, dtype=np.float32)
         return logits_of_shares(np.array(self.facts["counts"]))
 
     def _weights(self) -> npt.NDArray[np.float64]:
@@ -373,7 +434,7 @@ def _class_of(classes: Sequence[str]) -> npt.NDArray[np.int64]:
 
 
 def _some_features(
-    name: str, n: int, example: Example, taken: npt.NDArray[np.intp], *, base: "FineTuner"
+    name: str, n: int, example: Example, taken: npt.NDArray[np.intp], *, base: FineTuner
 ) -> npt.NDArray[np.floating]:
     """Return what a baseline sees of some residues of training example n, [P, F]."""
     if name == "frozen embedding" and n in base.remembered["residues"]:
@@ -381,11 +442,11 @@ def _some_features(
     return _features(name, example, base)[taken]
 
 
-def _features(name: str, example: Example, base: "FineTuner | None") -> npt.NDArray[np.floating]:
+def _features(name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
     """Return what a baseline sees of each residue, [L, F]."""
     if name == "frozen embedding":
         assert base is not None
-        return base.representations([example])[0]
+        return base.representations([Inputs(example.tokens, tracks=example.tracks)])[0]
     residues = len(example.tokens) - 2
     if name == "length":
         return np.tile([residues, np.log(residues)], (residues, 1))

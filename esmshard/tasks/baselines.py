@@ -4,13 +4,18 @@ Features are standardised, and the fitted model is folded back, so that it takes
 chosen on a part of the examples and holds for all: as the strength of a prior, it does not grow with their number.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression, Ridge, RidgeCV
+from sklearn.model_selection import GridSearchCV, StratifiedKFold
+from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 RIDGE_ROWS, LOGISTIC_ROWS = 1000, 3000
@@ -49,7 +54,7 @@ class Linear:
         return {f"{name}.weight": self.weight_OF, f"{name}.bias": self.bias_O}
 
 
-def kept(known: dict[str, npt.NDArray[Any]] | Any, name: str) -> Linear | None:
+def kept(known: Mapping[str, npt.NDArray[Any]], name: str) -> Linear | None:
     """Return the model of this name among kept arrays, or None."""
     return Linear(known[f"{name}.weight"], known[f"{name}.bias"]) if f"{name}.weight" in known else None
 
@@ -66,30 +71,18 @@ def fit_numbers(
         y_NT: targets, NaN where there is none.
         light_F: what each standardised feature is multiplied by: the penalty on it falls with the square.
     """
-    from sklearn.linear_model import Ridge, RidgeCV
-
     scaled_NF, fold = _standardise(x_NF, light_F)
     weight_TF, bias_T = np.zeros((y_NT.shape[1], x_NF.shape[1])), np.zeros(y_NT.shape[1])
-    known_NT = ~np.isnan(y_NT)
-    # Targets that the same examples have are fitted at once: the costly part is that of the features.
-    patterns, of_T = np.unique(known_NT.T, axis=0, return_inverse=True)
-    for number, known_N in enumerate(patterns):
-        targets = np.flatnonzero(of_T.ravel() == number)
-        y_MT = y_NT[np.ix_(known_N, targets)].astype(np.float64)
-        if not len(y_MT):
+    for t, y_N in enumerate(y_NT.T.astype(np.float64)):
+        known_N = ~np.isnan(y_N)
+        x_MF, y_M = scaled_NF[known_N], y_N[known_N]
+        if len(np.unique(y_M)) < 2:
+            bias_T[t] = y_M[0] if len(y_M) else 0
             continue
-        bias_T[targets] = y_MT.mean(0)
-        varies = y_MT.min(0) < y_MT.max(0)
-        if not varies.any():
-            continue
-        targets, y_MT = targets[varies], y_MT[:, varies]
-        x_MF = scaled_NF[known_N]
         some = np.linspace(0, len(x_MF) - 1, min(len(x_MF), RIDGE_ROWS)).astype(np.int64)
-        model: Any = RidgeCV(ALPHAS, alpha_per_target=True).fit(x_MF[some], y_MT[some])
-        if len(some) < len(x_MF):
-            model = Ridge(np.atleast_1d(model.alpha_), solver="cholesky").fit(x_MF, y_MT)
-        weight_TF[targets] = np.reshape(model.coef_, (len(targets), -1))
-        bias_T[targets] = model.intercept_
+        alpha = RidgeCV(ALPHAS).fit(x_MF[some], y_M[some]).alpha_
+        model = Ridge(alpha, solver="cholesky").fit(x_MF, y_M)
+        weight_TF[t], bias_T[t] = model.coef_, model.intercept_
     return fold(weight_TF, bias_T)
 
 
@@ -112,15 +105,12 @@ def fit_classes(
     scaled_NF, fold = _standardise(x_NF)
     weight_CF, bias_C = np.zeros((n_classes, x_NF.shape[1])), np.full(n_classes, ABSENT)
     classes = np.unique(y_N)
-    if len(classes) < 2:
-        bias_C[classes] = 0
-        return fold(weight_CF, bias_C)
-    weight_N = np.ones(len(y_N)) if weight_C is None else weight_C[y_N]
-    model = _logistic(scaled_NF, y_N, weight_N, _choose(scaled_NF, y_N, weight_N, seed))
-    if len(classes) == 2:
-        weight_CF[classes[1]], bias_C[classes] = model.coef_[0], (0, model.intercept_[0])
-    else:
-        weight_CF[classes], bias_C[classes] = model.coef_, model.intercept_
+    bias_C[classes] = 0
+    if len(classes) > 1:
+        weight_N = np.ones(len(y_N)) if weight_C is None else weight_C[y_N]
+        model = _logistic(_choose(scaled_NF, y_N, seed), scaled_NF, y_N, weight_N)
+        fitted = classes[1:] if len(classes) == 2 else classes
+        weight_CF[fitted], bias_C[fitted] = model.coef_, model.intercept_
     return fold(weight_CF, bias_C)
 
 
@@ -142,14 +132,14 @@ def fit_labels(
     scaled_NF, fold = _standardise(x_NF)
     share_C = (y_NC.sum(0, dtype=np.float64) + 0.5) / (len(y_NC) + 1)
     weight_CF, bias_C = np.zeros((y_NC.shape[1], x_NF.shape[1])), np.log(share_C / (1 - share_C))
-    varies = np.flatnonzero(y_NC.min(0) < y_NC.max(0))
     weight_NC = np.ones(y_NC.shape) if weight_C is None else np.where(y_NC > 0, weight_C, 1.0)
-    if len(varies):
-        even = varies[np.argmin(np.abs(share_C[varies] - 0.5))]
-        c = _choose(scaled_NF, y_NC[:, even].astype(np.int64), weight_NC[:, even], seed)
-        for label in varies:
-            model = _logistic(scaled_NF, y_NC[:, label].astype(np.int64), weight_NC[:, label], c)
-            weight_CF[label], bias_C[label] = model.coef_[0], model.intercept_[0]
+    varies = np.flatnonzero(y_NC.min(0) < y_NC.max(0))
+    c = 0.0
+    for label in sorted(varies, key=lambda label: abs(share_C[label] - 0.5)):
+        y_N = y_NC[:, label].astype(np.int64)
+        c = c or _choose(scaled_NF, y_N, seed)
+        model = _logistic(c, scaled_NF, y_N, weight_NC[:, label])
+        weight_CF[label], bias_C[label] = model.coef_[0], model.intercept_[0]
     return fold(weight_CF, bias_C)
 
 
@@ -159,10 +149,8 @@ def _standardise(
     """Scale features to mean 0 and deviation 1 (times `light_F`). Also return a function that converts a model of them
     to one of the features themselves.
     """
-    mean_F, scale_F = x_NF.mean(0, dtype=np.float64), x_NF.std(0, dtype=np.float64)
-    scale_F[scale_F <= 1e-6 * np.abs(mean_F) + 1e-12] = np.inf  # a constant feature has no information
-    if light_F is not None:
-        scale_F = scale_F / light_F
+    scaler = StandardScaler().fit(x_NF.astype(np.float64))
+    mean_F, scale_F = scaler.mean_, scaler.scale_ / (1 if light_F is None else light_F)
 
     def fold(weight_OF: npt.NDArray[np.float64], bias_O: npt.NDArray[np.float64]) -> Linear:
         weight_OF = weight_OF / scale_F
@@ -171,36 +159,23 @@ def _standardise(
     return ((x_NF - mean_F) / scale_F).astype(np.float32), fold
 
 
-def _logistic(x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: npt.NDArray[np.floating], c: float) -> Any:
-    import warnings
-
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
-
+def _logistic(c: float, x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: npt.NDArray[np.floating]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # nearly there is good enough for a baseline
         return LogisticRegression(C=c, max_iter=300).fit(x_NF, y_N, sample_weight=weight_N)
 
 
-def _choose(x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: npt.NDArray[np.floating], seed: int) -> float:
-    """Return the C of the lowest log loss under cross-validation, in folds that have the classes in equal shares.
-
-    The first example of each class is never held out, so that every fold knows every class.
+def _choose(x_NF: Array, y_N: npt.NDArray[np.integer], seed: int) -> float:
+    """Return the C of the lowest log loss under cross-validation, without weights, among the classes that all folds can
+    have; the smallest C if there are not two such classes.
     """
-    order = np.random.default_rng(seed).permutation(len(y_N))[:LOGISTIC_ROWS]
-    classes = np.unique(y_N)
-    order = np.union1d(order, [np.argmax(y_N == k) for k in classes])
-    x_NF, y_N, weight_N = x_NF[order], y_N[order], weight_N[order]
-    nth_N = np.zeros(len(y_N), dtype=np.int64)  # within its class
-    for k in classes:
-        nth_N[y_N == k] = np.arange((y_N == k).sum())
-    losses = np.zeros(len(CS))
-    for held in range(FOLDS):
-        out_N = (nth_N % FOLDS == held) & (nth_N > 0)
-        if not out_N.any():
-            continue
-        place = np.searchsorted(classes, y_N[out_N])
-        for n, c in enumerate(CS):
-            share_OC = _logistic(x_NF[~out_N], y_N[~out_N], weight_N[~out_N], c).predict_proba(x_NF[out_N])
-            losses[n] -= (weight_N[out_N] * np.log(share_OC[np.arange(len(place)), place] + 1e-12)).sum()
-    return CS[int(np.argmin(losses))]
+    some = np.random.default_rng(seed).permutation(len(y_N))[:LOGISTIC_ROWS]
+    classes, counts = np.unique(y_N[some], return_counts=True)
+    some = some[np.isin(y_N[some], classes[counts >= FOLDS])]
+    if (counts >= FOLDS).sum() < 2:
+        return CS[0]
+    folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
+    search = GridSearchCV(LogisticRegression(max_iter=300), {"C": CS}, scoring="neg_log_loss", cv=folds, refit=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        return float(search.fit(x_NF[some], y_N[some]).best_params_["C"])

@@ -1,4 +1,4 @@
-"""What tasks of classes share: counts, weights and priors of the training labels, and calibrated probabilities."""
+"""What tasks of labels share: counts, weights and priors of the training labels, and calibrated probabilities."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,17 +8,27 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationInfo
+from scipy import special
 
 from esmshard.data.labels.protein_labels import ProteinLabels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
 from esmshard.errors import InputError, NotANumber
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Row
-from esmshard.tasks.intervals import LEAST
+from esmshard.tasks.metrics import LEAST, Row
 
+OUTPUTS = 8
+"""The number of classes that a plan assumes before labels are read."""
 TEMPERATURES = 2.0 ** (np.arange(-16, 41) / 8)
 """The temperatures that are tried, from 1/4 to 32; each is 9% higher than the one before."""
+
+
+def for_classes(balance: float, info: ValidationInfo) -> float:
+    """Refuse the key `balance` for numbers."""
+    if balance and info.data.get("kind") == "number":
+        raise ValueError("weighs classes, and the recipe has kind number; remove it")
+    return balance
 
 
 @contextmanager
@@ -106,13 +116,12 @@ def logits_of_shares(counts: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]
 
 def softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Return the probabilities of the classes, along the last dimension."""
-    powers = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
-    return np.asarray(powers / powers.sum(-1, keepdims=True), dtype=np.float32)
+    return np.asarray(special.softmax(logits.astype(np.float64), axis=-1), dtype=np.float32)
 
 
 def sigmoid(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Return the probability of each label."""
-    return np.asarray(0.5 + 0.5 * np.tanh(logits.astype(np.float64) / 2), dtype=np.float32)
+    return np.asarray(special.expit(logits.astype(np.float64)), dtype=np.float32)
 
 
 def temperature_of(facts: Mapping[str, Any]) -> float:

@@ -3,25 +3,23 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.batch import piece
+from esmshard.batch import Inputs, piece
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.labels.protein_labels import ProteinLabels
 from esmshard.data.splits.pair_overlap import CLASSES, key, two_chains
 from esmshard.data.store.token_store import TokenStore
-from esmshard.recipe.data_section import DataSettings
-from esmshard.tasks.base import BASELINE_RECORDS, Inputs, Row
-from esmshard.tasks.labelled.classes import sigmoid, softmax
-from esmshard.tasks.labelled.pair_settings import PARTS, PairSettings
-from esmshard.tasks.labelled.sequence import SequenceHead, SequenceTask, digest
-
-if TYPE_CHECKING:
-    from esmshard.tasks.finetuner import FineTuner
+from esmshard.model.finetuner import FineTuner
+from esmshard.recipe.data_section import DataSettings, JoinSettings
+from esmshard.recipe.section_base import Clash
+from esmshard.tasks.classes import sigmoid, softmax
+from esmshard.tasks.metrics import Row
+from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask, digest
 
 SINGLE, MEMORY = "single sequences", "labels of each sequence"
 """Names of baselines. Neither can know which two sequences belong together: they add up what is known of each."""
@@ -39,12 +37,28 @@ class PairLabels(ProteinLabels):
     """For each pair, the number of that one of its sequences that is in most pairs of the file, int64 [N]."""
 
 
+class PairSettings(SequenceSettings):
+    """Numbers, a class or several classes for two proteins together, whatever their order."""
+
+    name: Literal["pair"]  # type: ignore[assignment]  # a task has one name
+
+    pairs: ClassVar[bool] = True
+
+    def suit(self, data: DataSettings) -> DataSettings:
+        """Refuse windows, which would be of one chain or of both, and linkers, as the chains are not joined."""
+        if data.join != JoinSettings():  # type: ignore[call-arg]  # all keys have defaults
+            raise Clash("join", "makes the chains of a record one sequence, and those of a pair stay two; remove it")
+        if data.long == "window":
+            raise Clash("long", "window cuts a record, and a pair has two chains; choose full, skip or error")
+        return super().suit(data)
+
+
 class PairHead(SequenceHead):
     """The mean over the residues of each chain and LayerNorm; sum, product and difference of the two, which do not
     depend on their order; dropout, and one or two linear layers.
     """
 
-    parts = PARTS
+    parts = 3
 
     def combined(self, mean_SD: torch.Tensor) -> torch.Tensor:
         """Convert the means of 2N chains, those of a pair beside each other, to one vector for each pair, [N, 3D]."""
@@ -59,6 +73,7 @@ class PairTask(SequenceTask):
     before the head.
     """
 
+    Settings = PairSettings
     settings: PairSettings
     of_base = ("frozen embedding", SINGLE)
     fitted = ("length", "composition", *of_base)
@@ -90,14 +105,14 @@ class PairTask(SequenceTask):
         """Return both chains of a record without labels."""
         return self._chains(example, super().question(example).target)
 
-    def means(self, example: Example, base: "FineTuner") -> npt.NDArray[np.float64]:
+    def means(self, example: Example, base: FineTuner) -> npt.NDArray[np.float64]:
         """Return the mean representation of each chain, [2, D]. They are kept: a protein may be in many pairs."""
         means = [SequenceTask.means(self, chain, base) for chain in chains_of(example)]
         for chain, mean_1D in zip(chains_of(example), means, strict=True):
             base.remembered["means"][digest(chain)] = mean_1D
         return np.concatenate(means)
 
-    def features(self, name: str, example: Example, base: "FineTuner | None") -> npt.NDArray[np.float64]:
+    def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.float64]:
         """Return what a baseline sees of both chains: what a linear head would see, or, of `SINGLE`, their sum."""
         if name in self.of_base:
             assert base is not None
@@ -106,7 +121,7 @@ class PairTask(SequenceTask):
         one, other = (SequenceTask.features(self, name, chain, base) for chain in chains_of(example))
         return np.concatenate(_symmetric(one, other))
 
-    def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
+    def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
         """Fit linear models to some pairs, and keep the mean label of the pairs of each training sequence."""
         found = super().baselines(train[:: _step(train)], base)
         prior_O = self._shares(self._prior())
@@ -123,14 +138,14 @@ class PairTask(SequenceTask):
         label_SO = np.stack([sums[one][0] / sums[one][1] for one in keys]).astype(np.float32)
         return found | {f"{MEMORY}.key": np.array(keys, np.uint64), f"{MEMORY}.share": label_SO}
 
-    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: "FineTuner") -> None:
+    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
         """Keep the mean representations of the pairs that the linear models are fitted to."""
         for n in mine:
             if n % _step(train) == 0:
                 self.means(train[n], base)
 
     def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
         """Those of `SequenceTask`; `SINGLE`, a linear model of the sum of both frozen embeddings; and `MEMORY`, the
         mean over both sequences of the labels of their training pairs.
@@ -167,7 +182,7 @@ class PairTask(SequenceTask):
 
 def _step(train: Sequence[Example]) -> int:
     """Return which of the training pairs the linear models are fitted to: every N-th."""
-    return -(-len(train) // BASELINE_RECORDS)
+    return -(-len(train) // SequenceTask.baseline_records)
 
 
 def chains_of(example: Example) -> tuple[Example, Example]:
