@@ -28,7 +28,7 @@ _WHERE = {
     "read_fasta": "esmshard.data.fasta.fasta_reader",
     "read_weights": "esmshard.model.weights:read",
     "Run": "esmshard.api.runs",
-    "RunFailed": "esmshard.api.start_run",
+    "RunFailed": "esmshard.errors",
     "SequenceEmbedder": "esmshard.api.sequence_embedder",
     "shard": "esmshard.parallel.shard",
     "SIZES": "esmshard.model.families.family_registry",
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from esmshard.api.model import Model, load
     from esmshard.api.runs import Run, finetune
     from esmshard.api.sequence_embedder import SequenceEmbedder
-    from esmshard.api.start_run import RunFailed
     from esmshard.batch import TokenBatch, pack
     from esmshard.checkpoint.manifest import step_of
     from esmshard.checkpoint.sharded import load as load_checkpoint
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
     from esmshard.checkpoint.sharded import write as write_checkpoint
     from esmshard.data.fasta.fasta_reader import read_fasta
     from esmshard.embed.store.embedding_store import EmbeddingStore as open
-    from esmshard.errors import InputError, UsageError
+    from esmshard.errors import InputError, RunFailed, UsageError
     from esmshard.model.config import ModelConfig
     from esmshard.model.contacts import predict_contacts
     from esmshard.model.export import write_transformers

@@ -46,6 +46,15 @@ class UsageError(InputError):
         self.problems = problems
 
 
+class RunFailed(RuntimeError):
+    """The processes of a run ended before the run was done. They have printed the reason to stderr."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        """The exit code that `local_processes.run_local` returned: that of the process whose failure was the cause."""
+
+
 @contextmanager
 def reading(what: str, fix: str) -> Iterator[None]:
     """Turn errors of a `with` block that reads values of a file into one sentence.

@@ -59,6 +59,10 @@ class RunOptions:
             raise UsageError("--max-restarts continues from the newest checkpoint of the run; pass --resume auto, too")
         if self.trials is not None and self.sweep is None:
             raise UsageError("--trials is the number of trials of a sweep; pass --sweep FILE, too, or leave it out")
+        if self.sweep is not None and self.overwrite:
+            raise UsageError(
+                "--sweep does not go with --overwrite; remove the directory, or choose another with out=DIR"
+            )
         if self.sweep is not None and (self.folds or self.profile or self.resume not in (None, "auto")):
             raise UsageError(
                 "--sweep does not go with --folds, whose test sets trials would train on, with --profile, and with the "

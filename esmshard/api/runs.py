@@ -16,7 +16,7 @@ from ruamel.yaml.error import YAMLError
 
 from esmshard.api import start_run
 from esmshard.api.run_options import RunOptions
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, RunFailed, UsageError
 from esmshard.files import read_json
 from esmshard.parallel.preemption import Preempted
 from esmshard.recipe.yaml_keys import parse_yaml
@@ -185,7 +185,7 @@ def finetune(
                 started=time.time(),
             )
             out = start_run.finetune(file, given, options)
-        except start_run.RunFailed as failed:
+        except RunFailed as failed:
             if failed.exit_code == Preempted.exit_code:
                 raise Preempted(str(failed)) from None
             if failed.exit_code == _INTERRUPTED:

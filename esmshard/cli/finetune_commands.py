@@ -17,7 +17,7 @@ from esmshard.cli.shared_options import (
     SweepFile,
     SweepTrials,
 )
-from esmshard.errors import UsageError
+from esmshard.errors import RunFailed, UsageError
 
 _STARTED = time.time()
 """The start of this process, in seconds since 1970. Goodput counts from this time."""
@@ -109,7 +109,7 @@ def finetune(
             env=tuple(env or ()),
         )
         start_run.finetune(recipe, overrides or [], options)
-    except start_run.RunFailed as failed:  # the processes have printed the reason
+    except RunFailed as failed:  # the processes have printed the reason
         if failed.exit_code == 130:
             raise KeyboardInterrupt from None
         raise SystemExit(failed.exit_code) from None

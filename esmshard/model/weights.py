@@ -242,14 +242,13 @@ def _read_directory(path: Path) -> Weights:
         if file is None:
             raise InputError(f"{published}: does not hold one language model alone; give the path of its .pth file")
         return _read_file(path / file)
-    return _read_transformers(str(path), path, _weight_files(path))
+    return _read_transformers(str(path), path)
 
 
 def _weight_files(path: Path) -> list[Path]:
     """Return the files of one model, safetensors before pickles. The 3B and 15B models were released as several
     pickles.
     """
-    weight_reader.read_json(path / "config.json")  # This raises the error for a directory that is no model at all.
     for file in (path / name for name in hub.LAYOUTS):
         if file.is_file() and file.name.endswith(".index.json"):
             with reading(f"{file}", "copy or download the model again"):
@@ -259,11 +258,12 @@ def _weight_files(path: Path) -> list[Path]:
     raise InputError(f"{path}: holds no model.safetensors and no pytorch_model.bin; it is not a complete model")
 
 
-def _read_transformers(source: str, path: Path, files: Sequence[Path]) -> Weights:
+def _read_transformers(source: str, path: Path, single: Path | None = None) -> Weights:
     try:
         config = family_registry.transformers_config(weight_reader.read_json(path / "config.json"))
     except ValueError as error:
         raise InputError(f"{path / 'config.json'}: not a model that can be read: {error}") from None
+    files = _weight_files(path) if single is None else [single]
     readers: dict[str, WeightReader] = {}
     for file in files:
         safe = file.suffix == ".safetensors"
@@ -274,7 +274,7 @@ def _read_transformers(source: str, path: Path, files: Sequence[Path]) -> Weight
 def _read_file(path: Path) -> Weights:
     """Read one file: a part of a directory in `transformers`' layout, or a file of any authors' own code."""
     if path.suffix == ".safetensors" or (path.suffix == ".bin" and _has_config(path.parent)):
-        return _read_transformers(str(path), path.parent, [path])
+        return _read_transformers(str(path), path.parent, path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
         raise InputError(
             f"{path}: not a model; expected a fair-esm .pt file, a .safetensors file with its config.json beside it, "

@@ -8,7 +8,7 @@ import pytest
 from esmshard.api.runs import finetune
 from esmshard.errors import UsageError
 from esmshard.recipe.recipe_file import load
-from esmshard.train.experiments.repeats import is_done
+from esmshard.train.cross_validation import is_done
 from esmshard.train.optim import schedule
 
 
