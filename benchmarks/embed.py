@@ -30,7 +30,7 @@ from esmshard.embed.job.embed_plan import forecast
 from esmshard.embed.job.embed_request import request
 from esmshard.embed.store.embedding_store import EmbeddingStore
 from esmshard.model import export, weights
-from esmshard.model.families.esm2.esm2_pickle import FAIR_ESM
+from esmshard.model.families.esm2 import FAIR_ESM
 from esmshard.model.families.family_registry import SIZES
 from esmshard.vocab import STANDARD
 

@@ -27,8 +27,7 @@ from random_models import SHORT
 
 from esmshard.model import weights
 from esmshard.model.export import write_transformers
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.parallel.layout import STRATEGIES, Layout, layout
 from esmshard.parallel.load import materialise

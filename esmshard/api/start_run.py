@@ -80,8 +80,7 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
     from esmshard.devices import chosen_device
     from esmshard.parallel.process_group import is_launched, own_device, processes_of
     from esmshard.recipe import sweep_file
-    from esmshard.train.inputs import describe, prepare
-    from esmshard.train.resume import notices
+    from esmshard.train.inputs import describe, notices, prepare
     from esmshard.train.search import SEEDS_BY_DEFAULT, TRIALS_BY_DEFAULT, Search
 
     assert options.sweep is not None
@@ -206,8 +205,8 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     from esmshard.parallel.process_group import own_device, processes_of
     from esmshard.train import cross_validation as joint
     from esmshard.train.cross_validation import curve_runs, is_done, repeats
-    from esmshard.train.inputs import check_out, describe, prepare
-    from esmshard.train.resume import check_start, notices
+    from esmshard.train.inputs import check_out, describe, notices, prepare
+    from esmshard.train.resume import check_start
 
     of_table, probe = resolved.divides_table, resolved.adapt.method == "probe"
     processes = processes_of(chosen_device(options.device), options.nproc or (1 if probe else None))
@@ -262,7 +261,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
         RunFailed: if a process has failed.
     """
     from esmshard.parallel.local_processes import run_local
-    from esmshard.train.resume import NOTICES_PRINTED
+    from esmshard.train.inputs import NOTICES_PRINTED
     from esmshard.train.run_dir import last_word
 
     flags = options.flags(report=options.report and not runs.of_table)

@@ -294,7 +294,7 @@ def _read_file(path: Path) -> Weights:
         return replace(_complete(config, str(path), readers, {}), files=files)
     if state is not None:
         raise InputError(f"{path}: holds tensors only and does not say the size of their model; give it as FILE@SIZE")
-    titles = ", ".join(family.title for family in family_registry.FAMILIES.values() if family.read_pickle)
+    titles = ", ".join(family.title for family in family_registry.FAMILIES.values() if family.reads_pickles)
     raise InputError(f"{path}: not a model file of the authors' code of {titles} (a 'model' holds no weights)")
 
 
@@ -632,11 +632,8 @@ def check(
 
 
 def _of_weights(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the window and how chains are joined, which are no part of the weights; and the family if it is the one
-    of records that name none.
-    """
-    unnamed = ("family", family_registry.UNNAMED.name)
-    return {key: value for key, value in config.items() if (key, value) != unnamed and key not in ("window", "chains")}
+    """Leave out the window and how chains are joined, which are no part of the weights."""
+    return {key: value for key, value in config.items() if key not in ("window", "chains")}
 
 
 def _hashes(known: Mapping[str, Any]) -> list[str]:

@@ -16,10 +16,11 @@ from esmshard.data.splits.leakage import ComparedRecords, check, check_variants,
 from esmshard.data.splits.pair_overlap import pair_notices
 from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.data.store.token_store import linker_of
+from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError
 from esmshard.model import quantized, weights
 from esmshard.model.families import family_registry
-from esmshard.model.finetuner import FineTuner
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.weights import Weights
 from esmshard.parallel.layout import Layout, check_tensor, layout
 from esmshard.parallel.process_group import precision_on
@@ -37,6 +38,10 @@ RUN_FILES = (
     *TRACKED,
 )
 """The files that a run writes. `--overwrite` removes these files and nothing else from the directory of an earlier run.
+"""
+
+NOTICES_PRINTED = "ESMSHARD_DATA_NOTICES_PRINTED"
+"""An environment variable that is set for all runs of a cross-validation but the first, which prints the data notices.
 """
 
 
@@ -244,3 +249,21 @@ def _of_base(job: RunInputs) -> list[str]:
     return [
         f"{trained}, with which the test set was not compared; scores on test records that are among them are no test"
     ]
+
+
+def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
+    """Return notices on data and weights: what was changed or left out and, if requested, what the splits share."""
+    found: dict[str, None] = {}
+    for split in (job.train, job.valid, job.test):
+        for notice in split.notices if NOTICES_PRINTED not in os.environ else ():
+            found[notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}"] = None
+    longer = int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0
+    if longer:
+        found[
+            f"{job.train.path}: {counted(longer, 'record')} longer than batch.global_tokens "
+            f"({job.recipe.batch.global_tokens:,}): each has a step to itself, which is as large as the record"
+        ] = None
+    with torch.device("meta"):
+        uses_lm_head = isinstance(job.task.head(job.weights.config), LanguageModelHead)
+    lacking = job.weights.lacking("lm_head") if uses_lm_head else []
+    return [*found, *lacking, *job.weights.notices, *(leakage_notices(job) if leakage else [])]

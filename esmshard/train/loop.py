@@ -389,7 +389,7 @@ def _build(
     state = TrainState(scale=LossScale() if job.layout.precision == "fp16" else None)
     tensors = state_tensors(model, optimizer, trained_only=recipe.adapt.method != "full")
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    ranks.from_first(lambda: check_room(job.out / "checkpoints", needed, recipe.checkpoint.keep))
+    ranks.from_first(lambda: check_room(job.out / "checkpoints", needed))
     if start is not None and saved is not None:
         sharded.load(start, tensors)
         state.step, state.skipped_in_a_row = int(saved["step"]), saved["skipped_in_a_row"]

@@ -16,7 +16,7 @@ from esmshard.data.batching.loader import Examples
 from esmshard.data.store.ingestion import cached
 from esmshard.model import weights
 from esmshard.model.export import write_transformers
-from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2 import EsmConfig
 from esmshard.tasks.finetuned import load_finetuned
 
 CONTACT = """\

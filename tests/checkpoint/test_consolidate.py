@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from esmshard.checkpoint.consolidate import consolidate
 from esmshard.cli import app
 from esmshard.errors import InputError, UsageError
 from esmshard.model import weights
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm_layouts import TIED
+from esmshard.model.families.esm2 import EsmConfig
+from esmshard.model.families.esm_base import TIED
 from esmshard.recipe.recipe_file import for_others
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.registry import new_task
@@ -43,7 +42,7 @@ def state_of(config: EsmConfig) -> dict[str, Any]:
     )
     return {
         "recipe": recipe.model_dump(mode="json"),
-        "config": asdict(config),
+        "config": config.recorded(),
         "world_size": 2,
         "facts": {},
     }

@@ -165,7 +165,7 @@ def test_resuming_under_another_recipe_is_refused(finished: tuple[Path, subproce
     fasta.write_bytes(before[0])
     labels.write_bytes(before[1])
     assert done.returncode == 2
-    assert "train.fasta holds other sequences than it did" in done.stderr
+    assert "train.fasta holds other sequences or tracks than it did" in done.stderr
 
 
 def test_the_model_loads_in_transformers_and_fair_esm(

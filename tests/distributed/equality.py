@@ -21,8 +21,7 @@ from esmshard.data.splits.recipe_splits import open_split
 from esmshard.model import attention, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families import family_registry
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.finetuner import FineTuner
 from esmshard.parallel import shared_tokens, tensor_parallel
 from esmshard.parallel.layout import Layout

@@ -11,7 +11,7 @@ from torch import nn
 
 from esmshard.errors import InputError
 from esmshard.model import weights
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES, build
 from esmshard.parallel.layout import STRATEGIES, layout
 from esmshard.parallel.load import RowsOf, materialise, own_part

@@ -13,7 +13,7 @@ from esmshard.data.batching.packing import StepPlan, assign
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
 from esmshard.model import weights
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.layout import Layout, layout
@@ -186,7 +186,7 @@ def save(path: str, directory: str, marker: float) -> list[str]:
                 tensor.add_(marker)
         state = {
             "recipe": recipe.model_dump(mode="json"),
-            "config": {k: getattr(model.trunk.config, k) for k in ("n_layers", "dim", "n_heads", "token_dropout")},
+            "config": model.trunk.config.recorded(),
             "facts": {},
         }
         sharded.write(Path(directory), 7, tensors, state, keep=2)

@@ -13,7 +13,7 @@ from transformers import EsmcForMaskedLM
 from esmshard.batch import pack
 from esmshard.errors import InputError
 from esmshard.model import weights
-from esmshard.model.families.esmc.esmc_config import EsmcConfig
+from esmshard.model.families.esmc import EsmcConfig
 from esmshard.vocab import encode
 
 

@@ -12,8 +12,8 @@ from esmshard.joined_chains import Chains, read_chains
 from esmshard.model import weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.export import write_transformers
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esmc.esmc_config import EsmcConfig
+from esmshard.model.families.esm2 import EsmConfig
+from esmshard.model.families.esmc import EsmcConfig
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import FAMILIES, build, recorded_config, transformers_config
 from esmshard.model.trunk import Trunk, as_read

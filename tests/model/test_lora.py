@@ -17,8 +17,7 @@ from transformers import EsmForMaskedLM, EsmModel
 from esmshard.batch import TokenBatch
 from esmshard.model import weights
 from esmshard.model.adapters import adapter_config, peft_name, write_adapter
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.lora import LoraLinear, add_lora, lora_names, merged
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from esmshard.batch import pack
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.lora import add_lora
 from esmshard.parallel.layout import Layout

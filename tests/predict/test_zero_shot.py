@@ -9,7 +9,7 @@ from esmshard.batch import pack
 from esmshard.data.variants.substitutions import Mutation
 from esmshard.errors import UsageError
 from esmshard.model import weights
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.predict.zero_shot import METHODS, all_singles, score
 from esmshard.tasks import marginals

@@ -14,7 +14,7 @@ from esmshard.batch import TokenBatch, pack
 from esmshard.model import weight_reader, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import Weights
 from esmshard.parallel.layout import Layout

@@ -16,7 +16,7 @@ from sklearn import metrics as reference
 
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.task_section import AnyTask
 from esmshard.tasks import residue

@@ -21,7 +21,7 @@ from esmshard.data.variants.mutations import read_variants
 from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError
 from esmshard.model import weights
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.predict.zero_shot import score

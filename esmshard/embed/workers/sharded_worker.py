@@ -29,9 +29,8 @@ from esmshard.embed.store.part_plan import Spec, read_plan
 from esmshard.embed.workers.claims import Worker
 from esmshard.embed.workers.embed_worker import checked_model, work
 from esmshard.errors import InputError, LostProcess, UsageError
-from esmshard.model.contacts import ContactRegression
 from esmshard.model.families import family_registry
-from esmshard.model.trunk import Trunk
+from esmshard.model.trunk import ContactRegression, Trunk
 from esmshard.model.weights import Weights
 from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.monitor.stuck_ranks import is_lost
