@@ -19,10 +19,6 @@ class InputError(ValueError):
     """Whether every rank raises the same error, so that only the first rank prints it."""
 
 
-class NotANumber(InputError):
-    """A label should be a number and is not."""
-
-
 class LostProcess(InputError):
     """Another process of the run is gone or stuck, so that this process cannot go on. Exit code 69.
 

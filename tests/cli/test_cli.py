@@ -363,7 +363,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], object], list[str], int, str]] = {
         2,
         "tiny.yaml:7:16: train.steps: must",
     ),
-    "bad override": (lambda d: None, ["optim.lr=fast"], 2, "optim.lr=fast: optim.lr: must be a valid number"),
+    "bad override": (lambda d: None, ["optim.lr=fast"], 2, "optim.lr=fast: optim.lr: Input should be a valid number"),
     "unknown residue": (
         lambda d: (d / "train.fasta").write_text(">a\nMKT\nAY1A\n"),
         [],
