@@ -22,7 +22,7 @@ from esmshard.checkpoint.consolidate import consolidate
 from esmshard.model import weights
 from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.families.esm_base import TIED
-from esmshard.model.families.family_registry import SIZES
+from esmshard.model.families.family_registry import SIZES, n_parameters
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.registry import new_task
 
@@ -132,7 +132,7 @@ def table(models: Sequence[str], scratch: Path) -> list[list[str]]:
         tensor, layer = largest(SIZES[SHORT[model]])
         for to, dtype in CASES:
             file, most = peak(run, nano, to, dtype)
-            sizes = (SIZES[SHORT[model]].n_parameters * (4 if dtype == "fp32" else 2), file)
+            sizes = (n_parameters(SIZES[SHORT[model]]) * (4 if dtype == "fp32" else 2), file)
             cells = [model, to, dtype, *(f"{size / MIB:,.0f}" for size in sizes)]
             cells += [f"{tensor / MIB:,.0f} + {layer / MIB:,.0f}", f"{most / MIB:,.0f}", f"{most / file:.2f}"]
             rows.append(cells)

@@ -157,7 +157,7 @@ def status(
 
     found = run_dir.standings(run)
     print(run_dir.status_json(found) if as_json else run_dir.status_text(found))
-    if code := run_dir.status_exit_code(found):
+    if code := run_dir.EXIT_CODES[run_dir.joint_state(found)]:
         raise SystemExit(code)
 
 

@@ -291,7 +291,7 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
 
     from esmshard.data.splits.variant_records import FOLDS
     from esmshard.model import hub, weights
-    from esmshard.model.families.family_registry import RELEASED
+    from esmshard.model.families.family_registry import RELEASED, n_parameters
     from esmshard.parallel.process_group import own_device, processes_per_machine
     from esmshard.planner.machines import GPUS, Machines, data_sheet
     from esmshard.planner.plan import plan
@@ -312,7 +312,7 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     nodes = max(1, int(os.environ.get("WORLD_SIZE", processes)) // max(1, processes_per_machine(processes)))
     try:
         job = prepare(recipe, processes * nodes, processes, own_device(0, 1))
-        found = f"{recipe.task.name}, {job.weights.config.n_parameters:,} parameters, {job.steps} steps"
+        found = f"{recipe.task.name}, {n_parameters(job.weights.config):,} parameters, {job.steps} steps"
         yield Finding("recipe", "ok", f"data and weights are there: {found}")
         if not cards:
             return

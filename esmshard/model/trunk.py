@@ -60,11 +60,10 @@ class Trunk(nn.Module, ABC):
     """Names that mean the tensor of another name, which alone is stored."""
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.",)
     """Beginnings of the names of parameters that no fine-tuning changes, since no loss depends on them, or too little.
-    `ModelConfig.frozen_parameters` is their number.
     """
     learns_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """By the name of a track (`esmshard.vocab.Track`), beginnings of the names of parameters that `never_learns` names,
-    too, and that learn nevertheless where batches have this track. `ModelConfig.learned_with` is their number.
+    too, and that learn nevertheless where batches have this track.
     """
 
     config: ModelConfig

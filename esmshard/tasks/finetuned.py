@@ -18,7 +18,7 @@ from esmshard.model.weights import Weights
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task
-from esmshard.tasks.registry import UnknownTask, new_task, settings_of
+from esmshard.tasks.registry import new_task, settings_of
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,14 @@ def load_finetuned(model: str, device: DeviceName = None) -> FineTuned:
     Raises `InputError` for a model without a fine-tuned head, and `UsageError` for a device that is not there.
     """
     computing, path = chosen_device(device), weights.directory(model) / "esmshard.json"
-    try:
-        about: dict[str, Any] = read_json(path)
-        if "recipe" not in about:
-            raise FileNotFoundError  # a converted model
-        settings = settings_of(about["recipe"]["task"])
-        facts = about.get("facts", {})
+    found = weights.read(model)
+    about: dict[str, Any] = read_json(path) if path.is_file() else {}
+    if "recipe" not in about:  # such as a converted model
+        raise InputError(f"{model}: has no fine-tuned head (no esmshard.json); fine-tune it first, then consolidate")
+    with reading(str(path), "consolidate the run again"):
         if base := about["recipe"].get("model"):
             base["name"] = found_place(base["name"], path.parent)
-    except UnknownTask as error:
-        raise InputError(f"{model}: {error}") from None
-    except (FileNotFoundError, NotADirectoryError):
-        weights.read(model)  # says so if it is no model at all
-        raise InputError(
-            f"{model}: has no fine-tuned head (no esmshard.json); fine-tune it first, then consolidate"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{path}: damaged ({reason}); consolidate the run again") from None
-    found = weights.read(model)
-    with reading(f"{path}", "consolidate the run again"):
-        task = new_task(settings, facts)
+        task = new_task(settings_of(about["recipe"]["task"]), about.get("facts", {}))
         head = task.head(found.config)
     tensors = {name: read() for name, read in found.head.items()}
     if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in head.state_dict().items()}:

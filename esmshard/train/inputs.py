@@ -156,7 +156,7 @@ def describe(job: RunInputs, processes: int) -> str:
         [
             f"task      {recipe.task.name}",
             f"model     {recipe.model.name}: {config.n_layers} layers, dim {config.dim}, {config.n_heads} heads, "
-            f"{config.n_parameters:,} parameters ({job.weights.source})",
+            f"{family_registry.n_parameters(config):,} parameters ({job.weights.source})",
             f"records   {splits}",
             f"step      about {total / per_epoch:,.0f} tokens in {len(job.train) / per_epoch:.0f} records, {layout}",
             f"training  {job.steps} steps, {job.steps / per_epoch:.1f} epochs",

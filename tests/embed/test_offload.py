@@ -17,7 +17,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.model import weights
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
-from esmshard.model.families.family_registry import FAMILIES
+from esmshard.model.families.family_registry import FAMILIES, n_parameters
 from esmshard.model.weight_reader import WeightReader
 from esmshard.model.weights import Weights
 
@@ -182,7 +182,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "esm2"])
 def test_other_families_and_their_tracks(family: str, tmp_path: Path) -> None:
-    config = min(FAMILIES[family].sizes.values(), key=lambda config: config.n_parameters)
+    config = min(FAMILIES[family].sizes.values(), key=n_parameters)
     found = weights.fresh(config, 0)
     model, plain = offloaded_with(0, found, tmp_path / "folder"), weights.build(found, CPU).eval()
     assert on_meta(model) == [True] * config.n_layers

@@ -15,7 +15,7 @@ from esmshard.model.export import write_transformers
 from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.families.esmc import EsmcConfig
 from esmshard.model.families.family import Family
-from esmshard.model.families.family_registry import FAMILIES, build, recorded_config, transformers_config
+from esmshard.model.families.family_registry import FAMILIES, build, n_parameters, recorded_config, transformers_config
 from esmshard.model.trunk import Trunk, as_read
 from esmshard.vocab import encode
 
@@ -45,7 +45,7 @@ def everything(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
 
 
 def test_a_linker_is_read_as_glycines(family: Family) -> None:
-    model = opened(min(family.sizes.values(), key=lambda config: config.n_parameters))
+    model = opened(min(family.sizes.values(), key=n_parameters))
     joined = pack([encode(f"{A}:{B}:{C}", linker=7), encode(B)])
     plain = pack([encode(A + "G" * 7 + B + "G" * 7 + C), encode(B)])
     for ours, theirs in zip(everything(model, joined), everything(model, plain), strict=True):
@@ -77,7 +77,7 @@ def test_a_gap_gives_what_these_positions_give() -> None:
 
 
 def test_a_chain_break_stays_the_token_of_models_that_have_it(family: Family) -> None:
-    config = min(family.sizes.values(), key=lambda config: config.n_parameters)
+    config = min(family.sizes.values(), key=n_parameters)
     if not config.chain_break:
         with pytest.raises(ValueError, match="linker:break is for models with a token of a chain break"):
             replace(config, chains=Chains("break"))

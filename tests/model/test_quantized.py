@@ -17,7 +17,7 @@ from esmshard.errors import UsageError
 from esmshard.model import quantized
 from esmshard.model.config import Matrix, ModelConfig
 from esmshard.model.families.family import Family
-from esmshard.model.families.family_registry import FAMILIES, SIZES, build
+from esmshard.model.families.family_registry import FAMILIES, SIZES, build, n_parameters
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.lora import LoraLinear
 from esmshard.model.quantized import PackedMatrix, QuantizedLinear, frozen_product, packed_of
@@ -94,7 +94,7 @@ def test_the_backward_pass_of_a_product_keeps_nothing_and_has_exact_gradients(ki
 
 
 def smallest(family: Family) -> ModelConfig:
-    return min(family.sizes.values(), key=lambda config: config.n_parameters)
+    return min(family.sizes.values(), key=n_parameters)
 
 
 def built(weights: Weights, adapt: AdaptSettings, kind: Any, laid: Layout = PLAIN) -> FineTuner:

@@ -137,7 +137,6 @@ def test_the_peak_of_a_device_is_that_of_its_data_sheet(monkeypatch: pytest.Monk
     gpu = torch.device("cuda", 0)
     names = {
         "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
-        "NVIDIA A10": (125e12, 31.2e12),
         "NVIDIA A10G": (70e12, 35e12),
         "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
         "NVIDIA L40S": (362e12, 91.6e12),
