@@ -80,9 +80,7 @@ def test_the_released_encoder_has_so_many_parameters() -> None:
 def test_other_files_are_refused_with_the_fix(tmp_path: Path) -> None:
     path = tmp_path / "encoder.pth"
     torch.save({"decoder.weight": torch.ones(2)}, path)
-    with pytest.raises(
-        InputError, match=r"has no relative_positional_embedding.*; give esm3_structure_encoder_v0\.pth"
-    ):
+    with pytest.raises(InputError, match=r"positions.*; give esm3_structure_encoder_v0\.pth"):
         structure_tokens(path, np.zeros((2, 3, 3), dtype=np.float32))
     for name in ("transformer.blocks.1.geom_attn.proj.bias", "transformer.blocks.0.ffn.1.weight"):
         torch.save({key: tensor for key, tensor in authors_state().items() if key != name}, path)
