@@ -217,10 +217,10 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
 
 def _is_out_of_sight(recipe: Recipe) -> bool:
     """Whether a dry run, which sends nothing over a network, cannot look at all inputs. Say which are not looked at."""
-    from esmshard.model.weights import open_weights
+    from esmshard.model import weights
 
     far = recipe_file.far_inputs(recipe)
-    if not far and open_weights.is_far(recipe.model.name):
+    if not far and weights.is_far(recipe.model.name):
         far = [f"model.name ({recipe.model.name})"]
     if far:
         print(f"task      {recipe.task.name}\nmodel     {recipe.model.name}\nout       {recipe.out}")
