@@ -18,12 +18,12 @@ from esmshard.checkpoint import adapted, card, manifest, regression_head, sharde
 from esmshard.data.batching.loader import SEEN
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.files import check_replaced, found_place, replace_json, settle, shared_place, whole_directory
+from esmshard.model import adapters, export, weights
 from esmshard.model.config import ModelConfig
+from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source
 from esmshard.model.families.family import AuthorsFile
 from esmshard.model.families.family_registry import authors_files, family_of, recorded_config
 from esmshard.model.weight_reader import read_json
-from esmshard.model.weights import adapted_weights, export, open_weights, recorded
-from esmshard.model.weights.export import DTYPES, MAX_FILE_BYTES, Source
 from esmshard.recipe.recipe_file import for_others
 
 FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
@@ -66,7 +66,7 @@ def consolidate(
     A checkpoint that holds only the trained part is combined with its base model, and a LoRA is added to the weights.
 
     Args:
-        source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.open_weights.read`
+        source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read`
             reads.
         out: the directory to create. It appears only when it is complete.
         to: the word of a family for the file of its authors' own code, such as `fair-esm` for its `.pt` loader. By
@@ -92,7 +92,7 @@ def consolidate(
         raise UsageError(f"{source}: is a model and has no checkpoints to choose the best of; leave --best out")
     if base is not None and _is_model(source):
         known = "a whole model, which has no other base"
-        if adapted_weights.is_adapter(Path(source).expanduser()):
+        if adapters.is_adapter(Path(source).expanduser()):
             known = "an adapter, and adapter_config.json in it says where its base lies"
         raise UsageError(f"{source}: is {known}; leave --base out")
     opened = _open_model(source, to, warn) if _is_model(source) else _open_run(source, to, warn, best, base)
@@ -107,8 +107,8 @@ def consolidate(
                 digests = export.write_pickle(kind.path(work, out.name, opened.config), kind, *parts)
         except FloatingPointError as error:
             raise InputError(f"{source}: {error}") from None
-        about = _for_others(opened.about, out) | {"dtype": dtype} | recorded.entries(digests)
-        replace_json(work / recorded.ABOUT, about)
+        about = _for_others(opened.about, out) | {"dtype": dtype} | weights.record(digests)
+        replace_json(work / weights.ABOUT, about)
         if "recipe" in about:
             card.write(work, about, opened.evaluation)
         if opened.beside is not None and kind is None:
@@ -154,7 +154,7 @@ def consolidate_adapter(
         digests = adapted.write_adapter(
             work, checkpoint.path, checkpoint.state, checkpoint.sizes, checkpoint.read, base, out
         )
-        about = _for_others(_described(checkpoint.state), out) | {"format": ADAPTER_FORMAT} | recorded.entries(digests)
+        about = _for_others(_described(checkpoint.state), out) | {"format": ADAPTER_FORMAT} | weights.record(digests)
         replace_json(work / "esmshard.json", about)
         _copy_beside(checkpoint.path.parent.parent, work)
     return out
@@ -174,30 +174,30 @@ def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
     if Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
         raise UsageError(f"{out}: holds the model to read; choose another directory")
     tokenizer = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
-    weights = ("*.safetensors", "model.safetensors.index.json", "*.pt", "*.pth", BASELINES, SEEN)
-    about = (recorded.ABOUT, "README.md", "config.json", "adapter_config.json")
-    check_replaced(out, [*weights, *about, *tokenizer], marker=recorded.ABOUT)
+    of_weights = ("*.safetensors", "model.safetensors.index.json", "*.pt", "*.pth", BASELINES, SEEN)
+    about = (weights.ABOUT, "README.md", "config.json", "adapter_config.json")
+    check_replaced(out, [*of_weights, *about, *tokenizer], marker=weights.ABOUT)
 
 
 def _is_model(source: Path | str) -> bool:
     path = Path(source).expanduser()
-    if path.is_file() or (path / "config.json").is_file() or adapted_weights.is_adapter(path):
+    if path.is_file() or (path / "config.json").is_file() or adapters.is_adapter(path):
         return True
-    return not path.exists() and open_weights.is_model(str(source))
+    return not path.exists() and weights.is_model(str(source))
 
 
 def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None]) -> Opened:
     """Open a model as it is, with its head and `esmshard.json`. An adapter is combined with its base model."""
-    found = open_weights.read(str(source))
+    found = weights.read(str(source))
     # A directory is written without the parts that the model lacks; files of authors' code may hold them.
     kind = _target(to, found.config)
     held = [part for part in ("lm_head", "contact_head") if kind and not f"{part}.".startswith(kind.lacks)]
     for notice in [*found.lacking(*held), *found.notices]:
         warn(notice)
     head = {f"head.{name}": reader.shape for name, reader in found.head.items()}
-    sizes = open_weights.stored_shapes(found.config) | head
+    sizes = weights.stored_shapes(found.config) | head
     sizes = _without(found.absent, sizes, to)
-    path = open_weights.directory(source)
+    path = weights.directory(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
     about |= {"format": FORMAT, "version": VERSION}  # an adapter has another format
@@ -205,7 +205,7 @@ def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None])
         if model:  # the name is relative to that directory
             model["name"] = found_place(model["name"], directory)
     evaluation = _evaluation(directory.parent)
-    altered = recorded.altered(found.files)
+    altered = weights.altered(found.files)
     if altered is not None:
         warn(altered)
     if altered or (evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256")):
@@ -240,7 +240,7 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool) -> _
             f"{checkpoint}: has no {', '.join(missing)}, so it is of a training loop of your own; write its model with "
             "esmshard.write_transformers, as examples/contrastive.py does at its end"
         )
-    tied = open_weights.tied(recorded_config(state["config"]))
+    tied = weights.tied(recorded_config(state["config"]))
     sizes = {name: sizes[key] for name, key in keys.items() if name not in tied}
     return _Checkpoint(checkpoint, state, sizes, read)
 
@@ -259,7 +259,7 @@ def _open_run(source: Path | str, to: str | None, warn: Callable[[str], None], b
     elif base is not None:
         raise UsageError(f"{checkpoint}: holds a whole model, which has no other base; leave --base out")
     # Names of wrappers are not names of the model.
-    wanted = open_weights.stored_shapes(config)
+    wanted = weights.stored_shapes(config)
     trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
     problems = {
         "lacks": wanted.keys() - trunk.keys(),

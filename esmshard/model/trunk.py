@@ -53,7 +53,7 @@ class Trunk(nn.Module, ABC):
 
     `layers` is a ModuleList of blocks `block(x_TD, batch, layer, on_attention) -> x_TD`, on which `esmshard.parallel`
     relies. Under `torch.device("meta")` the model has shapes and takes no memory;
-    `esmshard.model.weights.open_weights` fills it.
+    `esmshard.model.weights` fills it.
     """
 
     tied: ClassVar[Mapping[str, str]] = {}

@@ -45,7 +45,7 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators, corrected_maps
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics

@@ -19,9 +19,9 @@ from esmshard.data.splits.leakage import ComparedRecords, hashes
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
 from esmshard.files import found_place, is_hub_name, replace_json, replace_text, replacing, shared_place
+from esmshard.model import hub, weights
 from esmshard.model.config import SHIPPED
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights import hub, open_weights
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shared_calls import shared_calls
 from esmshard.progress import Progress
@@ -313,9 +313,9 @@ def report(
             why = f"the model that {shown_name} was fine-tuned from cannot be read ({error})"
     if why and found.task.of_base:
         left_out.append(f"baselines left out of the table: {listed(found.task.of_base)}, because {why}")
-    known = read_baselines(open_weights.place(model) / BASELINES)
+    known = read_baselines(weights.place(model) / BASELINES)
     trained = known.pop(TRAINED_ON, None)
-    if not (open_weights.place(model) / BASELINES).is_file():
+    if not (weights.place(model) / BASELINES).is_file():
         left_out.append(
             f"baselines left out of the table: all that learn from training records; no {shown_name}/{BASELINES}"
         )
@@ -356,9 +356,9 @@ def described(model: str, about: Mapping[str, Any], data: Examples, out: Path) -
     """
     facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256")}
     base = about["recipe"]["model"]
-    name = shared_place(found_place(base["name"], open_weights.directory(model)), out)
+    name = shared_place(found_place(base["name"], weights.directory(model)), out)
     facts["recipe"] = about["recipe"] | {"model": base | {"name": name}}
-    return facts | {"model": _place(open_weights.place(model), out), "tokens_sha256": data.digest}
+    return facts | {"model": _place(weights.place(model), out), "tokens_sha256": data.digest}
 
 
 def write(

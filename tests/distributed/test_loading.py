@@ -12,25 +12,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 import loading
 from ranks import run_ranks
 
+from esmshard.model import weights
+from esmshard.model.export import write_transformers
 from esmshard.model.families.family_registry import SIZES, n_parameters
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.export import write_transformers
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The nano model with random weights, as one safetensors file."""
     directory, config = tmp_path_factory.mktemp("stored"), SIZES["nano"]
-    base = open_weights.fresh(config, 3)
-    write_transformers(directory, config, open_weights.shapes(config), lambda names: {n: base[n] for n in names})
+    base = weights.fresh(config, 3)
+    write_transformers(directory, config, weights.shapes(config), lambda names: {n: base[n] for n in names})
     return directory
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_read_their_own_rows_and_make_the_stored_model(stored: Path, tmp_path: Path, size: int) -> None:
-    sizes = {name: shape for name, shape in open_weights.shapes(SIZES["nano"]).items() if name != "lm_head.weight"}
+    sizes = {name: shape for name, shape in weights.shapes(SIZES["nano"]).items() if name != "lm_head.weight"}
     firsts = sum(shape[1:].numel() for shape in sizes.values())  # a row of each tensor, for the comparison
-    expected = open_weights.read(str(stored))
+    expected = weights.read(str(stored))
     for found in run_ranks("loading:read_from", size, tmp_path, str(stored)):
         assert len(found) == (4 if size == 4 else 3)
         for strategy, result in found.items():
@@ -42,7 +42,7 @@ def test_ranks_read_their_own_rows_and_make_the_stored_model(stored: Path, tmp_p
 
 
 def test_of_a_file_only_the_rows_are_read(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = open_weights.read(str(stored))["layers.1.fc1.weight"]
+    whole = weights.read(str(stored))["layers.1.fc1.weight"]
 
     class NoWhole:
         def __init__(self, *rest: object, **options: object) -> None:
@@ -60,7 +60,7 @@ def test_of_a_file_only_the_rows_are_read(stored: Path, monkeypatch: pytest.Monk
         def get_tensor(self, key: str) -> object:
             raise AssertionError(f"all of {key} is read")
 
-    found = open_weights.read(str(stored))
+    found = weights.read(str(stored))
     monkeypatch.setattr("esmshard.model.weight_reader.safe_open", NoWhole)
     assert torch.equal(found.rows("layers.1.fc1.weight", slice(3, 50)), whole[3:50])
     assert torch.equal(found.rows("lm_head.weight", slice(0, 1)), found.rows("embed_tokens.weight", slice(0, 1)))

@@ -9,10 +9,10 @@ from torch import nn
 from transformers import EsmConfig as HfConfig
 from transformers import EsmForMaskedLM
 
+from esmshard.model import weights
 from esmshard.model.config import SHIPPED
 from esmshard.model.families.esm2 import ESM2, FAMILY, SIZES, EsmConfig, config_of_fair_esm, fair_esm_settings
 from esmshard.model.families.family_registry import n_parameters
-from esmshard.model.weights import open_weights
 
 PUBLISHED = {
     "esm2_t6_8M_UR50D": 7.5e6,
@@ -33,7 +33,7 @@ def _names(key: str, config: EsmConfig) -> tuple[str, ...]:
 @pytest.mark.parametrize("family", SMALL)
 def test_names_of_transformers_and_back(family: str) -> None:
     config = SMALL[family]
-    names = list(open_weights.shapes(config))
+    names = list(weights.shapes(config))
     assert names == [name for key in map(FAMILY.key, names) for name in _names(key, config)]
     assert len({FAMILY.key(name) for name in names}) == len(names) > 50
     with torch.device("meta"):

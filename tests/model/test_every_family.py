@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from outputs import everything
 
 from esmshard.batch import TokenBatch, pack
+from esmshard.model import weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import FAMILIES, build, n_parameters, recorded_config
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.train.optim import adamw
 from esmshard.vocab import CLS, EOS, MASK, RESIDUES, STANDARD, VOCAB_SIZE, Track, encode
@@ -35,7 +35,7 @@ def smallest(family: Family) -> ModelConfig:
 
 def perturbed(config: ModelConfig) -> Trunk:
     """A model with every parameter off its initial value."""
-    model = open_weights.build(open_weights.fresh(config, 0), torch.device("cpu")).eval()
+    model = weights.build(weights.fresh(config, 0), torch.device("cpu")).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -83,7 +83,7 @@ def test_matrices_and_what_learns_are_those_of_the_model(family: Family) -> None
 
 def test_names_of_files_and_back(family: Family) -> None:
     config = smallest(family)
-    files, shapes = family.files, open_weights.shapes(config)
+    files, shapes = family.files, weights.shapes(config)
     for name in shapes:
         key = files.key(name)
         if key is None:
@@ -99,12 +99,12 @@ def test_names_of_files_and_back(family: Family) -> None:
 
 def test_a_new_model_is_finite_and_follows_from_its_seed(family: Family) -> None:
     config = smallest(family)
-    one, same, other = (open_weights.fresh(config, seed) for seed in (0, 0, 1))
-    drawn = [name for name in open_weights.shapes(config) if len(one.read[name].shape) > 1]
+    one, same, other = (weights.fresh(config, seed) for seed in (0, 0, 1))
+    drawn = [name for name in weights.shapes(config) if len(one.read[name].shape) > 1]
     assert all(torch.equal(one[name], same[name]) and one[name].isfinite().all() for name in drawn)
     assert not any(torch.equal(one[name], other[name]) for name in drawn)
     with torch.no_grad():
-        model = open_weights.build(one, torch.device("cpu"))
+        model = weights.build(one, torch.device("cpu"))
         logits = model(pack([encode(STANDARD)]), logits_at=torch.arange(22)).logits_PV
     tokens = encode(STANDARD).astype(np.int64)[1:-1]
     assert F.cross_entropy(logits[1:-1], torch.from_numpy(tokens)) < math.log(config.n_logits) + 1

@@ -31,7 +31,7 @@ from esmshard.embed.workers.embed_worker import checked_model, work
 from esmshard.errors import InputError, LostProcess, UsageError
 from esmshard.model.families import family_registry
 from esmshard.model.trunk import ContactRegression, Trunk
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.monitor.stuck_ranks import is_lost
 from esmshard.parallel.layout import Layout
