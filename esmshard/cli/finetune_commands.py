@@ -85,12 +85,11 @@ def finetune(
 ) -> None:
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
     from esmshard.api import start_run
-    from esmshard.api.run_options import RunOptions
     from esmshard.parallel import launchers
 
     launchers.join()
     try:
-        options = RunOptions(
+        options = start_run.RunOptions(
             nproc=nproc,
             device=device,
             resume=resume,
