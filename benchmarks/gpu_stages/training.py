@@ -14,8 +14,7 @@ import torch
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.model.attention import inverse_frequencies, kernel_name
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.layout import Layout

@@ -15,8 +15,7 @@ import numpy as np
 from ruamel.yaml.error import YAMLError
 
 from esmshard.api import start_run
-from esmshard.api.run_options import RunOptions
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, RunFailed, UsageError
 from esmshard.files import read_json
 from esmshard.parallel.preemption import Preempted
 from esmshard.recipe.yaml_keys import parse_yaml
@@ -171,7 +170,7 @@ def finetune(
         given = [*keys(recipe), *given]
     with _one_run(), _undisturbed(), _file_of(recipe) as file:
         try:
-            options = RunOptions(
+            options = start_run.RunOptions(
                 nproc=nproc,
                 device=None if device is None else str(device),
                 resume=None if resume is None else os.fspath(resume),
@@ -185,7 +184,7 @@ def finetune(
                 started=time.time(),
             )
             out = start_run.finetune(file, given, options)
-        except start_run.RunFailed as failed:
+        except RunFailed as failed:
             if failed.exit_code == Preempted.exit_code:
                 raise Preempted(str(failed)) from None
             if failed.exit_code == _INTERRUPTED:

@@ -4,30 +4,105 @@ The command line (`esmshard.cli.finetune_commands`) and Python (`esmshard.api.ru
 environment variables and signal handlers are as they were before.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from esmshard.api.run_options import RunOptions
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, RunFailed, UsageError
 from esmshard.parallel import launchers, preemption, process_environment
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 
 if TYPE_CHECKING:
-    from esmshard.train.experiments.repeats import Repeat
+    from esmshard.train.cross_validation import Repeat
 
 
-class RunFailed(RuntimeError):
-    """The processes of a run ended before the run was done. They have printed the reason to stderr."""
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of one call. They travel as one object from the command line or Python to the run.
 
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-        """The exit code that `local_processes.run_local` returned: that of the process whose failure was the cause."""
+    Raises:
+        UsageError: if two options contradict each other.
+    """
+
+    nproc: int | None = None
+    """The local processes; None means one for each GPU, or one. A single process is this process."""
+    device: str | None = None
+    """The device of every process: `cpu`, `cuda`, `cuda:N` or `mps`; None means its own GPU if there is one. Of several
+    processes with `cuda` each has its own GPU.
+    """
+    resume: str | None = None
+    """The state to continue from: `auto` is the newest checkpoint of this run; a path is a run or a checkpoint. None
+    starts a new run.
+    """
+    overwrite: bool = False
+    """Whether the files of an earlier run are replaced."""
+    dry_run: bool = False
+    """Whether the command only checks everything and prints the planned run."""
+    profile: int = 0
+    """The number of steps to record with torch's profiler."""
+    stop_after: str | None = None
+    """The time after which the run saves and ends with exit code 75, such as `3h50m`."""
+    max_restarts: int = 0
+    """How often all local processes are started again after the loss of a process."""
+    seeds: int | None = None
+    """The number of runs with different seeds; None means 1, and 3 for the best settings of a sweep."""
+    folds: int | None = None
+    """The number of folds of a cross-validation; None means 5 for a table of variants, else no cross-validation."""
+    sweep: str | None = None
+    """The file of a search over settings of the recipe."""
+    trials: int | None = None
+    """The number of trials of a sweep; None means 20, or the whole grid."""
+    report: bool = True
+    """Whether figures and report.html are drawn at the end."""
+    take_over: bool = False
+    """Whether the lock of a run on another machine is taken, which cannot be seen to have ended."""
+    env: tuple[str, ...] = ()
+    """The environment variables that the recipe may read besides the harmless ones (`recipe_file.may_read`)."""
+    started: float | None = None
+    """The time at which the command began, in seconds since 1970; None means now."""
+
+    def __post_init__(self) -> None:
+        if self.resume == "never":
+            object.__setattr__(self, "resume", None)
+        if self.resume and self.overwrite:
+            raise UsageError("--resume continues a run, and --overwrite removes it; pass one of the two")
+        if self.max_restarts and self.resume not in (None, "auto"):
+            raise UsageError("--max-restarts continues from the newest checkpoint of the run; pass --resume auto, too")
+        if self.trials is not None and self.sweep is None:
+            raise UsageError("--trials is the number of trials of a sweep; pass --sweep FILE, too, or leave it out")
+        if self.sweep is not None and self.overwrite:
+            raise UsageError(
+                "--sweep does not go with --overwrite; remove the directory, or choose another with out=DIR"
+            )
+        if self.sweep is not None and (self.folds or self.profile or self.resume not in (None, "auto")):
+            raise UsageError(
+                "--sweep does not go with --folds, whose test sets trials would train on, with --profile, and with the "
+                "path of a run; leave them out, and continue with --resume auto"
+            )
+
+    @property
+    def several_seeds(self) -> bool:
+        """Whether there are several runs with different seeds."""
+        return self.seeds is not None and self.seeds > 1
+
+    @property
+    def of_a_single_command(self) -> bool:
+        """Whether an option is set that only the command that starts all processes of a run can carry out."""
+        return bool(self.nproc or self.dry_run or self.max_restarts or self.several_seeds or self.folds)
+
+    def flags(self, *, report: bool) -> list[str]:
+        """Return the command line options for each process of a run."""
+        flags = ["--device", self.device] if self.device else []
+        flags += ["--resume", self.resume] if self.resume else []
+        flags += ["--overwrite"] if self.overwrite else []
+        flags += ["--profile", str(self.profile)] if self.profile else []
+        flags += ["--take-over"] if self.take_over else []
+        return flags if report else [*flags, "--no-report"]
 
 
 def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
@@ -49,11 +124,10 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
-    with process_environment.environment({**until, **launchers.variables(), **recipe_file.allowing(options.env)}):
+    variables = {**until, **_allocator(), **launchers.variables(), **recipe_file.allowing(options.env)}
+    with process_environment.environment(variables):
         if options.sweep is not None:
-            from esmshard.api import run_sweep
-
-            return run_sweep.sweep(recipe, overrides, options)
+            return _sweep(recipe, overrides, options)
         with preemption.Preemption():
             process_environment.follow_launcher()
             resolved = recipe_file.load(recipe_file.resolve(recipe), overrides)
@@ -78,12 +152,77 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
     return Path(resolved.out)
 
 
+def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
+    """Search settings of a recipe, alone or as one of several workers, and test the best ones (docs/sweep.md).
+
+    Everything is checked before the first trial. For a dry run, print what would be done.
+    """
+    try:
+        import optuna  # noqa: F401
+    except ImportError:
+        raise UsageError("--sweep needs optuna; pip install 'esmshard[sweep]'") from None
+    from esmshard.data.splits.variant_records import FOLDS
+    from esmshard.devices import chosen_device
+    from esmshard.parallel.process_group import is_launched, own_device, processes_of
+    from esmshard.recipe import sweep_file
+    from esmshard.train.inputs import describe, notices, prepare
+    from esmshard.train.search import SEEDS_BY_DEFAULT, TRIALS_BY_DEFAULT, Search
+
+    assert options.sweep is not None
+    if is_launched():
+        raise UsageError(
+            "--sweep belongs to a single command, which starts the processes of each trial; start it without the "
+            "launcher, once on each machine, with --nproc and --resume auto"
+        )
+    with preemption.Preemption():
+        path = recipe_file.resolve(recipe)
+        settings = sweep_file.load(Path(options.sweep), path, overrides)
+        resolved = recipe_file.load(path, overrides)
+        recipe_file.check_companions(path, resolved, overrides)
+        if resolved.divides_table and resolved.data.split not in ("mutations", "given"):
+            # The other folds are trained and validated on by trials, so that they are no test.
+            overrides = [*overrides, f"data.folds={FOLDS}", "data.fold=0"]
+            say(f"trials are validated, and the best settings tested, on fold 0 of {FOLDS}: {' '.join(overrides[-2:])}")
+            resolved = recipe_file.load(path, overrides)
+        if options.dry_run and (far := recipe_file.far_inputs(resolved)):
+            raise UsageError(
+                f"--dry-run sends nothing over a network, and the sweep reads {', '.join(far)}; copy it first"
+            )
+        probe = resolved.adapt.method == "probe"
+        processes = processes_of(chosen_device(options.device), options.nproc or (1 if probe else None))
+        job = prepare(resolved, processes, processes, own_device(0, processes, options.device))
+        count = options.trials or TRIALS_BY_DEFAULT
+        if settings.sampler == "grid":
+            count = min(options.trials or settings.cells, settings.cells)
+        search = Search(
+            name=recipe,
+            overrides=overrides,
+            recipe=resolved,
+            settings=settings,
+            task=job.task,
+            processes=processes,
+            count=count,
+            seeds=options.seeds or SEEDS_BY_DEFAULT,
+            flags=replace(options, resume="auto").flags(report=False),
+            max_restarts=options.max_restarts,
+        )
+        search.check_directory(goes_on=options.resume is not None)
+        for notice in notices(job):
+            say(notice)
+        if options.dry_run:
+            print(describe(job, processes))
+            print(f"trials    {count}, of {', '.join(settings.space)}; by valid {search.metric}")
+        elif search.work() and options.report:
+            _report(search.out)
+    return search.out
+
+
 def _is_out_of_sight(recipe: Recipe) -> bool:
     """Whether a dry run, which sends nothing over a network, cannot look at all inputs. Say which are not looked at."""
-    from esmshard.model.weights import open_weights
+    from esmshard.model import weights
 
     far = recipe_file.far_inputs(recipe)
-    if not far and open_weights.is_far(recipe.model.name):
+    if not far and weights.is_far(recipe.model.name):
         far = [f"model.name ({recipe.model.name})"]
     if far:
         print(f"task      {recipe.task.name}\nmodel     {recipe.model.name}\nout       {recipe.out}")
@@ -149,11 +288,10 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     from esmshard.data.splits.variant_records import FOLDS
     from esmshard.devices import chosen_device
     from esmshard.parallel.process_group import own_device, processes_of
-    from esmshard.train.experiments import repeats as joint
-    from esmshard.train.experiments.cross_validation import curve_runs
-    from esmshard.train.experiments.repeats import is_done, repeats
-    from esmshard.train.inputs import check_out, describe, prepare
-    from esmshard.train.resume import check_start, notices
+    from esmshard.train import cross_validation as joint
+    from esmshard.train.cross_validation import curve_runs, is_done, repeats
+    from esmshard.train.inputs import check_out, describe, notices, prepare
+    from esmshard.train.resume import check_start
 
     of_table, probe = resolved.divides_table, resolved.adapt.method == "probe"
     processes = processes_of(chosen_device(options.device), options.nproc or (1 if probe else None))
@@ -186,6 +324,19 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     return _Runs(processes, folds, several, curve, to_do, of_table)
 
 
+def _allocator() -> dict[str, str]:
+    """Return the setting of the GPU allocator for a run; none if the user has configured the allocator.
+
+    The sizes of micro-batches differ by a few tokens. By default each tensor has a segment of its own size. The tensors
+    of a slightly larger micro-batch then fit into no free segment, and a run that plans to fill 90% of the GPU may run
+    out of memory although half of its memory is free. A segment that grows has no such gaps. torch reads the variable
+    when it is loaded: the command line sets it before, and started processes inherit it.
+    """
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
 def _run_here(recipe: Recipe, options: RunOptions) -> None:
     """Train in this process, alone or as one of several ranks."""
     from esmshard.train import finetune as training
@@ -208,7 +359,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
         RunFailed: if a process has failed.
     """
     from esmshard.parallel.local_processes import run_local
-    from esmshard.train.resume import NOTICES_PRINTED
+    from esmshard.train.inputs import NOTICES_PRINTED
     from esmshard.train.run_dir import last_word
 
     flags = options.flags(report=options.report and not runs.of_table)
@@ -225,8 +376,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
 
 def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
     """Summarise several runs. For a table of variants, also rank all single substitutions."""
-    from esmshard.train.experiments.cross_validation import conclude
-    from esmshard.train.experiments.repeats import summarise
+    from esmshard.train.cross_validation import conclude, summarise
 
     out = Path(recipe.out)
     summary = summarise(out, runs.several, runs.folds)
@@ -244,7 +394,6 @@ def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
     """Draw the figure and the report of a run, if the packages for that are installed."""
     from esmshard.data.splits.recipe_splits import open_split
     from esmshard.report.draw.plots import contact_figure
-    from esmshard.report.text.html_report import report as write
     from esmshard.tasks.finetuned import tracks_of
     from esmshard.tasks.registry import new_task
 
@@ -253,6 +402,16 @@ def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
             labels = new_task(resolved.task, {}).labels
             test = open_split(resolved, "test", labels, tracks_of(resolved))
             say(f"figure in {contact_figure(run, test, device)}")
-        say(f"report in {write(run)}")
     except InputError as error:
         say(f"no figures: {error}")
+    _report(run)
+
+
+def _report(out: Path) -> None:
+    """Write the page on a run or a sweep, if the packages for that are installed."""
+    from esmshard.report.text.html_report import report
+
+    try:
+        say(f"report in {report(out)}")
+    except InputError as error:
+        say(f"no report: {error}")

@@ -17,7 +17,7 @@ from esmshard.cli.shared_options import (
     SweepFile,
     SweepTrials,
 )
-from esmshard.errors import UsageError
+from esmshard.errors import RunFailed, UsageError
 
 _STARTED = time.time()
 """The start of this process, in seconds since 1970. Goodput counts from this time."""
@@ -85,12 +85,11 @@ def finetune(
 ) -> None:
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
     from esmshard.api import start_run
-    from esmshard.api.run_options import RunOptions
     from esmshard.parallel import launchers
 
     launchers.join()
     try:
-        options = RunOptions(
+        options = start_run.RunOptions(
             nproc=nproc,
             device=device,
             resume=resume,
@@ -109,7 +108,7 @@ def finetune(
             env=tuple(env or ()),
         )
         start_run.finetune(recipe, overrides or [], options)
-    except start_run.RunFailed as failed:  # the processes have printed the reason
+    except RunFailed as failed:  # the processes have printed the reason
         if failed.exit_code == 130:
             raise KeyboardInterrupt from None
         raise SystemExit(failed.exit_code) from None
@@ -157,7 +156,7 @@ def status(
 
     found = run_dir.standings(run)
     print(run_dir.status_json(found) if as_json else run_dir.status_text(found))
-    if code := run_dir.status_exit_code(found):
+    if code := run_dir.EXIT_CODES[run_dir.joint_state(found)]:
         raise SystemExit(code)
 
 

@@ -37,11 +37,10 @@ from esmshard.embed.store.reuse import Reuse
 from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import InputError, UsageError
 from esmshard.files import publish
+from esmshard.model import weights
 from esmshard.model.attention import kernel_name
 from esmshard.model.families.family_registry import family_of
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.open_weights import Weights
-from esmshard.model.weights.origin import model_hash
+from esmshard.model.weights import Weights, model_hash
 from esmshard.parallel import cpu_limits
 from esmshard.progress import say
 from esmshard.vocab import CLS, EOS
@@ -400,21 +399,21 @@ def make_embedder(
         tokens: tokens of a pack.
         offload: a directory for layers that fit neither on the devices nor into memory. Each pass reads them.
     """
-    spec, weights = Spec.of(plan), _same_model(plan)
+    spec, found = Spec.of(plan), _same_model(plan)
     dtype = TORCH[spec.compute]
     if offload is None:
-        esm = open_weights.build(weights, device, dtype).eval()
+        esm = weights.build(found, device, dtype).eval()
         return Embedder(esm, spec.outputs, dtype=spec.dtype, long=spec.long, tokens=tokens)
     from esmshard.embed.compute.offload import offloaded
 
-    esm = offloaded(weights, offload, dtype, device)
+    esm = offloaded(found, offload, dtype, device)
     # A pass copies the layers once, whatever its number of tokens. Packs at the same time would wait for each other.
     tokens = tokens or OFFLOADED_PACK
     return Embedder(esm, spec.outputs, dtype=spec.dtype, long=spec.long, tokens=tokens, device=device, workers=1)
 
 
 def _same_model(plan: Mapping[str, Any]) -> Weights:
-    weights, spec = open_weights.read(plan["facts"]["model"]), Spec.of(plan)
-    if model_hash(weights) != spec.model_hash:
-        raise InputError(f"{weights.source}: its weights were changed since; --overwrite starts over")
-    return open_weights.joining(weights, spec.chains, "--join")
+    found, spec = weights.read(plan["facts"]["model"]), Spec.of(plan)
+    if model_hash(found) != spec.model_hash:
+        raise InputError(f"{found.source}: its weights were changed since; --overwrite starts over")
+    return weights.joining(found, spec.chains, "--join")

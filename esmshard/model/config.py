@@ -20,7 +20,15 @@ SHIPPED = {
 what they have seen. They are no released models.
 """
 
-MOST = {"n_layers": 1000, "dim": 65536, "n_heads": 4096, "max_positions": 10**7, "window": 10**7}
+MOST = {
+    "n_layers": 1000,
+    "dim": 65536,
+    "n_heads": 4096,
+    "v_heads": 4096,
+    "ffn": 10**6,
+    "max_positions": 10**7,
+    "window": 10**7,
+}
 """Limits far above every model (the largest has 80 layers, another a width of 5120), so that a damaged number cannot
 make a model that fills the memory.
 """
@@ -74,8 +82,10 @@ class ModelConfig(ABC):
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
-            value = getattr(self, name, None)
-            if name in ("max_positions", "window") and value is None:
+            if not hasattr(self, name):
+                continue
+            value = getattr(self, name)
+            if value is None and name in ("ffn", "max_positions", "window"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive whole number, not {value!r}")
@@ -114,58 +124,20 @@ class ModelConfig(ABC):
         """The linear layers of a block."""
 
     @property
-    @abstractmethod
-    def layer_parameters(self) -> int:
-        """Parameters of one block."""
-
-    @property
-    @abstractmethod
-    def layer_biases(self) -> int:
-        """Biases among the parameters of one block."""
-
-    @property
-    @abstractmethod
-    def embedding_parameters(self) -> int:
-        """Parameters of the embedding tables."""
-
-    @property
-    @abstractmethod
-    def end_parameters(self) -> int:
-        """Parameters of the LayerNorms around the blocks."""
-
-    @property
-    @abstractmethod
-    def end_biases(self) -> int:
-        """Biases among `end_parameters`."""
-
-    @property
-    @abstractmethod
-    def lm_head_parameters(self) -> int:
-        """Parameters of the LM head, without a matrix that is the embedding's."""
+    def projections(self) -> tuple[Matrix, ...]:
+        """The linear layers of the attention of a block, which are the same in all families."""
+        d = self.dim
+        qkv = [Matrix(name, f"self_attn.{name}_proj", d, d, "qkv") for name in "qkv"]
+        return (*qkv, Matrix("out", "self_attn.out_proj", d, d, "out"))
 
     @property
     def n_maps(self) -> int:
         """Number of attention maps, each of which has a weight in the contact regression."""
         return self.n_layers * self.n_heads
 
-    @property
-    def frozen_parameters(self) -> int:
-        """Parameters that never learn: the contact regression, and what a family keeps for its files only."""
-        return self.n_maps + 1
-
-    def learned_with(self, track: str) -> int:
-        """Return how many of `frozen_parameters` learn where batches have this track (`esmshard.vocab.Track`)."""
-        return 0
-
     def kept_with(self, track: str) -> int:
         """Return the numbers that the model keeps of a token for the backward pass because of this track."""
         return 0
-
-    @property
-    def n_parameters(self) -> int:
-        """All parameters: those of the trunk, the LM head and what never learns."""
-        ends = self.embedding_parameters + self.end_parameters + self.lm_head_parameters
-        return ends + self.n_layers * self.layer_parameters + self.frozen_parameters
 
     @property
     def sizes(self) -> dict[str, Any]:

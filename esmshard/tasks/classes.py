@@ -1,21 +1,29 @@
 """What tasks of labels share: counts, weights and priors of the training labels, and calibrated probabilities."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationInfo
+import torch
+from pydantic import Field, ValidationInfo, field_validator
 from scipy import special
+from torch import nn
 
+from esmshard.data.batching.loader import Example
 from esmshard.data.labels.protein_labels import ProteinLabels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
-from esmshard.errors import InputError, NotANumber
+from esmshard.errors import InputError
+from esmshard.model.config import ModelConfig
+from esmshard.model.finetuner import FineTuner
+from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
+from esmshard.tasks.base import Facts, Task
+from esmshard.tasks.baselines import kept
 from esmshard.tasks.metrics import LEAST, Row
 
 OUTPUTS = 8
@@ -24,26 +32,89 @@ TEMPERATURES = 2.0 ** (np.arange(-16, 41) / 8)
 """The temperatures that are tried, from 1/4 to 32; each is 9% higher than the one before."""
 
 
-def for_classes(balance: float, info: ValidationInfo) -> float:
-    """Refuse the key `balance` for numbers."""
-    if balance and info.data.get("kind") == "number":
-        raise ValueError("weighs classes, and the recipe has kind number; remove it")
-    return balance
+class LabelSettings(TaskSettings):
+    """The settings that tasks of labels share."""
+
+    kind: str
+    """Overridden by each task with the kinds of labels that it has."""
+    balance: float = Field(0.0, ge=0, le=1)
+    """The weight of a class in the loss is its frequency to the power of minus this number. With 0 all labels count the
+    same, with 1 all classes. For `multilabel`, the weight of the proteins with a label is the odds of this label to the
+    power of minus this number. Not for numbers."""
+    hidden: int | None = Field(None, ge=0, le=8192)
+    """The width of the head's hidden layer; 0 for a linear head. The default is the width of the model."""
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
+
+    @field_validator("balance")
+    @classmethod
+    def _of_classes(cls, balance: float, info: ValidationInfo) -> float:
+        if balance and info.data.get("kind") == "number":
+            raise ValueError("weighs classes, and the recipe has kind number; remove it")
+        return balance
+
+    def no_probe(self) -> str | None:
+        """A probe can fit a linear head only."""
+        return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
 
 
-@contextmanager
-def words_are_classes(kind: str) -> Iterator[None]:
-    """Point from labels that are no numbers to the kind of task whose labels are names.
+class LabelTask(Task):
+    """What tasks of labels share: a head that starts at the prior, baselines that are linear models, and calibration.
 
-    Raises:
-        NotANumber: with the sentence of one that was raised inside, and this.
+    Their heads have a last layer `out`.
     """
-    try:
-        yield
-    except NotANumber as error:
-        if kind != "number":
-            raise
-        raise NotANumber(f"{error}; if the labels are names of classes, set task.kind=class") from None
+
+    settings: LabelSettings
+    of_base: ClassVar[tuple[str, ...]] = ("frozen embedding",)
+    fitted: ClassVar[tuple[str, ...]]
+    """The baselines that are linear in `features`."""
+
+    @property
+    def one_of_names(self) -> bool:
+        """Whether the numbers are probabilities of classes of which one is right."""
+        return self.settings.kind == "class"
+
+    def head(self, config: ModelConfig) -> nn.Module:
+        """Make the head of `new_head`. It starts at the mean, or the shares, of the training labels."""
+        prior = self.prior()
+        head = self.new_head(config.dim, len(prior))
+        with torch.no_grad():
+            head.get_parameter("out.bias").copy_(torch.from_numpy(prior))
+        return head
+
+    @abstractmethod
+    def new_head(self, dim: int, outputs: int) -> nn.Module:
+        """Make a head with random weights."""
+
+    @abstractmethod
+    def prior(self) -> npt.NDArray[np.float32]:
+        """Return the output that predicts the mean, or the frequencies, of the training labels, [O]. Without facts, it
+        has OUTPUTS zeros for classes that no setting names.
+        """
+
+    @abstractmethod
+    def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
+        """Return what a baseline of `fitted` sees of a record, [F], or of each residue, [L, F]."""
+
+    def learn_from_validation(self, rows: Sequence[Row]) -> Facts:
+        """Return the temperature of the probabilities; nothing for numbers."""
+        return {} if self.settings.kind == "number" else fit_temperature(rows)
+
+    def baseline_outputs(
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
+    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        """`mean` or `majority`: what the training labels say of everything. Of `fitted`: linear models."""
+        prior = self.prior()
+        if self.per_residue:
+            prior = np.tile(prior, (len(example.tokens) - 2, 1))
+        outputs: dict[str, npt.NDArray[np.float32] | Row] = {
+            "majority" if self.settings.kind == "class" else "mean": prior
+        }
+        for name in self.fitted:
+            model = kept(known, name)
+            if model is not None and (base is not None or name not in self.of_base):
+                outputs[name] = model(self.features(name, example, base))
+        return outputs
 
 
 def known_classes(labels: ProteinLabels, known: Sequence[str], store: TokenStore, fasta: Path) -> ProteinLabels:

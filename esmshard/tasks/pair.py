@@ -124,7 +124,7 @@ class PairTask(SequenceTask):
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
         """Fit linear models to some pairs, and keep the mean label of the pairs of each training sequence."""
         found = super().baselines(train[:: _step(train)], base)
-        prior_O = self._shares(self._prior())
+        prior_O = self._shares(self.prior())
         sums: dict[np.uint64, npt.NDArray[np.float64]] = {}
         for example in train:
             target = SequenceTask.inputs(self, example).target
@@ -153,7 +153,7 @@ class PairTask(SequenceTask):
         found = super().baseline_outputs(example, known, base)
         if f"{MEMORY}.key" not in known:
             return found
-        prior_O, places = self._shares(self._prior()), _places(example, known)
+        prior_O, places = self._shares(self.prior()), _places(example, known)
         share_O = np.mean([prior_O if at is None else known[f"{MEMORY}.share"][at] for at in places], axis=0)
         if self.settings.kind == "number":
             output = share_O

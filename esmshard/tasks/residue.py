@@ -1,6 +1,6 @@
 """Labels of residues: a class or a number for each, some of which may be undefined."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -12,41 +12,36 @@ import torch.nn.functional as F
 from pydantic import Field, ValidationInfo, field_validator
 from torch import nn
 
+from esmshard import remote
 from esmshard.batch import Inputs, TokenBatch
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.labels.label_sources import label_source
 from esmshard.data.labels.residue_labels import ResidueLabels, residue_labels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError, UsageError
-from esmshard.model.config import ModelConfig
 from esmshard.model.dropout import RecordDropout, of_tokens
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Facts, LossSum, Task, on_device_of, regression_loss
-from esmshard.tasks.baselines import Linear, fit_classes, fit_numbers, kept
+from esmshard.tasks.base import LossSum, on_device_of, regression_loss
+from esmshard.tasks.baselines import Linear, fit_classes, fit_numbers
 from esmshard.tasks.classes import (
     OUTPUTS,
+    LabelSettings,
+    LabelTask,
     check_counts,
     class_weights,
-    fit_temperature,
-    for_classes,
     logits_of_shares,
     of_probabilities,
     probability_row,
     softmax,
     temperature_of,
-    words_are_classes,
 )
 from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues
 
 WINDOW = 7
 """One-hot baseline: residues on either side."""
-BASELINES = ("length", "one-hot window", "frozen embedding")
-"""The baselines: features to which a linear model is fitted."""
 KERNEL = 7
 """The width of the head's convolution in residues."""
 MOST_RESIDUES = 50_000
@@ -55,7 +50,7 @@ _CODE = np.full(256, -1, dtype=np.int64)
 _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(20)
 
 
-class ResidueSettings(TaskSettings):
+class ResidueSettings(LabelSettings):
     """A class or a number for each residue."""
 
     name: Literal["residue"]
@@ -68,9 +63,6 @@ class ResidueSettings(TaskSettings):
     classes: tuple[str, ...] | None = Field(None, strict=False)
     """The letters of each class. Several letters may be one class: [HGI, EB, STC] are the three states of secondary
     structure. By default each letter of the training labels is a class."""
-    balance: float = Field(0.0, ge=0, le=1)
-    """The weight of a class in the loss is its frequency to the power of minus this number. With 0 all residues count
-    the same, with 1 all classes. This is for labels with a rare class. Not for numbers."""
     hidden: int = Field(0, ge=0, le=8192)
     """The channels of a convolution over 7 residues before the last layer; 0 for a linear head."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -92,15 +84,6 @@ class ResidueSettings(TaskSettings):
         if len(classes) < 2:
             raise ValueError("has one class only, so that there is nothing to learn; name two or more")
         return classes
-
-    @field_validator("balance")
-    @classmethod
-    def _of_classes(cls, balance: float, info: ValidationInfo) -> float:
-        return for_classes(balance, info)
-
-    def no_probe(self) -> str | None:
-        """A probe can fit a linear head only."""
-        return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
         """Count the hidden layer before and after gelu, a copy of it with all records end to end, and the probabilities
@@ -136,7 +119,7 @@ class ResidueHead(nn.Module):
         return list(self.out(self.hidden_dropout(torch.cat(hidden), draw_L)).split(batch.lengths))
 
 
-class ResidueTask(Task):
+class ResidueTask(LabelTask):
     """A class or a number for each residue. Outputs: logits [L, C], or standardised numbers [L, 1].
 
     Facts, of `class`: `classes` (letters of each), `counts` of the training residues, and `temperature` (see
@@ -146,7 +129,7 @@ class ResidueTask(Task):
     Settings = ResidueSettings
     settings: ResidueSettings
     per_residue = True
-    of_base = ("frozen embedding",)
+    fitted = ("length", "one-hot window", "frozen embedding")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -165,11 +148,6 @@ class ResidueTask(Task):
         """The letters of each class, or `value` for a number."""
         return self._classes() if self.settings.kind == "class" else ("value",)
 
-    @property
-    def one_of_names(self) -> bool:
-        """Whether the numbers are probabilities of classes of which one is right."""
-        return self.settings.kind == "class"
-
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> ResidueLabels:
         """Read labels from a table, a label FASTA, an `.npz` or the headers of the FASTA file; see `residue_labels`."""
         source, target = label_source(fasta, data), data.target or (None,)
@@ -177,17 +155,16 @@ class ResidueTask(Task):
             raise UsageError(f"data.target: residues have one label, not {len(target)}; name one")
         if isinstance(source, Path) and target[0] is not None:
             raise UsageError(f"data.target: the label FASTA {source} has no columns; remove it")
-        with words_are_classes(self.settings.kind):
-            return residue_labels(
-                store,
-                fasta,
-                self.settings.kind,
-                source,
-                mask=None if data.mask is None else recipe_file.sample(data.mask),
-                column=target[0],
-                id_column=data.id_column,
-                classes="".join(self._classes()),
-            )
+        return residue_labels(
+            store,
+            fasta,
+            self.settings.kind,
+            source,
+            mask=None if data.mask is None else remote.data_file(data.mask),
+            column=target[0],
+            id_column=data.id_column,
+            classes="".join(self._classes()),
+        )
 
     def learn(self, train: Examples) -> Self:
         """Learn the classes and the number of training residues of each, or mean and deviation of the numbers."""
@@ -214,13 +191,9 @@ class ResidueTask(Task):
             )
         return type(self)(self.settings, {"mean": mean, "std": std})
 
-    def head(self, config: ModelConfig) -> nn.Module:
-        """Make a `ResidueHead`. It starts at the mean, or the shares, of the training labels."""
-        prior = self._prior()
-        head = ResidueHead(config.dim, self.settings.hidden, len(prior), self.settings.dropout)
-        with torch.no_grad():
-            head.out.bias.copy_(torch.from_numpy(prior))
-        return head
+    def new_head(self, dim: int, outputs: int) -> ResidueHead:
+        """Make a `ResidueHead`."""
+        return ResidueHead(dim, self.settings.hidden, outputs, self.settings.dropout)
 
     def inputs(self, example: Example) -> Inputs:
         """Return the target: int64 [L], -1 where undefined; or float32 [L], standardised, NaN where undefined."""
@@ -283,10 +256,6 @@ class ResidueTask(Task):
             return both_2L
         return np.stack([self.predict(values_L[:, None].astype(np.float32)) for values_L in both_2L]).astype(np.float64)
 
-    def learn_from_validation(self, rows: Sequence[Row]) -> Facts:
-        """Return the temperature of the probabilities; nothing for numbers."""
-        return fit_temperature(rows) if self.settings.kind == "class" else {}
-
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return calibrated probabilities, float32 [L, C], or numbers in the unit of the labels, float32 [L]."""
         if self.settings.kind == "class":
@@ -298,8 +267,8 @@ class ResidueTask(Task):
         representation of it.
         """
         found: dict[str, npt.NDArray[Any]] = {}
-        for name in BASELINES:
-            x_MF, target_M = self._gather(train, partial(_some_features, name, base=base))
+        for name in self.fitted:
+            x_MF, target_M = self._gather(train, partial(self._some_features, name, base=base))
             if len(target_M):
                 found |= self._fit(x_MF, target_M, 0).arrays(name)
         return found
@@ -309,32 +278,15 @@ class ResidueTask(Task):
         taken, _ = self._chosen(train)
         for n in mine:
             if len(taken[n]):
-                kept = _some_features("frozen embedding", n, train[n], taken[n], base=base)
+                kept = self._some_features("frozen embedding", n, train[n], taken[n], base=base)
                 base.remembered["residues"][n] = np.asarray(kept, dtype=np.float32)
-
-    def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
-    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
-        """`mean` or `majority`: what the training labels say of every residue. Linear models: `length` on that of the
-        protein, `one-hot window` on the amino acids of 15 residues, `frozen embedding` on the representation before the
-        first step.
-        """
-        prior = np.tile(self._prior(), (len(example.tokens) - 2, 1))
-        found: dict[str, npt.NDArray[np.float32] | Row] = {
-            "majority" if self.settings.kind == "class" else "mean": prior
-        }
-        for name in BASELINES:
-            model = kept(known, name)
-            if model is not None and (base is not None or name != "frozen embedding"):
-                found[name] = model(_features(name, example, base))
-        return found
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
         """Fit ridge or logistic regression to the head's LayerNorm of the representations."""
         assert isinstance(head, ResidueHead)
 
         def normed(_: int, example: Example, taken: npt.NDArray[np.intp]) -> npt.NDArray[np.floating]:
-            x_LD = torch.from_numpy(_features("frozen embedding", example, base)).to(head.norm.weight)
+            x_LD = torch.from_numpy(self.features("frozen embedding", example, base)).to(head.norm.weight)
             return np.asarray(head.norm(x_LD).cpu().numpy())[taken]
 
         with torch.no_grad():
@@ -343,11 +295,32 @@ class ResidueTask(Task):
                 raise InputError("adapt.method probe: no residue of the training examples has a label; give labels")
             self._fit(x_MF, target_M, seed).copy_to(head.out)
 
+    def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
+        """Return what a baseline sees of each residue, [L, F]."""
+        if name == "frozen embedding":
+            assert base is not None
+            return base.representations([Inputs(example.tokens, tracks=example.tracks)])[0]
+        residues = len(example.tokens) - 2
+        if name == "length":
+            return np.tile([residues, np.log(residues)], (residues, 1))
+        codes_L = np.pad(_CODE[example.tokens[1:-1]], WINDOW, constant_values=20)
+        codes_LW = np.lib.stride_tricks.sliding_window_view(codes_L, 2 * WINDOW + 1)
+        # 20 amino acids, and one for what lies beyond the ends; other letters are none of these.
+        return np.asarray((codes_LW[:, :, None] == np.arange(21)).reshape(len(codes_LW), -1), dtype=np.float32)
+
+    def _some_features(
+        self, name: str, n: int, example: Example, taken: npt.NDArray[np.intp], *, base: FineTuner
+    ) -> npt.NDArray[np.floating]:
+        """Return what a baseline sees of some residues of training example n, [P, F]."""
+        if name == "frozen embedding" and n in base.remembered["residues"]:
+            return np.asarray(base.remembered["residues"][n])
+        return self.features(name, example, base)[taken]
+
     def _classes(self) -> tuple[str, ...]:
         """Return the letters of each class, as far as they are known."""
         return tuple(self.facts.get("classes", self.settings.classes or ()))
 
-    def _prior(self) -> npt.NDArray[np.float32]:
+    def prior(self) -> npt.NDArray[np.float32]:
         """Return the output that predicts the mean, or the frequencies, of the training labels."""
         if self.settings.kind == "number":
             return np.zeros(1, dtype=np.float32)
@@ -431,26 +404,3 @@ class ResidueTask(Task):
 def _class_of(classes: Sequence[str]) -> npt.NDArray[np.int64]:
     """Return the class of each letter, if the letters of all classes stand in a row."""
     return np.repeat(np.arange(len(classes)), [len(letters) for letters in classes])
-
-
-def _some_features(
-    name: str, n: int, example: Example, taken: npt.NDArray[np.intp], *, base: FineTuner
-) -> npt.NDArray[np.floating]:
-    """Return what a baseline sees of some residues of training example n, [P, F]."""
-    if name == "frozen embedding" and n in base.remembered["residues"]:
-        return np.asarray(base.remembered["residues"][n])
-    return _features(name, example, base)[taken]
-
-
-def _features(name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
-    """Return what a baseline sees of each residue, [L, F]."""
-    if name == "frozen embedding":
-        assert base is not None
-        return base.representations([Inputs(example.tokens, tracks=example.tracks)])[0]
-    residues = len(example.tokens) - 2
-    if name == "length":
-        return np.tile([residues, np.log(residues)], (residues, 1))
-    codes_L = np.pad(_CODE[example.tokens[1:-1]], WINDOW, constant_values=20)
-    codes_LW = np.lib.stride_tricks.sliding_window_view(codes_L, 2 * WINDOW + 1)
-    # 20 amino acids, and one for what lies beyond the ends; other letters are none of these.
-    return np.asarray((codes_LW[:, :, None] == np.arange(21)).reshape(len(codes_LW), -1), dtype=np.float32)

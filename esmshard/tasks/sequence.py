@@ -1,7 +1,7 @@
 """Labels of whole proteins: numbers (one or several, which may be missing), one class, or several labels."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -19,20 +19,18 @@ from esmshard.data.labels.protein_labels import ProteinLabels, protein_labels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
 from esmshard.errors import InputError, UsageError
-from esmshard.model.config import ModelConfig
 from esmshard.model.dropout import RecordDropout
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Facts, LossSum, Task, on_device_of, regression_loss, require_two_values
-from esmshard.tasks.baselines import Linear, fit_classes, fit_labels, fit_numbers, kept
+from esmshard.tasks.base import LossSum, on_device_of, regression_loss, require_two_values
+from esmshard.tasks.baselines import Linear, fit_classes, fit_labels, fit_numbers
 from esmshard.tasks.classes import (
     OUTPUTS,
+    LabelSettings,
+    LabelTask,
     check_counts,
     class_weights,
-    fit_temperature,
-    for_classes,
     known_classes,
     logits_of_shares,
     of_probabilities,
@@ -40,7 +38,6 @@ from esmshard.tasks.classes import (
     sigmoid,
     softmax,
     temperature_of,
-    words_are_classes,
 )
 from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues, is_residue
@@ -50,7 +47,7 @@ MOST_SHOWN = 32
 _AMINO_ACIDS = np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)
 
 
-class SequenceSettings(TaskSettings):
+class SequenceSettings(LabelSettings):
     """Numbers, a class or several classes for a whole protein."""
 
     name: Literal["sequence"]
@@ -62,14 +59,6 @@ class SequenceSettings(TaskSettings):
     loss: Literal["mse", "huber"] | None = Field(None, validate_default=True)
     """The loss for numbers, by default `mse`. `huber` counts errors over one standard deviation linearly, for data with
     outliers. Classes have cross-entropy, and no such key."""
-    balance: float = Field(0.0, ge=0, le=1)
-    """The weight of a class in the loss is its frequency to the power of minus this number. For `multilabel`, the
-    weight of the proteins with a label is the odds of this label to the power of minus this number. With 0 all proteins
-    count the same. Not for numbers."""
-    hidden: int | None = Field(None, ge=0, le=8192)
-    """The width of the head's hidden layer; 0 for a linear head. The default is the width of the model."""
-    dropout: float = Field(0.1, ge=0, lt=1)
-    """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
 
     @field_validator("loss")
     @classmethod
@@ -78,15 +67,6 @@ class SequenceSettings(TaskSettings):
         if loss is not None and kind in ("class", "multilabel"):
             raise ValueError(f"{loss} is for kind number, and the recipe has {kind}; remove it")
         return loss or ("mse" if kind == "number" else None)
-
-    @field_validator("balance")
-    @classmethod
-    def _of_classes(cls, balance: float, info: ValidationInfo) -> float:
-        return for_classes(balance, info)
-
-    def no_probe(self) -> str | None:
-        """A probe can fit a linear head only."""
-        return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
 
 
 class SequenceHead(nn.Module):
@@ -122,7 +102,7 @@ class SequenceHead(nn.Module):
         return normed_SD
 
 
-class SequenceTask(Task):
+class SequenceTask(LabelTask):
     """A protein's numbers, class or labels. Outputs: standardised numbers [T], or logits [C].
 
     Facts, of `number`: `targets` (names), `mean` and `std` of the training labels; of `class` and `multilabel`:
@@ -131,9 +111,7 @@ class SequenceTask(Task):
 
     Settings: ClassVar[type[SequenceSettings]] = SequenceSettings
     settings: SequenceSettings
-    of_base: ClassVar[tuple[str, ...]] = ("frozen embedding",)
     fitted: ClassVar[tuple[str, ...]] = ("length", "composition", "frozen embedding")
-    """The baselines that are linear in `features`."""
     head_class: ClassVar[type[SequenceHead]] = SequenceHead
 
     @property
@@ -153,11 +131,6 @@ class SequenceTask(Task):
         """The names of the targets, or of the classes."""
         return tuple(self.facts.get("targets" if self.settings.kind == "number" else "classes", ()))
 
-    @property
-    def one_of_names(self) -> bool:
-        """Whether the numbers are probabilities of classes of which one is right."""
-        return self.settings.kind == "class"
-
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> ProteinLabels:
         """Read labels from a table, or from the headers of the FASTA file; see `protein_labels`."""
         if data.mask is not None:
@@ -169,16 +142,15 @@ class SequenceTask(Task):
         several = len(target) > 1
         if several and kind == "class":
             raise UsageError("data.target: a class comes from one column; name one, or set task.kind: multilabel")
-        with words_are_classes(kind):
-            found = protein_labels(
-                store,
-                fasta,
-                kind,
-                source,
-                columns=target,
-                id_column=data.id_column,
-                required=not several,
-            )
+        found = protein_labels(
+            store,
+            fasta,
+            kind,
+            source,
+            columns=target,
+            id_column=data.id_column,
+            required=not several,
+        )
         if kind != "number" and not several:
             return known_classes(found, self.names, store, fasta)
         if self.names and found.names != self.names:
@@ -216,14 +188,10 @@ class SequenceTask(Task):
             facts = {"classes": list(names), "counts": counts.tolist(), "records": len(found)}
         return type(self)(self.settings, facts)
 
-    def head(self, config: ModelConfig) -> nn.Module:
-        """Make a head of `head_class`. It starts at the mean, or the shares, of the training labels."""
-        hidden = config.dim if self.settings.hidden is None else self.settings.hidden
-        prior = self._prior()
-        head = self.head_class(config.dim, hidden, len(prior), self.settings.dropout)
-        with torch.no_grad():
-            head.out.bias.copy_(torch.from_numpy(prior))
-        return head
+    def new_head(self, dim: int, outputs: int) -> SequenceHead:
+        """Make a head of `head_class`."""
+        hidden = dim if self.settings.hidden is None else self.settings.hidden
+        return self.head_class(dim, hidden, outputs, self.settings.dropout)
 
     def inputs(self, example: Example) -> Inputs:
         """Return the target: float32 [T], standardised, NaN where missing; int64 []; or float32 [C] of 0 and 1."""
@@ -268,10 +236,6 @@ class SequenceTask(Task):
         """Add the ranks from which AUPRC of several labels is computed."""
         return metrics.ranked(rows, "score") if self.settings.kind == "multilabel" else list(rows)
 
-    def learn_from_validation(self, rows: Sequence[Row]) -> Facts:
-        """Return the temperature of the probabilities; nothing for numbers."""
-        return {} if self.settings.kind == "number" else fit_temperature(rows)
-
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return numbers in the unit of the labels, float32 [T], or calibrated probabilities, float32 [C]."""
         if self.settings.kind == "number":
@@ -292,19 +256,6 @@ class SequenceTask(Task):
         """Keep the mean representations."""
         for n in mine:
             base.remembered["means"][digest(train[n])] = self.means(train[n], base)
-
-    def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
-    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
-        """`mean` or `majority`: what the training labels say of every protein. Of `fitted`: linear models."""
-        found: dict[str, npt.NDArray[np.float32] | Row] = {
-            "majority" if self.settings.kind == "class" else "mean": self._prior()
-        }
-        for name in self.fitted:
-            model = kept(known, name)
-            if model is not None and (base is not None or name not in self.of_base):
-                found[name] = model(self.features(name, example, base))
-        return found
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
         """Fit ridge or logistic regression to what the head makes of the mean representations."""
@@ -333,7 +284,7 @@ class SequenceTask(Task):
         (mean_D,) = self.means(example, base)
         return np.asarray(mean_D)
 
-    def _prior(self) -> npt.NDArray[np.float32]:
+    def prior(self) -> npt.NDArray[np.float32]:
         """Return the output that predicts the mean, or the frequencies, of the training labels."""
         if self.settings.kind == "number":
             return np.zeros(len(self.names) or 1, dtype=np.float32)

@@ -15,7 +15,6 @@ from esmshard.model.finetuner import FineTuner
 from esmshard.model.weight_reader import read_json
 from esmshard.monitor.stuck_ranks import Control, recorder_settings
 from esmshard.parallel import process_environment
-from esmshard.parallel.cuda_allocator import expandable_segments
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.process_group import World, processes_per_machine, world
 from esmshard.parallel.shared_calls import free_layers, refill
@@ -26,11 +25,10 @@ from esmshard.tasks.finetuned import new_head
 from esmshard.tasks.registry import new_task
 from esmshard.train import evaluate
 from esmshard.train.inputs import RunInputs, check_out, leakage_notices, prepare, seen_in_training
-from esmshard.train.loop import train
+from esmshard.train.loop import advice_if_out_of_memory, train
 from esmshard.train.optim import model_tensors
 from esmshard.train.resume import starting_point
 from esmshard.train.run_dir import Attempt, goodput, goodput_text, metrics_of
-from esmshard.train.token_budget import out_of_memory_in_evaluation, out_of_memory_of_model
 
 
 def run(
@@ -79,8 +77,12 @@ def run(
                     ranks, start_timeout=wait.start_timeout, step_timeout=wait.step_timeout, dumps=dumps
                 ) as control,
                 exact_convolutions(ranks.device),
-                expandable_segments(ranks.device),
-                out_of_memory_of_model(ranks.device),
+                advice_if_out_of_memory(
+                    lambda: (
+                        f"weights and optimizer state of the model do not fit on {ranks.device}; set "
+                        "adapt.method=lora or parallel.cpu_offload=true, or share the model among more GPUs (--nproc)"
+                    )
+                ),
             ):
                 job = ranks.agree(lambda: prepare(recipe, ranks.size, processes_per_machine(ranks.size), ranks.device))
                 ranks.from_first(lambda: check_out(out, resume, overwrite))
@@ -91,7 +93,12 @@ def run(
                 model = train(job, start, ranks, control, preemption, attempt, profile)
                 if not is_trial:
                     attempt.report("running", "consolidating and evaluating")
-                    with out_of_memory_in_evaluation(recipe, ranks.device):
+                    with advice_if_out_of_memory(
+                        lambda: (
+                            f"the evaluation does not fit on {ranks.device}; the model is trained, and kept in "
+                            f"{out / 'checkpoints'}; give it more memory, and --resume auto does what is left"
+                        )
+                    ):
                         _evaluate(job, model, replace(ranks, together=job.layout.together), control)
         except (LostProcess, Preempted):
             # A rank that was asked to stop may have left before training began. Once training runs, a rank that is gone

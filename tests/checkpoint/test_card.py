@@ -36,7 +36,7 @@ def about(**changes: Any) -> dict[str, Any]:
         "esmshard": "0.1.0",
         "step": 380,
         "recipe": recipe.model_dump(mode="json"),
-        "config": {"n_layers": 6, "dim": 320, "n_heads": 20},
+        "config": {"family": "esm2", "n_layers": 6, "dim": 320, "n_heads": 20},
         "data": data,
         "world_size": 4,
         "versions": {"torch": "2.13.0", "platform": "Linux-6.1-ada"},
@@ -186,6 +186,8 @@ def test_a_licence_that_forbids_commercial_use_is_said(
     if kind == "repository":
         cache = own_caches(tmp_path, monkeypatch)
         base = cache / "models--lab--esm2_mine" / "snapshots" / COMMIT
+        (base.parent.parent / "refs").mkdir(parents=True)
+        (base.parent.parent / "refs" / "main").write_text(COMMIT)
     else:
         name = str(base)
     base.mkdir(parents=True)

@@ -24,7 +24,7 @@ from model_files import TINY, fair_esm, write_fair_esm
 from esmshard.batch import pack
 from esmshard.cli import app
 from esmshard.data.fasta.fasta_reader import read_fasta
-from esmshard.model.weights.open_weights import load_model
+from esmshard.model.weights import load_model
 from esmshard.train.run_dir import goodput, goodput_text, metrics_of
 from esmshard.vocab import encode
 
@@ -165,7 +165,7 @@ def test_resuming_under_another_recipe_is_refused(finished: tuple[Path, subproce
     fasta.write_bytes(before[0])
     labels.write_bytes(before[1])
     assert done.returncode == 2
-    assert "train.fasta holds other sequences than it did" in done.stderr
+    assert "train.fasta holds other sequences or tracks than it did" in done.stderr
 
 
 def test_the_model_loads_in_transformers_and_fair_esm(
@@ -363,7 +363,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], object], list[str], int, str]] = {
         2,
         "tiny.yaml:7:16: train.steps: must",
     ),
-    "bad override": (lambda d: None, ["optim.lr=fast"], 2, "optim.lr=fast: optim.lr: must be a valid number"),
+    "bad override": (lambda d: None, ["optim.lr=fast"], 2, "optim.lr=fast: optim.lr: Input should be a valid number"),
     "unknown residue": (
         lambda d: (d / "train.fasta").write_text(">a\nMKT\nAY1A\n"),
         [],

@@ -11,7 +11,7 @@ from command import esmshard as command
 import esmshard
 from esmshard.devices import chosen_device
 from esmshard.errors import InputError, UsageError
-from esmshard.model.weights import open_weights
+from esmshard.model import weights
 from esmshard.parallel.process_group import own_device, processes_of, world
 from esmshard.train import loop
 from esmshard.train.resume import kinds_of_device
@@ -94,7 +94,7 @@ def test_the_named_gpu_is_where_weights_are_copied_to(monkeypatch: pytest.Monkey
         asked.append(device)
         raise InputError("this test has no GPU")
 
-    monkeypatch.setattr(open_weights, "build", build)
+    monkeypatch.setattr(weights, "build", build)
     for name in ("cuda:1", torch.device("cuda", 1), None):
         with pytest.raises(InputError, match="has no GPU"):
             esmshard.load("starter", name)
@@ -107,7 +107,7 @@ def test_everything_runs_on_the_cpu_of_a_machine_with_gpus(tmp_path: Path, tiny_
     assert esmshard.SequenceEmbedder(device="cpu").transform(["MKTAYIAK"]).shape == (1, 192)
     run = esmshard.finetune(tiny_recipe, device="cpu", out=tmp_path / "run", report=False)
     facts = json.loads((run.path / "versions.json").read_text())
-    assert (facts["device"], facts["processes"], "gpu" in facts, "devices" in facts) == ("cpu", 1, False, False)
+    assert (facts["device"], facts["processes"], "gpu" in facts, facts["devices"]) == ("cpu", 1, False, ["cpu"])
     assert run.evaluation["device"] == "cpu"
     with pytest.raises(UsageError, match="device cuda:1: is a single GPU"):
         esmshard.finetune(tiny_recipe, device="cuda:1", nproc=2, out=tmp_path / "two")

@@ -149,7 +149,10 @@ def test_only_what_is_needed_comes_before_the_job(variant: str, kinds: list[str]
             "-m esmshard finetune contact optim.lr=1e-4 --resume auto out=/work/runs/contact",
         ),
         ("one node", "esmshard finetune contact optim.lr=1e-4 --resume auto --nproc 1 --max-restarts 3"),
-        ("embed", "esmshard embed esm2_t33_650M_UR50D proteins.fasta.gz -o embeddings --engine array --nproc 1"),
+        (
+            "embed",
+            "esmshard embed esm2_t33_650M_UR50D proteins.fasta.gz -o embeddings --engine array --nproc 1 --worker 1/4",
+        ),
         (
             "doctor",
             "torchrun_wrapper.sh  python -m torch.distributed.run --nnodes 2:2 --nproc-per-node 8 --max-restarts 0 "

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,18 +19,16 @@ from esmshard.batch import TokenBatch
 from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import StepPlan, assign
 from esmshard.data.splits.recipe_splits import open_split
-from esmshard.model import attention
+from esmshard.model import attention, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families import family_registry
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights import open_weights
 from esmshard.parallel import shared_tokens, tensor_parallel
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
-from esmshard.parallel.shard import groups, next_micro_batch, shard, trainable
+from esmshard.parallel.shard import DTYPES, groups, next_micro_batch, shard, trainable
 from esmshard.planner.cost import exchanged
 from esmshard.planner.machines import parse
 from esmshard.planner.memory_model import numbers_of
@@ -67,21 +66,22 @@ def config_of(recipe: Recipe) -> ModelConfig:
 def build(recipe: Recipe, ranks: World | None, laid: Layout | None) -> tuple[FineTuner, Task]:
     """Trunk and contact head, sharded; or, without a layout, as plain as can be."""
     task, config, quantization = ContactTask(recipe.task, {}), config_of(recipe), recipe.model.quantize
-    base = open_weights.fresh(config, 3)
+    base = weights.fresh(config, 3)
     head = task.head(config)
     head.load_state_dict(work.rough_head(recipe, task, base))
     if laid is None or ranks is None:
         base = base if quantization is None else unpacked(base, quantization)
-        model = FineTuner(open_weights.build(base, torch.device("cpu")), head)
+        model = FineTuner(weights.build(base, torch.device("cpu")), head)
         model.adapt(recipe.adapt, recipe.train.seed)
         rows_of = work.rough_rows(model, base, head)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(rows_of(name, slice(None)))
-        return model.train(), task
+        return model.to(DTYPES["fp32"]).train(), task
     with torch.device("meta"):
         model = FineTuner(family_registry.build(config), task.head(config))
     model.adapt(recipe.adapt, recipe.train.seed, (), quantization)
+    model.to(DTYPES["fp32"])
     shard(model, laid, ranks)
     materialise(model, work.rough_rows(model, base, head), laid, ranks)
     return model.train(), task
@@ -103,6 +103,18 @@ def plain(path: str, steps: int = STEPS) -> dict[str, Any]:
     return {"loss": float(total.detach()) / count, "gradients": found} | curve(
         recipe, model, task, ALONE, Layout(), steps
     )
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """Compute what a recipe computes in fp32 in fp64: some gradients are sums whose terms nearly cancel, and in fp32
+    those of ESM3's LoRA are 3e-5 from the exact ones on one process, too.
+    """
+    DTYPES["fp32"] = torch.float64
+    try:
+        yield
+    finally:
+        DTYPES["fp32"] = torch.float32
 
 
 def micro_batches(task: Task, data: Examples, share: Sequence[Sequence[int]], most: int) -> Iterator[Micro]:
@@ -161,10 +173,10 @@ def curve(
     }
 
 
-def recipes(wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int) -> list[dict[str, Any]]:
+def recipes(wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int, double: bool = False) -> list[dict[str, Any]]:
     """Gradients and losses of several recipes, each under a `parallel` section."""
     found = []
-    with world(alone_too=True) as everyone:
+    with world(alone_too=True) as everyone, double_precision() if double else nullcontext():
         for path, settings in wanted:
             recipe = work.load(path)
             laid = work.laid_out(recipe, everyone, **settings)
@@ -179,7 +191,7 @@ def recipes(wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int) -> list
 def mistaken(path: str, mistake: str) -> dict[str, Any]:
     """Loss and gradients with layers divided over both ranks, and a mistake."""
     if mistake == "norm of own heads":
-        tensor_parallel._norm_of_width = lambda rows, *given: attention._norm_of_width(*given)
+        tensor_parallel.NormOfWidth.forward = _norm_of_own_heads  # type: ignore[method-assign]
     elif mistake == "bias of every rank":
         tensor_parallel._own_parts = lambda modules, _: _own_parts(modules, ())
     else:
@@ -190,6 +202,10 @@ def mistaken(path: str, mistake: str) -> dict[str, Any]:
         ranks = replace(everyone, together=2)
         model, task = build(recipe, ranks, laid)
         return gradients(recipe, model, task, ranks, laid, wrong=False)
+
+
+def _norm_of_own_heads(norm: nn.LayerNorm, y_TD: torch.Tensor) -> torch.Tensor:
+    return nn.functional.layer_norm(y_TD, y_TD.shape[1:], norm.weight, None, norm.eps)
 
 
 def operations(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
@@ -323,10 +339,10 @@ class MaskedLoss:
 
 def masked_step(ranks: World, strategy: str | None) -> np.ndarray:
     """Rows' largest change, [33]. `strategy` None: one plain process that takes every rank's batch."""
-    base = open_weights.fresh(CONFIG, 3)
+    base = weights.fresh(CONFIG, 3)
     if strategy is None:
         model, laid = MaskedLM(), Layout()
-        open_weights.materialise(model.trunk, base, torch.device("cpu"))
+        weights.materialise(model.trunk, base, torch.device("cpu"))
     else:
         with torch.device("meta"):
             model = MaskedLM()

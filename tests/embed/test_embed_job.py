@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import multiprocessing.util
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,7 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def given(files: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
     """Scratch files go to a known place."""
+    multiprocessing.util.get_temp_dir()  # Sockets of processes stay in the short path of before.
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "out").mkdir()

@@ -6,8 +6,7 @@ import torch
 from shared import alone, apart, distance, masked_pack, random_weights, size
 
 from esmshard.model.config import Quantization
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise

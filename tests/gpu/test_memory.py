@@ -17,7 +17,7 @@ from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.train import finetune
 from esmshard.train.inputs import prepare
-from esmshard.train.token_budget import RESERVED, largest_fitting
+from esmshard.train.loop import RESERVED, largest_fitting
 
 pytestmark = pytest.mark.gpu
 

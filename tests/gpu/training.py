@@ -9,7 +9,7 @@ from shared import alone
 
 from esmshard.batch import TokenBatch
 from esmshard.data.batching.packing import StepPlan, assign
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World

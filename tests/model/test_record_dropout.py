@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.model.dropout import RecordDropout, of_changes, of_tokens
-from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2 import EsmConfig
 from esmshard.tasks.residue import ResidueSettings, ResidueTask
 from esmshard.tasks.sequence import SequenceSettings, SequenceTask
 from esmshard.tasks.variants import VariantSettings, VariantTask

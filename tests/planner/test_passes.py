@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from esmshard.batch import pack
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esmc.esmc_config import EsmcConfig
+from esmshard.model.families.esm2 import EsmConfig
+from esmshard.model.families.esmc import EsmcConfig
 from esmshard.model.families.family_registry import build
 from esmshard.planner.cost import our_passes
 from esmshard.planner.memory_model import numbers_of

@@ -21,7 +21,7 @@ from esmshard import __version__
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.predict import contact_pictures, predictions, writers
 from esmshard.predict.predictions import predict

@@ -17,7 +17,7 @@ from esmshard.data.splits.leakage import ComparedRecords
 from esmshard.data.splits.pair_overlap import pair_notices
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings

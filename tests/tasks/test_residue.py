@@ -16,7 +16,7 @@ from sklearn import metrics as reference
 
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.task_section import AnyTask
 from esmshard.tasks import residue
@@ -151,7 +151,7 @@ def test_numbers_are_standardised_by_the_training_residues(files: Files) -> None
         ({"kind": "number"}, "a TARGET=nan;nan;nan MKT", "no residue of any record has a label"),
         ({"kind": "number"}, "a TARGET=1;inf;3 MKT", "which is not a finite number"),
         ({"kind": "number"}, "a TARGET=1;2e39;3 MKT", "which is not a finite number"),
-        ({"kind": "number"}, "a TARGET=HEH MKT", "if the labels are names of classes, set task.kind=class"),
+        ({"kind": "number"}, "a TARGET=HEH MKT", "for names of classes, set task.kind=class"),
         ({}, "a TARGET=HEH MKT\nb AC", "1 of 2 records have no TARGET= (b); add"),
         ({}, "a MKT\nb AC", "no record (a, b) has a TARGET="),
         ({}, "a TARGET=HEH MASK=000 MKT\nb TARGET=HE MASK=00 AC", "no residue of any record has a label"),
@@ -438,7 +438,7 @@ def test_residues_are_taken_evenly_where_there_are_too_many(trunk: ESM2, monkeyp
     for x, y in fits:
         assert len(x) == len(y) == -(-labelled // step) <= 100
         assert y.tolist() == every[::step].tolist()
-    windows = np.concatenate([residue._features("one-hot window", e, None)[made.inputs(e).target >= 0] for e in train])
+    windows = np.concatenate([made.features("one-hot window", e, None)[made.inputs(e).target >= 0] for e in train])
     assert np.array_equal(fits[1][0], windows[::step])
 
 

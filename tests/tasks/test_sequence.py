@@ -16,7 +16,7 @@ from sklearn import metrics as reference
 
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.task_section import AnyTask
 from esmshard.tasks.base import collate
@@ -148,7 +148,7 @@ def test_several_labels_come_from_one_column_or_from_columns_of_flags(files: Fil
         ("number", "a MKT\nb ACD", "no record (a, b) has a TARGET="),
         ("number", "a TARGET=1 MKT\nb ACD", "1 of 2 records have no TARGET= (b); add"),
         ("class", "a TARGET=x MKT\nb ACD\nc TARGET=y A", "1 of 3 records have no TARGET= (b); add"),
-        ("number", "a TARGET=tall MKT\nb TARGET=2 ACD", "if the labels are names of classes, set task.kind=class"),
+        ("number", "a TARGET=tall MKT\nb TARGET=2 ACD", "for names of classes, set task.kind=class"),
         ("number", "a TARGET=inf MKT\nb TARGET=2 ACD", "which is not a finite number"),
         ("number", "a TARGET=1e39 MKT\nb TARGET=2 ACD", "which is not a finite number"),
     ],

@@ -14,8 +14,7 @@ from esmshard.batch import pack
 from esmshard.data.batching.loader import Example
 from esmshard.errors import InputError
 from esmshard.model.attention import attention_map
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.finetuner import FineTuner
 from esmshard.tasks import contact
 from esmshard.tasks.contact import ContactSettings, ContactTask, contact_precision, valid_pairs

@@ -1,6 +1,6 @@
 import torch
 
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.sections import AdaptSettings, OptimSettings

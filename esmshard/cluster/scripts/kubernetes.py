@@ -254,7 +254,7 @@ def _command(job: SchedulerJob, site: Site, metadata: dict[str, Any], together: 
     if not together:
         arguments += ["--nproc", str(job.nproc)]
         if job.kind == "embed" and job.array > 1:
-            arguments += ["--worker", f"$(JOB_COMPLETION_INDEX)/{job.array}"]
+            arguments += ["--worker", f"$(WORKER)/{job.array}"]
         if job.kind == "finetune":
             arguments += ["--max-restarts", str(job.max_restarts)]
         return {"command": ["esmshard"], "args": arguments}
@@ -296,6 +296,8 @@ def _environment(job: SchedulerJob, site: Site, metadata: dict[str, Any], togeth
         values["PET_RDZV_CONF"] = _RENDEZVOUS  # torchrun's own variable for --rdzv-conf; the wrapper adds to it
         # Restarted processes must not read the addresses of the processes before them.
         values["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if job.kind == "embed" and job.array > 1:
+        variables.append(_field("WORKER", "metadata.annotations['batch.kubernetes.io/job-completion-index']"))
     if job.kind == "finetune" and "ESMSHARD_JOB_ID" not in site.exports:
         # The value stays the same for pods that replace others, and changes with a new Job.
         variables.append(_field("JOB_UID", f"metadata.labels['{_JOB_UID}']"))

@@ -28,7 +28,7 @@ from esmshard.embed.store.reuse import Reuse
 from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import InputError, UsageError
 from esmshard.files import cache_directory, check_replaced
-from esmshard.model.weights import recorded
+from esmshard.model import weights
 from esmshard.parallel.process_group import own_device, processes_of
 from esmshard.progress import Progress, rate, say
 
@@ -160,7 +160,7 @@ def _prepare(job: EmbedJob) -> EmbedReport | dict[str, Any]:
         Reuse(job.reuse, asked.spec)
     for notice in asked.notices:
         say(notice)
-    if changed := recorded.altered(asked.found.files):
+    if changed := weights.altered(asked.found.files):
         say(changed)
     plan = begin(job)
     if not (directory / "manifest.json").exists():

@@ -20,8 +20,8 @@ from esmshard.report.read.run_directory import RunFiles, Values, intervals, json
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.metrics import Interval
 from esmshard.tasks.registry import traits
+from esmshard.train.cross_validation import CURVE, SUMMARY
 from esmshard.train.evaluate import strongest
-from esmshard.train.experiments.repeats import CURVE, SUMMARY
 
 RANKED = "ranked.csv"
 AGAIN = "repeat its `esmshard finetune` command with --resume auto, which writes it anew"

@@ -29,8 +29,8 @@ from esmshard.report.text.scores import MOST_TARGETS, measured_figures, methods_
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.metrics import Interval
+from esmshard.train.cross_validation import CURVE, SUMMARY
 from esmshard.train.evaluate import comparison
-from esmshard.train.experiments.repeats import CURVE, SUMMARY
 
 BEST = 20
 """The number of rows of the table of ranked variants."""
