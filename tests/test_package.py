@@ -132,6 +132,7 @@ for name in [*missing.split(), "mkfifo", "getloadavg", "O_DIRECTORY", "O_CLOEXEC
     delattr(os, name)
 """
 
+
 def test_modules_import_without_what_other_systems_lack(tmp_path: Path) -> None:
     """Windows has no `fcntl`, and macOS no `sched_getaffinity`."""
     code = IMPORT_ALL.format(without=NOT_ON_WINDOWS)

@@ -20,9 +20,9 @@ import numpy as np
 from esmshard import spreadsheet
 from esmshard.api.run_options import RunOptions
 from esmshard.api.start_run import RunFailed, last_word
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import ExitCode, InputError, UsageError
 from esmshard.files import read_json, replace_json, replace_text, replacing
-from esmshard.parallel import preemption, process_environment
+from esmshard.parallel import launch, preemption
 from esmshard.progress import say
 from esmshard.recipe import recipe_file, sweep_file
 from esmshard.recipe.sections import Recipe
@@ -223,7 +223,7 @@ class _Sweep:
         """
         import optuna
 
-        from esmshard.parallel.local_processes import TO_END, run_local
+        from esmshard.parallel.launch import TO_END, run_local
 
         if self.grid is None:  # every trial draws from a seed of its own: otherwise all workers would draw alike
             seed = int(np.random.SeedSequence([self.settings.seed, trial.number]).generate_state(1)[0])
@@ -237,11 +237,11 @@ class _Sweep:
         overrides = [*(override(key, value) for key, value in values.items()), f"out={run}"]
         say(f"trial {int(name)} of {self.count}: {shown(values)}")
         arguments = ["-m", "esmshard", "finetune", self.name, *self.overrides, *overrides, *self.flags]
-        with process_environment.environment({process_environment.TRIAL: "1"}):
+        with launch.environment({launch.TRIAL: "1"}):
             restarts = self.options.max_restarts
             code = run_local(arguments, self.processes, max_restarts=restarts, is_enough=watched.is_due)
         pruned = watched.is_enough()
-        if not pruned and (code == preemption.Preempted.exit_code or code in {128 + number for number in TO_END}):
+        if not pruned and (code == ExitCode.REQUEUE or code in {128 + number for number in TO_END}):
             trial.study.enqueue_trial(trial.params, user_attrs={"run": name})
             self.write(trial.study)
             raise RunFailed(last_word(run, code), code)
@@ -252,7 +252,7 @@ class _Sweep:
         if code:
             message = last_word(run, code)
             self._tell(trial, "failed", watched.step, message)
-            raise optuna.TrialPruned(message) if code == 1 else _TrialLost(message)
+            raise optuna.TrialPruned(message) if code == ExitCode.FAILED else _TrialLost(message)
         chosen = self.chosen(run, overrides)
         value = chosen.get(self.metric)
         if value is None or not math.isfinite(value):
@@ -290,7 +290,7 @@ class _Sweep:
 
     def conclude(self, study: "Study") -> None:
         """Train the best settings with several seeds, test each model once, and write the results."""
-        from esmshard.parallel.local_processes import run_local
+        from esmshard.parallel.launch import run_local
 
         found = self.write(study)
         if found["best"] is None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from esmshard.api.run_options import RunOptions
-from esmshard.errors import InputError, UsageError
-from esmshard.parallel import launchers, preemption, process_environment
+from esmshard.errors import ExitCode, InputError, UsageError
+from esmshard.parallel import launch, preemption
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
@@ -27,7 +27,7 @@ class RunFailed(RuntimeError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        """The exit code that `local_processes.run_local` returned: that of the process whose failure was the cause."""
+        """The exit code that `launch.run_local` returned: that of the process whose failure was the cause."""
 
 
 def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
@@ -49,13 +49,13 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
-    with process_environment.environment({**until, **launchers.variables(), **recipe_file.allowing(options.env)}):
+    with launch.environment({**until, **launch.variables(), **recipe_file.allowing(options.env)}):
         if options.sweep is not None:
             from esmshard.api import run_sweep
 
             return run_sweep.sweep(recipe, overrides, options)
         with preemption.Preemption():
-            process_environment.follow_launcher()
+            launch.follow_launcher()
             resolved = recipe_file.load(recipe_file.resolve(recipe), overrides)
             recipe_file.check_companions(recipe_file.resolve(recipe), resolved, overrides)
 
@@ -128,12 +128,12 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
             "--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command; a launcher has "
             "started this process already: remove them, or start the command without the launcher"
         )
-    if options.stop_after is not None and process_environment.restarts_allowed():
+    if options.stop_after is not None and launch.restarts_allowed():
         raise UsageError(
             "--stop-after would begin again from zero when the launcher restarts this process; set "
             f"{preemption.STOP_AT}=$(($(date +%s) + {preemption.seconds(options.stop_after)})) for the launcher instead"
         )
-    if process_environment.attempt() and options.resume is None:
+    if launch.attempt() and options.resume is None:
         from esmshard.train.records.status import begun_by_this_launch
 
         # This process was restarted, and the work of its predecessor must be kept. The files that --overwrite should
@@ -208,14 +208,14 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
     Raises:
         RunFailed: if a process has failed.
     """
-    from esmshard.parallel.local_processes import run_local
+    from esmshard.parallel.launch import run_local
     from esmshard.train.resume import NOTICES_PRINTED
 
     flags = options.flags(report=options.report and not runs.of_table)
     for n, own in enumerate(runs.to_do):
         if runs.several:
             say(" ".join(own))
-        with process_environment.environment({NOTICES_PRINTED: "1"} if runs.several and n and runs.of_table else {}):
+        with launch.environment({NOTICES_PRINTED: "1"} if runs.several and n and runs.of_table else {}):
             arguments = ["-m", "esmshard", "finetune", recipe, *overrides, *own, *flags]
             code = run_local(arguments, runs.processes, max_restarts=options.max_restarts)
         if code:
@@ -246,7 +246,7 @@ def last_word(out: Path, code: int) -> str:
     """
     from esmshard.train.records import status
 
-    if code != preemption.Preempted.exit_code:
+    if code != ExitCode.REQUEUE:
         status.mark_failed(out, "the processes were ended from outside; continue with --resume auto", code)
     try:
         found = status.read(out)

@@ -18,7 +18,7 @@ from esmshard.cli.shared_options import (
     SweepTrials,
     Trust,
 )
-from esmshard.errors import UsageError
+from esmshard.errors import ExitCode, UsageError
 
 _STARTED = time.time()
 """The start of this process, in seconds since 1970. Goodput counts from this time."""
@@ -88,9 +88,9 @@ def finetune(
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
     from esmshard.api import start_run
     from esmshard.api.run_options import RunOptions
-    from esmshard.parallel import launchers
+    from esmshard.parallel import launch
 
-    launchers.join()
+    launch.join()
     try:
         options = RunOptions(
             nproc=nproc,
@@ -113,7 +113,7 @@ def finetune(
         )
         start_run.finetune(recipe, overrides or [], options)
     except start_run.RunFailed as failed:  # the processes have printed the reason
-        if failed.exit_code == 130:
+        if failed.exit_code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt from None
         raise SystemExit(failed.exit_code) from None
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.errors import InputError
-from esmshard.monitor.watch import Watch
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import copies, local, next_micro_batch
+from esmshard.parallel.watch import Watch
 from esmshard.tasks.base import Task
 
 T = TypeVar("T")

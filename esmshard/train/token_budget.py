@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from esmshard.checkpoint import manifest
+from esmshard.devices import is_out_of_memory
 from esmshard.errors import InputError
 from esmshard.model.attention import kernel_name
-from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.parallel.process_group import Precision, World
 from esmshard.parallel.shard import DTYPES
 from esmshard.planner import memory_model

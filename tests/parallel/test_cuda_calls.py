@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from esmshard.checkpoint.saver import Saver
+from esmshard.devices import is_out_of_memory
 from esmshard.model.convolutions import exact_convolutions
-from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.parallel.cuda_allocator import expandable_segments
 from esmshard.planner import memory_model
 from esmshard.tasks.base import on_device_of

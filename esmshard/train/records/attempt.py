@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from esmshard.checkpoint import manifest
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import ExitCode, InputError, UsageError
 from esmshard.files import replace_text
 from esmshard.parallel.preemption import Preempted
 from esmshard.train.records import goodput, status
@@ -150,15 +150,15 @@ class Attempt:
                 kind = type(error)
         ended: tuple[status.State, str, int]
         if error is None:
-            ended = ("done", self.ending, 0)
+            ended = ("done", self.ending, ExitCode.DONE)
         elif isinstance(error, Preempted):
             ended = ("preempted", str(error), error.exit_code)
         elif isinstance(error, InputError):
             ended = ("failed", str(error), error.exit_code)
         elif isinstance(error, KeyboardInterrupt):
-            ended = ("failed", "interrupted", 130)
+            ended = ("failed", "interrupted", ExitCode.INTERRUPTED)
         else:
-            ended = ("failed", f"{type(error).__name__}: {error}".splitlines()[0], 1)
+            ended = ("failed", f"{type(error).__name__}: {error}".splitlines()[0], ExitCode.CRASHED)
         state, message, exit_code = ended
         # A refused command, such as --resume with another learning rate, leaves the status of the run unchanged.
         refused = isinstance(error, UsageError) and not self._begun and self._before() is not None

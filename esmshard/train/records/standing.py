@@ -10,12 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from esmshard.errors import UsageError, reading
+from esmshard.errors import ExitCode, UsageError, reading
 from esmshard.files import read_json
 from esmshard.train.records import goodput, lock, status
 from esmshard.train.records.attempt import METRICS
 
-EXIT_CODES: Mapping[status.State, int] = {"failed": 1, "running": 3, "preempted": 75, "done": 0}
+EXIT_CODES: Mapping[status.State, int] = {
+    "failed": ExitCode.FAILED,
+    "running": ExitCode.RUNNING,
+    "preempted": ExitCode.REQUEUE,
+    "done": ExitCode.DONE,
+}
 """The exit code of the command: that of the first of these states that one of the runs is in."""
 
 SWEEP = "sweep.json"

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict, Unpack  # pydantic does not read that o
 
 from esmshard.errors import InputError
 from esmshard.files import read_json, replace_json
-from esmshard.parallel import process_environment
+from esmshard.parallel import launch
 from esmshard.train.records.lock import abandoned, job_id
 
 NAME = "status.json"
@@ -85,7 +85,7 @@ def begun_by_this_launch(out: Path) -> bool:
 
 
 def _launch() -> str | None:
-    run = os.environ.get(process_environment.LAUNCH) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    run = os.environ.get(launch.LAUNCH) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return run if run not in ("", "none") else None
 
 

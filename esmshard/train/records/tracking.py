@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from esmshard.errors import UsageError
+from esmshard.errors import ExitCode, UsageError
 from esmshard.files import read_json, replace_text
-from esmshard.parallel.process_environment import environment
+from esmshard.parallel.launch import environment
 from esmshard.progress import say
 
 WANDB_ID = "wandb-id"
@@ -132,7 +132,9 @@ def _close(tracker: Any, state: str) -> None:
         tracker.tracker.summary["status"] = state
         if state == "preempted":
             tracker.tracker.mark_preempting()
-        tracker.tracker.finish(exit_code={"done": 0, "preempted": 75}.get(state, 1))
+        codes = {"done": ExitCode.DONE, "preempted": ExitCode.REQUEUE}
+        codes = {"done": ExitCode.DONE, "preempted": ExitCode.REQUEUE}
+        tracker.tracker.finish(exit_code=codes.get(state, ExitCode.FAILED))
     else:
         tracker.log({"status": state}, step=None)
         tracker.finish()
