@@ -25,7 +25,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from esmshard.checkpoint import manifest
-from esmshard.checkpoint.saver import Saver
+from esmshard.checkpoint.sharded import Saver
 from esmshard.files import sha256
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import measure
@@ -20,8 +19,8 @@ import torch
 
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.consolidate import consolidate
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm_layouts import TIED
+from esmshard.model.families.esm2 import EsmConfig
+from esmshard.model.families.esm_base import TIED
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.recipe.sections import Recipe
@@ -57,7 +56,7 @@ def write_run(run: Path, name: str) -> None:
         fill(tensors[f"model.trunk.{key}"], key, shape, open_weights.fresh(config, 0))
     head = new_task(recipe.task, {}).head(config)
     tensors |= {f"model.head.{key}": tensor for key, tensor in head.state_dict().items()}
-    state = {"recipe": recipe.model_dump(mode="json"), "config": asdict(config), "world_size": 1, "facts": {}}
+    state = {"recipe": recipe.model_dump(mode="json"), "config": config.recorded(), "world_size": 1, "facts": {}}
     sharded.write(run / "checkpoints", 1, tensors, state, keep=1)
     flat.unlink()
 

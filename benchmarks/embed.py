@@ -29,7 +29,7 @@ from esmshard.embed.formats.format_registry import FORMATS
 from esmshard.embed.job.embed_plan import forecast
 from esmshard.embed.job.embed_request import request
 from esmshard.embed.store.embedding_store import EmbeddingStore
-from esmshard.model.families.esm2.esm2_pickle import FAIR_ESM
+from esmshard.model.families.esm2 import FAIR_ESM
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import export, open_weights
 from esmshard.vocab import STANDARD

@@ -18,8 +18,7 @@ import peers
 import torch
 from peers import Variant
 
-from esmshard.model.families.esmc.esmc_config import EsmcConfig
-from esmshard.model.families.esmc.esmc_layouts import pieces, transformers_config
+from esmshard.model.families.esmc import FAMILY, EsmcConfig
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout
@@ -39,11 +38,11 @@ def transformers() -> Any:
     from transformers import EsmcConfig as TheirConfig
     from transformers import EsmcForMaskedLM
 
-    model = EsmcForMaskedLM(TheirConfig(**transformers_config(CONFIG), attn_implementation="sdpa"))
+    model = EsmcForMaskedLM(TheirConfig(**FAMILY.write_config(CONFIG), attn_implementation="sdpa"))
     found = open_weights.fresh(CONFIG, 0)
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
-            for piece in pieces(key, CONFIG)[:1]:
+            for piece in FAMILY.pieces(key, CONFIG)[:1]:
                 tensor.copy_(found[piece.name])
     return model.eval()
 

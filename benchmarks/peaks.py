@@ -22,15 +22,14 @@ from esmshard.batch import TokenBatch, pack
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import ModelConfig, Quantization
 from esmshard.model.families.family_registry import FAMILIES, SIZES, build
+from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import shard, trainable
 from esmshard.planner import memory_model
-from esmshard.planner.parameter_counts import numbers_of
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.contact.contact_settings import ContactSettings
-from esmshard.tasks.finetuner import FineTuner
+from esmshard.tasks.contact import ContactSettings
 from esmshard.tasks.registry import new_task
 from esmshard.train.step import train_step
 
@@ -94,7 +93,7 @@ def numbers(
 ) -> memory_model.ModelNumbers:
     """Return the sizes of the model that `measure` trains."""
     config = SIZES[model_name]
-    return numbers_of(config, TASK.head_parameters(config), adapt, quantization=quantization)
+    return memory_model.numbers_of(_meta(config, adapt, quantization), config, quantization=quantization)
 
 
 def head_bytes(tokens: int, length: int = 256) -> int:

@@ -24,19 +24,16 @@ import torch.nn.functional as F
 from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.data.batching.packing import by_length
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
-from esmshard.model.families.esm2.esm2_pickle import FAIR_ESM
-from esmshard.model.families.esm_layouts import to_transformers, transformers_config
+from esmshard.model.families.esm2 import ESM2, FAIR_ESM, FAMILY, EsmConfig
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.weights import export, open_weights
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.variants.variant_head import Pool, VariantHead
+from esmshard.tasks.variant_features import Pool, VariantHead
 from esmshard.vocab import MASK, PAD, STANDARD, TOKENS
 
 Tokens = npt.NDArray[np.uint8]
@@ -86,11 +83,11 @@ def transformers(name: str, device: torch.device, dtype: torch.dtype, attention:
     """Make `EsmForMaskedLM` with the same weights, in evaluation mode."""
     from transformers import EsmConfig, EsmForMaskedLM
 
-    settings = {key: value for key, value in transformers_config(SIZES[name]).items() if key != "model_type"}
+    settings = {key: value for key, value in FAMILY.write_config(SIZES[name]).items() if key != "model_type"}
     with warnings.catch_warnings(), torch.device(device):
         warnings.simplefilter("ignore")
         model = EsmForMaskedLM._from_config(EsmConfig(**settings), attn_implementation=attention, dtype=dtype)
-    given = {to_transformers(key): value for key, value in ours(name, device, dtype).state_dict().items()}
+    given = {FAMILY.key(key): value for key, value in ours(name, device, dtype).state_dict().items()}
     missing, unexpected = model.load_state_dict(given, strict=False)
     # The model computes rotary tables, has no learned positions, and does not use the pooler.
     left = [key for key in [*missing, *unexpected] if not re.search(r"inv_freq|position_|pooler", key)]

@@ -8,8 +8,8 @@ from torch import nn
 
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.families.family_registry import SIZES, build
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.trunk import Trunk
-from esmshard.tasks.finetuner import FineTuner
 
 SHORT = {"8M": "esm2_t6_8M_UR50D", "35M": "esm2_t12_35M_UR50D", "150M": "esm2_t30_150M_UR50D"}
 SHORT |= {"650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D", "15B": "esm2_t48_15B_UR50D"}

@@ -25,8 +25,7 @@ import torch
 from published import RUNS, esm2
 from random_models import SHORT
 
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.export import write_transformers
@@ -39,7 +38,7 @@ from esmshard.planner.cost import Work, cost, exchanged
 from esmshard.planner.machines import parse
 from esmshard.recipe.sections import OptimSettings, ParallelSettings
 from esmshard.tasks.registry import new_task
-from esmshard.train.optimizer import adamw, set_learning_rate
+from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import train_step
 
 MIB = 2**20

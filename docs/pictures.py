@@ -20,7 +20,7 @@ from esmshard.data.splits.recipe_splits import open_split
 from esmshard.predict.contact_pictures import draw
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.finetuner import load_base, load_finetuned
+from esmshard.tasks.finetuned import load_base, load_finetuned
 
 STATIC = Path(__file__).parent / "_static"
 MOST_BYTES = 300_000

@@ -28,11 +28,11 @@ _WHERE = {
     "read_fasta": "esmshard.data.fasta.fasta_reader",
     "read_weights": "esmshard.model.weights.open_weights:read",
     "Run": "esmshard.api.runs",
-    "RunFailed": "esmshard.api.start_run",
+    "RunFailed": "esmshard.errors",
     "SequenceEmbedder": "esmshard.api.sequence_embedder",
     "shard": "esmshard.parallel.shard",
     "SIZES": "esmshard.model.families.family_registry",
-    "state_tensors": "esmshard.train.optimizer",
+    "state_tensors": "esmshard.train.optim",
     "step_of": "esmshard.checkpoint.manifest",
     "TokenBatch": "esmshard.batch",
     "Trunk": "esmshard.model.trunk",
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from esmshard.api.model import Model, load
     from esmshard.api.runs import Run, finetune
     from esmshard.api.sequence_embedder import SequenceEmbedder
-    from esmshard.api.start_run import RunFailed
     from esmshard.batch import TokenBatch, pack
     from esmshard.checkpoint.manifest import step_of
     from esmshard.checkpoint.sharded import load as load_checkpoint
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
     from esmshard.checkpoint.sharded import write as write_checkpoint
     from esmshard.data.fasta.fasta_reader import read_fasta
     from esmshard.embed.store.embedding_store import EmbeddingStore as open
-    from esmshard.errors import InputError, UsageError
+    from esmshard.errors import InputError, RunFailed, UsageError
     from esmshard.model.config import ModelConfig
     from esmshard.model.contacts import predict_contacts
     from esmshard.model.families.family_registry import FAMILIES, SIZES, build
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
     from esmshard.parallel.load import materialise
     from esmshard.parallel.process_group import World, world
     from esmshard.parallel.shard import shard
-    from esmshard.train.optimizer import state_tensors
+    from esmshard.train.optim import state_tensors
     from esmshard.vocab import encode
 
 

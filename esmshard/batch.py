@@ -226,3 +226,45 @@ def pack_variants(
     ids = ["wild type"] if alone else [*record_ids, "wild type"]
     batch = pack([*packed, wild_type], ids, logits_at, [tracks or {}] * len(ids))
     return replace(batch, changes_4M=torch.from_numpy(changes_4M), n_variants=len(tokens))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One example as the model gets it."""
+
+    tokens: npt.NDArray[np.uint8]
+    """`<cls> ... <eos>`, uint8 [L + 2]."""
+    target: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, np.float32))
+    """The output that the head should have; empty for a question."""
+    logits_at: npt.NDArray[np.int64] | None = None
+    """The positions in `tokens` for which the language model computes logits; None if the head needs no logits."""
+    wild_type: npt.NDArray[np.uint8] | None = None
+    """For a variant, the tokens of the wild type. They are the same for all inputs of a batch, and packed once."""
+    wild_type_logits: bool = False
+    """Whether the head needs logits of the wild type at the changed residues."""
+    wild_type_alone: bool = False
+    """Whether the wild type is the only input of the model."""
+    tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """What is known of each token besides, [L + 2, ...] by the name of the track. A variant and its wild type have the
+    same."""
+    partner: "Inputs | None" = None
+    """The second chain of a pair, with its own `tokens` and `tracks`. Both chains are sequences of their own in the
+    pack, one after the other, so that neither attends to the other."""
+
+    @property
+    def longest(self) -> int:
+        """The tokens of its longest sequence."""
+        return max(len(self.tokens), 0 if self.partner is None else len(self.partner.tokens))
+
+
+def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) -> TokenBatch:
+    """Pack the tokens that the model sees."""
+    first = inputs[0]
+    if first.wild_type is not None:
+        options = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}
+        return pack_variants([i.tokens for i in inputs], first.wild_type, record_ids, tracks=first.tracks, **options)
+    places = [i.logits_at for i in inputs if i.logits_at is not None]
+    sequences = [one for i in inputs for one in (i, i.partner) if one is not None]
+    if record_ids is not None and first.partner is not None:
+        record_ids = [record_id for record_id in record_ids for _ in range(2)]
+    return pack([one.tokens for one in sequences], record_ids, places or None, [one.tracks for one in sequences])

@@ -42,10 +42,6 @@ class InputError(ValueError):
     """Whether every rank raises the same error, so that only the first rank prints it."""
 
 
-class NotANumber(InputError):
-    """A label should be a number and is not."""
-
-
 class LostProcess(InputError):
     """Another process of the run is gone or stuck, so that this process cannot go on."""
 
@@ -63,6 +59,15 @@ class UsageError(InputError):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+class RunFailed(RuntimeError):
+    """The processes of a run ended before the run was done. They have printed the reason to stderr."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        """The exit code that `launch.run_local` returned: that of the process whose failure was the cause."""
 
 
 @contextmanager

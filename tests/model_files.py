@@ -21,9 +21,8 @@ from torch import nn
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.model import weight_reader
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
-from esmshard.model.families.esm_layouts import TIED, to_transformers, transformers_config
+from esmshard.model.families.esm2 import ESM2, FAMILY, EsmConfig
+from esmshard.model.families.esm_base import TIED
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
 from esmshard.vocab import MASK
@@ -135,10 +134,10 @@ def write_transformers(
 ) -> Path:
     """A directory in the layout of `transformers` 4, which is also ours; `model` has fair-esm's names."""
     directory.mkdir()
-    state = {to_transformers(name): t.contiguous() for name, t in model.state_dict().items() if name != TIED}
+    state = {FAMILY.key(name): t.contiguous() for name, t in model.state_dict().items() if name != TIED}
     state |= {f"head.{name}": tensor for name, tensor in (head or {}).items()}
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(transformers_config(config)))
+    (directory / "config.json").write_text(json.dumps(FAMILY.write_config(config)))
     return directory
 
 

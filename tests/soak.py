@@ -40,8 +40,7 @@ from esmshard.errors import InputError
 from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
 from esmshard.train import finetune
-from esmshard.train.records import goodput, status
-from esmshard.train.records.lock import NAME as LOCK
+from esmshard.train.run_dir import LOCK, metrics_of, read_status
 
 STEPS, EVERY, KEEP = 40, 2, 2
 LEFT, REFUSED, CRASHED = Preempted.exit_code, 1, 99
@@ -187,8 +186,7 @@ def own(out: Path, begin: float) -> list[dict[str, Any]]:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    path = out / "metrics.jsonl"
-    return goodput.parse(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else []
+    return list(metrics_of(out))
 
 
 def results(out: Path) -> dict[str, Any]:
@@ -196,7 +194,7 @@ def results(out: Path) -> dict[str, Any]:
     lines = metrics(out)
     steps = [line for line in lines if "loss" in line and "split" not in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1)), "each step has one line"
-    assert (found := status.read(out)), "there is a status"
+    assert (found := read_status(out)), "there is a status"
     assert (found["state"], found["step"], found["exit_code"]) == ("done", STEPS, 0), f"status {found}"
     files = [path.name for path in [*out.iterdir(), *(out / "checkpoints").iterdir()]]
     left = [name for name in files if name.startswith(".") or name == LOCK]

@@ -12,7 +12,7 @@ from esmshard.data.splits.split_files import may_write
 from esmshard.data.store.ingestion import ingest
 from esmshard.errors import UsageError
 from esmshard.model.weights import hub
-from esmshard.train.experiments import repeats
+from esmshard.train import cross_validation as repeats
 
 
 @pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": "auto"}])
@@ -41,7 +41,7 @@ def test_trials_beside_a_sweep_file_of_another_program_are_no_sweep(tiny_recipe:
     (out / "sweep.json").write_text('{"entry": "first day"}\n')
     settings.write_text("space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-3}\n")
     with pytest.raises(UsageError, match="no sweep"):
-        finetune(tiny_recipe, out=out, sweep=settings, overwrite=True)
+        finetune(tiny_recipe, out=out, sweep=settings)
     assert (out / "trials").is_dir()
 
 

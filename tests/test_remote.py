@@ -273,7 +273,7 @@ def test_a_run_that_was_copied_to_a_bucket_goes_on_from_there(server: Buckets, t
     for file in (run / "checkpoints").rglob("*"):
         if file.is_file():
             server.put(f"run/{file.relative_to(run)}", file.read_bytes())
-    name = next(name for name in server.names("run/checkpoints/step_000006/") if name.endswith(".distcp"))
+    name = next(name for name in server.names("run/checkpoints/step_000006/") if name.endswith(".safetensors"))
     data = bytearray(server.get(name))
     data[len(data) // 2] ^= 1
     server.put(name, bytes(data))

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from esmshard.model.attention import inverse_frequencies
-from esmshard.model.families.esm_layouts import TIED, to_transformers, transformers_config
+from esmshard.model.families.esm2 import FAMILY
+from esmshard.model.families.esm_base import TIED
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights.open_weights import shapes
 from esmshard.parallel.layout import Layout
@@ -190,17 +191,17 @@ def write_in_layers(folder: Path, name: str, device: torch.device) -> int:
         file, tensors = f"model-{part}.safetensors", {}
         for key, shape in members.items():
             if key.endswith("inv_freq"):
-                tensors[to_transformers(key)] = inverse_frequencies(config.head_dim)
+                tensors[FAMILY.key(key)] = inverse_frequencies(config.head_dim)
                 continue
             drawn = torch.empty(shape, device=device).normal_(0, random_models.DEVIATION, generator=generator)
             drawn += 1.0 if "layer_norm" in key and key.endswith("weight") else 0.0
-            tensors[to_transformers(key)] = drawn.to(torch.bfloat16).cpu()
+            tensors[FAMILY.key(key)] = drawn.to(torch.bfloat16).cpu()
         save_file(tensors, folder / file, {"format": "pt"})
         where |= dict.fromkeys(tensors, file)
         total += (folder / file).stat().st_size
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(transformers_config(config)), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(FAMILY.write_config(config)), encoding="utf-8")
     return total
 
 

@@ -21,7 +21,7 @@ import measure
 import torch
 from random_models import SHORT
 
-from esmshard.model.families.esm_blocks import TransformerLayer
+from esmshard.model.families.esm_base import TransformerLayer
 
 REHEARSED = "nano"
 """The model that is used for all models in a rehearsal."""

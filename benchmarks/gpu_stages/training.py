@@ -14,22 +14,20 @@ import torch
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.model.attention import inverse_frequencies, kernel_name
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import DTYPES, shard
 from esmshard.planner import memory_model
 from esmshard.planner.cost import training_flops
-from esmshard.planner.parameter_counts import numbers_of
-from esmshard.planner.recipe_plan import head_bytes
+from esmshard.planner.plan import head_bytes
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
-from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.mlm_settings import MlmSettings
+from esmshard.tasks.mlm import MlmSettings
 from esmshard.tasks.registry import new_task
-from esmshard.train.optimizer import adamw, set_learning_rate
+from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import train_step
 
 TASK = MlmSettings(name="mlm")
@@ -97,7 +95,7 @@ def prepared(
     with torch.device("meta"):
         model = FineTuner(ESM2(config), task.head(config))
     model.adapt(adapt, 0)
-    numbers = numbers_of(config, TASK.head_parameters(config), adapt, logits=TASK.trains_lm_head)
+    numbers = memory_model.numbers_of(model, config)
     work = [_batch(tokens, longest, seed) for seed in range(micro_batches)]
     kernels: dict[str, memory_model.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
     planned = memory_model.memory(

@@ -17,8 +17,8 @@ import random_models
 import torch
 
 from esmshard.checkpoint import manifest
-from esmshard.checkpoint.saver import Saver
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.checkpoint.sharded import Saver
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.shipped import shipped
 from esmshard.vocab import decode

@@ -29,7 +29,7 @@ from esmshard.predict.variant_ranking import predictions
 from esmshard.predict.zero_shot import Method, score
 from esmshard.progress import say
 from esmshard.tasks.base import Task, of_residues
-from esmshard.tasks.finetuner import FineTuned, load_finetuned, without_tracks
+from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks
 from esmshard.tasks.registry import traits
 from esmshard.vocab import decode
 

@@ -45,8 +45,6 @@ class RunOptions:
     """Whether figures and report.html are drawn at the end."""
     take_over: bool = False
     """Whether the lock of a run on another machine is taken, which cannot be seen to have ended."""
-    trust: bool = False
-    """Whether a checkpoint that another user wrote may be read."""
     env: tuple[str, ...] = ()
     """The environment variables that the recipe may read besides the harmless ones (`recipe_file.may_read`)."""
     started: float | None = None
@@ -61,6 +59,10 @@ class RunOptions:
             raise UsageError("--max-restarts continues from the newest checkpoint of the run; pass --resume auto, too")
         if self.trials is not None and self.sweep is None:
             raise UsageError("--trials is the number of trials of a sweep; pass --sweep FILE, too, or leave it out")
+        if self.sweep is not None and self.overwrite:
+            raise UsageError(
+                "--sweep does not go with --overwrite; remove the directory, or choose another with out=DIR"
+            )
         if self.sweep is not None and (self.folds or self.profile or self.resume not in (None, "auto")):
             raise UsageError(
                 "--sweep does not go with --folds, whose test sets trials would train on, with --profile, and with the "
@@ -83,6 +85,5 @@ class RunOptions:
         flags += ["--resume", self.resume] if self.resume else []
         flags += ["--overwrite"] if self.overwrite else []
         flags += ["--profile", str(self.profile)] if self.profile else []
-        flags += ["--trust"] if self.trust else []
         flags += ["--take-over"] if self.take_over else []
         return flags if report else [*flags, "--no-report"]

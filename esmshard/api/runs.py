@@ -16,8 +16,8 @@ from ruamel.yaml.error import YAMLError
 
 from esmshard.api import start_run
 from esmshard.api.run_options import RunOptions
-from esmshard.errors import ExitCode, InputError, UsageError
-from esmshard.files import parse_json, read_json
+from esmshard.errors import ExitCode, InputError, RunFailed, UsageError
+from esmshard.files import read_json
 from esmshard.parallel.preemption import Preempted
 from esmshard.recipe.yaml_keys import parse_yaml
 
@@ -53,14 +53,14 @@ class Run:
     @property
     def status(self) -> str:
         """The state `running`, `preempted`, `done` or `failed`; for several runs `done` when all are done."""
-        from esmshard.train.records import status
+        from esmshard.train.run_dir import STATUS, read_status
 
         if parts := self.runs:
             states = {part.status for part in parts.values()}
             return next(state for state in ("failed", "preempted", "running", "done") if state in states)
-        found = status.read(self.path)
+        found = read_status(self.path)
         if found is None:
-            raise InputError(f"{self.path}: no run has begun there (it has no {status.NAME})")
+            raise InputError(f"{self.path}: no run has begun there (it has no {STATUS})")
         return found["state"]
 
     @property
@@ -68,20 +68,11 @@ class Run:
         """Lines of `metrics.jsonl`: optimizer steps (`loss`, `lr`, ...), validations (`split`), events (`event`)."""
         if parts := self.runs:
             raise InputError(f"{self.path}: several runs; each of .runs has its own metrics ({', '.join(parts)})")
-        path = self.path / "metrics.jsonl"
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        except FileNotFoundError:
-            raise InputError(f"{path}: no such file; the run has not begun") from None
-        found = []
-        for n, line in enumerate(lines):
-            if not line.endswith("\n"):
-                break  # this line is still being written
-            try:
-                found.append(parse_json(line))
-            except ValueError as error:
-                raise InputError(f"{path}:{n + 1}: damaged ({error})") from None
-        return found
+        from esmshard.train.run_dir import METRICS, metrics_of
+
+        if not (self.path / METRICS).is_file():
+            raise InputError(f"{self.path / METRICS}: no such file; the run has not begun")
+        return list(metrics_of(self.path))
 
     @property
     def evaluation(self) -> dict[str, Any]:
@@ -193,7 +184,7 @@ def finetune(
                 started=time.time(),
             )
             out = start_run.finetune(file, given, options)
-        except start_run.RunFailed as failed:
+        except RunFailed as failed:
             if failed.exit_code == ExitCode.REQUEUE:
                 raise Preempted(str(failed)) from None
             if failed.exit_code == ExitCode.INTERRUPTED:

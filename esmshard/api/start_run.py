@@ -11,23 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from esmshard.api.run_options import RunOptions
-from esmshard.errors import ExitCode, InputError, UsageError
+from esmshard.errors import InputError, RunFailed, UsageError
 from esmshard.parallel import launch, preemption
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 
 if TYPE_CHECKING:
-    from esmshard.train.experiments.repeats import Repeat
-
-
-class RunFailed(RuntimeError):
-    """The processes of a run ended before the run was done. They have printed the reason to stderr."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-        """The exit code that `launch.run_local` returned: that of the process whose failure was the cause."""
+    from esmshard.train.cross_validation import Repeat
 
 
 def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
@@ -51,9 +42,7 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
     with launch.environment({**until, **launch.variables(), **recipe_file.allowing(options.env)}):
         if options.sweep is not None:
-            from esmshard.api import run_sweep
-
-            return run_sweep.sweep(recipe, overrides, options)
+            return _sweep(recipe, overrides, options)
         with preemption.Preemption():
             launch.follow_launcher()
             resolved = recipe_file.load(recipe_file.resolve(recipe), overrides)
@@ -76,6 +65,71 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
         if runs.several:
             _conclude(resolved, options, runs)
     return Path(resolved.out)
+
+
+def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
+    """Search settings of a recipe, alone or as one of several workers, and test the best ones (docs/sweep.md).
+
+    Everything is checked before the first trial. For a dry run, print what would be done.
+    """
+    try:
+        import optuna  # noqa: F401
+    except ImportError:
+        raise UsageError("--sweep needs optuna; pip install 'esmshard[sweep]'") from None
+    from esmshard.data.splits.variant_records import FOLDS
+    from esmshard.devices import chosen_device
+    from esmshard.parallel.process_group import is_launched, own_device, processes_of
+    from esmshard.recipe import sweep_file
+    from esmshard.train.inputs import describe, notices, prepare
+    from esmshard.train.search import SEEDS_BY_DEFAULT, TRIALS_BY_DEFAULT, Search
+
+    assert options.sweep is not None
+    if is_launched():
+        raise UsageError(
+            "--sweep belongs to a single command, which starts the processes of each trial; start it without the "
+            "launcher, once on each machine, with --nproc and --resume auto"
+        )
+    with preemption.Preemption():
+        path = recipe_file.resolve(recipe)
+        settings = sweep_file.load(Path(options.sweep), path, overrides)
+        resolved = recipe_file.load(path, overrides)
+        recipe_file.check_companions(path, resolved, overrides)
+        if resolved.divides_table and resolved.data.split not in ("mutations", "given"):
+            # The other folds are trained and validated on by trials, so that they are no test.
+            overrides = [*overrides, f"data.folds={FOLDS}", "data.fold=0"]
+            say(f"trials are validated, and the best settings tested, on fold 0 of {FOLDS}: {' '.join(overrides[-2:])}")
+            resolved = recipe_file.load(path, overrides)
+        if options.dry_run and (far := recipe_file.far_inputs(resolved)):
+            raise UsageError(
+                f"--dry-run sends nothing over a network, and the sweep reads {', '.join(far)}; copy it first"
+            )
+        probe = resolved.adapt.method == "probe"
+        processes = processes_of(chosen_device(options.device), options.nproc or (1 if probe else None))
+        job = prepare(resolved, processes, processes, own_device(0, processes, options.device))
+        count = options.trials or TRIALS_BY_DEFAULT
+        if settings.sampler == "grid":
+            count = min(options.trials or settings.cells, settings.cells)
+        search = Search(
+            name=recipe,
+            overrides=overrides,
+            recipe=resolved,
+            settings=settings,
+            task=job.task,
+            processes=processes,
+            count=count,
+            seeds=options.seeds or SEEDS_BY_DEFAULT,
+            flags=replace(options, resume="auto").flags(report=False),
+            max_restarts=options.max_restarts,
+        )
+        search.check_directory(goes_on=options.resume is not None)
+        for notice in notices(job):
+            say(notice)
+        if options.dry_run:
+            print(describe(job, processes))
+            print(f"trials    {count}, of {', '.join(settings.space)}; by valid {search.metric}")
+        elif search.work() and options.report:
+            _report(search.out)
+    return search.out
 
 
 def _is_out_of_sight(recipe: Recipe) -> bool:
@@ -134,11 +188,11 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
             f"{preemption.STOP_AT}=$(($(date +%s) + {preemption.seconds(options.stop_after)})) for the launcher instead"
         )
     if launch.attempt() and options.resume is None:
-        from esmshard.train.records.status import begun_by_this_launch
+        from esmshard.train.run_dir import begun_by_this_job
 
         # This process was restarted, and the work of its predecessor must be kept. The files that --overwrite should
         # remove are not its work, if the predecessor ended before it removed them.
-        if not options.overwrite or begun_by_this_launch(Path(recipe.out)):
+        if not options.overwrite or begun_by_this_job(Path(recipe.out)):
             return replace(options, resume="auto", overwrite=False)
     return options
 
@@ -149,11 +203,10 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     from esmshard.data.splits.variant_records import FOLDS
     from esmshard.devices import chosen_device
     from esmshard.parallel.process_group import own_device, processes_of
-    from esmshard.train.experiments import repeats as joint
-    from esmshard.train.experiments.cross_validation import curve_runs
-    from esmshard.train.experiments.repeats import is_done, repeats
-    from esmshard.train.resume import check_start, notices
-    from esmshard.train.run_inputs import check_out, describe, prepare
+    from esmshard.train import cross_validation as joint
+    from esmshard.train.cross_validation import curve_runs, is_done, repeats
+    from esmshard.train.inputs import check_out, describe, notices, prepare
+    from esmshard.train.resume import check_start
 
     of_table, probe = resolved.divides_table, resolved.adapt.method == "probe"
     processes = processes_of(chosen_device(options.device), options.nproc or (1 if probe else None))
@@ -178,7 +231,7 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
             job = prepare(one, processes, processes, device)
         if options.dry_run:
             here = replace(job, recipe=in_tokens(one, job.train), out=Path(one.out))
-            check_start(here, options.resume, options.trust)
+            check_start(here, options.resume)
     if options.dry_run:
         for notice in notices(job):
             say(notice)
@@ -192,7 +245,6 @@ def _run_here(recipe: Recipe, options: RunOptions) -> None:
 
     resume, overwrite = options.resume, options.overwrite
     how: dict[str, Any] = {
-        "trust": options.trust,
         "take_over": options.take_over,
         "started": options.started,
         "device": options.device,
@@ -209,7 +261,8 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
         RunFailed: if a process has failed.
     """
     from esmshard.parallel.launch import run_local
-    from esmshard.train.resume import NOTICES_PRINTED
+    from esmshard.train.inputs import NOTICES_PRINTED
+    from esmshard.train.run_dir import last_word
 
     flags = options.flags(report=options.report and not runs.of_table)
     for n, own in enumerate(runs.to_do):
@@ -225,8 +278,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
 
 def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
     """Summarise several runs. For a table of variants, also rank all single substitutions."""
-    from esmshard.train.experiments.cross_validation import conclude
-    from esmshard.train.experiments.repeats import summarise
+    from esmshard.train.cross_validation import conclude, summarise
 
     out = Path(recipe.out)
     summary = summarise(out, runs.several, runs.folds)
@@ -240,29 +292,11 @@ def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
             _pictures(out, recipe, options.device)
 
 
-def last_word(out: Path, code: int) -> str:
-    """Explain why a run is not done whose processes ended with an exit code. Record it in `status.json` if no process
-    has done so.
-    """
-    from esmshard.train.records import status
-
-    if code != ExitCode.REQUEUE:
-        status.mark_failed(out, "the processes were ended from outside; continue with --resume auto", code)
-    try:
-        found = status.read(out)
-    except InputError as damaged:
-        return str(damaged)
-    if found is None or found["exit_code"] != code:  # they ended before they opened the run's directory
-        return f"{out}: its processes ended with exit code {code}; the reason is on stderr"
-    return f"{out}: {found['state']} (exit code {code}): {found['message']}"
-
-
 def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
     """Draw the figure and the report of a run, if the packages for that are installed."""
     from esmshard.data.splits.recipe_splits import open_split
     from esmshard.report.draw.plots import contact_figure
-    from esmshard.report.text.html_report import report as write
-    from esmshard.tasks.finetuner import tracks_of
+    from esmshard.tasks.finetuned import tracks_of
     from esmshard.tasks.registry import new_task
 
     try:
@@ -270,6 +304,16 @@ def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
             labels = new_task(resolved.task, {}).labels
             test = open_split(resolved, "test", labels, tracks_of(resolved))
             say(f"figure in {contact_figure(run, test, device)}")
-        say(f"report in {write(run)}")
     except InputError as error:
         say(f"no figures: {error}")
+    _report(run)
+
+
+def _report(out: Path) -> None:
+    """Write the page on a run or a sweep, if the packages for that are installed."""
+    from esmshard.report.text.html_report import report
+
+    try:
+        say(f"report in {report(out)}")
+    except InputError as error:
+        say(f"no report: {error}")

@@ -17,9 +17,9 @@ from esmshard.files import is_hub_name, replace_json, replace_text, sync_directo
 from esmshard.model.config import SHIPPED
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import (
+    FAMILIES,
     RELEASED,
     SIZES,
-    UNNAMED,
     authors_files,
     family_of,
     recorded_config,
@@ -153,7 +153,7 @@ def _base(about: Mapping[str, Any]) -> str:
 
 
 def _family(about: Mapping[str, Any]) -> Family:
-    return family_of(recorded_config(about["config"])) if "config" in about else UNNAMED
+    return family_of(recorded_config(about["config"])) if "config" in about else FAMILIES["esm2"]
 
 
 def _authors_word(about: Mapping[str, Any]) -> str:

@@ -58,7 +58,6 @@ def consolidate(
     dtype: str = "fp32",
     overwrite: bool = False,
     best: bool = False,
-    trust: bool = False,
     base: str | None = None,
     warn: Callable[[str], None] = lambda message: None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -77,7 +76,6 @@ def consolidate(
         dtype: dtype of the written weights: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
         best: take the run's checkpoint of the best validation, which `checkpoint.keep_best` or early stopping keeps.
-        trust: read a checkpoint that another user wrote.
         base: the path of the base model of a LoRA or a head, if it was moved since the run began.
         warn: called with a sentence for each damaged checkpoint that is skipped, for parts that a model lacks, and for
             weights that are not the recorded ones, whose card gets no metrics.
@@ -98,7 +96,7 @@ def consolidate(
         if adapted_weights.is_adapter(Path(source).expanduser()):
             known = "an adapter, and adapter_config.json in it says where its base lies"
         raise UsageError(f"{source}: is {known}; leave --base out")
-    opened = _open_model(source, to, warn) if _is_model(source) else _open_run(source, to, warn, best, trust, base)
+    opened = _open_model(source, to, warn) if _is_model(source) else _open_run(source, to, warn, best, base)
     kind = _target(to, opened.config)
     sizes = {n: s for n, s in opened.sizes.items() if kind is None or not n.startswith(kind.lacks)}
     with writing(out, _NO_ROOM), whole_directory(out) as work:
@@ -152,7 +150,6 @@ def consolidate_adapter(
     *,
     overwrite: bool = False,
     best: bool = False,
-    trust: bool = False,
     base: str | None = None,
     warn: Callable[[str], None] = lambda message: None,
 ) -> Path:
@@ -166,7 +163,7 @@ def consolidate_adapter(
     _check_out(out, source, overwrite)
     if _is_model(source):
         raise UsageError(f"{source}: is no run; --adapter is for a run with adapt.method lora")
-    found = _open_checkpoint(source, warn, best, trust)
+    found = _open_checkpoint(source, warn, best)
     with writing(out, _NO_ROOM), whole_directory(out) as work:
         digests = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base, out)
         about = _for_others(_about(found.state), out) | {"format": ADAPTER_FORMAT} | recorded.entries(digests)
@@ -239,19 +236,13 @@ class _Checkpoint:
     read: Source
 
 
-def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool, trust: bool) -> _Checkpoint:
-    checkpoint = manifest.locate(source, warn, trust=trust, prefer_best=best)
-    reader = sharded.CheckpointReader(checkpoint)
-    entries = {
-        key.removeprefix("model.").removeprefix("trunk."): (key, entry)
-        for key, entry in sharded.index(checkpoint, reader).items()
-        if key.startswith("model.")
-    }
+def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool) -> _Checkpoint:
+    checkpoint = manifest.locate(source, warn, prefer_best=best)
+    sizes, read_keys = sharded.reader(checkpoint)
+    keys = {key.removeprefix("model.").removeprefix("trunk."): key for key in sizes if key.startswith("model.")}
 
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        wanted = {entries[n][0]: torch.empty(entries[n][1].size, dtype=entries[n][1].properties.dtype) for n in names}
-        sharded.load(checkpoint, wanted, alone=True, reader=reader)
-        return {name: wanted.pop(entries[name][0]) for name in names}
+        return {name: read_keys(keys[name]) for name in names}
 
     state = sharded.read_state(checkpoint)
     if missing := [key for key in ("config", "recipe", "facts") if key not in state]:
@@ -260,7 +251,7 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool, trus
             "esmshard.write_transformers, as examples/contrastive.py does at its end"
         )
     tied = open_weights.tied(recorded_config(state["config"]))
-    sizes = {name: entry.size for name, (_, entry) in entries.items() if name not in tied}
+    sizes = {name: sizes[key] for name, key in keys.items() if name not in tied}
     return _Checkpoint(checkpoint, state, sizes, read)
 
 
@@ -275,10 +266,8 @@ def _without(parts: Collection[str], sizes: Mapping[str, torch.Size], to: str | 
     return {name: size for name, size in sizes.items() if to not in (None, "hf") or name.split(".")[0] not in parts}
 
 
-def _open_run(
-    source: Path | str, to: str | None, warn: Callable[[str], None], best: bool, trust: bool, base: str | None
-) -> Opened:
-    found = _open_checkpoint(Path(source), warn, best, trust)
+def _open_run(source: Path | str, to: str | None, warn: Callable[[str], None], best: bool, base: str | None) -> Opened:
+    found = _open_checkpoint(Path(source), warn, best)
     checkpoint, state, sizes, read = found.path, found.state, found.sizes, found.read
     config = recorded_config(state["config"])
     if state.get("base"):

@@ -11,7 +11,6 @@ could be taken for a checkpoint.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,11 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import Any
 
-from esmshard import files
 from esmshard.errors import InputError, UsageError
-from esmshard.files import replace_text, sha256, sync_directory
+from esmshard.files import read_json, replace_text, sha256, sync_directory
 
-MANIFEST, VERSION = "MANIFEST.json", 1
+MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step_(\d{6,})$")
 _READERS = 8
 """The number of files hashed at once: sha256 takes a core for 0.5 to 2 GB/s, and file systems are faster with several
@@ -40,14 +38,14 @@ def path_of(directory: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int | None:
     """Return the step of a checkpoint from its name; None for another name."""
-    found = _NAME.match(path.name)
-    return int(found[1]) if found else None
+    match = _NAME.match(path.name)
+    return int(match[1]) if match else None
 
 
 def named(directory: Path) -> list[Path]:
     """Return directories with the name of a checkpoint, oldest first. One without a manifest is damaged."""
-    found = [(step, path) for path in directory.glob("step_*") if (step := step_of(path)) is not None]
-    return [path for _, path in sorted(found) if path.is_dir()]
+    steps = [(step, path) for path in directory.glob("step_*") if (step := step_of(path)) is not None]
+    return [path for _, path in sorted(steps) if path.is_dir()]
 
 
 def complete(directory: Path) -> list[Path]:
@@ -63,7 +61,7 @@ def seal(work: Path, final: Path, files: Mapping[str, Entry]) -> None:
         final: the new path, beside `work`.
         files: the manifest's entry of every file, by name.
     """
-    replace_text(work / MANIFEST, json.dumps({"version": VERSION, "files": dict(files)}, indent=1))
+    replace_text(work / MANIFEST, json.dumps({"files": dict(files)}, indent=1))
     sync_directory(work)
     if final.exists():  # a leftover of another process; a run that continues sets later checkpoints aside
         set_aside(final, "abandoned")
@@ -125,123 +123,93 @@ def set_aside(path: Path, why: str) -> Path:
     return aside
 
 
-def damage(path: Path) -> list[str]:
-    """Return what is wrong with the files of a checkpoint, a phrase for each bad file; sizes first, then sha256.
+def entry(path: Path) -> Entry:
+    """Return the manifest's entry of a file."""
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
-    Files outside the manifest are ignored. A name in the manifest that leads out of the directory is damage.
+
+def damage(path: Path) -> str:
+    """Return what is wrong with the files of a checkpoint, with a phrase for each bad file; "" if nothing is.
+
+    A file of tensors that the manifest does not name is damage, too, because torch would read it. Other files besides
+    are ignored.
     """
     try:
-        files = read_json(path / MANIFEST)["files"]
-        known = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except InputError as error:
-        return [str(error)]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return [f"{path / MANIFEST}: damaged (not a manifest)"]
+        known: dict[str, Entry] = read_json(path / MANIFEST)["files"]
+        there = {file.name for file in path.iterdir()}
+        strange = {name for name in there if name.endswith(".safetensors")} - known.keys()
 
-    def look(name: str) -> str:
-        file, (size, digest) = path / name, known[name]
-        if name != PurePath(name).name or name in (".", "..", ""):
-            return f"{path / MANIFEST}: names a file outside the checkpoint ({name!r})"
-        if not file.is_file() or file.is_symlink():
-            return f"{file}: missing from the checkpoint"
-        found = file.stat().st_size
-        if found != size:
-            return f"{file}: truncated or altered ({found} bytes instead of {size})"
-        if sha256(file) != digest:
-            return f"{file}: damaged (its sha256 is not the one in {MANIFEST})"
-        return ""
+        def look(name: str) -> str:
+            file, size = path / name, known[name]["bytes"]
+            if name not in there or not file.is_file() or file.is_symlink():
+                return f"{file}: missing from the checkpoint"
+            if file.stat().st_size != size:
+                return f"{file}: truncated or altered ({file.stat().st_size} bytes instead of {size})"
+            return "" if sha256(file) == known[name]["sha256"] else f"{file}: damaged (its sha256 is another one)"
 
-    if not known:
-        return [f"{path / MANIFEST}: damaged (it names no files)"]
-    with ThreadPoolExecutor(min(_READERS, len(known), os.cpu_count() or 1)) as readers:
-        try:
-            return [phrase for phrase in readers.map(look, sorted(known)) if phrase]
-        except OSError as error:
-            return [f"{error.filename or path}: cannot be read ({(error.strerror or str(error)).lower()})"]
+        with ThreadPoolExecutor(_READERS) as readers:
+            bad = [phrase for phrase in readers.map(look, sorted({"state.json", *known})) if phrase]
+        return "; ".join([*bad, *(f"{path / name}: is not of the checkpoint" for name in sorted(strange))])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path}: its {MANIFEST} is missing or damaged ({error})"
 
 
 def verify(path: Path) -> None:
     """Compare every file with the manifest. Raises `InputError` with the names of all bad files."""
     if bad := damage(path):
-        raise InputError("; ".join(bad))
+        raise InputError(f"{bad}; use another checkpoint of the run")
 
 
-def check_owner(path: Path, trust: bool) -> None:
-    """Refuse a checkpoint that another user wrote, unless `trust` is set (docs/checkpoints.md explains why)."""
-    if trust or os.name != "posix":
-        return
-    for file in (path, path / ".metadata"):
-        if file.exists() and (owner := file.stat().st_uid) != os.geteuid():
-            raise UsageError(
-                f"{file}: was written by another user (uid {owner}, you are {os.geteuid()}), and the index of a "
-                "sharded checkpoint is a pickle, which can carry code; pass --trust if you trust who wrote it, or take "
-                "the consolidated model"
-            )
-
-
-def newest_good(directory: Path, warn: Callable[[str], None], *, trust: bool = False) -> Path | None:
+def newest_good(directory: Path, warn: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint whose files are unchanged; None if there never was a checkpoint.
 
     A damaged checkpoint is skipped, with a warning that names its bad files. `InputError` if all are damaged.
     """
     candidates = named(directory)
     for path in reversed(candidates):
-        check_owner(path, trust)
         bad = damage(path)
         if not bad:
             return path
-        warn(f"{'; '.join(bad)}; going back to the checkpoint before it")
+        warn(f"{bad}; going back to the checkpoint before it")
     if candidates:
         raise InputError(f"{directory}: every checkpoint is damaged; start again with --overwrite")
     return None
 
 
-def locate(
-    run_or_checkpoint: Path, warn: Callable[[str], None], *, trust: bool = False, prefer_best: bool = False
-) -> Path:
-    """Return the checkpoint of a path: the verified checkpoint itself, or the newest good one of a run. `InputError` if
-    none.
+def locate(run_or_checkpoint: Path, warn: Callable[[str], None], *, prefer_best: bool = False) -> Path:
+    """Return the checkpoint of a path: the verified checkpoint itself, or the newest good one of a run.
 
-    `prefer_best` chooses the one with the best validation: `UsageError` if the run kept none; if it is damaged, a
-    warning and the newest good one.
+    Args:
+        run_or_checkpoint: the directory of a run or of a checkpoint.
+        warn: called with a sentence for each damaged checkpoint that is skipped.
+        prefer_best: choose the run's checkpoint with the best validation; if it is damaged, the newest good one.
+
+    Raises:
+        InputError: there is no checkpoint, or none is good.
+        UsageError: the best checkpoint was requested, and the run kept none.
     """
     if step_of(run_or_checkpoint) is not None and run_or_checkpoint.is_dir():
         if prefer_best:
             raise UsageError(
                 f"{run_or_checkpoint}: is one checkpoint and not a run to choose the best of; leave --best out"
             )
-        check_owner(run_or_checkpoint, trust)
-        try:
-            verify(run_or_checkpoint)
-        except InputError as error:
-            raise InputError(f"{error}; use another checkpoint of the run") from None
+        verify(run_or_checkpoint)
         return run_or_checkpoint
     directory = run_or_checkpoint / "checkpoints"
     if not directory.is_dir():
         raise InputError(f"{run_or_checkpoint}: neither a run nor a checkpoint (it has no checkpoints/ directory)")
-    best = pointed(directory, "BEST") if prefer_best else None
-    if prefer_best and best is None:
-        raise UsageError(
-            f"{run_or_checkpoint}: kept no checkpoint of the best validation (checkpoint.keep_best, train.early_stop); "
-            "leave --best out for the newest one"
-        )
-    if best is not None:
-        check_owner(best, trust)
+    if prefer_best:
+        best = pointed(directory, "BEST")
+        if best is None:
+            raise UsageError(
+                f"{run_or_checkpoint}: kept no checkpoint of the best validation (checkpoint.keep_best, "
+                "train.early_stop); leave --best out for the newest one"
+            )
         bad = damage(best)
         if not bad:
             return best
-        warn(f"{'; '.join(bad)}; taking the newest checkpoint instead of the best")
-    found = newest_good(directory, warn, trust=trust)
-    if found is None:
+        warn(f"{bad}; taking the newest checkpoint instead of the best")
+    checkpoint = newest_good(directory, warn)
+    if checkpoint is None:
         raise InputError(f"{directory}: no complete checkpoint yet; let the run reach one, or lower checkpoint.every")
-    return found
-
-
-def read_json(path: Path) -> Any:
-    """Read a file of a checkpoint. `InputError` if it is missing or damaged."""
-    try:
-        return files.read_json(path)
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing; the checkpoint is not complete") from None
-    except (OSError, ValueError):
-        raise InputError(f"{path}: damaged (not JSON)") from None
+    return checkpoint

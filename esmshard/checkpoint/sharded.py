@@ -1,47 +1,46 @@
 """Sharded checkpoints through torch's DCP: written completely or not at all, loaded on any number of ranks.
 
-    step_000100/    __0_0.distcp ... .metadata     written by DCP: tensors, and a pickled index of them
-                    state.json                     step, recipe, configuration, world size, versions
-                    MANIFEST.json                  bytes and sha256 of every other file
+    step_000100/    shard-00001-model-00001-of-00001.safetensors ...    pieces of weights and of the optimizer's state
+                    state.json                                          step, recipe, configuration, versions
+                    MANIFEST.json                                       bytes and sha256 of every other file
 
-DCP itself has no checksum and loads changed bits without an error. So every file is hashed while it is written, and the
-manifest is compared before anything is loaded (`esmshard.checkpoint.manifest`).
+No file holds a pickle, so reading a checkpoint runs no code. torch's reader takes every `*.safetensors` of a directory,
+has no checksum, infers the shape of a tensor from the pieces that are there, and converts types silently. So the
+manifest is compared before anything is loaded (`esmshard.checkpoint.manifest`), and `load` compares shapes and types.
 """
 
-import errno
-import hashlib
-import io
 import json
-import os
-import pickle
 import shutil
+import threading
 import warnings
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
-from pathlib import Path, PurePath
+from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from esmshard.checkpoint import manifest
-from esmshard.checkpoint.manifest import Entry, read_json
-from esmshard.errors import InputError, UsageError, reading
-from esmshard.files import replace_text
-from esmshard.model.families.family_registry import recorded_config
+from esmshard.errors import InputError
+from esmshard.files import read_json, replace_text
 
 T = TypeVar("T")
 
-FORMAT, VERSION = "esmshard-checkpoint", 2
+FORMAT, VERSION = "esmshard-checkpoint", 3
+FILE_BYTES = 10**9
+"""The bytes of a rank's file, about. torch's writer holds the tensors of a file twice more in the host's memory."""
+PATIENCE = 60.0
+"""Seconds for which a run that ends with an error waits for a checkpoint being written; other ranks may be gone or
+stuck.
+"""
 
 
 def write(
@@ -59,7 +58,7 @@ def write(
     Args:
         directory: `checkpoints` of the run.
         step: the number of optimizer steps done.
-        tensors: DTensors and plain tensors by name. A plain tensor is equal on all ranks that have it.
+        tensors: DTensors and plain tensors, of the same names on every rank. A plain tensor is equal on all ranks.
         state: other values that are needed to continue, written as JSON.
         keep: the number of newest checkpoints to keep. Older ones are removed once this one is finished.
         best: let `BEST` name this checkpoint.
@@ -69,37 +68,54 @@ def write(
         InputError: on all ranks, if any rank could not write. Earlier checkpoints are unchanged.
     """
     alone = not dist.is_initialized()
-    first = alone or dist.get_rank(group) == 0
+    rank, ranks = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
     work, final = directory / f".tmp-step_{step:06d}", manifest.path_of(directory, step)
+    files, total = {}, 0
+    for name, tensor in tensors.items():
+        files[name] = 1 + total // (FILE_BYTES * ranks)
+        total += tensor.numel() * tensor.element_size()
+    writer = HuggingFaceStorageWriter(str(work), fqn_to_index_mapping=files, save_distributed=True)
+    if not any(tensor.is_cuda for tensor in tensors.values()):
+        # DCP would copy ahead over a stream of the machine's first GPU, if there is one, and take memory there.
+        writer.per_thread_copy_ahead = 0
 
     def prepare() -> None:
+        if rank:
+            return
         directory.mkdir(parents=True, exist_ok=True)
         if work.exists():
             shutil.rmtree(work)
         work.mkdir()
 
-    def finish(files: dict[str, Entry]) -> None:
+    def hashes_of_own_files() -> dict[str, manifest.Entry]:
+        # Another machine may not see them yet, and they are still in this one's memory.
+        return {path.name: manifest.entry(path) for path in work.glob(f"shard-{rank + 1:05d}-*")}
+
+    def finish() -> None:
+        if rank:
+            return
         text = json.dumps({"format": FORMAT, "version": VERSION, "step": step, **state}, indent=1)
         replace_text(work / "state.json", text)
-        files["state.json"] = {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-        manifest.seal(work, final, files)
+        hashes["state.json"] = manifest.entry(work / "state.json")
+        manifest.seal(work, final, hashes)
         manifest.point(directory, "LATEST", final.name)
         if best:
             manifest.point(directory, "BEST", final.name)
 
     try:
-        _on_first(prepare, first, group)
-        writer = _Writer(work, from_gpu=any(tensor.is_cuda for tensor in tensors.values()))
-        with _quick(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` intends this
+        _together(prepare, group)
+        with _plain_errors():
             state_dict_saver.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
-        files = {name: entry for part in _gather(writer.files.entries, group) for name, entry in part.items()}
-        _on_first(lambda: finish(files), first, group)
-    except (CheckpointException, OSError) as error:  # the first is a BaseException and would not be caught otherwise
-        if first:
+        hashes = {name: entry for part in _together(hashes_of_own_files, group) for name, entry in part.items()}
+        _together(finish, group)
+    except OSError as error:
+        if rank == 0:
             shutil.rmtree(work, ignore_errors=True)
-        raise InputError(_unwritten(directory, step, error)) from None
-    if first:
+        raise _shared(
+            f"{directory}: the checkpoint of step {step} could not be written ({error.strerror or error}); earlier "
+            "ones are unchanged; make room, or lower checkpoint.keep, then --resume auto"
+        ) from error
+    if rank == 0:
         try:
             manifest.prune(directory, final, keep)
         except OSError:  # an old checkpoint only takes room; the next prune tries again
@@ -107,7 +123,7 @@ def write(
     return final
 
 
-def newest(directory: Path, warn: Callable[[str], None], *, trust: bool = False) -> Path | None:
+def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint whose files are unchanged, on every rank; None if there never was one.
 
     All ranks call this together. The first one reads and hashes the files.
@@ -115,262 +131,175 @@ def newest(directory: Path, warn: Callable[[str], None], *, trust: bool = False)
     Args:
         directory: the directory that was given to `write`.
         warn: called on the first rank with a sentence for each damaged checkpoint that is skipped.
-        trust: take a checkpoint that another user wrote.
 
     Raises:
         InputError: on all ranks, if every checkpoint is damaged.
-        UsageError: on all ranks, if another user wrote it.
     """
-    found: Path | InputError | UsageError | None = None
+    chosen: Path | None = None
+    failure = ""
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            found = manifest.newest_good(directory, warn, trust=trust)
-        except (InputError, UsageError) as error:
-            error.shared, found = True, error
-    found = _gather(found, None)[0]
-    if isinstance(found, Exception):
-        raise found
-    return found
+            chosen = manifest.newest_good(directory, warn)
+        except InputError as error:
+            failure = str(error)
+    chosen, failure = _gather((chosen, failure), None)[0]
+    if failure:
+        raise _shared(failure)
+    return chosen
 
 
-def load(
-    path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False, reader: "CheckpointReader | None" = None
-) -> None:
-    """Fill `tensors` in place with the checkpoint's values, resharding as needed. Every name must exist.
+def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -> None:
+    """Fill `tensors` in place with the checkpoint's values, resharding as needed.
 
     Args:
         path: a verified checkpoint.
         tensors: DTensors, plain tensors, or both.
         alone: read without the other ranks. A process without a group always does.
-        reader: a reader of this path, for loading a few tensors at a time; it reads the index once.
+
+    Raises:
+        InputError: the checkpoint lacks a tensor or a part of it, or it has another shape or type.
     """
-    alone = alone or not dist.is_initialized()
-    reader = reader or CheckpointReader(path)
-    # This comes before torch reads the index: where several ranks load, torch would log its own traceback.
-    for failure in [reader.unreadable()] if alone else _gather(reader.unreadable(), None):
-        if failure is not None:
-            failure.shared = not alone  # each rank has this error, and the first rank reports it
-            raise failure
-    entries = reader.read_metadata().state_dict_metadata
+    storage = HuggingFaceStorageReader(str(path))
+    saved = _tensors_of(storage.read_metadata())
     for name, tensor in tensors.items():
-        saved = entries.get(name)
-        if not isinstance(saved, TensorStorageMetadata):
-            continue  # torch's planner says so
-        if (saved.size, saved.properties.dtype) != (tensor.size(), tensor.dtype):
-            mismatch = InputError(
-                f"{path}: does not fit this model: {name} is {list(saved.size)} in {saved.properties.dtype}, not "
-                f"{list(tensor.size())} in {tensor.dtype}; take a checkpoint of this model"
+        entry = saved.get(name)
+        if entry is None or (entry.size, entry.properties.dtype) != (tensor.size(), tensor.dtype):
+            there = f"{list(entry.size)} in {entry.properties.dtype}" if entry else "not in it"
+            raise _shared(
+                f"{path}: does not fit this model: {name} is {there}, and {list(tensor.size())} in {tensor.dtype} is "
+                "needed; take a checkpoint of this model",
+                not alone,
             )
-            mismatch.shared = not alone
-            raise mismatch
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` intends this
-            state_dict_loader.load(tensors, storage_reader=reader, planner=_TensorsOnly(), no_dist=alone)
-    except CheckpointException as error:
-        rank, cause = _cause(error)
-        raise InputError(f"{path}: does not fit this model or is damaged (rank {rank}: {_phrase(cause)})") from None
+        # A number that no piece holds would be whatever the memory held before.
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+            raise _shared(f"{path}: holds numbers of {name} twice or not at all; take another checkpoint", not alone)
+    with _plain_errors():
+        state_dict_loader.load(tensors, storage_reader=storage, no_dist=alone or not dist.is_initialized())
 
 
-def index(path: Path, reader: "CheckpointReader | None" = None) -> dict[str, TensorStorageMetadata]:
-    """Return shape and dtype of every tensor of a verified checkpoint, by name."""
-    entries = (reader or CheckpointReader(path)).read_metadata().state_dict_metadata
-    return cast(dict[str, TensorStorageMetadata], entries)  # `_read_index` refuses any other type
+def reader(path: Path) -> tuple[dict[str, torch.Size], Callable[[str], torch.Tensor]]:
+    """Return the shapes of a verified checkpoint's tensors by name, and a function that reads one of them.
+
+    This is for one process that needs a few tensors at a time. `load` would read the index again for each of them.
+    """
+    metadata = HuggingFaceStorageReader(str(path)).read_metadata()
+    saved = _tensors_of(metadata)
+    file_of = {(piece.fqn, piece.offset): about.relative_path for piece, about in metadata.storage_data.items()}
+
+    def read(name: str) -> torch.Tensor:
+        whole = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
+        for chunk in saved[name].chunks:
+            part = tuple(slice(first, first + n) for first, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            # An open file would keep all that was read of it mapped into memory.
+            with safe_open(file_of[name, chunk.offsets], framework="pt") as file:
+                whole[part] = file.get_tensor(name)
+        return whole
+
+    return {name: entry.size for name, entry in saved.items()}, read
 
 
-_KINDS: Mapping[str, type] = {
-    **dict.fromkeys(("recipe", "facts", "config", "data", "versions"), dict),
-    "unlearned": list,
-    "step": int,
-}
-"""The types of some values of `state.json`, if these values exist."""
+def _tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    return cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)  # this format holds nothing else
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read `state.json` of a checkpoint. `InputError` for another version or a value of another type."""
+    """Read `state.json` of a verified checkpoint. `InputError` if another version of esmshard wrote it."""
     state: dict[str, Any] = read_json(path / "state.json")
-    if not isinstance(state, dict):
-        raise InputError(f"{path / 'state.json'}: damaged (not a JSON object); take another checkpoint")
-    if state.get("format") != FORMAT or state.get("version") != VERSION:
+    if (state.get("format"), state.get("version")) != (FORMAT, VERSION):
         raise InputError(f"{path}: written by another version of esmshard; go on with that one, or start again")
-    with reading(f"{path / 'state.json'}", "take another checkpoint"):
-        wrong = [key for key, kind in _KINDS.items() if not isinstance(state.get(key, kind()), kind)]
-        wrong += [key for key, facts in state.get("data", {}).items() if not isinstance(facts, dict)]
-        if wrong:
-            raise ValueError(f"{wrong[0]} is not what a run writes there")
-        if "config" in state:
-            recorded_config(state["config"])
     return state
 
 
-@contextmanager
-def _quick() -> Iterator[None]:
-    """Switch off torch's CRC32 of saved data: it is as slow as sha256, which is computed for every byte anyway."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
+class Saver:
+    """The writer of one run's checkpoints. Every rank creates one, and calls it at the same steps.
 
+    Use it as `with saver:`, so that a checkpoint being written is finished first when an error ends the run.
 
-class _Hashed:
-    """A file open for writing whose bytes are counted and hashed as they are written."""
+    In the background mode, `save` copies this rank's shards to the host and returns. A thread writes them, and
+    communicates with the other ranks over a group of its own, because messages of two threads over one group would be
+    mixed up. There is one copy, which is created at the first save and used again, so a save waits for the save before
+    it. The host needs room for the shards of its ranks once (weights and both moments: 12 bytes for each trained
+    parameter).
 
-    def __init__(self, stream: io.IOBase) -> None:
-        self._stream, self._sha256, self._bytes = stream, hashlib.sha256(), 0
-        self.flush, self.fileno, self.tell, self.close = stream.flush, stream.fileno, stream.tell, stream.close
+    torch's `async_save` is not used: it would end before the files have hashes and the checkpoint its name.
 
-    def write(self, data: Any) -> int:
-        self._sha256.update(data)
-        self._bytes += memoryview(data).nbytes
-        return int(self._stream.write(data))  # type: ignore[attr-defined]
+    Args:
+        directory: `checkpoints` of the run.
+        keep: the number of newest checkpoints to keep.
+        background: write while training continues.
+    """
 
-    def entry(self) -> Entry:
-        return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
-
-
-class _HashedFiles(FileSystem):
-    """Files on disk, with size and sha256 of each written file, computed without reading the file again."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as stream:
-            hashed = _Hashed(stream)
-            yield hashed  # type: ignore[misc]  # it has all that DCP and torch.save use
-        self.entries[PurePath(path).name] = hashed.entry()
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.entries[PurePath(new_path).name] = self.entries.pop(PurePath(path).name)
-
-
-class _Writer(FileSystemWriter):
-    """DCP's writer, with one file for each rank, which is on disk when the writer returns."""
-
-    def __init__(self, path: Path, *, from_gpu: bool) -> None:
-        super().__init__(path, overwrite=False)
-        if not from_gpu:
-            # DCP would copy ahead over a stream of the machine's first GPU, if there is one, and take memory there.
-            self.per_thread_copy_ahead = 0
-        self.files = _HashedFiles()
-        self.fs = self.files
-
-    def storage_meta(self) -> StorageMeta:
-        # DCP's own metadata pickles a Path, a class whose name changes between Python versions.
-        return StorageMeta(checkpoint_id=PurePath(self.path).name, save_id=self.save_id)
-
-
-class _Index(pickle.Unpickler):
-    """A reader of `.metadata` that refuses every unexpected class, because a pickle can call any function."""
-
-    _classes = {  # noqa: RUF012
-        *(("torch.distributed.checkpoint.metadata", name) for name in (
-            "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata",
-            "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-        )),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-    }  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._classes:
-            return super().find_class(module, name)
-        # early releases of Python 3.11 pickle the member of an Enum in this way
-        if (module, name) == ("builtins", "getattr"):
-            return self._member
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
-            return found
-        raise pickle.UnpicklingError(f"its index asks for {module}.{name}, which no checkpoint of ours holds")
-
-    @staticmethod
-    def _member(kind: Any, name: Any) -> Any:
-        if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
-            return kind[name]
-        raise pickle.UnpicklingError(f"its index asks for {kind}.{name}, which no checkpoint of ours holds")
-
-
-class _TensorsOnly(DefaultLoadPlanner):
-    """DCP's planner without its loading of pickled objects: DCP unpickles all that the index calls bytes."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Refuse bytes: our checkpoints hold tensors, and torch would run the code of a pickle."""
-        raise pickle.UnpicklingError(
-            f"{read_item.dest_index.fqn} is stored as a pickle, which no checkpoint of ours holds"
+    def __init__(self, directory: Path, keep: int, background: bool) -> None:
+        self._directory, self._keep, self._background = directory, keep, background
+        # Both modes use a group of their own, so they share their code, and no check of one rank costs a GPU a kernel.
+        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+            )
         )
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        elif self._thread is not None:
+            self._thread.join(PATIENCE)
+
+    def save(
+        self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], best: bool = False
+    ) -> None:
+        """Write a checkpoint, after the one before it; see `write`. An error of the save before is raised here, too."""
+        self.finish()
+        if not self._background:
+            write(self._directory, step, tensors, state, keep=self._keep, best=best, group=self._group)
+            return
+        staged = cast(dict[str, torch.Tensor], self._stager.stage(dict(tensors)))
+        # In a new thread the current GPU is the machine's first one, on which each rank would take half a gigabyte.
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+        def run() -> None:
+            try:
+                if gpu is not None:
+                    torch.cuda.set_device(gpu)
+                write(self._directory, step, staged, state, keep=self._keep, best=best, group=self._group)
+            except BaseException as error:  # raised again in the main thread
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until nothing is being written. An error of the background thread is raised, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
-class CheckpointReader(FileSystemReader):
-    """DCP's reader, limited to the checkpoint's directory and without running the code of a pickle.
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise the error of the first rank that failed, in place of torch's `CheckpointException`.
 
-    It reads the index once: with 64 ranks and the optimizer state of 600 tensors that takes seconds.
+    That one is a `BaseException`, which `except Exception` would not catch, and wraps Ctrl-C, too.
     """
-
-    _read: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index, which is read at the first call."""
-        if self._read is None:
-            self._read = _read_index(Path(self.path) / ".metadata")
-        self._read.storage_meta = StorageMeta(load_id=self.load_id)
-        return self._read
-
-    def unreadable(self) -> InputError | None:
-        """Return why the index cannot be read; None if it can."""
-        try:
-            self.read_metadata()
-        except InputError as error:
-            return error
-        return None
-
-
-def _read_index(path: Path) -> Metadata:
-    """Read the index of a checkpoint, and check that all tensors are in files of its own directory."""
     try:
-        with open(path, "rb") as file:
-            metadata: Metadata = _Index(file).load()
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise pickle.UnpicklingError(f"its index says that {name} is no tensor")
-            if not covers(entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]):
-                raise pickle.UnpicklingError(f"its chunks hold numbers of {name} twice or not at all")
-        for info in metadata.storage_data.values():
-            if info.relative_path != PurePath(info.relative_path).name:
-                raise pickle.UnpicklingError(f"its index names a file outside it ({info.relative_path!r})")
-        return metadata
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})") from None
-    except Exception as error:  # a damaged pickle may raise any error
-        raise InputError(f"{path}: not the index of a checkpoint ({_phrase(error)})") from None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` intends this
+            yield
+    except CheckpointException as error:
+        raise error.failures[min(error.failures)][0] from None
 
 
-def covers(shape: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether chunks, each with its first indices and its shape, hold every number of a tensor exactly once.
-
-    A number that no chunk holds would be whatever the memory held before.
-
-    >>> covers([4, 2], [([0, 0], [3, 2]), ([3, 0], [1, 2])]), covers([4, 2], [([0, 0], [3, 2])])
-    (True, False)
-    """
-    bounds = [[range(a, a + n) for a, n in zip(first, size, strict=True)] for first, size in chunks]
-    if any(len(chunk) != len(shape) for chunk in bounds):
-        return False
-    # Between two neighbouring edges of chunks all numbers are alike, so one count for each such cell is enough.
-    edges = [sorted({0, n, *(e for c in bounds for e in (c[d].start, c[d].stop))}) for d, n in enumerate(shape)]
-    if any(ends[0] < 0 or ends[-1] > n for ends, n in zip(edges, shape, strict=True)):
-        return False
-    count = np.zeros([len(ends) - 1 for ends in edges], dtype=np.int64)
-    for chunk in bounds:
-        cells = [slice(bisect_left(e, r.start), bisect_left(e, r.stop)) for e, r in zip(edges, chunk, strict=True)]
-        count[tuple(cells)] += 1
-    return bool((count == 1).all())
-
-
-def _gather(value: Any, group: Any) -> list[Any]:
+def _gather(value: T, group: Any) -> list[T]:
     """Gather the values of all ranks, on every rank."""
     if not dist.is_initialized():
         return [value]
@@ -379,50 +308,21 @@ def _gather(value: Any, group: Any) -> list[Any]:
     return values
 
 
-def _on_first(function: Callable[[], None], first: bool, group: Any) -> None:
-    """Call a function on the first rank; all ranks raise its `OSError`."""
-    error = None
+def _together(function: Callable[[], Any], group: Any) -> list[Any]:
+    """Call a function on every rank, and return the results of all. All ranks raise the first `OSError`."""
     try:
-        if first:
-            function()
-    except OSError as caught:
-        error = caught
-    failed = [e for e in _gather(error, group) if e is not None]
-    if failed:
-        raise failed[0]
+        result = function()
+    except OSError as error:
+        result = error
+    results = _gather(result, group)
+    for result in results:
+        if isinstance(result, OSError):
+            raise result
+    return results
 
 
-def _unwritten(directory: Path, step: int, error: BaseException) -> str:
-    """Describe a failed save: the error, the path, the remaining checkpoints, and the fix."""
-    rank, cause = _cause(error) if isinstance(error, CheckpointException) else (0, error)
-    number = cause.errno if isinstance(cause, OSError) else None
-    what = (os.strerror(number).lower() if number else _phrase(cause)) + (f", rank {rank}" if rank else "")
-    fix = {
-        errno.ENOSPC: "free some space, or lower checkpoint.keep",
-        errno.EDQUOT: "free some of your quota, or lower checkpoint.keep",
-        **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make the directory writable"),
-    }.get(number or 0, "look at the file system")
-    left = manifest.complete(directory) if directory.is_dir() else []
-    kept = f"the newest one is {left[-1].name}; " if left else ""
-    return f"{directory}: the checkpoint of step {step} could not be written ({what}); {kept}{fix}, then --resume auto"
-
-
-def _cause(error: CheckpointException) -> tuple[int, BaseException]:
-    """Return the first failing rank and its original error: the `OSError` behind torch's error, if there is one.
-
-    Raises:
-        BaseException: for an exception that is no failure, such as Ctrl-C or a request to stop; DCP catches these, too.
-    """
-    for cause, _ in error.failures.values():
-        if not isinstance(cause, Exception):
-            raise cause from None
-    for rank, (cause, _) in sorted(error.failures.items()):
-        behind: BaseException | None = cause
-        while behind is not None and not isinstance(behind, OSError):
-            behind = behind.__cause__ or behind.__context__
-        return rank, behind or cause
-    return 0, error
-
-
-def _phrase(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _shared(message: str, is_shared: bool = True) -> InputError:
+    """Return an error that every rank raises, so that only the first rank prints it."""
+    error = InputError(message)
+    error.shared = is_shared
+    return error

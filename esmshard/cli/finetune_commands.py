@@ -16,9 +16,8 @@ from esmshard.cli.shared_options import (
     RecipeName,
     SweepFile,
     SweepTrials,
-    Trust,
 )
-from esmshard.errors import ExitCode, UsageError
+from esmshard.errors import ExitCode, RunFailed, UsageError
 
 _STARTED = time.time()
 """The start of this process, in seconds since 1970. Goodput counts from this time."""
@@ -82,7 +81,6 @@ def finetune(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the directory of a run of another machine, which has ended.")
     ] = False,
-    trust: Trust = False,
     env: Env = None,
 ) -> None:
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
@@ -106,13 +104,12 @@ def finetune(
             sweep=None if sweep is None else str(sweep),
             trials=trials,
             report=page,
-            trust=trust,
             take_over=take_over,
             started=_STARTED,
             env=tuple(env or ()),
         )
         start_run.finetune(recipe, overrides or [], options)
-    except start_run.RunFailed as failed:  # the processes have printed the reason
+    except RunFailed as failed:  # the processes have printed the reason
         if failed.exit_code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt from None
         raise SystemExit(failed.exit_code) from None
@@ -125,7 +122,7 @@ def plan(
     nodes: Annotated[int, typer.Option(help="Number of machines.")] = 1,
     network: Annotated[float, typer.Option(metavar="GBIT", help="Gbit/s of each GPU between machines.")] = 200,
     memory: Annotated[
-        Optional[str], typer.Option(metavar="GB", help="Memory of a GPU, such as 24GB, for a card that is not known.")
+        Optional[float], typer.Option(metavar="GB", help="Memory of a GPU, for a card that is not known.")
     ] = None,
     as_json: AsJson = False,
     env: Env = None,
@@ -141,10 +138,10 @@ def plan(
     cluster = machines.parse(gpus, nodes, network, memory)
     resolved = recipe_file.load(recipe_file.resolve(recipe), overrides or [])
 
-    from esmshard.planner import plan_text, recipe_plan
+    from esmshard.planner.plan import plan as made
 
-    found = recipe_plan.plan(resolved, cluster)
-    print(json.dumps(plan_text.as_json(found), indent=1) if as_json else plan_text.as_text(found))
+    found = made(resolved, cluster)
+    print(json.dumps(found.as_json(), indent=1) if as_json else found.as_text())
 
 
 def status(
@@ -156,11 +153,11 @@ def status(
     """Print the state of a run, and whether it is alive. Exit code: 0 done, 3 running, 75 preempted, 1 failed, 2 no
     run.
     """
-    from esmshard.train.records import standing
+    from esmshard.train import run_dir
 
-    found = standing.standings(run)
-    print(standing.as_json(found) if as_json else standing.as_text(found))
-    if code := standing.exit_code(found):
+    found = run_dir.standings(run)
+    print(run_dir.status_json(found) if as_json else run_dir.status_text(found))
+    if code := run_dir.status_exit_code(found):
         raise SystemExit(code)
 
 

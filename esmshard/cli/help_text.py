@@ -26,7 +26,7 @@ EXAMPLES = {
     ),
     "plan": (
         "esmshard plan my.yaml --gpus 8xA100-40GB",
-        "esmshard plan contact model.name=esm2_t36_3B_UR50D --gpus 2xMine --memory 24GB",
+        "esmshard plan contact model.name=esm2_t36_3B_UR50D --gpus 2xMine --memory 24",
     ),
     "status": ("esmshard status runs/mine", "esmshard status runs/mine --json"),
     "report": ("esmshard report runs/mine", "esmshard report runs/mine -o mine.html"),

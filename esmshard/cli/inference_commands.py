@@ -370,7 +370,7 @@ def evaluate(
     from esmshard.progress import say
     from esmshard.recipe.sections import Recipe
     from esmshard.report.draw.plots import draw_maps
-    from esmshard.tasks.finetuner import load_finetuned
+    from esmshard.tasks.finetuned import load_finetuned
     from esmshard.train import evaluate as evaluation
 
     for name in ("evaluation.json", "per_protein.csv"):

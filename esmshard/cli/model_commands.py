@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Optional
 
 import typer
 
-from esmshard.cli.shared_options import Overwrite, Trust
+from esmshard.cli.shared_options import Overwrite
 from esmshard.errors import UsageError
 
 
@@ -34,10 +34,9 @@ def consolidate(
     base: Annotated[
         Optional[str], typer.Option(metavar="MODEL", help="The base model of a LoRA or head run, if it was moved.")
     ] = None,
-    trust: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make one model from a sharded checkpoint, or from a model in another layout, and compare the two."""
+    """Make one model from a sharded checkpoint, or from a model in another layout."""
     from esmshard.checkpoint import consolidate as consolidation
     from esmshard.model.families.family_registry import FAMILIES
     from esmshard.progress import say
@@ -45,7 +44,7 @@ def consolidate(
     known = ["hf", *(word for family in FAMILIES.values() for word in family.pickles)]
     if to is not None and to not in known:
         raise UsageError(f"--to {to}: {' or '.join(known)} is expected")
-    how: dict[str, Any] = {"overwrite": overwrite, "best": best, "trust": trust, "base": base, "warn": say}
+    how: dict[str, Any] = {"overwrite": overwrite, "best": best, "base": base, "warn": say}
     if adapter and (to not in (None, "hf") or dtype != "fp32"):
         raise UsageError("--adapter: an adapter is always written in fp32 for PEFT; leave --to and --dtype out")
     if adapter:

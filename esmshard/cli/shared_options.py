@@ -68,7 +68,6 @@ SweepTrials = Annotated[
         "--trials", min=1, max=100_000, metavar="N", help="Trials of --sweep; by default 20, or the whole grid."
     ),
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Read a checkpoint that another user wrote.")]
 TrackPaths = Annotated[
     Optional[list[str]],
     typer.Option(

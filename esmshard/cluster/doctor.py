@@ -275,10 +275,10 @@ def _disks(out: Path, needed: int) -> Iterator[Finding]:
 
 def _written_bytes(recipe: Recipe) -> int:
     """Return the bytes of checkpoints and model: fp32 weights, and two moments for each weight that learns."""
-    from esmshard.planner.recipe_plan import model_numbers
+    from esmshard.planner.plan import config_of, model_numbers
 
     try:
-        numbers = model_numbers(recipe)
+        numbers = model_numbers(recipe, config_of(recipe.model.name))
     except (InputError, OSError):  # `_recipe` reports it
         return 0
     each = 4 * numbers.parameters + 8 * numbers.trained
@@ -294,9 +294,8 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     from esmshard.model.weights import hub, open_weights
     from esmshard.parallel.process_group import own_device, processes_per_machine
     from esmshard.planner.machines import GPUS, Machines, data_sheet
-    from esmshard.planner.plan_text import keys
-    from esmshard.planner.recipe_plan import plan
-    from esmshard.train.run_inputs import prepare
+    from esmshard.planner.plan import plan
+    from esmshard.train.inputs import prepare
 
     name = recipe.model.name
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # the first fold of several
@@ -335,7 +334,7 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
                 "recipe", "ok", f"fits on {machines}: {wanted.strategy}, {fits[0].tokens:,} tokens a rank at once"
             )
         else:
-            fix = f"pass {' '.join(keys(planned))}" if planned.best else planned.reasons()[0]
+            fix = f"pass {' '.join(planned.keys)}" if planned.best else planned.reason
             yield Finding("recipe", "error", f"{wanted.strategy} does not fit on {machines}", fix)
     except (InputError, OSError) as error:
         found, _, fix = str(error).partition("; ")

@@ -26,7 +26,7 @@ from xopen import xopen
 
 from esmshard import spreadsheet
 from esmshard.data import workbooks
-from esmshard.errors import InputError, NotANumber
+from esmshard.errors import InputError
 
 MISSING = frozenset(
     {"", "-", "na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "null", "none", "nd", "n.d.", "n.d", "n/d"}
@@ -137,7 +137,7 @@ class Table:
                 wrong.append(row)
         if wrong:
             cell, more = shown(cells[wrong[0]]), f" ({len(wrong):,} cells of the column)" if len(wrong) > 1 else ""
-            raise NotANumber(
+            raise InputError(
                 f"{self.where(wrong[0])}: column {shown(name)} has {cell}, which is not a finite number{more}; "
                 "write a number with a decimal point, or leave the cell empty"
             )

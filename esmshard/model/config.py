@@ -20,7 +20,15 @@ SHIPPED = {
 what they have seen. They are no released models.
 """
 
-MOST = {"n_layers": 1000, "dim": 65536, "n_heads": 4096, "max_positions": 10**7, "window": 10**7}
+MOST = {
+    "n_layers": 1000,
+    "dim": 65536,
+    "n_heads": 4096,
+    "v_heads": 4096,
+    "ffn": 10**6,
+    "max_positions": 10**7,
+    "window": 10**7,
+}
 """Limits far above every model (the largest has 80 layers, another a width of 5120), so that a damaged number cannot
 make a model that fills the memory.
 """
@@ -74,8 +82,10 @@ class ModelConfig(ABC):
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
-            value = getattr(self, name, None)
-            if name in ("max_positions", "window") and value is None:
+            if not hasattr(self, name):
+                continue
+            value = getattr(self, name)
+            if value is None and name in ("ffn", "max_positions", "window"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive whole number, not {value!r}")
@@ -112,6 +122,13 @@ class ModelConfig(ABC):
     @abstractmethod
     def matrices(self) -> tuple[Matrix, ...]:
         """The linear layers of a block."""
+
+    @property
+    def projections(self) -> tuple[Matrix, ...]:
+        """The linear layers of the attention of a block, which are the same in all families."""
+        d = self.dim
+        qkv = [Matrix(name, f"self_attn.{name}_proj", d, d, "qkv") for name in "qkv"]
+        return (*qkv, Matrix("out", "self_attn.out_proj", d, d, "out"))
 
     @property
     @abstractmethod

@@ -9,19 +9,12 @@ which is linear in the maps: one [L, L] accumulator M = sum_c w_c P_c and the ve
 for a few heads at a time and, in training, once more in the backward pass. Several regressions can share the maps.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from esmshard.batch import TokenBatch
 from esmshard.model.attention import attention_map
-
-if TYPE_CHECKING:
-    from esmshard.model.trunk import Trunk
+from esmshard.model.trunk import Trunk
 
 MAP_NUMBERS = 1 << 20
 """Numbers in the maps that exist at the same time: 4 MiB, which fit into a cache. There are never fewer maps than
@@ -125,14 +118,6 @@ def corrected_maps(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
     maps_HTT = attention_map(q_THK, k_THK)
     a_HL, maps_HLL = _row_sums(maps_HTT), maps_HTT[:, 1:-1, 1:-1]
     return maps_HLL + maps_HLL.mT - a_HL[:, :, None] * (a_HL / a_HL.sum(-1, keepdim=True))[:, None, :]
-
-
-class ContactRegression(nn.Module):
-    """The holder of `contact_head.regression`, fair-esm's name: one weight for each attention head of every layer."""
-
-    def __init__(self, n_maps: int) -> None:
-        super().__init__()
-        self.regression = nn.Linear(n_maps, 1)
 
 
 def predict_contacts(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:

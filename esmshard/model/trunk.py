@@ -16,12 +16,26 @@ from esmshard.batch import TokenBatch
 from esmshard.joined_chains import Chains
 from esmshard.model.attention import OnAttention
 from esmshard.model.config import ModelConfig
-from esmshard.model.contacts import ContactRegression
 from esmshard.vocab import SEPARATOR, TOKENS
 
 GLYCINE = TOKENS.index("G")
 ABSENT = -1e4
 """The logit of a token that a family lacks. Its probability is zero in every precision, and it is finite."""
+
+
+class ContactRegression(nn.Module):
+    """The holder of `contact_head.regression`, fair-esm's name: one weight for each attention head of every layer."""
+
+    def __init__(self, n_maps: int) -> None:
+        super().__init__()
+        self.regression = nn.Linear(n_maps, 1)
+
+
+def embedding(rows: int, dim: int, padding_idx: int | None = None) -> nn.Embedding:
+    """Make a table. The normal draw of `nn.Embedding` is avoided: on the meta device it imports the compiler, two
+    seconds of every start.
+    """
+    return nn.Embedding(rows, dim, padding_idx, _weight=torch.empty(rows, dim).uniform_(-1, 1))
 
 
 class TrunkOutput(NamedTuple):
@@ -119,22 +133,22 @@ class Trunk(nn.Module, ABC):
             raise ValueError(f"layers {sorted(wanted)}: this model has 0 to {self.config.n_layers}")
         batch = as_read(batch, self.config.chains)
         x_TD = self.embed(batch)
-        found = {0: x_TD} if 0 in wanted else {}
+        representations = {0: x_TD} if 0 in wanted else {}
         needed = self.config.n_layers
         if logits_at is None and wanted:
             needed = max(wanted)  # Layers that no result needs are not computed.
         x_TD = self.before_blocks(x_TD)
         for index in range(len(self.layers)):
             if index == needed:
-                return TrunkOutput(found, None)
+                return TrunkOutput(representations, None)
             x_TD = self.run_block(index, x_TD, batch, on_attention)
             if index + 1 in wanted and index + 1 < self.config.n_layers:
-                found[index + 1] = self.after_blocks(x_TD)
+                representations[index + 1] = self.after_blocks(x_TD)
         x_TD = self.finish(self.after_blocks(x_TD))
         if self.config.n_layers in wanted:
-            found[self.config.n_layers] = x_TD
+            representations[self.config.n_layers] = x_TD
         logits_PV = self.lm_head(x_TD[logits_at]) if logits_at is not None else None
-        return TrunkOutput(found, logits_PV)
+        return TrunkOutput(representations, logits_PV)
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile each block in place, once for all lengths. Parameter names do not change."""

@@ -15,6 +15,8 @@ from esmshard import files
 from esmshard.errors import InputError
 
 ALL = slice(None)
+REPLACED = "copy or download it again; a git-LFS pointer needs `git lfs pull`, and a web page a new download"
+"""What to do about a file that cannot be read, for messages."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         raise InputError(f"{path}: missing; the directory is not a complete model") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as JSON{_really(path, f': {error}')}") from None
+        raise InputError(f"{path}: cannot be read as JSON: {error}; {REPLACED}") from None
 
 
 def read_safetensors(path: Path) -> dict[str, WeightReader]:
@@ -86,8 +88,7 @@ def read_safetensors(path: Path) -> dict[str, WeightReader]:
             sizes = {key: torch.Size(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
             return {key: WeightReader(size, partial(rows, key)) for key, size in sizes.items()}
     except (OSError, SafetensorError) as error:
-        why = _really(path, f" ({error}); copy or download it again")
-        raise InputError(f"{path}: not a readable safetensors file{why}") from None
+        raise InputError(f"{path}: not a readable safetensors file ({error}); {REPLACED}") from None
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
@@ -107,11 +108,8 @@ def read_pickle(path: Path) -> dict[str, Any]:
                 f"{path}: holds code ({code[1]}), and none of it was run; weights are tensors only, so get the model "
                 "from its publisher, best as safetensors"
             ) from None
-        reason = str(error).split("\n")[0].split(". ")[0] or type(error).__name__
-        if reason.startswith("Weights only load failed"):  # torch's message goes on to advise loading with code.
-            reason = "not a torch file"
-        why = _really(path, f" ({reason}); copy or download it again")
-        raise InputError(f"{path}: cannot be read as torch weights{why}") from None
+        # The message of torch is left out: it goes on to advise loading with code.
+        raise InputError(f"{path}: cannot be read as torch weights ({type(error).__name__}); {REPLACED}") from None
     if not isinstance(data, dict):
         raise InputError(f"{path}: holds a {type(data).__name__}, not a dictionary of weights")
     return data
@@ -127,17 +125,3 @@ def tensors(state: Mapping[str, Any]) -> dict[str, WeightReader]:
     return {
         str(k): WeightReader(v.shape, v.detach().__getitem__) for k, v in state.items() if isinstance(v, torch.Tensor)
     }
-
-
-def _really(path: Path, otherwise: str) -> str:
-    """Recognise what often replaces a weight file: a git-LFS pointer, or a page that a proxy or the hub sent."""
-    try:
-        with open(path, "rb") as file:
-            start = file.read(512).lstrip().lower()
-    except OSError:
-        return otherwise
-    if start.startswith(b"version https://git-lfs"):
-        return ": it is a git-LFS pointer and not the file it stands for; run `git lfs pull`, or download the file"
-    if start.startswith((b"<!doctype html", b"<html")):
-        return ": it is an HTML page, so the download went wrong; download the file again"
-    return otherwise

@@ -381,8 +381,9 @@ class _Processes:
             if (code := self.codes[rank]) and not self._has_left(code) and not (left and code == ExitCode.LOST)
         ]
         if self.killed_late and not failed and self.signals and not any(number in TO_END for number in self.signals):
-            late = f"within {self.stop_timeout:g} s of {signal.Signals(self.signals[0]).name}, and had to be killed"
-            return ExitCode.FAILED, f"{self.killed_late} of the processes did not leave {late}", False
+            count, name = self.killed_late, signal.Signals(self.signals[0]).name
+            why = f"{count} processes did not leave within {self.stop_timeout:g} s of {name}, and had to be killed"
+            return ExitCode.FAILED, why, False
         if not failed:
             return (_code_of(self.signals) if left or self.killed_late else 0), "", False
         # A mistake is the cause before a signal, a crash, and the loss of a process; of several the first one.

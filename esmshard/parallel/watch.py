@@ -231,12 +231,12 @@ class Control:
             ends = ((self._named([rank]), _at(self._noted(rank)[1:]), why) for rank, (_, why) in ended.items())
             return "; ".join(f"{who} ended in {place}: {why}" for who, place, why in ends)
         if timed_out and missing:
-            blamed, waited = silent or missing, f"the others waited {self._world.timeout} s for it"
-            what = "does not answer" if silent else "is stuck"
-            return (
-                f"{self._named(blamed)} {what}, last heard of in {_at(self._noted(blamed[0])[1:])}; {waited}; look at "
-                f"that machine, then {again}, or allow more (parallel.step_timeout)"
-            )
+            blamed = silent or missing
+            who, place, waited = self._named(blamed), _at(self._noted(blamed[0])[1:]), self._world.timeout
+            fix = f"look at that machine, then {again}, or allow more (parallel.step_timeout)"
+            if silent:
+                return f"{who} does not answer, last heard of in {place}; the others waited {waited} s for it; {fix}"
+            return f"{who} is stuck, last heard of in {place}; the others waited {waited} s for it; {fix}"
         if silent:
             place = _at(self._noted(silent[0])[1:])
             return (

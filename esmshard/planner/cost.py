@@ -1,4 +1,4 @@
-"""The cost of a training step: bytes communicated, and seconds that a rank computes, waits and updates. No torch.
+"""The cost of a training step: seconds that a rank computes, waits and updates.
 
 The model is a roofline: matrix products and attention run at a share of the data sheet's FLOP/s, element-wise
 operations at a share of the memory's speed, collectives at a share of the slowest link on their way. FSDP gathers the
@@ -60,41 +60,14 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """The bytes that one rank receives in one step."""
-
-    gather_forward: int
-    gather_backward: int
-    reduce_scatter: int
-    all_reduce: int
-    """Bytes of the all-reduce between copies of the model."""
-    between_machines: int
-    """The part of all bytes that comes from other machines."""
-    tensor: int = 0
-    """Bytes from the other ranks with which this rank computes each layer: activations, and gradients of the root."""
-
-    @property
-    def total(self) -> int:
-        """Return the sum of all bytes."""
-        return self.of_weights + self.tensor
-
-    @property
-    def of_weights(self) -> int:
-        """Return the bytes of FSDP: weights and gradients."""
-        return self.gather_forward + self.gather_backward + self.reduce_scatter + self.all_reduce
-
-
-@dataclass(frozen=True)
 class Cost:
     """The seconds of one step on one rank, and figures derived from them."""
 
     compute: float
     """Forward and backward passes, without recomputation."""
     recompute: float
-    communication: float
-    """All collectives, overlapped or not."""
     exposed: float
-    """The part of the communication that does not overlap with computation."""
+    """The part of the collectives' time that does not overlap with computation."""
     optimizer: float
     tokens_per_second: float
     """Tokens per second of one GPU, without padding."""
@@ -102,7 +75,8 @@ class Cost:
     """The FLOPs that the model needs for all tokens, without recomputation, over the data sheet's FLOPs in the same
     time.
     """
-    traffic: Traffic
+    received: int
+    """The bytes that this rank receives from others."""
 
     @property
     def seconds(self) -> float:
@@ -136,7 +110,7 @@ def training_flops(numbers: ModelNumbers, attended: float) -> float:
 
 
 def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) -> Cost:
-    """Return time and traffic of one training step.
+    """Return time and received bytes of one training step.
 
     Args:
         numbers: the sizes of the model.
@@ -144,7 +118,6 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
         work: the work of one rank.
         machines: the machines on which the run computes.
     """
-    assert layout.world_size == machines.world_size, "a layout for other machines"
     gpu, n, m = machines.gpu, numbers.n_layers, work.micro_batches
     half, tensor, together = layout.precision != "fp32", layout.tensor, layout.together
     size, peak = BYTES[layout.precision], gpu.half_flops if half else gpu.fp32_flops
@@ -157,51 +130,51 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     # The gradients of inputs and of weights take two products for each product of the forward pass, and fewer where
     # weights are frozen.
     through, learning = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
-    backward = through * (2 * max(products + attention + moved, LAUNCH) - (1 - learning) * products)
+    backward = through * (2 * forward - (1 - learning) * products)
     # Divided ranks keep the sum of the product of `out`, and compute the product itself again.
     summed = numbers.dim**2 / numbers.layer_parameters if tensor > 1 else 0.0
-    again = {
-        "none": 0.0,
-        "selective": max(moved + (work.recomputed_products + summed) * products, LAUNCH),
-        "full": forward,
-    }[layout.activation_checkpointing]
-    again = again if through else 0.0
+    again = (
+        through
+        * {
+            "none": 0.0,
+            "selective": max(moved + (work.recomputed_products + summed) * products, LAUNCH),
+            "full": forward,
+        }[layout.activation_checkpointing]
+    )
     head = 3 * work.head_bytes / (HBM_SHARE * gpu.hbm)
     head += 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
 
-    layer, root = _groups(numbers, layout, machines)
-    gather, gather_again, reduce, copies = layer.gather(), layer.gather_again(), layer.reduce(), layer.all_reduce()
+    # Of `tensor` neighbours FSDP sees one.
+    own, seen = numbers.of_rank(tensor), replace(machines, per_machine=machines.per_machine // tensor)
+    layer = _group(own.layer_in_full, own.layer_trained, through and layout.frees_layers, layout, seen)
+    root = _group(own.root_parameters, own.root_trained, False, layout, seen)
     syncs = 1 if layout.accumulate == "unsharded" else m
-    gathering = (n * gather + root.gather()) + (n * gather_again + root.gather_again())
-    communication = m * gathering + (syncs * (n * reduce + root.reduce()) + n * copies + root.all_reduce())
+    weights, seconds = exchanged(numbers, layout, machines, work.tokens)
+    received = m * (n * (layer.gathered + layer.gathered_again) + root.gathered + weights)
+    received += syncs * (n * layer.reduced + root.reduced) + n * layer.all_reduced + root.all_reduced
 
     # The first gather of a pass and the last reduction overlap with nothing, so the root's time counts fully.
-    shown = m * (root.gather() + gather + (n - 1) * max(0.0, gather - forward))
+    shown = m * (root.gather + layer.gather + (n - 1) * max(0.0, layer.gather - forward))
     for micro_batch in range(m):
         last = micro_batch == m - 1
-        sent = (reduce if last or syncs == m else 0.0) + (copies if last else 0.0)
-        shown += root.gather_again() + (n - 1) * max(0.0, gather_again + sent - backward - again)
-        shown += gather_again if layout.frees_layers else 0.0
-        shown += sent + (root.reduce() if last or syncs == m else 0.0) + (root.all_reduce() if last else 0.0)
-    exchange = m * exchanged(numbers, layout, machines, work.tokens)[1]
+        sent = (layer.reduce if last or syncs == m else 0.0) + (layer.all_reduce if last else 0.0)
+        shown += (n - 1) * max(0.0, layer.gather_again + sent - backward - again) + layer.gather_again
+        shown += sent + (root.reduce if last or syncs == m else 0.0) + (root.all_reduce if last else 0.0)
+    exposed = shown + m * seconds
 
-    share = numbers.of_rank(tensor).trained / layout.group
-    optimizer = share * ADAMW_BYTES / (HBM_SHARE * gpu.hbm)
-    if layout.cpu_offload:
-        optimizer = share * ADAMW_BYTES / HOST_OPTIMIZER
-
+    share = own.trained / layout.group
+    optimizer = share * ADAMW_BYTES / (HOST_OPTIMIZER if layout.cpu_offload else HBM_SHARE * gpu.hbm)
     compute, recompute = m * (n * (forward + backward) + head), m * n * again
-    total = compute + recompute + shown + exchange + optimizer
+    total = compute + recompute + exposed + optimizer
     flops = m * work.tokens * (training_flops(numbers, work.attended) + 6 * work.head_products) / together
     return Cost(
         compute=compute,
         recompute=recompute,
-        communication=communication + exchange,
-        exposed=shown + exchange,
+        exposed=exposed,
         optimizer=optimizer,
         tokens_per_second=m * work.tokens * work.real / total / together,
         mfu=flops / total / peak,
-        traffic=traffic(numbers, layout, machines, m, work.tokens),
+        received=received,
     )
 
 
@@ -241,140 +214,60 @@ def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens:
     return received, (large + small + 1) * LATENCY + received / (LINK_SHARE * machines.gpu.link)
 
 
-def traffic(
-    numbers: ModelNumbers, layout: Layout, machines: Machines, micro_batches: int = 1, tokens: int = 0
-) -> Traffic:
-    """Return the bytes that one rank receives in a step. A collective over N ranks brings (N - 1) / N of the whole.
-
-    Args:
-        numbers: the sizes of the model.
-        layout: the division of the model over the ranks.
-        machines: the machines.
-        micro_batches: the micro-batches of a step.
-        tokens: the tokens of a micro-batch, of which the activations that ranks of a layer exchange are a multiple.
-    """
-    layers, root = _groups(numbers, layout, machines, numbers.n_layers)
-    machines = layers.machines
-    syncs = 1 if layout.accumulate == "unsharded" else micro_batches
-    again, outside = 0, 0
-    for group in (layers, root):
-        if group.freed:
-            again += micro_batches * group.gathered
-            outside += micro_batches * round(group.bytes * machines_outside(layout.group, machines))
-        outside += round(group.all_reduced_outside()[1]) if layout.replicas > 1 else 0
-    moved = micro_batches * (layers.bytes + root.bytes) + syncs * (layers.reduce_bytes + root.reduce_bytes)
-    return Traffic(
-        gather_forward=micro_batches * (layers.gathered + root.gathered),
-        gather_backward=again,
-        reduce_scatter=syncs * (layers.reduced + root.reduced),
-        all_reduce=layers.all_reduced + root.all_reduced,
-        between_machines=outside + round(moved * machines_outside(layout.group, machines)),
-        tensor=micro_batches * exchanged(numbers, layout, machines, tokens)[0],
-    )
-
-
-def machines_outside(ranks: int, machines: Machines) -> float:
-    """Return the share of a gathered tensor that reaches one GPU's network port, when `ranks` consecutive ranks gather.
-
-    A machine receives the parts of the other machines once, over all its ports together.
-    """
-    spanned = max(1, ranks // machines.per_machine)
-    return (spanned - 1) / spanned / machines.per_machine
-
-
 def _received(whole: int, ranks: int) -> int:
     return whole * (ranks - 1) // ranks
 
 
-def _groups(numbers: ModelNumbers, layout: Layout, machines: Machines, layers: int = 1) -> tuple["_Group", "_Group"]:
-    """Return so many layers, and the root, as FSDP sees them: of `tensor` neighbours it sees one."""
-    own, seen = numbers.of_rank(layout.tensor), replace(machines, per_machine=machines.per_machine // layout.tensor)
-    freed = own.layer_trained > 0 and layout.frees_layers
-    return (
-        _Group(layers * own.layer_in_full, layers * own.layer_trained, freed, layout, seen),
-        _Group(own.root_parameters, own.root_trained, False, layout, seen),
-    )
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Group:
-    """The collectives of parameters that FSDP gathers as one group."""
+    """The collectives of parameters that FSDP gathers as one group: seconds, and bytes that one rank receives."""
 
-    parameters: int
-    trained: int
-    """The number of parameters that have gradients."""
-    freed: bool
-    """See `Layout.frees_layers`. It is False if the backward pass does not reach these parameters."""
-    layout: Layout
-    machines: Machines
-    """The machines with one rank for each GPU that FSDP sees."""
+    gather: float
+    gather_again: float
+    """For the backward pass, where the weights were freed."""
+    reduce: float
+    all_reduce: float
+    """The sum of the gradients of all copies, once a step."""
+    gathered: int
+    gathered_again: int
+    reduced: int
+    all_reduced: int
 
-    @property
-    def bytes(self) -> int:
-        return self.parameters * BYTES[self.layout.precision]
 
-    @property
-    def reduce_bytes(self) -> int:
-        return self.trained * BYTES[self.layout.reduce_dtype]
+def _group(parameters: int, trained: int, freed: bool, layout: Layout, machines: Machines) -> _Group:
+    """Return the collectives of so many parameters, of which `trained` have gradients."""
+    gpu, ranks, per_machine = machines.gpu, layout.group, machines.per_machine
+    weights, gradients = parameters * BYTES[layout.precision], trained * BYTES[layout.reduce_dtype]
+    # A part that is kept on the host is fetched from there, and its gradients are moved there.
+    moving = 4 / ranks / PCIE if layout.cpu_offload else 0.0
+    spanned = max(1, ranks // per_machine)
 
-    @property
-    def gathered(self) -> int:
-        return _received(self.bytes, self.layout.group)
-
-    @property
-    def reduced(self) -> int:
-        return _received(self.reduce_bytes, self.layout.group)
-
-    @property
-    def all_reduced(self) -> int:
-        return 2 * _received(self.reduce_bytes // self.layout.group, self.layout.replicas)
-
-    def gather(self) -> float:
-        """Return the seconds of an all-gather from the ranks that share a copy.
-
-        They include fetching this rank's part from the host if it is kept there, the collective, and the copy out of
-        its buffer. A group of one rank has the copy only.
-        """
-        if not self.layout.sharded:
-            return 0.0
-        fetched = self.parameters * 4 / self.layout.group / PCIE if self.layout.cpu_offload else 0.0
-        copied = 2 * self.bytes / (HBM_SHARE * self.machines.gpu.hbm)
-        return fetched + self._seconds(self.bytes, self.layout.group) + copied
-
-    def gather_again(self) -> float:
-        """Return the seconds of gathering freed weights for the backward pass."""
-        return self.gather() if self.freed else 0.0
-
-    def reduce(self) -> float:
-        """Return the seconds of a reduce-scatter, and of moving this rank's part to the host."""
-        taken = self.trained * 4 / self.layout.group / PCIE if self.layout.cpu_offload else 0.0
-        return taken + self._seconds(self.reduce_bytes, self.layout.group)
-
-    def _seconds(self, whole: int, ranks: int) -> float:
+    def collective(whole: int) -> float:
+        """A machine receives the parts of the others once, over all its ports together."""
         if ranks == 1:
             return 0.0
-        machines = self.machines
-        inside = _received(whole, min(ranks, machines.per_machine)) / machines.gpu.link
-        outside = whole * machines_outside(ranks, machines) / machines.network
-        hops = max(0, ranks // machines.per_machine - 1)
-        return LATENCY + HOP * hops + max(inside, outside) / LINK_SHARE
+        inside = _received(whole, min(ranks, per_machine)) / gpu.link
+        outside = whole * (spanned - 1) / spanned / per_machine / machines.network
+        return LATENCY + HOP * (spanned - 1) + max(inside, outside) / LINK_SHARE
 
-    def all_reduce(self) -> float:
-        """Return the seconds for summing the gradients of all copies."""
-        group, machines = self.layout.group, self.machines
-        if self.layout.replicas == 1:
-            return 0.0
-        near = max(1, machines.per_machine // group)  # copies in one machine
-        inside = 2 * self.reduce_bytes / group * (near - 1) / near / machines.gpu.link
-        apart, outside = self.all_reduced_outside()
-        return LATENCY + HOP * (apart - 1) + (inside + outside / machines.network) / LINK_SHARE
-
-    def all_reduced_outside(self) -> tuple[int, float]:
-        """Return the number of machines or groups with a copy of their own, and the bytes that one GPU gets from the
-        others.
-
-        A machine with several copies sums them first; each of its ports then carries its part of one copy.
-        """
-        held_by = max(self.layout.group, self.machines.per_machine)
-        apart = self.layout.data_size // held_by
-        return apart, 2 * self.reduce_bytes / held_by * (apart - 1) / apart
+    gather = 0.0
+    if layout.sharded:  # with the copy out of the collective's buffer; a group of one rank has the copy only
+        gather = parameters * moving + collective(weights) + 2 * weights / (HBM_SHARE * gpu.hbm)
+    all_reduce = 0.0
+    if layout.replicas > 1:
+        # A machine with several copies sums them first; each of its ports then carries its part of one copy.
+        near, held_by = max(1, per_machine // ranks), max(ranks, per_machine)
+        apart = layout.replicas * ranks // held_by
+        inside = 2 * gradients / ranks * (near - 1) / near / gpu.link
+        outside = 2 * gradients / held_by * (apart - 1) / apart / machines.network
+        all_reduce = LATENCY + HOP * (apart - 1) + (inside + outside) / LINK_SHARE
+    return _Group(
+        gather=gather,
+        gather_again=gather if freed else 0.0,
+        reduce=trained * moving + collective(gradients),
+        all_reduce=all_reduce,
+        gathered=_received(weights, ranks),
+        gathered_again=_received(weights, ranks) if freed else 0,
+        reduced=_received(gradients, ranks),
+        all_reduced=2 * _received(gradients // ranks, layout.replicas),
+    )

@@ -1,7 +1,4 @@
-"""The properties of GPUs and machines, from their data sheets. No torch.
-
-GPUS is the registry. `parse` reads what a user types: `8xA100-40GB`, or `4xL4` where a card has one size of memory.
-"""
+"""GPUs with the figures of their data sheets, and the machines of a plan. No torch."""
 
 import difflib
 import re
@@ -32,103 +29,31 @@ class GPU:
     """Bytes/s of the GPU's own memory."""
     link: float
     """Bytes/s that one GPU can receive from the others of its machine: over NVLink, or else PCIe."""
-    per_machine: int
-    """The number of GPUs in a usual machine."""
     has_bf16: bool = True
     """Whether the GPU has bf16: from compute capability 8.0 on. Kernels for packed attention require the same."""
-    speed_of: str = ""
-    """The name of the GPU whose speeds stand here, if those of this one are not known."""
-
-    @property
-    def link_name(self) -> str:
-        """Return the kind of the link: PCIe reaches 64 GB/s each way, and NVLink begins above."""
-        return "NVLink" if self.link > 64e9 else "PCIe"
-
-
-def _small(name: str, memory: int, fp32: float, hbm: float, *, half: float = 2, per_machine: int = 2) -> GPU:
-    """Return a card for one slot. Its half precision is a multiple of fp32: 2 for GeForce, 4 for workstations and for
-    GeForce RTX 20, 8 for Quadro RTX.
-
-    Args:
-        name: its name in GPUS.
-        memory: MiB that the driver reports.
-        fp32: TFLOP/s.
-        hbm: GB/s.
-        half: this multiple.
-        per_machine: the number of cards in a usual machine.
-    """
-    turing = name.startswith(("RTX20", "TITANRTX", "QUADRO"))
-    link = 16e9 if turing else 64e9 if name.startswith(("RTX50", "RTXPRO")) else 32e9
-    flops = fp32 * 1e12
-    return GPU(name, memory * MIB, half * flops, flops, hbm * 1e9, link, per_machine, has_bf16=not turing)
 
 
 # Memory: `nvidia-smi`, ECC on. The rest: NVIDIA data sheets of each product, dense figures (half of those "with
 # sparsity"); GeForce cards: the architecture white papers, fp16 with fp32 accumulation. Links: NVLink 2, 3, 4, 5 are
-# 300, 600, 900, 1800 GB/s in both directions together; PCIe 3 and 4 x16 are 16 and 32 GB/s each way.
+# 300, 600, 900, 1800 GB/s in both directions together; PCIe 3, 4, 5 x16 are 16, 32, 64 GB/s each way.
 GPUS: dict[str, GPU] = {
     gpu.name: gpu
     for gpu in (
-        GPU("V100-16GB", 16160 * MIB, 125e12, 15.7e12, 0.9e12, 150e9, 8, has_bf16=False),
-        GPU("V100-32GB", 32510 * MIB, 125e12, 15.7e12, 0.9e12, 150e9, 8, has_bf16=False),
-        GPU("T4-16GB", 15109 * MIB, 65e12, 8.1e12, 0.32e12, 16e9, 4, has_bf16=False),
-        GPU("RTX3090-24GB", 24268 * MIB, 71e12, 35.6e12, 0.936e12, 32e9, 2),
-        GPU("RTX4090-24GB", 24564 * MIB, 165.2e12, 82.6e12, 1.008e12, 32e9, 2),
-        GPU("A10-24GB", 22731 * MIB, 125e12, 31.2e12, 0.6e12, 32e9, 4),
-        GPU("A10G-24GB", 23028 * MIB, 70e12, 35e12, 0.6e12, 32e9, 4),  # of AWS (G5), with slower half precision
-        GPU("L4-24GB", 23034 * MIB, 121e12, 30.3e12, 0.3e12, 32e9, 4),
-        GPU("A6000-48GB", 48685 * MIB, 154.8e12, 38.7e12, 0.768e12, 32e9, 4),
-        GPU("L40S-48GB", 46068 * MIB, 362e12, 91.6e12, 0.864e12, 32e9, 8),
-        GPU("A100-40GB", 40536 * MIB, 312e12, 19.5e12, 1.555e12, 300e9, 8),
-        GPU("A100-80GB", 81251 * MIB, 312e12, 19.5e12, 2.039e12, 300e9, 8),
-        GPU("H100-80GB", 81559 * MIB, 989e12, 67e12, 3.35e12, 450e9, 8),
-        GPU("H200-141GB", 143771 * MIB, 989e12, 67e12, 4.8e12, 450e9, 8),
-        GPU("B200-180GB", 183359 * MIB, 2250e12, 75e12, 7.7e12, 900e9, 8),
-        GPU("A800-80GB", 81251 * MIB, 312e12, 19.5e12, 2.039e12, 200e9, 8),
-        GPU("A30-24GB", 24062 * MIB, 165e12, 10.3e12, 0.933e12, 32e9, 4),
-        GPU("H100PCIE-80GB", 81559 * MIB, 756e12, 51e12, 2.0e12, 64e9, 4),
-        GPU("H100NVL-94GB", 95830 * MIB, 835e12, 60e12, 3.9e12, 300e9, 2),
-        GPU("H20-96GB", 97871 * MIB, 148e12, 44e12, 4.0e12, 450e9, 8),
-        GPU("GH200-96GB", 97871 * MIB, 989e12, 67e12, 4.0e12, 450e9, 1),
-        GPU("L40-48GB", 46068 * MIB, 181e12, 90.5e12, 0.864e12, 32e9, 8),
-        _small("A2-16GB", 15356, 4.5, 200, half=4, per_machine=4),
-        _small("A40-48GB", 46068, 37.4, 696, half=4, per_machine=8),
-        _small("A4000-16GB", 16376, 19.2, 448, half=4, per_machine=4),
-        _small("A4500-20GB", 20470, 23.7, 640, half=4, per_machine=4),
-        _small("A5000-24GB", 24564, 27.8, 768, half=4, per_machine=4),
-        _small("RTX4000ADA-20GB", 20475, 26.7, 360, half=4, per_machine=4),
-        _small("RTX5000ADA-32GB", 32760, 65.3, 576, half=4, per_machine=4),
-        _small("RTX6000ADA-48GB", 46068, 91.1, 960, half=4, per_machine=4),
-        _small("RTXPRO6000-96GB", 97887, 125.0, 1792, half=4, per_machine=4),
-        _small("QUADRORTX5000-16GB", 16125, 11.2, 448, half=8),
-        _small("QUADRORTX6000-24GB", 24220, 16.3, 672, half=8),
-        _small("QUADRORTX8000-48GB", 48601, 16.3, 672, half=8),
-        _small("TITANRTX-24GB", 24220, 16.3, 672, half=8),
-        _small("RTX2060-6GB", 5934, 6.5, 336, half=4),
-        _small("RTX2070-8GB", 7982, 7.5, 448, half=4),
-        _small("RTX2080-8GB", 7979, 10.1, 448, half=4),
-        _small("RTX2080TI-11GB", 11019, 13.4, 616, half=4),
-        _small("RTX3060-12GB", 12045, 12.7, 360),
-        _small("RTX3060TI-8GB", 7982, 16.2, 448),
-        _small("RTX3070-8GB", 7982, 20.3, 448),
-        _small("RTX3070TI-8GB", 7982, 21.7, 608),
-        _small("RTX3080-10GB", 10018, 29.8, 760),
-        _small("RTX3080-12GB", 12045, 30.6, 912),
-        _small("RTX3080TI-12GB", 12045, 34.1, 912),
-        _small("RTX3090TI-24GB", 24268, 40.0, 1008),
-        _small("RTX4060-8GB", 8188, 15.1, 272),
-        _small("RTX4060TI-8GB", 8188, 22.1, 288),
-        _small("RTX4060TI-16GB", 16380, 22.1, 288),
-        _small("RTX4070-12GB", 12282, 29.1, 504),
-        _small("RTX4070SUPER-12GB", 12282, 35.5, 504),
-        _small("RTX4070TI-12GB", 12282, 40.1, 504),
-        _small("RTX4070TISUPER-16GB", 16376, 44.1, 672),
-        _small("RTX4080-16GB", 16376, 48.7, 717),
-        _small("RTX4080SUPER-16GB", 16376, 52.2, 736),
-        _small("RTX5070-12GB", 12227, 30.9, 672),
-        _small("RTX5070TI-16GB", 16303, 43.9, 896),
-        _small("RTX5080-16GB", 16303, 56.3, 960),
-        _small("RTX5090-32GB", 32607, 104.8, 1792),
+        GPU("V100-16GB", 16160 * MIB, 125e12, 15.7e12, 0.9e12, 150e9, has_bf16=False),
+        GPU("V100-32GB", 32510 * MIB, 125e12, 15.7e12, 0.9e12, 150e9, has_bf16=False),
+        GPU("T4-16GB", 15109 * MIB, 65e12, 8.1e12, 0.32e12, 16e9, has_bf16=False),
+        GPU("RTX3090-24GB", 24268 * MIB, 71e12, 35.6e12, 0.936e12, 32e9),
+        GPU("RTX4090-24GB", 24564 * MIB, 165.2e12, 82.6e12, 1.008e12, 32e9),
+        GPU("RTX5090-32GB", 32607 * MIB, 209.6e12, 104.8e12, 1.792e12, 64e9),
+        GPU("A10G-24GB", 23028 * MIB, 70e12, 35e12, 0.6e12, 32e9),
+        GPU("L4-24GB", 23034 * MIB, 121e12, 30.3e12, 0.3e12, 32e9),
+        GPU("A6000-48GB", 48685 * MIB, 154.8e12, 38.7e12, 0.768e12, 32e9),
+        GPU("L40S-48GB", 46068 * MIB, 362e12, 91.6e12, 0.864e12, 32e9),
+        GPU("A100-40GB", 40536 * MIB, 312e12, 19.5e12, 1.555e12, 300e9),
+        GPU("A100-80GB", 81251 * MIB, 312e12, 19.5e12, 2.039e12, 300e9),
+        GPU("H100-80GB", 81559 * MIB, 989e12, 67e12, 3.35e12, 450e9),
+        GPU("H200-141GB", 143771 * MIB, 989e12, 67e12, 4.8e12, 450e9),
+        GPU("B200-180GB", 183359 * MIB, 2250e12, 75e12, 7.7e12, 900e9),
     )
 }
 
@@ -142,12 +67,10 @@ def data_sheet(name: str, memory_bytes: int | None = None) -> GPU | None:
 
     >>> data_sheet("NVIDIA A100-SXM4-80GB", 81920 * 2**20).name, data_sheet("Tesla V100-SXM2-16GB", 2**34).name
     ('A100-80GB', 'V100-16GB')
-    >>> data_sheet("NVIDIA GeForce RTX 4090").name, data_sheet("NVIDIA A10G").name, data_sheet("Quadro P400")
-    ('RTX4090-24GB', 'A10G-24GB', None)
+    >>> data_sheet("NVIDIA GeForce RTX 4090").name, data_sheet("NVIDIA GeForce RTX 3090 Ti"), data_sheet("Quadro P400")
+    ('RTX4090-24GB', None, None)
     """
-    joined = re.sub(r"\b(TITAN|QUADRO|PRO|RTX) (?=RTX|PRO|\d)", r"\1", name.upper())
-    joined = re.sub(r"RTX (?=PRO)", "RTX", joined)
-    joined = re.sub(r"(?<=\d) (?=(?:TI|SUPER|ADA)\b)|(?<=TI) (?=SUPER\b)|(?<=H100) (?=PCIE\b|NVL\b)", "", joined)
+    joined = re.sub(r"\bRTX (?=\d)|(?<=\d) (?=(?:TI|PCIE|NVL)\b)", lambda part: part[0].strip(), name.upper())
     words = re.findall(r"[A-Z]+\d*[A-Z]*", joined)
     rows = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
     return min(rows, key=lambda gpu: abs(gpu.memory_bytes - (memory_bytes or gpu.memory_bytes)), default=None)
@@ -186,7 +109,7 @@ class Machines:
         return f"{self.per_machine} x {self.gpu.name}{on}"
 
 
-def parse(text: str, nodes: int = 1, network_gbit: float = NETWORK_GBIT, memory: str | None = None) -> Machines:
+def parse(text: str, nodes: int = 1, network_gbit: float = NETWORK_GBIT, memory_gb: float | None = None) -> Machines:
     """Read machines from `8xA100-40GB`, or `A100-80GB` for a single GPU. Upper and lower case are equal.
 
     The memory may be left out if GPUS has one row for the card.
@@ -195,54 +118,30 @@ def parse(text: str, nodes: int = 1, network_gbit: float = NETWORK_GBIT, memory:
         text: the GPUs of one machine.
         nodes: the number of machines.
         network_gbit: Gbit/s of each GPU between machines.
-        memory: the memory of a GPU, such as `24GB`. With it, a GPU that is not in GPUS gets the speeds of the slowest
-            known GPU of similar memory, which compare strategies and say little about times.
+        memory_gb: the memory of a GPU that is not in GPUS. It gets the speeds of an A10G, which compare strategies and
+            say little about times.
 
     Raises:
         UsageError: for a GPU that is not in GPUS, unless its memory is given; or a number below 1.
 
-    >>> str(parse("8xa100-40gb", nodes=2)), str(parse("4xL4"))
-    ('8 x A100-40GB on each of 2 machines', '4 x L4-24GB')
-    >>> parse("2xMine", memory="12GB").gpu.speed_of
-    'A2-16GB'
+    >>> str(parse("8xa100-40gb", nodes=2)), str(parse("4xL4")), str(parse("2xMine", memory_gb=12))
+    ('8 x A100-40GB on each of 2 machines', '4 x L4-24GB', '2 x Mine')
     """
     count, name = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip(), re.IGNORECASE).groups()  # type: ignore[union-attr]
-    found = _named(text, name) if memory is None else _with_memory(name, memory)
-    if count is not None and int(count) < 1:
-        raise UsageError(f"--gpus {text}: a machine has at least one GPU")
-    if nodes < 1:
-        raise UsageError(f"--nodes {nodes}: at least one machine is needed")
-    if network_gbit <= 0:
-        raise UsageError(f"--network {network_gbit:g}: the network needs a speed above 0, in Gbit/s a GPU")
-    return Machines(found, int(count or 1), nodes, network_gbit * 1e9 / 8)
-
-
-def _named(text: str, name: str) -> GPU:
-    """Return the row of a name, with or without its memory."""
-    plain = re.sub(r"[ _]|^(?:NVIDIA|GEFORCE)", "", name.upper())
-    rows = [gpu for gpu in GPUS.values() if plain in (gpu.name.upper(), gpu.name.partition("-")[0])]
-    if len(rows) == 1:
-        return rows[0]
-    if rows:
-        raise UsageError(f"--gpus {text}: say which: {' or '.join(gpu.name for gpu in rows)}")
-    near = difflib.get_close_matches(name.lower(), [known.lower() for known in GPUS], n=1)
-    hint = f"did you mean {next(k for k in GPUS if k.lower() == near[0])}? " if near else ""
-    raise UsageError(
-        f"--gpus {text}: no GPU is known as '{name}'; {hint}known are {', '.join(GPUS)}; for another one give its "
-        "memory, as --memory 24GB"
-    )
-
-
-def _with_memory(name: str, memory: str) -> GPU:
-    """Return a GPU of this much memory: the row of its name, else the slowest row of similar memory."""
-    amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:GB|GIB|G)?", memory.strip().upper())
-    if amount is None or float(amount[1]) <= 1:
-        raise UsageError(f"--memory {memory}: the memory of a GPU in GB is expected, such as 24GB")
-    size = float(amount[1])
-    taken = int(size * 2**30 * 0.97)  # Drivers report up to 3% less than the name of a card says.
-    known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] == name.upper().partition("-")[0]]
-    if known:
-        return replace(known[0], name=f"{known[0].name.partition('-')[0]}-{size:g}GB", memory_bytes=taken)
-    near = [gpu for gpu in GPUS.values() if 0.9 * taken <= gpu.memory_bytes <= 1.5 * taken]
-    like = min(near or GPUS.values(), key=lambda gpu: gpu.half_flops)
-    return replace(like, name=name or f"{size:g}GB", memory_bytes=taken, speed_of=like.name)
+    per_machine = int(count or 1)
+    if min(per_machine, nodes) < 1 or network_gbit <= 0 or (memory_gb is not None and memory_gb <= 1):
+        raise UsageError("--gpus, --nodes, --network and --memory: each number must be at least 1")
+    if memory_gb is None:
+        plain = name.upper().replace(" ", "")
+        rows = [gpu for gpu in GPUS.values() if plain in (gpu.name, gpu.name.partition("-")[0])]
+        if len(rows) != 1:
+            near = [gpu.name for gpu in rows] or difflib.get_close_matches(plain, GPUS, n=1)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            raise UsageError(
+                f"--gpus {text}: no GPU is known as '{name}'; {hint}known are {', '.join(GPUS)}; for another one give "
+                "its memory, as --memory 24"
+            )
+        gpu = rows[0]
+    else:  # Drivers report up to 3% less than the name of a card says.
+        gpu = replace(GPUS["A10G-24GB"], name=name, memory_bytes=int(memory_gb * 2**30 * 0.97))
+    return Machines(gpu, per_machine, nodes, network_gbit * 1e9 / 8)

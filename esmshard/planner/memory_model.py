@@ -1,23 +1,21 @@
-"""The memory of a training step on each rank, and the tokens that fit. No torch until `free_bytes` is called.
+"""The memory of a training step on each rank, and the tokens that fit.
 
 `memory` goes through the moments of a training step and adds up the bytes alive at each moment: what FSDP2 keeps and
 gathers, and what a layer of `esmshard.model` keeps for its backward pass. The largest sum is the result. docs/plan.md
 has the formulas and compares them with measured peaks; `benchmarks/peaks.py` measures. Letters: see `esmshard.batch`.
-This file is longer than others, so that all that a step keeps is added up in one place.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, cast
 
-from esmshard.model.config import Quantization
+import torch
+from torch import nn
+
+from esmshard.model.config import ModelConfig, Quantization
 from esmshard.parallel import cpu_limits
 from esmshard.parallel.layout import BYTES, Layout
-
-if TYPE_CHECKING:
-    import torch
-
 
 Device = Literal["cpu", "cuda", "cuda-padded"]
 """The kind of attention: `cuda` has kernels for packed attention, `cuda-padded` (before Ampere, and fp32) pads."""
@@ -94,6 +92,50 @@ class ModelNumbers:
         """
         layer, trained = -(-self.layer_parameters // tensor), -(-self.layer_trained // tensor)
         return replace(self, layer_parameters=layer, layer_trained=trained)
+
+
+def numbers_of(
+    model: nn.Module, config: ModelConfig, *, tracks: Collection[str] = (), quantization: Quantization | None = None
+) -> ModelNumbers:
+    """Count the parameters of a model with `layers` after `adapt`, on any device, the meta device too.
+
+    If some layers are frozen, each layer counts as the average, and keeps its inputs as a layer that learns.
+
+    Args:
+        model: the model, not divided over ranks yet.
+        config: its architecture.
+        tracks: the names of the tracks that all batches have besides the sequence.
+        quantization: how the matrices of the layers are stored. Their parameters are buffers of the model.
+    """
+    layers = cast("Sequence[nn.Module]", model.layers)
+    n, trained = len(layers), [_count(layer, trained=True) for layer in layers]
+    learns = {name: p for name, p in layers[trained.index(max(trained))].named_parameters() if p.requires_grad}
+    learning = {name.removesuffix(".weight").removesuffix(".lora_A") for name in learns if name.endswith(".weight")}
+    packed = config.matrices if quantization is not None else ()
+    quantized = sum(matrix.rows * matrix.columns for matrix in packed)
+    return ModelNumbers(
+        n_layers=n,
+        dim=config.dim,
+        n_heads=config.n_heads,
+        ffn_width=config.ffn_width,
+        gated=config.gated,
+        qk_norm=config.qk_norm,
+        n_logits=config.n_logits,
+        layer_parameters=_count(layers[0]) + quantized,
+        root_parameters=_count(model) - n * _count(layers[0]),
+        layer_trained=sum(trained) // n,
+        root_trained=_count(model, trained=True) - n * (sum(trained) // n),
+        inputs=tuple(sorted({matrix.reads for matrix in config.matrices if matrix.path in learning})),
+        lora=sum(p.shape[0] for name, p in learns.items() if name.endswith("lora_A.weight")),
+        track_kept=sum(map(config.kept_with, tracks)),
+        quantization=quantization,
+        layer_quantized=quantized,
+        layer_packed=sum(matrix.packed_bytes(quantization) for matrix in packed if quantization is not None),
+    )
+
+
+def _count(module: nn.Module, *, trained: bool = False) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +255,7 @@ def memory(
     *,
     micro_batches: int = 1,
     padding: float = 1.0,
+    scoring: bool = False,
 ) -> Memory:
     """Return the bytes of one rank at the peak of a training step.
 
@@ -224,132 +267,104 @@ def memory(
         device: the kind of device.
         micro_batches: the micro-batches of a step. From the second one on, gradients exist from the start.
         padding: see `layer_bytes`.
+        scoring: whether records of the validation or test set are scored instead, without gradients. The optimizer's
+            state is there during a validation; the final evaluation frees it, and each gathered layer, too.
     """
     own = numbers.of_rank(layout.tensor)
-    step = _Step(numbers, own, layout, tokens, head_bytes, device, micro_batches, padding)
-    peak = max(step.moments(), key=lambda moment: moment.total)
-    if not layout.cpu_offload or device == "cpu":
-        return peak
-    host = FP32 * (own.in_full + own.trained) // layout.group + 2 * FP32 * own.trained // layout.group
-    return replace(peak, host=host)
+    learns = numbers.layer_trained > 0 and not scoring
+    n, number, group = own.n_layers, BYTES[layout.precision], layout.group
+    here = 0 if layout.cpu_offload and device != "cpu" else FP32  # on the device, for each number of this rank's share
+    weights = _Weights(own, layout, learns)
+    layer = layer_bytes(numbers if learns else replace(numbers, layer_trained=0), layout, device, padding)
+    ends = 2 * own.dim * number  # the embedding and the last LayerNorm
+    if learns and layout.activation_checkpointing == "none":
+        ends += own.track_kept * number
 
+    def at(
+        when: str, gradients: int, gathered: int = 0, kept: int | None = None, head: int = 0, gloo: int = 0
+    ) -> Memory:
+        """Return one moment. `kept` is bytes of a token inside layers; None if there are no activations."""
+        return Memory(
+            when=when,
+            parameters=here * own.in_full // group + n * own.layer_packed,
+            gradients=gradients,
+            optimizer=2 * here * own.trained // group,
+            gathered=gathered,
+            activations=0 if kept is None else tokens * (kept + ends),
+            head=head,
+            workspace=WORKSPACE[device] + gloo,
+            host=0 if here else FP32 * (own.in_full + 3 * own.trained) // group,
+        )
 
-def scoring_memory(
-    numbers: ModelNumbers, layout: Layout, tokens: int, head_bytes: int, device: Device, *, padding: float = 1.0
-) -> Memory:
-    """Return the bytes of one rank while records of the validation or test set are scored, without gradients. The
-    arguments are those of `memory`.
+    if scoring:
+        return at("validation and evaluation", 0, weights.forward(n), layer.kept + layer.again, head_bytes)
 
-    The optimizer's state is there during a validation. The final evaluation frees it, and each gathered layer, too.
-    """
-    frozen = replace(numbers, layer_trained=0, root_trained=0)
-    layer = layer_bytes(frozen, layout, device, padding)
-    gathered = _Step(frozen, frozen.of_rank(layout.tensor), layout, tokens, head_bytes, device, 1, padding)
-    step = replace(gathered, whole=numbers, numbers=numbers.of_rank(layout.tensor))
-    return step._at(
-        "validation and evaluation",
-        gradients=0,
-        gathered=gathered._gathered_forward(numbers.n_layers),
-        kept=layer.kept + layer.again,
-        head=head_bytes,
-    )
+    # Gradients: this rank's share of all and of a layer; those of a whole layer while its backward pass runs, and in
+    # the precision of the reduction until they are reduced; the root's, which are reduced at the very end.
+    share, layer_share = here * own.trained // group, here * own.layer_trained // group
+    sharded = int(layout.sharded)
+    whole, root = sharded * own.layer_trained * number, sharded * own.root_trained * number
+    reduce = sharded * own.layer_trained * BYTES[layout.reduce_dtype]
+    # The sums over copies stay until the backward pass ends. In fp32 they use the memory of the gradients themselves.
+    held = reduce // group if layout.replicas > 1 and layout.reduce_dtype != "fp32" else 0
+    before = share if micro_batches > 1 else 0  # those of earlier micro-batches
+    if micro_batches > 1 and layout.sharded and layout.accumulate == "unsharded":
+        before = own.trained * BYTES[layout.reduce_dtype]
+
+    moments = [
+        at(f"forward pass of layer {n} of {n}", before, weights.forward(n), n * layer.kept + layer.again),
+        at(
+            "backward pass of the head",
+            before + (0 if learns else root),
+            weights.backward(n, at_work=False),
+            n * layer.kept,
+            head_bytes,
+        ),
+        at("optimizer step", share),
+    ]
+    # Between these moments all sums grow or fall linearly. Without a layer that learns, the backward pass ends at the
+    # head.
+    for done in sorted({0, min(1, n - 1), max(0, n - 2), n - 1}) if learns else ():
+        to_do = n - done
+        left = root + done * held + max(before, done * layer_share)
+        if before > share:  # shards replace whole gradients
+            left = root + done * held + before - done * (before - share) // n
+        running, waiting = left + (reduce if done else 0), (to_do - 1) * layer.kept
+        gathered, name = weights.backward(to_do, at_work=True), f"layer {to_do} of {n}"
+        kept = to_do * layer.kept + layer.again + layer.passing
+        # Gloo's reduce-scatter is an all-reduce of a copy.
+        gloo = reduce if device == "cpu" and group > 1 else 0
+        moments += [
+            at(f"backward pass of {name}", running + whole // 3, gathered, kept),
+            at(f"end of the backward pass of {name}", running + whole, gathered, waiting),
+            at(
+                f"reduction of the gradients of {name}",
+                left + reduce + whole + layer_share + held,
+                weights.backward(to_do - 1, at_work=False),
+                waiting,
+                gloo=gloo,
+            ),
+        ]
+    return max(moments, key=lambda moment: moment.total)
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A training step on one rank. The arguments are those of `memory`."""
+class _Weights:
+    """The bytes of weights in the precision of the arithmetic, besides this rank's share of all weights."""
 
-    whole: ModelNumbers
-    """The sizes of the model."""
     numbers: ModelNumbers
-    """The same with the parameters of this rank, see `of_rank`."""
+    """The parameters of this rank, see `of_rank`."""
     layout: Layout
-    tokens: int
-    head_bytes: int
-    device: Device
-    micro_batches: int
-    padding: float
-
-    def moments(self) -> Iterator[Memory]:
-        """Yield the moments of the step at which the peak can be. Between them all sums grow or fall linearly."""
-        layout, n, gradients = self.layout, self.numbers.n_layers, self._gradients()
-        layer = layer_bytes(self.whole, layout, self.device, self.padding)
-        yield self._at(
-            f"forward pass of layer {n} of {n}",
-            gradients.before,
-            self._gathered_forward(n),
-            n * layer.kept + layer.again,
-        )
-        held = gradients.before + (0 if self.numbers.layer_trained else gradients.root)
-        head = "backward pass of the head"
-        yield self._at(head, held, self._gathered(n, at_work=False), n * layer.kept, head=self.head_bytes)
-        yield self._at("optimizer step", gradients.share)
-        if not self.numbers.layer_trained:  # the backward pass ends at the head
-            return
-        for done in sorted({0, min(1, n - 1), max(0, n - 2), n - 1}):
-            yield from self._backward(done, gradients, layer)
-
-    def _backward(self, done: int, gradients: "_Gradients", layer: LayerBytes) -> Iterator[Memory]:
-        """Yield the moments of one layer's backward pass, after that of `done` layers."""
-        to_do, left = self.numbers.n_layers - done, gradients.left(done)
-        name, waiting = f"layer {to_do} of {self.numbers.n_layers}", (to_do - 1) * layer.kept
-        running = left + (gradients.reduce if done else 0)
-        gathered = self._gathered(to_do, at_work=True)
-        kept = to_do * layer.kept + layer.again + layer.passing
-        yield self._at(f"backward pass of {name}", running + gradients.whole // 3, gathered, kept)
-        yield self._at(f"end of the backward pass of {name}", running + gradients.whole, gathered, waiting)
-        reducing = left + gradients.reduce + gradients.whole + gradients.layer_share + gradients.held
-        gathered = self._gathered(to_do - 1, at_work=False)
-        # Gloo's reduce-scatter is an all-reduce of a copy.
-        gloo = gradients.reduce if self.device == "cpu" and self.layout.group > 1 else 0
-        yield self._at(f"reduction of the gradients of {name}", reducing, gathered, waiting, gloo=gloo)
+    learns: bool
+    """Whether the backward pass goes through the layers."""
 
     @property
-    def _here(self) -> int:
-        """Return the bytes on the device for each number of this rank's share."""
-        return 0 if self.layout.cpu_offload and self.device != "cpu" else FP32
+    def _layer(self) -> int:
+        return self.numbers.layer_in_full * BYTES[self.layout.precision]
 
-    def _at(
-        self, when: str, gradients: int, gathered: int = 0, kept: int | None = None, head: int = 0, gloo: int = 0
-    ) -> Memory:
-        """Return the memory of one moment. `kept` is the bytes of activations of a token, without those outside layers,
-        or None if there are no activations; the other numbers are bytes.
-        """
-        number = BYTES[self.layout.precision]
-        ends = 2 * self.numbers.dim * number  # the embedding and the last LayerNorm
-        if self.numbers.layer_trained and self.layout.activation_checkpointing == "none":
-            ends += self.numbers.track_kept * number
-        return Memory(
-            when=when,
-            parameters=self._here * self.numbers.in_full // self.layout.group
-            + self.numbers.n_layers * self.numbers.layer_packed,
-            gradients=gradients,
-            optimizer=2 * self._here * self.numbers.trained // self.layout.group,
-            gathered=gathered,
-            activations=0 if kept is None else self.tokens * (kept + ends),
-            head=head,
-            workspace=WORKSPACE[self.device] + gloo,
-        )
-
-    def _gradients(self) -> "_Gradients":
-        numbers, layout = self.numbers, self.layout
-        size = BYTES[layout.precision] if layout.sharded else 0
-        share = self._here * numbers.trained // layout.group
-        reduce = numbers.layer_trained * BYTES[layout.reduce_dtype] if layout.sharded else 0
-        before = share if self.micro_batches > 1 else 0
-        if self.micro_batches > 1 and layout.sharded and layout.accumulate == "unsharded":
-            before = numbers.trained * BYTES[layout.reduce_dtype]
-        return _Gradients(
-            n_layers=numbers.n_layers,
-            share=share,
-            layer_share=self._here * numbers.layer_trained // layout.group,
-            whole=numbers.layer_trained * size,
-            reduce=reduce,
-            before=before,
-            # In fp32 FSDP's sums over several copies use the memory of the gradients themselves.
-            held=reduce // layout.group if layout.replicas > 1 and layout.reduce_dtype != "fp32" else 0,
-            root=numbers.root_trained * size,
-        )
+    @property
+    def _root(self) -> int:
+        return self.numbers.root_parameters * BYTES[self.layout.precision]
 
     @property
     def _unpacked(self) -> int:
@@ -371,72 +386,37 @@ class _Step:
 
         The copy of a layer that is recomputed is made again. A compiled layer takes its copy as an argument.
         """
-        numbers, layout = self.numbers, self.layout
-        if layout.precision == "fp32":
+        if self.layout.precision == "fp32":
             return 0
-        stay = numbers.layer_trained and (layout.activation_checkpointing == "none" or layout.compile)
-        copied = numbers.root_parameters + (layers if stay else int(at_work)) * numbers.layer_in_full
-        return BYTES[layout.precision] * copied
+        stay = self.learns and (self.layout.activation_checkpointing == "none" or self.layout.compile)
+        return self._root + (layers if stay else int(at_work)) * self._layer
 
-    def _gathered_forward(self, k: int) -> int:
-        """Return the bytes of gathered weights in the forward pass of layer k, counted from 1.
+    def forward(self, k: int) -> int:
+        """Return the bytes in the forward pass of layer k, counted from 1.
 
         FSDP frees the buffer from which it copied a layer's weights only when the next layer's weights have arrived.
         """
-        numbers, layout = self.numbers, self.layout
-        layer, root = (p * BYTES[layout.precision] for p in (numbers.layer_in_full, numbers.root_parameters))
-        unpacked = self._unpacked
-        if not layout.sharded:
-            return self._copies(k, at_work=True) + unpacked
-        buffers = 1 if layout.group > 1 else 0
-        behind = 0 if layout.frees_layers else (k - 1) * layer
-        return unpacked + root + (1 + buffers) * layer + behind
+        if not self.layout.sharded:
+            return self._copies(k, at_work=True) + self._unpacked
+        buffers = 1 if self.layout.group > 1 else 0
+        behind = 0 if self.layout.frees_layers else (k - 1) * self._layer
+        return self._unpacked + self._root + (1 + buffers) * self._layer + behind
 
-    def _gathered(self, to_do: int, at_work: bool) -> int:
-        """Return the bytes of gathered weights in the backward pass.
+    def backward(self, to_do: int, at_work: bool) -> int:
+        """Return the bytes in the backward pass.
 
         Args:
             to_do: the layers whose backward pass has not ended.
             at_work: whether the backward pass of one of these layers has begun.
         """
-        numbers, layout = self.numbers, self.layout
-        layer, root = (p * BYTES[layout.precision] for p in (numbers.layer_in_full, numbers.root_parameters))
         unpacked = self._unpacked if at_work else 0
-        if not layout.sharded:
+        if not self.layout.sharded:
             return self._copies(to_do, at_work) + unpacked
-        if not layout.frees_layers:
-            return unpacked + root + to_do * layer
+        if not self.layout.frees_layers:
+            return unpacked + self._root + to_do * self._layer
         # One layer is gathered in advance. A group of one rank copies each weight when it is needed.
-        ahead = min(1, to_do - int(at_work)) if layout.group > 1 else 0
-        return unpacked + root + (int(at_work) + ahead) * layer
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Gradients:
-    """The bytes of gradients on one rank."""
-
-    n_layers: int
-    share: int
-    """This rank's share of all gradients."""
-    layer_share: int
-    """This rank's share of the gradients of one layer."""
-    whole: int
-    """The whole gradients of one layer while its backward pass runs."""
-    reduce: int
-    """The same in the precision of the reduction, until they are reduced."""
-    before: int
-    """The gradients of the earlier micro-batches."""
-    held: int
-    """The sums over the copies of a layer, which FSDP keeps until the backward pass ends."""
-    root: int
-    """The gradients of the root, which are reduced at the very end."""
-
-    def left(self, layers_done: int) -> int:
-        """Return the bytes of gradients after the backward pass of `layers_done` layers."""
-        extra = self.root + layers_done * self.held
-        if self.before > self.share:  # shards replace whole gradients
-            return extra + self.before - layers_done * (self.before - self.share) // self.n_layers
-        return extra + max(self.before, layers_done * self.layer_share)
+        ahead = min(1, to_do - int(at_work)) if self.layout.group > 1 else 0
+        return unpacked + self._root + (int(at_work) + ahead) * self._layer
 
 
 def largest_micro_batch(
@@ -480,13 +460,11 @@ def largest_micro_batch(
     return low
 
 
-def free_bytes(device: "torch.device", local_processes: int) -> int:
+def free_bytes(device: torch.device, local_processes: int) -> int:
     """Return the bytes that one process may use: the free memory of its GPU, or its share of the machine's memory.
 
     The machine's memory is the free memory, limited by what the job or container may still use (`cpu_limits.memory`).
     """
-    import torch
-
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that this process's allocator holds without use is free, too
         return torch.cuda.mem_get_info(device)[0]

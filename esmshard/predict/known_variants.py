@@ -19,7 +19,7 @@ from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError
 from esmshard.files import read_json
 from esmshard.tasks import metrics
-from esmshard.tasks.intervals import LEAST, Interval, variant_spearman
+from esmshard.tasks.metrics import LEAST, Interval, variant_spearman
 
 SUMMARY, VARIANT = "summary.json", "variant"
 

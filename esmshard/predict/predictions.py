@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Examples, Store
 from esmshard.data.batching.packing import by_length
 from esmshard.data.fasta.symbols import Rules
@@ -40,8 +41,8 @@ from esmshard.predict.writers import (
     write_chains,
 )
 from esmshard.progress import Progress, rate, say
-from esmshard.tasks.base import Inputs, of_residues
-from esmshard.tasks.finetuner import FineTuned, load_finetuned, without_tracks
+from esmshard.tasks.base import of_residues
+from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks
 from esmshard.tasks.registry import traits
 from esmshard.vocab import chain_spans, decode
 

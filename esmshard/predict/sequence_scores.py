@@ -29,8 +29,8 @@ from esmshard.predict.predictions import read_input
 from esmshard.predict.variant_tables import text
 from esmshard.predict.writers import GROUP_ROWS, check, pyarrow
 from esmshard.progress import say
-from esmshard.tasks.finetuner import without_tracks
-from esmshard.tasks.variants.marginals import Protein, pseudo_log_likelihoods, scored_residues
+from esmshard.tasks.finetuned import without_tracks
+from esmshard.tasks.marginals import Protein, pseudo_log_likelihoods, scored_residues
 from esmshard.vocab import is_residue
 
 SequenceMethod = Literal["pseudo-perplexity", "one-pass", "both"]

@@ -15,9 +15,8 @@ from esmshard.devices import DeviceName
 from esmshard.errors import InputError, UsageError
 from esmshard.progress import Progress
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.finetuner import FineTuned, load_base
-from esmshard.tasks.variants.value_scale import fit_scale
-from esmshard.tasks.variants.variant_task import FROZEN, ONE_HOT, SHORT, VariantTask
+from esmshard.tasks.finetuned import FineTuned, load_base
+from esmshard.tasks.variants import FROZEN, ONE_HOT, SHORT, VariantTask, fit_scale
 
 
 def baseline_of(name: str) -> str:

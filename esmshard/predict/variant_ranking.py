@@ -29,10 +29,10 @@ from esmshard.predict.writers import check
 from esmshard.predict.zero_shot import all_singles as list_singles
 from esmshard.predict.zero_shot import unscored
 from esmshard.progress import Progress, say
-from esmshard.tasks.finetuner import FineTuned, load_finetuned
+from esmshard.tasks.finetuned import FineTuned, load_finetuned
 from esmshard.tasks.registry import traits
-from esmshard.tasks.variants.frozen_variants import PACKED
-from esmshard.tasks.variants.variant_task import FROZEN, SHORT, VariantTask
+from esmshard.tasks.variant_features import PACKED
+from esmshard.tasks.variants import FROZEN, SHORT, VariantTask
 
 NOT_RANKED = "not ranked because"
 """The last column of a ranked table: why a row has no rank."""

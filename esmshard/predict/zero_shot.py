@@ -29,9 +29,9 @@ from esmshard.predict.language_models import check_finite, mean_and_sd, read_mod
 from esmshard.predict.variant_tables import text
 from esmshard.predict.writers import check
 from esmshard.progress import say
-from esmshard.tasks.finetuner import without_tracks
-from esmshard.tasks.intervals import variant_spearman
-from esmshard.tasks.variants.marginals import Tracks, log_probabilities, pseudo_log_likelihoods, scored_residues
+from esmshard.tasks.finetuned import without_tracks
+from esmshard.tasks.marginals import Tracks, log_probabilities, pseudo_log_likelihoods, scored_residues
+from esmshard.tasks.metrics import variant_spearman
 from esmshard.vocab import RESIDUES, STANDARD, TOKENS, encode
 
 Method = Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity"]

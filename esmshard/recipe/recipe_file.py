@@ -142,7 +142,7 @@ def _is_shipped(recipe: Path) -> bool:
 
 def checked(tree: Tree) -> Recipe:
     """Check a recipe that was opened. Errors are those of `load`."""
-    recipe = tree.checked(Recipe, {"task": sections()})
+    recipe = tree.checked(Recipe, sections())
     recipe.remember_written(tree.written)
     return recipe
 

@@ -1,12 +1,11 @@
-"""The `task` section of a recipe: the base of the settings of all tasks. No torch.
+"""The `task` section of a recipe: the base of the settings of all tasks.
 
-The settings of a task are in the folder of the task, in `esmshard/tasks/` or in another installed package.
-`esmshard.tasks.registry` finds them. They hold the facts about a task that recipes, planner and commands need before
-torch is imported.
+The settings of a task are in the module of the task, in `esmshard/tasks/` or in another installed package.
+`esmshard.tasks.registry` imports them when a recipe is read, and not before: they import torch.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
+from typing import Annotated, Any, ClassVar, Union
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -14,9 +13,6 @@ from pydantic_core import CoreSchema, core_schema
 from esmshard.recipe.data_section import OPTIONAL, DataSettings
 from esmshard.recipe.section_base import Clash, Settings, listed
 from esmshard.tasks import registry
-
-if TYPE_CHECKING:
-    from esmshard.model.config import ModelConfig
 
 
 class TaskSettings(Settings):
@@ -26,8 +22,6 @@ class TaskSettings(Settings):
 
     name: str
 
-    task: ClassVar[str] = ""
-    """The subclass of `esmshard.tasks.base.Task` as `module:Class`. It is imported when a model is trained or used."""
     data_keys: ClassVar[tuple[str, ...]] = ()
     """The keys of OPTIONAL that the task reads from the data section. Its recipes may not have the others."""
     may_crop: ClassVar[bool] = False
@@ -63,13 +57,6 @@ class TaskSettings(Settings):
         if data.train is None:
             raise Clash("train", "this key is required")
         return data.model_copy(update={key: data.train for key in ("valid", "test") if getattr(data, key) is None})
-
-    def head_parameters(self, config: "ModelConfig") -> int:
-        """Count the parameters of the head on a model of this architecture. All of them are trained.
-
-        The default builds the head without facts about the labels and counts its parameters; it imports torch.
-        """
-        return registry.new_task(self, {}).head_parameters(config)
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
         """Estimate the bytes that the head keeps for the backward pass of a record of this many tokens, in fp32.

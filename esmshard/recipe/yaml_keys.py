@@ -15,22 +15,17 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap
-from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.reader import ReaderError
 
 from esmshard.errors import UsageError
 from esmshard.files import read_text
-from esmshard.recipe.section_base import Clash, listed
+from esmshard.recipe.section_base import Clash
 
 M = TypeVar("M", bound=BaseModel)
 
 MAX_YAML_BYTES = 2**20
 """The largest file that is read. The shipped files have at most 10 kB."""
-
-Sections = Mapping[str, type[BaseModel]]
-"""The sections that one key may have, by their `name`."""
 
 
 @dataclass
@@ -54,6 +49,8 @@ class Tree:
         line, column = 0, 0
         node: Any = self.node
         for key in keys:
+            if isinstance(node, CommentedSeq) and key.isdecimal() and int(key) < len(node) and on_value:
+                line, column = node.lc.item(int(key))
             if not isinstance(node, CommentedMap) or key not in node:
                 break
             if key in (node.lc.data or {}):  # A key from an override has no place in the file.
@@ -126,23 +123,61 @@ class Tree:
             text = text.replace(f"${{{name}}}", os.environ[name])
         return text
 
-    def checked(self, root: type[M], named: "Mapping[str, Sections] | None" = None) -> M:
-        """Validate the settings. For keys whose section depends on its `name`, `named` has all their sections.
+    def checked(self, root: type[M], named: Mapping[str, type[BaseModel]] | None = None) -> M:
+        """Validate the settings. `named` has the sections that are told apart by their `name`.
 
         Raises:
-            UsageError: with one sentence for each problem, as `my.yaml:4:3: optim.lrr: unknown key; did you mean
-                'lr'?`.
+            UsageError: with one sentence for each key, as `my.yaml:4:3: optim.lrr: unknown key; did you mean 'lr'?`.
         """
-        kind = _Kind(root, named or {})
         try:
             made = root.model_validate(_plain(self.node))
         except ValidationError as error:
-            # If a key has two problems, the first one is kept
-            found = {kind.place(e).keys: e for e in reversed(error.errors())}
-            self.problems += [kind.sentence(self, e) for e in reversed(found.values())]
+            messages: dict[str, list[str]] = {}
+            for one in error.errors():  # a key that takes values of several types has an error for each type
+                at, message = self._described(one, root, named or {})
+                messages.setdefault(at, []).append(message)
+            self.problems += [f"{at}: {' or '.join(dict.fromkeys(texts))}" for at, texts in messages.items()]
         if self.problems:
             raise UsageError(*self.problems)
         return made
+
+    def _described(
+        self, error: ErrorDetails, root: type[BaseModel], named: Mapping[str, type[BaseModel]]
+    ) -> tuple[str, str]:
+        """Return the place and key of an error of pydantic, and its message."""
+        loc, absent = list(error["loc"]), error["type"] in ("missing", "extra_forbidden")
+        if (clash := error.get("ctx", {}).get("error")) is not None and isinstance(clash, Clash):
+            loc.append(clash.key)
+        keys: list[str] = []
+        node: Any = self.node
+        for part in loc:  # pydantic's place also has names of types and sections, which the file does not have
+            of_list = isinstance(node, list) and isinstance(part, int)
+            left_out = isinstance(clash, Clash) and part not in named  # a key, or section, that has its default
+            if isinstance(node, dict) and part in node:
+                node = node[part]
+                keys.append(str(part))
+            elif of_list or left_out:
+                keys.append(str(part))
+        if absent and keys[-1:] != [str(loc[-1])]:
+            keys.append(str(loc[-1]))
+        where = self.where(tuple(keys[:-1]) if error["type"] == "missing" else tuple(keys), on_value=not absent)
+        message = error["msg"] if clash is None else clash.reason if isinstance(clash, Clash) else str(clash)
+        if error["type"] == "extra_forbidden":
+            message = f"unknown key{did_you_mean(str(loc[-1]), _keys_of(root, loc[:-1], named))}"
+        return f"{where}: {'.'.join(keys)}", message
+
+
+def _keys_of(root: type[BaseModel], loc: Sequence[int | str], named: Mapping[str, type[BaseModel]]) -> list[str]:
+    """Return the keys of the section at a place."""
+    kind: Any = root
+    for part in loc:
+        if get_origin(kind) is dict:  # whose keys are the user's own
+            kind = get_args(kind)[1]
+        elif part in getattr(kind, "model_fields", ()):
+            kind = kind.model_fields[part].annotation
+        else:
+            kind = named.get(str(part), kind)
+    return list(getattr(kind, "model_fields", ()))
 
 
 def read(path: Path, called: str, root: type[BaseModel], *, may_be_empty: bool = False) -> Tree:
@@ -159,23 +194,11 @@ def read(path: Path, called: str, root: type[BaseModel], *, may_be_empty: bool =
     """
     try:
         node = parse_yaml(read_text(path, MAX_YAML_BYTES))
-    except DuplicateKeyError as error:
+    except MarkedYAMLError as error:  # a key that is given twice, too
         mark = error.problem_mark
-        key = re.search(r'duplicate key "([^"]*)"', str(error.problem))
-        raise UsageError(
-            f"{path}:{mark.line + 1}:{mark.column + 1}: {key[1] if key else 'a key'}: given twice"
-        ) from None
-    except MarkedYAMLError as error:
-        mark = error.problem_mark
-        raise UsageError(
-            f"{path}:{mark.line + 1}:{mark.column + 1}: not YAML: {error.problem}; correct this line or the one before"
-        ) from None
-    except (UnicodeDecodeError, ReaderError):
-        raise UsageError(f"{path}: not a text file") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: cannot be read as YAML: {error}") from None
+        raise UsageError(f"{path}:{mark.line + 1}:{mark.column + 1}: not YAML: {error.problem}") from None
+    except (OSError, ValueError, YAMLError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
     if node is None and may_be_empty:
         node = CommentedMap()
     if not isinstance(node, CommentedMap):
@@ -214,87 +237,3 @@ def _plain(node: Any) -> Any:
         if isinstance(node, kind):
             return kind(node)
     return node
-
-
-_IN_YAML = {
-    **dict.fromkeys(("model_type", "model_attributes_type"), "a mapping of keys to values"),
-    "dict_type": "a mapping of keys to values",
-    "tuple_type": "a list such as [a, b]",
-}
-"""Plain words for pydantic's errors that use terms of Python."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The key that an error is about, as the user wrote it."""
-
-    keys: tuple[str, ...]
-    section: type[BaseModel]
-    """Section that holds the last key."""
-    within: bool
-    """Whether the error is about a part of the value: a member of a list, or one of several types."""
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Describes pydantic's errors about one kind of file in plain words."""
-
-    root: type[BaseModel]
-    named: Mapping[str, Sections]
-
-    def place(self, error: ErrorDetails) -> _Place:
-        """Find the place of an error. pydantic's own location also has the section's name, types,
-        and numbers in lists.
-        """
-        loc = list(error["loc"])
-        if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
-            return _Place((*map(str, loc), "name"), self.root, within=False)
-        if error["type"] == "value_error" and isinstance(error["ctx"]["error"], Clash):
-            loc.append(error["ctx"]["error"].key)
-        keys: list[str] = []
-        section: type[BaseModel] = self.root
-        inner: Any = self.root
-        while loc and isinstance(inner, type) and issubclass(inner, BaseModel):
-            section = inner
-            keys.append(str(loc.pop(0)))
-            known = section.model_fields.get(keys[-1])
-            inner = known.annotation if known is not None else None
-            if len(keys) == 1 and loc and loc[0] in self.named.get(keys[0], {}):
-                inner = self.named[keys[0]][str(loc.pop(0))]
-            if loc and get_origin(inner) is dict:  # The keys of this mapping are the user's own.
-                keys.append(str(loc.pop(0)))
-                inner = get_args(inner)[1]
-        return _Place(tuple(keys), section, within=bool(loc))
-
-    def sentence(self, tree: Tree, error: ErrorDetails) -> str:
-        place, kind = self.place(error), error["type"]
-        keys, dotted = place.keys, ".".join(place.keys)
-        if kind == "extra_forbidden":
-            return f"{tree.where(keys)}: {dotted}: {self._unknown(tree.called, keys, place.section)}"
-        if kind == "missing" and place.within:
-            return f"{tree.where(keys, on_value=True)}: {dotted}: has too few values"
-        if kind in ("missing", "union_tag_not_found"):
-            return f"{tree.where(keys[:-1])}: {dotted}: this key is required"
-        at = tree.where(keys, on_value=True)
-        if kind == "value_error":  # This is an error of ours, with a complete message.
-            ours = error["ctx"]["error"]
-            return f"{at}: {dotted}: {ours.reason if isinstance(ours, Clash) else ours}"
-        message, value = _IN_YAML.get(kind, error["msg"].removeprefix("Input should be ")), error["input"]
-        hint = ""
-        if kind == "union_tag_invalid":
-            value = value["name"]
-            sections = self.named[keys[0]]
-            *others, last = (f"'{name}'" for name in sections)
-            message, hint = f"{', '.join(others)} or {last}", did_you_mean(str(value), list(sections))
-        got = repr(value) if isinstance(value, str) else "nothing" if value is None else value
-        return f"{at}: {dotted}: must be {message}, not {got}{hint}"
-
-    def _unknown(self, called: str, keys: tuple[str, ...], section: type[BaseModel]) -> str:
-        """Describe a key that its section does not have. A key of another section of that name is described as such."""
-        for key, sections in self.named.items():
-            has = [name for name, other in sections.items() if keys[-1] in other.model_fields]
-            ours = [name for name, known in sections.items() if known is section]
-            if has and ours:
-                owner = called.removeprefix("a ")
-                return f"is for {key} {listed(has)}, and the {owner} has {ours[0]}; remove it, or change {key}.name"
-        return f"unknown key{did_you_mean(keys[-1], list(section.model_fields))}"

@@ -3,9 +3,9 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,31 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esmshard.batch import TokenBatch, pack, pack_variants
+from esmshard.batch import Inputs, TokenBatch, batch_of
 from esmshard.data.batching.loader import FIXED, Example, Examples, Labels
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import shown
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import ModelConfig
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights.open_weights import Weights
 from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.task_section import TaskSettings
+from esmshard.tasks.metrics import Row, means
 from esmshard.vocab import is_residue
-
-if TYPE_CHECKING:
-    from esmshard.tasks.finetuner import FineTuner
 
 MAIN = "fine-tuned"
 """Name of the fine-tuned model among the methods of an evaluation."""
 BEFORE = "before fine-tuning"
 """Name of the baseline that is the model before the first step: its weights under a new head, or its own LM head."""
-
-BASELINE_RECORDS = 2000
-"""Training records, evenly spread, that the baselines learn from: enough for a histogram or a linear fit, and minutes
-at any size."""
-
-Row = Mapping[str, float | npt.NDArray[Any]]
-"""The contribution of one record to the metrics. Numbers (NaN if undefined) become columns of `per_protein.csv`;
-arrays, such as counts of classes, are for `Task.summary` only."""
 
 Facts = Mapping[str, Any]
 """The facts of a task about its training labels, as JSON: names of classes, means. They are kept with the model."""
@@ -53,34 +45,6 @@ class LossSum:
     """A scalar: the number of terms of the sum, which may be 0."""
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """One example as the model gets it."""
-
-    tokens: npt.NDArray[np.uint8]
-    """`<cls> ... <eos>`, uint8 [L + 2]."""
-    target: npt.NDArray[Any]
-    """The output that the head should have."""
-    logits_at: npt.NDArray[np.int64] | None = None
-    """The positions in `tokens` for which the language model computes logits; None if the head needs no logits."""
-    wild_type: npt.NDArray[np.uint8] | None = None
-    """For a variant, the tokens of the wild type. They are the same for all inputs of a batch, and packed once."""
-    wild_type_logits: bool = False
-    """Whether the head needs logits of the wild type at the changed residues."""
-    wild_type_alone: bool = False
-    """Whether the wild type is the only input of the model."""
-    tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """`Example.tracks`. A variant and its wild type have the same."""
-    partner: "Inputs | None" = None
-    """The second chain of a pair, with its own `tokens` and `tracks`. Both chains are sequences of their own in the
-    pack, one after the other, so that neither attends to the other."""
-
-    @property
-    def longest(self) -> int:
-        """The tokens of its longest sequence."""
-        return max(len(self.tokens), 0 if self.partner is None else len(self.partner.tokens))
-
-
 class Task(ABC):
     """One kind of fine-tuning: what the head computes, how its output is scored, and the facts about the labels.
 
@@ -92,6 +56,20 @@ class Task(ABC):
         facts: what an earlier `learn` found in the training labels; empty before it.
     """
 
+    Settings: ClassVar[type[TaskSettings]]
+    """The settings of the task, whose `name` is the one in recipes."""
+    lower_is_better: ClassVar[bool] = False
+    """Whether a lower headline is better, as for errors and perplexities."""
+    per_residue: ClassVar[bool] = False
+    """Whether `predict` has a row for each residue."""
+    baseline_records: ClassVar[int] = 2000
+    """Training records, evenly spread, that the baselines learn from: enough for a histogram or a linear fit, and
+    minutes at any size."""
+    of_base: ClassVar[tuple[str, ...]] = ()
+    """Names of the baselines that use the model before the first step."""
+    keeps_ids: ClassVar[bool] = False
+    """Whether the ids of training and validation records are kept with the model."""
+
     def __init__(self, settings: Any, facts: Facts) -> None:
         self.settings = settings
         self.facts = facts
@@ -99,16 +77,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def columns(self) -> tuple[str, ...]:
-        """The metrics that get a column in the final table. The first one is the headline."""
-
-    def columns_of(self, rows: Sequence[Row]) -> tuple[str, ...]:
-        """Return the metrics that get a column in the table of these records: `columns`, and what some of them add."""
-        return self.columns
-
-    @property
-    def lower_is_better(self) -> bool:
-        """Whether a lower headline is better, as for errors and perplexities."""
-        return False
+        """The metrics that get a column in the final table, if `summary` has them. The first one is the headline."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -118,28 +87,8 @@ class Task(ABC):
         return ("value",)
 
     @property
-    def per_residue(self) -> bool:
-        """Whether `predict` has a row for each residue."""
-        return False
-
-    @property
     def one_of_names(self) -> bool:
         """Whether the numbers are probabilities of classes of which one is right."""
-        return False
-
-    @property
-    def baseline_records(self) -> int:
-        """The largest number of training examples that the baselines learn from."""
-        return BASELINE_RECORDS
-
-    @property
-    def of_base(self) -> tuple[str, ...]:
-        """Names of the baselines that use the model before the first step."""
-        return ()
-
-    @property
-    def keeps_ids(self) -> bool:
-        """Whether the ids of training and validation records are kept with the model."""
         return False
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> Labels | None:
@@ -174,25 +123,9 @@ class Task(ABC):
         model that the batch names (`TokenBatch.logits_at_P`), float [P, V].
         """
 
-    def head_parameters(self, config: ModelConfig) -> int:
-        """Return the number of parameters of `head`. Nothing is allocated."""
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in self.head(config).parameters())
-
     def start(self, head: nn.Module, found: Weights) -> str | None:
         """Give a new head the values that the language model has for it, if any, and return a sentence about them."""
         return None
-
-    def means_the_same(self, name: str, facts: Facts) -> bool:
-        """Whether the outputs of the head of another model are those of this task, apart from their scale.
-
-        Args:
-            name: the task of the other model.
-            facts: the facts of its training labels.
-        """
-        return name == self.settings.name and all(
-            facts.get(key) == self.facts.get(key) for key in ("targets", "classes")
-        )
 
     @abstractmethod
     def inputs(self, example: Example) -> Inputs:
@@ -202,8 +135,8 @@ class Task(ABC):
         """
 
     def question(self, example: Example) -> Inputs:
-        """Return what the model sees of a record without labels: its sequence. The target is empty."""
-        return Inputs(example.tokens, np.empty(0, np.float32), tracks=example.tracks)
+        """Return what the model sees of a record without labels: its sequence."""
+        return Inputs(example.tokens, tracks=example.tracks)
 
     @abstractmethod
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
@@ -217,8 +150,6 @@ class Task(ABC):
         """Return the metrics of a set of records, `columns` among them; NaN where undefined. The default is means of
         rows.
         """
-        from esmshard.tasks.metrics import means  # which takes Row from here
-
         return means(rows, self.columns)
 
     def prepared(self, rows: Sequence[Row]) -> Sequence[Row]:
@@ -238,7 +169,7 @@ class Task(ABC):
         """Convert the head's output of one record for the user: probabilities, or values in the unit of the labels."""
         return output
 
-    def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
+    def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
         """Fit the baselines to training examples, and return them as arrays by name, which are kept with the model.
 
         Args:
@@ -262,7 +193,7 @@ class Task(ABC):
         """
         return data.blocks(), "record"
 
-    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: "FineTuner") -> None:
+    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
         """Keep in `base.remembered` what `baselines` will ask of the base model about some of the training examples.
 
         The ranks of a run divide the examples, and `baselines`, which the first rank alone calls, finds what all of
@@ -275,14 +206,14 @@ class Task(ABC):
         """
         return
 
-    def look_ahead(self, examples: Sequence[Example], base: "FineTuner") -> None:
+    def look_ahead(self, examples: Sequence[Example], base: FineTuner) -> None:
         """Keep in `base.remembered` what `baseline_outputs` will ask of the base model about some examples, in packs.
         Called before `baseline_outputs` is called for each of them.
         """
         return
 
     def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
         """Return the output of each baseline for one record: an array like an output of the head, or the row itself.
 
@@ -293,7 +224,7 @@ class Task(ABC):
         """
         return {}
 
-    def probe(self, head: nn.Module, train: Sequence[Example], base: "FineTuner", seed: int) -> None:
+    def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
         """Fit a linear head with scikit-learn to the frozen model's representations of training examples.
 
         Raises:
@@ -316,19 +247,6 @@ def of_residues(task: Task, values: npt.NDArray[Any], residues: npt.NDArray[np.u
     return values[own_L] if task.names else values[own_L][:, own_L]
 
 
-def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) -> TokenBatch:
-    """Pack the tokens that the model sees."""
-    first = inputs[0]
-    if first.wild_type is not None:
-        options = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}
-        return pack_variants([i.tokens for i in inputs], first.wild_type, record_ids, tracks=first.tracks, **options)
-    places = [i.logits_at for i in inputs if i.logits_at is not None]
-    sequences = [one for i in inputs for one in (i, i.partner) if one is not None]
-    if record_ids is not None and first.partner is not None:
-        record_ids = [record_id for record_id in record_ids for _ in range(2)]
-    return pack([one.tokens for one in sequences], record_ids, places or None, [one.tracks for one in sequences])
-
-
 def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[torch.Tensor]]:
     """Pack examples, and make their targets. Examples of an epoch have draws for dropout (`TokenBatch.draw_N`)."""
     inputs = [task.inputs(example) for example in examples]
@@ -341,29 +259,6 @@ def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[t
     if all(example.draw != FIXED for example in examples):
         batch = replace(batch, draw_N=torch.from_numpy(np.array([_draw(e) for e in examples], dtype=np.int32)))
     return batch, [torch.from_numpy(i.target) for i in inputs]
-
-
-def attention_reader(head: nn.Module | None, batch: TokenBatch) -> Any:
-    """Return the object whose method `add` takes the queries and keys of a batch for a head; None if it reads none."""
-    attention = getattr(head, "attention", None)
-    return None if attention is None else attention(batch)
-
-
-def head_outputs(
-    head: nn.Module, x_TD: torch.Tensor, batch: TokenBatch, attention: Any, logits_PV: torch.Tensor | None
-) -> list[torch.Tensor]:
-    """Call a head with what it reads besides representations (see `Task.head`). The outputs are fp32.
-
-    Args:
-        head: the head of a task.
-        x_TD: representations of the last layer.
-        batch: the records.
-        attention: what `attention_reader` returned, after the forward pass of the trunk.
-        logits_PV: the logits of the language model at `TokenBatch.logits_at_P`.
-    """
-    beside = logits_PV if getattr(head, "reads_logits", False) else attention
-    outputs = head(x_TD, batch) if beside is None else head(x_TD, batch, beside)
-    return [output.float() for output in outputs]
 
 
 def regression_loss(output: torch.Tensor, target: torch.Tensor, loss: str) -> LossSum:

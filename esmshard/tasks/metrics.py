@@ -1,16 +1,26 @@
-"""Metrics that several tasks share. Undefined is NaN, never 0.
+"""Metrics that several tasks share, and their bootstrap intervals. Undefined is NaN, never 0.
 
 A bootstrap computes metrics thousands of times. They are therefore pooled from counts in the rows of the records
 (confusion matrices, calibration bins), and from ranks among all records, which `ranked` adds to the rows.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import rankdata
 
-from esmshard.tasks.base import Row
+from esmshard.data.splits.variant_records import site_blocks
+from esmshard.data.variants.substitutions import Mutation, name_of
+
+Row = Mapping[str, float | npt.NDArray[Any]]
+"""The contribution of one record to the metrics. Numbers (NaN if undefined) become columns of `per_protein.csv`;
+arrays, such as counts of classes, are for `Task.summary` only."""
+
+R = TypeVar("R")
 
 CALIBRATION_BINS = 15
 """The number of bins of equal width in confidence, as in Guo et al. 2017 (arXiv:1706.04599)."""
@@ -18,6 +28,18 @@ THRESHOLDS = np.arange(101) / 100
 """The thresholds of Fmax: 0, .01, ..., 1."""
 BEST_SHARE = 0.01
 """The share of the measured variants of a fold that are its best ones."""
+RESAMPLES = 2000
+"""The number of resamples of the records, with replacement."""
+LEAST = 10
+"""Records, or blocks of them, from which on there is an interval. Resamples of fewer repeat the same few values, and
+their percentiles are too narrow (Hesterberg 2015, doi:10.1080/00031305.2015.1089789): of two records they may have no
+width at all.
+"""
+BIASED = frozenset({"ECE", "ECE before scaling"})
+"""Metrics that are 0 at best and that noise only raises, so that a sample's is too high and that of its resamples is
+higher still (Kumar et al. 2019, arXiv:1909.10155). See `interval`."""
+MOST_ROWS = 10_000_000
+"""Rows that all resamples have together at most; of many records there are fewer resamples, 200 at least."""
 
 
 def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
@@ -94,7 +116,7 @@ def spearman(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> floa
     """Compute the correlation of ranks; equal values share the mean of their ranks. NaN as for `pearson`."""
     if np.isnan(a_N).any() or np.isnan(b_N).any():
         return np.nan
-    return pearson(mean_ranks(a_N), mean_ranks(b_N))
+    return pearson(rankdata(a_N), rankdata(b_N))
 
 
 def spearman_within(
@@ -154,19 +176,6 @@ def top_of_list(
             hits += float(chance_M[y_M >= np.partition(y_M, -k)[-k]].sum())
             total, chosen = total + float(chance_M @ y_M), chosen + k
     return (hits / chosen, total / chosen) if chosen else (np.nan, np.nan)
-
-
-def mean_ranks(x_N: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-    """Return the rank of each value, from 1, float64 [N]. Equal values share the mean of their ranks.
-
-    The result is that of `scipy.stats.rankdata`, whose import takes longer than all ranks of a run.
-
-    >>> mean_ranks(np.array([0.5, 0.1, 0.5]))
-    array([2.5, 1. , 2.5])
-    """
-    _, place_N, counts = np.unique(x_N, return_inverse=True, return_counts=True)
-    rank_A: npt.NDArray[np.float64] = np.cumsum(counts) - (counts - 1) / 2
-    return rank_A[place_N]
 
 
 def of_numbers(predicted_N: npt.NDArray[np.float64], target_N: npt.NDArray[np.float64]) -> dict[str, float]:
@@ -363,3 +372,138 @@ def fmax(terms: npt.NDArray[np.float64]) -> float:
         return np.nan
     precision, recall = precision / np.maximum(predicted, 1), recall / proteins
     return float((2 * precision * recall / np.maximum(precision + recall, 1e-12)).max())
+
+
+# Intervals
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A metric with its 95% bootstrap interval over records; without one, `low` and `high` are NaN."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if math.isnan(self.low):
+            return "-" if math.isnan(self.value) else f"{self.value:.3f}"
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def draws(n: int, block_N: npt.NDArray[np.int64] | None = None, seed: int = 0) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield resamples of n records, or of their whole blocks, drawn with replacement, int64 of about n; none for fewer
+    than LEAST of them. They are the same for the same records and seed, so that methods scored on the same records are
+    resampled alike and their differences are paired.
+
+    This, and the limits that follow from it, are no `scipy.stats.bootstrap`, which computes one number at a time from
+    one array: here one resample of rows gives all metrics.
+    """
+    if count_units(n, block_N) < LEAST:
+        return
+    members = None
+    if block_N is not None:
+        order = np.argsort(block_N, kind="stable")
+        members = np.split(order, np.flatnonzero(np.diff(block_N[order])) + 1)
+    units, rng = n if members is None else len(members), np.random.default_rng(seed)
+    for _ in range(min(RESAMPLES, max(200, MOST_ROWS // units))):
+        draw = rng.integers(0, units, units)
+        yield draw if members is None else np.concatenate([members[k] for k in draw])
+
+
+def bootstrap(
+    summary: Callable[[Sequence[R]], Mapping[str, float]],
+    rows: Sequence[R],
+    seed: int = 0,
+    block_N: npt.NDArray[np.int64] | None = None,
+) -> dict[str, list[float]]:
+    """Compute each metric of the rows themselves, first, and of each resample of them.
+
+    Args:
+        summary: metrics of some rows.
+        rows: N of them.
+        seed: see `draws`.
+        block_N: rows with the same number are drawn together; each alone by default.
+    """
+    samples = [summary(rows), *(summary([rows[n] for n in draw]) for draw in draws(len(rows), block_N, seed))]
+    return {name: [sample.get(name, np.nan) for sample in samples] for name in samples[0]}
+
+
+def count_units(n: int, block_N: npt.NDArray[np.int64] | None) -> int:
+    """Count the independent observations among n records: the records, or their blocks without block -1, which is a
+    wild type.
+    """
+    return n if block_N is None else len(np.unique(block_N[block_N >= 0]))
+
+
+def interval(values: Sequence[float], metric: str = "") -> Interval:
+    """Compute the interval of a metric from the values of `bootstrap`. Resamples without a value are left out.
+
+    The percentile interval. Of a metric in BIASED, and of any whose own value lies outside its percentile interval, the
+    basic bootstrap interval: the percentiles reflected at the value, which corrects the bias of the resamples (Davison
+    and Hinkley 1997, Bootstrap Methods and their Application, section 5.2). As the value itself is not corrected, that
+    interval is widened to it where it would leave it out.
+
+    Args:
+        values: of all records, then of each resample.
+        metric: its name; one in BIASED is never below 0.
+    """
+    found = _limits(values, reflected=metric in BIASED)
+    return Interval(found.value, max(found.low, 0.0), found.high) if metric in BIASED else found
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float], metric: str = "") -> Interval:
+    """Compute the interval of a paired difference of two results of `bootstrap` over the same records with the same
+    seed. There is no interval if one of them has none.
+    """
+    return _limits([a - b for a, b in zip(ours, theirs, strict=False)], reflected=metric in BIASED)
+
+
+def _limits(values: Sequence[float], *, reflected: bool) -> Interval:
+    value, known = float(values[0]), [v for v in values[1:] if not np.isnan(v)]
+    if np.isnan(value) or not known:
+        return Interval(value, np.nan, np.nan)
+    low, high = map(float, np.percentile(known, [2.5, 97.5]))
+    if reflected or not low <= value <= high:
+        low, high = min(2 * value - high, value), max(2 * value - low, value)
+    return Interval(value, low, high)
+
+
+def variant_units(variants: Sequence[tuple[Mutation, ...]]) -> tuple[npt.NDArray[np.int64], str]:
+    """Decide what intervals over variants resample: blocks of variants that change the same sites, or single variants.
+
+    Variants of the same sites are not independent, so that they are resampled together. This needs LEAST blocks, of
+    which none has more than half of the variants. A library of few sites has not, and its variants are resampled.
+
+    Returns:
+        The unit of each variant, int64 [N], and the noun for a unit: `position`, `site combination` or `variant`. The
+        rows of a variant with replicates are one unit.
+    """
+    block_N = site_blocks(variants)
+    if count_units(len(variants), block_N) >= LEAST and np.bincount(block_N + 1).max() <= len(variants) / 2:
+        return block_N, "position" if all(len(one) < 2 for one in variants) else "site combination"
+    names = [name_of(one) for one in variants]
+    return np.unique(names, return_inverse=True)[1].astype(np.int64), "variant"
+
+
+def variant_spearman(
+    predicted_N: npt.NDArray[np.float64],
+    measured_N: npt.NDArray[np.float64],
+    variants: Sequence[tuple[Mutation, ...]],
+    fold_N: npt.NDArray[np.int64] | None = None,
+) -> tuple[Interval, str]:
+    """Compute Spearman's correlation within folds (`spearman_within`) with its interval, and the noun for what
+    was resampled.
+
+    Args:
+        predicted_N: predictions.
+        measured_N: measured values.
+        variants: the mutations of each row.
+        fold_N: the fold of each row; by default all rows are of one.
+    """
+    fold_N = np.zeros(len(variants), dtype=np.int64) if fold_N is None else fold_N
+    block_N, unit = variant_units(variants)
+    values = [spearman_within(predicted_N, measured_N, fold_N)]
+    for draw in draws(len(variants), block_N):
+        values.append(spearman_within(predicted_N[draw], measured_N[draw], fold_N[draw]))
+    return interval(values), unit

@@ -3,23 +3,24 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from pydantic import Field
+from scipy.special import log_softmax, softmax
 from torch import nn
 
+from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example
 from esmshard.model.config import ModelConfig
-from esmshard.tasks.base import BEFORE, Inputs, LossSum, Row, Task, on_device_of
-from esmshard.tasks.finetuner import LanguageModelHead
-from esmshard.tasks.mlm_settings import MlmSettings
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
+from esmshard.recipe.task_section import TaskSettings
+from esmshard.tasks.base import BEFORE, LossSum, Task, on_device_of
+from esmshard.tasks.metrics import Row
 from esmshard.vocab import MASK, STANDARD, VOCAB_SIZE, encode_residues
-
-if TYPE_CHECKING:
-    from esmshard.tasks.finetuner import FineTuner
 
 AMINO_ACIDS: npt.NDArray[np.uint8] = np.frombuffer(encode_residues(STANDARD), np.uint8)
 """Tokens of the 20 standard amino acids, in the order of their letters."""
@@ -66,9 +67,34 @@ def corrupt(
     return corrupted, chosen_P
 
 
+class MlmSettings(TaskSettings):
+    """Masked-language-model training on unlabelled sequences, to adapt a model to a family (docs/tasks.md)."""
+
+    name: Literal["mlm"]
+
+    may_crop: ClassVar[bool] = True
+    trains_lm_head: ClassVar[bool] = True
+    data_keys: ClassVar[tuple[str, ...]] = ("sequence_column",)
+
+    mask: float = Field(0.15, gt=0, le=0.5)
+    """The share of residues that the model predicts. 80% of them are replaced by `<mask>`, 10% by a random one of the
+    20 amino acids, and 10% stay unchanged."""
+
+    def no_probe(self) -> str | None:
+        """A probe has no labels to fit."""
+        return "probe has no meaning for task mlm, which has no labels; choose full, lora or head"
+
+    def head_bytes(self, tokens: int, n_logits: int) -> int:
+        """Count logits, their log-softmax and its gradient at the predicted residues. Tensors as wide as the model are
+        small compared with its layers.
+        """
+        return round(4 * 3 * n_logits * self.mask * tokens)
+
+
 class MlmTask(Task):
     """Predict hidden residues from those around them."""
 
+    Settings = MlmSettings
     settings: MlmSettings
     columns = ("perplexity", "accuracy")
     lower_is_better = True
@@ -110,7 +136,10 @@ class MlmTask(Task):
         """
         rows: list[Row] = []
         for logits_PV, target_P in zip(outputs, targets, strict=True):
-            nll, correct = -_log_softmax(logits_PV)[np.arange(len(target_P)), target_P], logits_PV.argmax(1) == target_P
+            nll, correct = (
+                -log_softmax(logits_PV.astype(np.float64), axis=1)[np.arange(len(target_P)), target_P],
+                logits_PV.argmax(1) == target_P,
+            )
             sums = (float(nll.sum()), len(target_P), int(correct.sum()))
             rows.append({**_metrics(*sums), **dict(zip(SUMS, sums, strict=True))})
         return rows
@@ -126,9 +155,9 @@ class MlmTask(Task):
         float32 [L, 20], columns in the order of `vocab.STANDARD`. The sequence is seen as it is, with nothing hidden:
         the "wild-type marginals" of Meier et al. 2021 (doi:10.1101/2021.07.09.450648).
         """
-        return np.exp(_log_softmax(output[:, AMINO_ACIDS])).astype(np.float32)
+        return np.asarray(softmax(output[:, AMINO_ACIDS].astype(np.float64), axis=1), dtype=np.float32)
 
-    def baselines(self, train: Sequence[Example], base: "FineTuner") -> dict[str, npt.NDArray[Any]]:
+    def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
         """Compute log frequencies of the amino acids in the training records, with each count raised by one."""
         tokens = np.concatenate([example.tokens for example in train])
         counts = np.bincount(tokens, minlength=VOCAB_SIZE)[AMINO_ACIDS] + 1
@@ -137,7 +166,7 @@ class MlmTask(Task):
         return {"amino-acid frequencies": logits_V}
 
     def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
         """`amino-acid frequencies`: the same guess for every residue. `before fine-tuning`: the model before the first
         step, on the same hidden residues.
@@ -156,9 +185,3 @@ def _metrics(nll: float, masked: float, correct: float) -> dict[str, float]:
         "perplexity": float(np.exp(nll / masked)) if masked else np.nan,
         "accuracy": correct / masked if masked else np.nan,
     }
-
-
-def _log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
-    found: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-    return found

@@ -1,8 +1,7 @@
-"""The registry of tasks: those of this package in TASKS, and those that other installed packages register. No torch.
+"""The registry of tasks: those of this package in TASKS, and those that other installed packages register.
 
-A task is registered by its settings, a subclass of `esmshard.recipe.task_section.TaskSettings`, as `module:Class`. The
-settings name the class of the task itself, which is imported when it is needed. Another package registers its tasks as
-entry points of the group `esmshard.tasks` (docs/own-task.md).
+A task is registered as `module:Class`, a subclass of `esmshard.tasks.base.Task`. Its module is imported when a recipe
+is read. Another package registers its tasks as entry points of the group `esmshard.tasks` (docs/own-task.md).
 """
 
 from collections.abc import Mapping
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
 
 GROUP = "esmshard.tasks"
 TASKS = {
-    "contact": "esmshard.tasks.contact.contact_settings:ContactSettings",
-    "mlm": "esmshard.tasks.mlm_settings:MlmSettings",
-    "pair": "esmshard.tasks.labelled.pair_settings:PairSettings",
-    "residue": "esmshard.tasks.labelled.residue_settings:ResidueSettings",
-    "sequence": "esmshard.tasks.labelled.sequence_settings:SequenceSettings",
-    "variant": "esmshard.tasks.variants.variant_settings:VariantSettings",
+    "contact": "esmshard.tasks.contact:ContactTask",
+    "mlm": "esmshard.tasks.mlm:MlmTask",
+    "pair": "esmshard.tasks.pair:PairTask",
+    "residue": "esmshard.tasks.residue:ResidueTask",
+    "sequence": "esmshard.tasks.sequence:SequenceTask",
+    "variant": "esmshard.tasks.variants:VariantTask",
 }
-"""The settings of each task of this package, by its name in recipes."""
+"""The tasks of this package, by their names in recipes."""
 
 
 class UnknownTask(InputError):
@@ -36,21 +35,26 @@ class UnknownTask(InputError):
 
 @dataclass(frozen=True)
 class Registered:
-    """The settings of all tasks that can be used, and why the others cannot."""
+    """All tasks that can be used, and why the others cannot."""
 
-    settings: "Mapping[str, type[TaskSettings]]"
+    tasks: "Mapping[str, type[Task]]"
     unusable: Mapping[str, str]
     """A sentence for each name."""
+
+    @property
+    def settings(self) -> "Mapping[str, type[TaskSettings]]":
+        """The settings of the tasks that can be used."""
+        return {name: task.Settings for name, task in self.tasks.items()}
 
 
 @cache
 def registered() -> Registered:
-    """Import the settings of every registered task: first those of this package, then others by name.
+    """Import every registered task: first those of this package, then others by name.
 
     A task of another package that cannot be used disturbs no other task: it is refused where a recipe or a model names
     it.
     """
-    found: dict[str, type[TaskSettings]] = {name: _load(value) for name, value in TASKS.items()}
+    tasks: dict[str, type[Task]] = {name: _load(value) for name, value in TASKS.items()}
     unusable: dict[str, str] = {}
     owner = dict.fromkeys(TASKS, "esmshard itself")
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
@@ -63,15 +67,14 @@ def registered() -> Registered:
             continue
         owner[entry.name] = package
         try:
-            found[entry.name] = _checked(entry.name, _load(entry.value))
+            tasks[entry.name] = _checked(entry.name, _load(entry.value))
         except Exception as error:  # whatever a module of others raises when it is imported
             reason = " ".join(str(error).split())
             unusable[entry.name] = (
                 f"task {entry.name} of {package} cannot be imported from {entry.value} ({type(error).__name__}: "
                 f"{reason}); correct or reinstall {package}"
             )
-    usable = {name: settings for name, settings in found.items() if name not in unusable}
-    return Registered(usable, unusable)
+    return Registered({name: task for name, task in tasks.items() if name not in unusable}, unusable)
 
 
 def traits(name: object) -> "type[TaskSettings]":
@@ -87,24 +90,19 @@ def settings_of(section: Any) -> "TaskSettings":
     """Return the settings in the task section of a recorded recipe.
 
     Raises:
-        InputError: no installed package has the task, or what has it cannot be used.
+        UnknownTask: no installed package has the task, or what has it cannot be used.
         ValueError: the section does not fit the task.
     """
-    name = section["name"]
-    known = registered()
-    if name in known.unusable:
-        raise UnknownTask(known.unusable[name])
-    if name not in known.settings:
-        raise UnknownTask(
-            f"no installed package registers the task {name}; install the one that the model was trained with"
-        )
+    name, known = section["name"], registered()
+    if name not in known.tasks:
+        missing = f"no installed package registers the task {name}; install the one that the model was trained with"
+        raise UnknownTask(known.unusable.get(name, missing))
     return known.settings[name].model_validate(section)
 
 
 def new_task(settings: "TaskSettings", facts: "Facts") -> "Task":
     """Make the task of some settings, with the facts of its training labels."""
-    made: Task = _load(settings.task)(settings, facts)
-    return made
+    return registered().tasks[settings.name](settings, facts)
 
 
 def _load(place: str) -> Any:
@@ -113,14 +111,13 @@ def _load(place: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _checked(name: str, found: Any) -> Any:
-    """Refuse what cannot be the settings of a task of that name."""
+def _checked(name: str, task: Any) -> Any:
+    """Refuse what cannot be a task of that name."""
     from esmshard.recipe.task_section import TaskSettings
 
-    if not (isinstance(found, type) and issubclass(found, TaskSettings)):
-        raise TypeError("it is no subclass of esmshard.recipe.task_section.TaskSettings")
-    if getattr(found.model_fields["name"].annotation, "__args__", None) != (name,):
-        raise TypeError(f'its field `name` must be annotated Literal["{name}"]')
-    if ":" not in found.task:
-        raise TypeError("its `task` does not name a class as module:Class")
-    return found
+    settings = getattr(task, "Settings", None)
+    if not (isinstance(settings, type) and issubclass(settings, TaskSettings)):
+        raise TypeError("it has no Settings that are a subclass of esmshard.recipe.task_section.TaskSettings")
+    if getattr(settings.model_fields["name"].annotation, "__args__", None) != (name,):
+        raise TypeError(f'the field `name` of its Settings must be annotated Literal["{name}"]')
+    return task

@@ -11,6 +11,7 @@ from esmshard.data.batching.loader import SEEN
 from esmshard.devices import DeviceName
 from esmshard.errors import LostProcess
 from esmshard.model.convolutions import exact_convolutions
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weight_reader import read_json
 from esmshard.parallel import launch
 from esmshard.parallel.cuda_allocator import expandable_segments
@@ -21,15 +22,14 @@ from esmshard.parallel.watch import Control, recorder_settings
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.finetuned import new_head
 from esmshard.tasks.registry import new_task
 from esmshard.train import evaluate
-from esmshard.train.loop import train
-from esmshard.train.optimizer import model_tensors
-from esmshard.train.records.attempt import Attempt
+from esmshard.train.inputs import RunInputs, check_out, leakage_notices, prepare, seen_in_training
+from esmshard.train.loop import advice_if_out_of_memory, train
+from esmshard.train.optim import model_tensors
 from esmshard.train.resume import starting_point
-from esmshard.train.run_inputs import RunInputs, check_out, leakage_notices, prepare, seen_in_training
-from esmshard.train.token_budget import out_of_memory_in_evaluation, out_of_memory_of_model
+from esmshard.train.run_dir import Attempt, goodput, goodput_text, metrics_of
 
 
 def run(
@@ -38,7 +38,6 @@ def run(
     overwrite: bool = False,
     profile: int = 0,
     *,
-    trust: bool = False,
     take_over: bool = False,
     started: float | None = None,
     device: DeviceName = None,
@@ -53,8 +52,7 @@ def run(
             run or checkpoint. None starts a new run.
         overwrite: remove the files of an earlier run from `out`.
         profile: number of steps to record with torch's profiler.
-        trust: continue from a checkpoint that another user wrote.
-        take_over: see `esmshard.train.records.lock.Lock`.
+        take_over: see `esmshard.train.run_dir.Lock`.
         started: the time at which the command began, in seconds since 1970; the time of the call by default.
         device: the device of each process, see `own_device`; by default its own GPU, else the CPU.
 
@@ -81,20 +79,30 @@ def run(
                 Control(ranks, dumps) as control,
                 exact_convolutions(ranks.device),
                 expandable_segments(ranks.device),
-                out_of_memory_of_model(ranks.device),
+                advice_if_out_of_memory(
+                    lambda: (
+                        f"weights and optimizer state of the model do not fit on {ranks.device}; set "
+                        "adapt.method=lora or parallel.cpu_offload=true, or share the model among more GPUs (--nproc)"
+                    )
+                ),
             ):
                 starting = ranks.patient(wait.start_timeout)
                 machine = processes_per_machine(ranks.size)
                 job = starting.agree(lambda: prepare(recipe, ranks.size, machine, ranks.device))
                 starting.from_first(lambda: check_out(out, resume, overwrite))
                 starting.agree(lambda: attempt.open(ranks.is_first, job.steps, take_over=take_over))
-                start = starting.from_first(lambda: starting_point(job, resume, trust))
+                start = starting.from_first(lambda: starting_point(job, resume))
                 if is_trial:
                     attempt.ending = "trained and validated, as a trial of a sweep"
                 model = train(job, start, starting, ranks, control, preemption, attempt, profile)
                 if not is_trial:
                     attempt.report("running", "consolidating and evaluating")
-                    with out_of_memory_in_evaluation(recipe, ranks.device):
+                    with advice_if_out_of_memory(
+                        lambda: (
+                            f"the evaluation does not fit on {ranks.device}; the model is trained, and kept in "
+                            f"{out / 'checkpoints'}; give it more memory, and --resume auto does what is left"
+                        )
+                    ):
                         _evaluate(job, model, replace(ranks, together=job.layout.together), control)
         except (LostProcess, Preempted):
             # A rank that was asked to stop may have left before training began. Once training runs, a rank that is gone
@@ -105,7 +113,8 @@ def run(
         if not ranks.is_first:
             return None
     if not is_trial:
-        say(attempt.summary())  # the attempt has ended, so its time includes the evaluation, as in the report
+        # The attempt has ended, so that its time includes the evaluation, as in the report.
+        say(goodput_text(goodput(metrics_of(out))))
     return out
 
 

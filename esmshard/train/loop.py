@@ -1,13 +1,13 @@
 """Training: build the model over the ranks, load a checkpoint if there is one, loop over the steps, finish.
 
-This file is longer than others, so that the state of an attempt and all code that changes the state are in one place.
+The state of an attempt and all code that changes the state are in this file.
 """
 
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,34 +19,41 @@ import torch
 
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint import manifest, sharded
-from esmshard.checkpoint.saver import Saver
+from esmshard.checkpoint.sharded import Saver
 from esmshard.data.batching.loader import Examples, digests
 from esmshard.data.batching.packing import MicroBatch, StepPlan, assign
+from esmshard.devices import is_out_of_memory
+from esmshard.errors import InputError
+from esmshard.model.attention import kernel_name
 from esmshard.model.families import family_registry
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import origin, recorded
 from esmshard.parallel import launch
 from esmshard.parallel.load import materialise
 from esmshard.parallel.preemption import Preempted, Preemption, reason
-from esmshard.parallel.process_group import World, processes_per_machine
+from esmshard.parallel.process_group import Precision, World, processes_per_machine
 from esmshard.parallel.profiler import Profile
-from esmshard.parallel.shard import shard
+from esmshard.parallel.shard import DTYPES, shard
 from esmshard.parallel.tied_weights import check_optimizer
 from esmshard.parallel.watch import Control, Watch, check_first_batch
 from esmshard.planner import memory_model
 from esmshard.planner.cost import training_flops
 from esmshard.planner.machines import peak_flops
-from esmshard.planner.parameter_counts import numbers_of
+from esmshard.planner.plan import MicroBatches
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task, collate
-from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.finetuned import new_head
 from esmshard.train import evaluate
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
-from esmshard.train.records.attempt import Attempt
+from esmshard.train.inputs import RunInputs, provenance, versions
+from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.resume import check_room, describe_run, extensions, kinds_of_device, resolved
-from esmshard.train.run_inputs import RunInputs, provenance, versions
+from esmshard.train.run_dir import Attempt
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
-from esmshard.train.token_budget import RESERVED, choose_tokens_per_rank, largest_fitting, out_of_memory_in_steps
+
+RESERVED = 0.9
+"""The share of the free memory that a run plans to use. The rest is for gaps of the allocator and for other programs.
+"""
 
 
 def train(
@@ -87,7 +94,7 @@ def train(
     training.ranks = ranks  # from here on with the time-out of a step
     with (
         preemption.noted(),
-        training.out_of_memory_advice(),
+        advice_if_out_of_memory(training.out_of_memory_advice),
         training.saver,
         Progress("step", job.steps, show=ranks.is_first) as progress,
         Profile(ranks, profile, job.steps - state.step, job.out / "profile") as recording,
@@ -152,7 +159,7 @@ class Training:
     model: FineTuner
     optimizer: torch.optim.AdamW
     numbers: memory_model.ModelNumbers
-    largest_fitting: Any
+    largest_fitting: Callable[[], int]
     """Returns the largest micro-batch, in tokens, that fits into memory, for the message after an out-of-memory error.
     """
     tokens_per_rank: int
@@ -167,17 +174,23 @@ class Training:
     saver: Saver
     plan: StepPlan
 
-    def out_of_memory_advice(self) -> AbstractContextManager[None]:
-        """Return a context that turns an out-of-memory error of the GPU into a message with a number that fits."""
+    def out_of_memory_advice(self) -> str:
+        """Return what to change after an out-of-memory error of a step: a number of tokens that fits, if there is one.
+
+        These are changes that `--resume auto` accepts: settings that change the computed result may not change once
+        there is a checkpoint.
+        """
         recipe, longest = self.job.recipe, int(self.job.train.tokens.max())
-        at_once = max(longest, min(self.tokens_per_rank, -(-recipe.batch.global_tokens // self.ranks.data_size)))
-        return out_of_memory_in_steps(
-            at_once,
-            longest,
-            self.job.layout.activation_checkpointing,
-            self.largest_fitting,
-            saved=lambda: manifest.pointed(self.job.out / "checkpoints", "LATEST") is not None,
-        )
+        tokens = max(longest, min(self.tokens_per_rank, -(-recipe.batch.global_tokens // self.ranks.data_size)))
+        fits = self.largest_fitting()
+        less = max(longest, min(3 * tokens // 4, fits))
+        ways = [f"batch.tokens_per_rank={less}"] if fits > 0 and less < tokens else []
+        if self.job.layout.activation_checkpointing != "full":
+            ways.append("parallel.activation_checkpointing=full")
+        fix = f"set {', or '.join(ways or ['parallel.cpu_offload=true'])}, and go on with --resume auto"
+        if not ways:
+            fix = f"share the model among more GPUs (--nproc), or {fix}; or start again with a lower data.max_length"
+        return f"micro-batches of {tokens} tokens do not fit; {fix}"
 
     def share_of(self, step: int) -> tuple[int, int, list[MicroBatch]]:
         """Return epoch, number of records and this rank's micro-batches of a step. All ranks plan the same records."""
@@ -305,7 +318,7 @@ class Training:
             return None
         loss, rows = scored
         metrics, state.of_validation = task.summary(rows), task.learn_from_validation(rows)
-        values = {metric: metrics[metric] for metric in task.columns_of(rows)}
+        values = {metric: metrics[metric] for metric in task.columns if metric in metrics}
         self.attempt.write(step=step, split="valid", loss=loss, **values)
         headline, value = task.columns[0], metrics[task.columns[0]]
         state.validation = f"  valid {headline} {value:.3f}"
@@ -339,6 +352,17 @@ class Training:
         return int(max(row[0] for row in self.ranks.rows([self.preemption.asked])))
 
 
+@contextmanager
+def advice_if_out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
+    """Turn an out-of-memory error into an `InputError` with this advice. Other errors are raised unchanged."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(f"out of memory: {advice()}") from None
+
+
 def _build(
     job: RunInputs,
     start: Path | None,
@@ -352,12 +376,11 @@ def _build(
     # First shapes, then shards, then values: where there are several ranks, none ever holds the whole model.
     with torch.device("meta"):
         model = FineTuner(family_registry.build(weights.config), task.head(weights.config))
-    logits, tracks, quantization = recipe.task.trains_lm_head, recipe.data.tracks or (), recipe.model.quantize
+    tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
     model.adapt(recipe.adapt, recipe.train.seed, tracks, quantization)
+    numbers = memory_model.numbers_of(model, weights.config, tracks=tracks, quantization=quantization)
     shard(model, job.layout, ranks)
     saved = sharded.read_state(start) if start is not None else None
-    head = task.head_parameters(weights.config)
-    numbers = numbers_of(weights.config, head, recipe.adapt, logits=logits, tracks=tracks, quantization=quantization)
     # This comes before the model has memory of its own, because the planner counts the model's memory too.
     free = memory_model.free_bytes(ranks.device, processes_per_machine(ranks.size))
     fitting = partial(largest_fitting, job, numbers, int(ranks.min(RESERVED * free)), ranks)
@@ -368,7 +391,7 @@ def _build(
     state = TrainState(scale=LossScale() if job.layout.precision == "fp16" else None)
     tensors = state_tensors(model, optimizer, trained_only=recipe.adapt.method != "full")
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    ranks.from_first(lambda: check_room(job.out / "checkpoints", needed, recipe.checkpoint.keep))
+    ranks.from_first(lambda: check_room(job.out / "checkpoints", needed))
     if start is not None and saved is not None:
         sharded.load(start, tensors)
         state.step, state.skipped_in_a_row = int(saved["step"]), saved["skipped_in_a_row"]
@@ -463,3 +486,65 @@ def _batches(
     for micro in mine:
         batch, targets = collate(task, [data.get(n, epoch) for n in micro.records])
         yield batch, targets, micro.is_dummy
+
+
+def choose_tokens_per_rank(
+    job: RunInputs, saved: Mapping[str, Any] | None, fitting: Callable[[], int], ranks: World
+) -> int:
+    """Return the recipe's number; for `auto` what fits (`largest_fitting`), or the checkpoint's number where the run
+    goes on in the layout that it had.
+
+    A step has the same records in any micro-batches, but gradients are summed in another order, so that numbers agree
+    up to rounding.
+
+    Args:
+        job: the run.
+        saved: `state.json` of the checkpoint that the run goes on from; None for a new run.
+        fitting: see `largest_fitting`.
+        ranks: all processes of the run.
+    """
+    asked = job.recipe.batch.tokens_per_rank
+    if isinstance(asked, int):
+        return asked
+    if saved is not None and _layout_of(saved) == [ranks.size, _gpu(ranks.device), _memory_keys(job.recipe)]:
+        return int(saved["recipe"]["batch"]["tokens_per_rank"])
+    longest, fits = int(job.train.tokens.max()), fitting()
+    if not fits and ranks.is_first:
+        say(
+            f"the longest training record, {longest} tokens, may not fit into memory; lower data.max_length, set "
+            "parallel.activation_checkpointing=full, or see `esmshard plan`"
+        )
+    return max(fits, longest)
+
+
+def _layout_of(saved: Mapping[str, Any]) -> list[Any]:
+    """Return what decided on the memory of each rank of the run that wrote a checkpoint."""
+    return [saved["world_size"], saved["versions"].get("gpu"), _memory_keys(Recipe.model_validate(saved["recipe"]))]
+
+
+def _gpu(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def _memory_keys(recipe: Recipe) -> dict[str, Any]:
+    """Return the keys of `parallel` that decide on memory. Time-outs do not; the precision may not change."""
+    return recipe.parallel.model_dump(exclude={"start_timeout", "step_timeout", "precision"})
+
+
+def largest_fitting(job: RunInputs, numbers: memory_model.ModelNumbers, room: int, ranks: World) -> int:
+    """Return the largest `batch.tokens_per_rank` that fits, as the planner says; 0 if the longest record does not fit.
+
+    Args:
+        job: the run, with its training records and layout.
+        numbers: the sizes of the model with its head.
+        room: bytes that may be planned with, weights included, on the rank with the least memory.
+        ranks: the ranks over which a step is divided.
+    """
+    device = planner_device(ranks.device, job.layout.precision)
+    return MicroBatches(job.recipe, job.train, numbers, job.layout, device).largest(room)
+
+
+def planner_device(device: torch.device, precision: Precision) -> memory_model.Device:
+    """Return the planner's name of the attention kernel that runs."""
+    kernels: dict[str, memory_model.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
+    return kernels[kernel_name(device, DTYPES[precision])]

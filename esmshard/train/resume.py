@@ -1,31 +1,23 @@
 """The starting point of a run: a new start, or a checkpoint of the same recipe and data."""
 
-import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from esmshard.checkpoint import manifest, sharded
-from esmshard.data.tables import counted
-from esmshard.errors import InputError, UsageError, reading
+from esmshard.errors import InputError, UsageError
 from esmshard.files import replace_json, replace_text, size_text
 from esmshard.model.weights import origin
 from esmshard.parallel.process_group import World
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.finetuner import LanguageModelHead
-from esmshard.train.optimizer import schedule
-from esmshard.train.records.attempt import METRICS
-from esmshard.train.records.tracking import TRACKED
-from esmshard.train.run_inputs import RUN_FILES, RunInputs, leakage_notices, provenance, versions
-
-NOTICES_PRINTED = "ESMSHARD_DATA_NOTICES_PRINTED"
-"""An environment variable that is set for all runs of a cross-validation but the first, which prints the data notices.
-"""
+from esmshard.train.inputs import RUN_FILES, RunInputs, notices, provenance, versions
+from esmshard.train.run_dir import METRICS
+from esmshard.train.tracking import TRACKED
 
 # A resumed run may differ in these settings: they change where and how it runs, not what it computes.
 _FREE = (
@@ -36,36 +28,25 @@ _FREE = (
 )
 
 
-def starting_point(job: RunInputs, resume: str | None, trust: bool) -> Path | None:
+def starting_point(job: RunInputs, resume: str | None) -> Path | None:
     """Return the checkpoint to continue from, or None for a new run, whose directory is then cleared of old files.
 
     Call this on one rank, which holds the directory. Checkpoints after the returned one are set aside: damaged ones,
-    which the next save removes, and good ones that the user chose not to continue from, which stay.
-
-    Args:
-        job: the prepared run; `check_out` has been called.
-        resume: `auto`, a path, or None for a new start.
-        trust: accept a checkpoint that another user wrote.
-
-    Raises:
-        InputError: if there is no usable checkpoint.
-        UsageError: if the checkpoint was written under another recipe or with other data.
+    which the next save removes, and good ones that the user chose not to continue from, which stay. Arguments and
+    errors are those of `check_start`.
     """
     directory = job.out / "checkpoints"
     if resume is not None:
         manifest.sweep(directory)
-    start = check_start(job, resume, trust)
+    start = check_start(job, resume)
     if start is None:
-        # A run that was killed before its first checkpoint starts from the base model, but keeps the record of its
-        # time.
-        for name in set(RUN_FILES) - ({METRICS, *TRACKED} if resume == "auto" else set()):
-            path = job.out / name
+        # A run that was killed before its first checkpoint begins again, but keeps the record of its time.
+        for path in (job.out / name for name in RUN_FILES if resume != "auto" or name not in (METRICS, *TRACKED)):
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        return None
-    if start.parent.resolve() == directory.resolve():
+    elif start.parent.resolve() == directory.resolve():
         for later in manifest.named(directory):
             if (manifest.step_of(later) or 0) > (manifest.step_of(start) or 0):
                 aside = manifest.set_aside(later, "damaged" if resume == "auto" else "abandoned")
@@ -73,38 +54,38 @@ def starting_point(job: RunInputs, resume: str | None, trust: bool) -> Path | No
     return start
 
 
-def check_start(job: RunInputs, resume: str | None, trust: bool) -> Path | None:
-    """Return the checkpoint that `starting_point` would return, without changing any file. Arguments and errors are the
-    same.
+def check_start(job: RunInputs, resume: str | None) -> Path | None:
+    """Return the checkpoint that `starting_point` would return, without changing any file.
+
+    Args:
+        job: the prepared run; `check_out` has been called.
+        resume: `auto`, a path, or None for a new start.
+
+    Raises:
+        InputError: if there is no usable checkpoint.
+        UsageError: if the checkpoint was written under another recipe or with other data.
     """
-    start = None
-    if resume == "auto":
-        start = manifest.newest_good(job.out / "checkpoints", say, trust=trust)
+    if resume is None:
+        return None
+    if resume != "auto":
+        start: Path | None = manifest.locate(Path(resume), say)
+    else:
+        start = manifest.newest_good(job.out / "checkpoints", say)
         if start is None and (job.out / "model").exists():
             raise UsageError(
                 f"{job.out}: holds a model but no checkpoint to go on from; pass --overwrite to start again"
             )
-    elif resume is not None:
-        start = manifest.locate(Path(resume), say, trust=trust)
-    if start is not None:
-        _check_same(job, start)
-    return start
-
-
-def _check_same(job: RunInputs, start: Path) -> None:
+    if start is None:
+        return None
     state = sharded.read_state(start)
-    now = resolved(job, job.recipe.batch.tokens_per_rank)
-    with reading(f"{start / 'state.json'}", "take another checkpoint, or start again with --overwrite"):
-        then = Recipe.model_validate(state["recipe"])
-        changed = recipe_file.differences(then, Recipe.model_validate(now.as_written(model=False)))
-        before = state["data"]["train"]["tokens_sha256"]
-    changed = [line for line in changed if not line.startswith(_FREE)]
-    if extensions(state, job.steps) != state.get("extended", []):
-        changed = [line for line in changed if not line.startswith("train.steps ")]
-    here = provenance(job)["train"]["tokens_sha256"]
-    if before != here:  # the order of records and the crops depend on these values
-        what = "sequences or tracks" if job.recipe.data.tracks else "sequences"
-        changed.append(f"data.train ({job.train.path} holds other {what} than it did)")
+    then, now = Recipe.model_validate(state["recipe"]), resolved(job, job.recipe.batch.tokens_per_rank)
+    changed = recipe_file.differences(then, Recipe.model_validate(now.as_written(model=False)))
+    is_extended = extensions(state, job.steps) != state.get("extended", [])
+    free = (*_FREE, "train.steps ") if is_extended else _FREE
+    changed = [line for line in changed if not line.startswith(free)]
+    # The order of records and the crops depend on the tokens.
+    if state["data"]["train"]["tokens_sha256"] != provenance(job)["train"]["tokens_sha256"]:
+        changed.append(f"data.train ({job.train.path} holds other sequences or tracks than it did)")
     if changed:
         raise UsageError(
             f"{start}: was written under another recipe: {'; '.join(changed)}; go on with the old values, or start "
@@ -112,6 +93,7 @@ def _check_same(job: RunInputs, start: Path) -> None:
         )
     if state.get("base"):
         origin.check(origin.identity(job.weights, job.recipe.model.name), state["base"], str(start))
+    return start
 
 
 def extensions(saved: Mapping[str, Any] | None, steps: int) -> list[dict[str, int]]:
@@ -134,11 +116,9 @@ def extensions(saved: Mapping[str, Any] | None, steps: int) -> list[dict[str, in
 def kinds_of_device(saved: Mapping[str, Any] | None, device: torch.device) -> list[str]:
     """Return the kinds of device on which a run was computed, in their order, such as `cuda` and then `cpu`.
 
-    Args:
-        saved: see `extensions`.
-        device: the device on which the run goes on.
+    `saved` is as for `extensions`; the run goes on with `device`.
     """
-    before: list[str] = [] if saved is None else saved.get("devices", [])  # Earlier releases did not record them.
+    before: list[str] = saved["devices"] if saved else []
     return before if before[-1:] == [device.type] else [*before, device.type]
 
 
@@ -151,13 +131,7 @@ def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
 
 
 def describe_run(
-    job: RunInputs,
-    recipe: Recipe,
-    done: int,
-    ranks: World,
-    about: Mapping[str, Any] = {},  # only read
-    *,
-    has_notices: bool = True,
+    job: RunInputs, recipe: Recipe, done: int, ranks: World, about: Mapping[str, Any], *, has_notices: bool = True
 ) -> None:
     """Write recipe and versions beside the results, and print notices on data and weights. One rank calls this.
 
@@ -166,69 +140,35 @@ def describe_run(
         recipe: the recipe with the values that were chosen on this machine.
         done: the number of optimizer steps done.
         ranks: all processes of the run.
-        about: what its checkpoints say of the run: `extended` (see `extensions`) and `devices`.
+        about: the part of its checkpoints that no step changes: `devices`, and `extended` (see `extensions`).
         has_notices: whether notices are printed; those of a trial have been printed once for the sweep.
     """
     job.out.mkdir(parents=True, exist_ok=True)
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
     facts = {**versions(job.recipe, ranks.device), "processes": ranks.size, "data": provenance(job)}
-    extended: Sequence[Mapping[str, int]] = about.get("extended", ())
-    if extended:
-        facts["extended"] = extended
-    if len(devices := about.get("devices", ())) > 1:
-        facts["devices"] = devices
-    replace_json(job.out / "versions.json", facts)
+    replace_json(
+        job.out / "versions.json", facts | {key: about[key] for key in ("extended", "devices") if key in about}
+    )
     for notice in notices(job, leakage=not done) if has_notices else ():
         say(notice)
     if done:
         say(f"going on after step {done} of {job.steps}")
-        if len(devices) > 1:
+        if len(devices := about["devices"]) > 1:
             say(f"computed on {', then '.join(devices)}: the numbers of two kinds of device agree up to rounding only")
-    if extended and extended[-1]["after"] == done:
-        optim, before = recipe.optim, extended[-1]["steps_before"]
-        last, first = (
-            schedule(step, steps, optim.warmup, optim.schedule)
-            for step, steps in ((done - 1, before), (done, job.steps))
-        )
-        say(
-            f"train.steps was {before} and is {job.steps}: the learning rate now follows the {optim.schedule} schedule "
-            f"of {job.steps} steps, and changes from {last:.0%} to {first:.0%} of its peak"
-        )
+    for change in about.get("extended", ())[-1:]:
+        if change["after"] == done:
+            say(
+                f"train.steps was {change['steps_before']} and is {job.steps}: from here on the learning rate follows "
+                f"the {recipe.optim.schedule} schedule of {job.steps} steps"
+            )
 
 
-def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
-    """Return notices on data and weights: what was changed or left out and, if requested, what the splits share."""
-    found: dict[str, None] = {}
-    for split in (job.train, job.valid, job.test):
-        for notice in split.notices if NOTICES_PRINTED not in os.environ else ():
-            found[notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}"] = None
-    longer = int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0
-    if longer:
-        found[
-            f"{job.train.path}: {counted(longer, 'record')} longer than batch.global_tokens "
-            f"({job.recipe.batch.global_tokens:,}): each has a step to itself, which is as large as the record"
-        ] = None
-    with torch.device("meta"):
-        uses_lm_head = isinstance(job.task.head(job.weights.config), LanguageModelHead)
-    lacking = job.weights.lacking("lm_head") if uses_lm_head else []
-    return [*found, *lacking, *job.weights.notices, *(leakage_notices(job) if leakage else [])]
-
-
-def check_room(directory: Path, needed: int, keep: int) -> None:
-    """Check that the disk has room for checkpoints of `needed` bytes. `InputError` if not for one; a notice if not for
-    all.
-
-    While one checkpoint is written, `keep` others exist.
-    """
+def check_room(directory: Path, needed: int) -> None:
+    """Raise `InputError` if the disk has no room for one checkpoint of `needed` bytes."""
     directory.mkdir(parents=True, exist_ok=True)
-    free, there = shutil.disk_usage(directory).free, len(manifest.complete(directory))
+    free = shutil.disk_usage(directory).free
     if free < needed:
         raise InputError(
             f"{directory}: a checkpoint takes {size_text(needed)}, and {size_text(free)} are free; make room, or "
             "choose another place with out=DIR"
-        )
-    if free < (most := max(1, keep + 1 - there)) * needed:
-        say(
-            f"{directory}: {most} more checkpoints of {size_text(needed)} will lie here, and {size_text(free)} are "
-            "free; make room, or lower checkpoint.keep"
         )

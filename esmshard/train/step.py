@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from esmshard.batch import TokenBatch
 from esmshard.errors import InputError
@@ -103,15 +104,15 @@ def train_step(
         parts.append(torch.stack([part.sum.detach(), part.count]) * weight)
         residues += 0 if is_dummy else batch.n_residues
 
-    whole = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    gradients = [local(gradient) for gradient in whole]
-    norms = torch.stack(torch._foreach_norm(gradients))
+    # A part of a gradient that several ranks hold is counted once.
+    by_holders: dict[int, list[torch.Tensor]] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        by_holders.setdefault(copies(parameter.grad), []).append(local(parameter.grad))
+    norms = torch.stack([get_total_norm(gradients) for gradients in by_holders.values()])
     if watch is not None:
         watch.wait_for_device()
     loss_sum, count = torch.stack(parts).cpu().double().sum(0).tolist()
-    # A part of a gradient that several ranks hold is counted once.
-    holders = [copies(gradient) for gradient in whole]
-    square = sum(norm**2 / held_by for norm, held_by in zip(norms.cpu().double().tolist(), holders, strict=True))
+    square = sum(norm**2 / holders for norm, holders in zip(norms.cpu().double().tolist(), by_holders, strict=True))
     own = [square, asked, loss_sum, count, residues]
     rows = world.rows([*own, *(watch.numbers() if watch else [])])
     total_square, reason = sum(row[0] for row in rows), int(max(row[1] for row in rows))
@@ -121,7 +122,8 @@ def train_step(
     norm = math.sqrt(total_square) / divisor
     skipped = total_count == 0 or not math.isfinite(norm) or not math.isfinite(total_loss)
     if not skipped:
-        torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)) / divisor)
+        for gradient in (gradient for gradients in by_holders.values() for gradient in gradients):
+            gradient.mul_(min(1.0, clip / (norm + 1e-6)) / divisor)
         optimizer.step()
     if scale is not None:
         scale.update(not math.isfinite(norm))

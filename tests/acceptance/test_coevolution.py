@@ -14,10 +14,10 @@ from acceptance.coevolution import Pairs
 
 from esmshard.data.batching.loader import Examples
 from esmshard.data.store.ingestion import cached
-from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.export import write_transformers
-from esmshard.tasks.finetuner import load_finetuned
+from esmshard.tasks.finetuned import load_finetuned
 
 CONTACT = """\
 task: {{name: contact, head: attention}}

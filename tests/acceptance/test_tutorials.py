@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from model_files import fair_esm, write_fair_esm
 
-from esmshard.model.families.esm2.esm2_config import SIZES
+from esmshard.model.families.esm2 import SIZES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("tutorial-*.md"))]

@@ -26,11 +26,11 @@ from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store.ingestion import ingest
 from esmshard.errors import InputError, UsageError
 from esmshard.model.contacts import predict_contacts
+from esmshard.model.finetuner import FineTuner
 from esmshard.predict.predictions import predict
 from esmshard.recipe.task_section import AnyTask
-from esmshard.tasks.finetuner import FineTuner
 from esmshard.tasks.registry import new_task
-from esmshard.tasks.variants.value_scale import fit_scale
+from esmshard.tasks.variants import fit_scale
 from esmshard.vocab import MASK, RESIDUES, STANDARD
 
 LENGTHS = (31, 1, 120, 7, 64, 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.model.families.esmc.esmc_config import EsmcConfig
+from esmshard.model.families.esmc import EsmcConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import esmc

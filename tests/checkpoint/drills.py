@@ -19,8 +19,6 @@ from esmshard.checkpoint import sharded
 CHANGES = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "open": 1}
 """Audit events, and how many of their arguments are paths."""
 
-SURVIVED, REFUSED = 0, 3
-
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
     """Values that tell of their step."""
@@ -115,41 +113,37 @@ def killed_at(number: int, directory: Path, function: Callable[[Path], Any], *, 
         os.fsync = record
         on_change(directory, die)
         function(directory)
-        return SURVIVED
+        return 0
 
     code = fork(work)
-    assert code in (SURVIVED, -signal.SIGKILL), code
+    assert code in (0, -signal.SIGKILL), code
     return code == -signal.SIGKILL
 
 
-def refused_from(
-    number: int, directory: Path, error: int, function: Callable[[Path], Any], *, for_good: bool = True
-) -> tuple[int, str]:
-    """Work on a file system that makes no more files from some change on: exit code, and the error's message.
+def refused_at(number: int, directory: Path, error: int, function: Callable[[Path], Any], *, for_good: bool) -> str:
+    """Work on a file system that refuses some changes: the message of the `ValueError`; "" if there was none.
 
     Args:
-        number: of the change, from 1 on.
+        number: the change that is refused, from 1 on.
         directory: what is below it counts.
         error: as `errno.ENOSPC`.
-        function: the work, done on that directory; a `ValueError` is its refusal.
-        for_good: or that change only.
+        function: the work, done on that directory.
+        for_good: all later files and directories are refused, too.
     """
-    told = directory.parent / "told"
-    told.unlink(missing_ok=True)
+    message = directory.parent / "message"
+    message.write_text("")
 
     def work() -> int:
         def refuse(count: int, event: str, path: str) -> None:
-            makes = event in ("open", "os.mkdir") or not for_good
-            if (count >= number if for_good else count == number) and makes:
+            if count == number if not for_good else count >= number and event in ("open", "os.mkdir"):
                 raise OSError(error, os.strerror(error), path)
 
         on_change(directory, refuse)
         try:
             function(directory)
         except ValueError as caught:
-            told.write_text(str(caught))
-            return REFUSED
-        return SURVIVED
+            message.write_text(str(caught))
+        return 0
 
-    code = fork(work)
-    return code, told.read_text() if told.exists() else ""
+    assert fork(work) == 0
+    return message.read_text()

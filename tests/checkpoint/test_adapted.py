@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ LORA = {"method": "lora", "rank": 2, "alpha": 6.0, "targets": ["fc1"], "bias": "
 
 def state(adapt: dict[str, Any], seed: int = 3) -> dict[str, Any]:
     base = origin.identity(open_weights.fresh(NANO, seed), "nano")
-    return {"config": asdict(NANO), "recipe": {"adapt": adapt}, "base": base}
+    return {"config": NANO.recorded(), "recipe": {"adapt": adapt}, "base": base}
 
 
 def trained() -> dict[str, torch.Tensor]:

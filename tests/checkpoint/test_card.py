@@ -36,7 +36,7 @@ def about(**changes: Any) -> dict[str, Any]:
         "esmshard": "0.1.0",
         "step": 380,
         "recipe": recipe.model_dump(mode="json"),
-        "config": {"n_layers": 6, "dim": 320, "n_heads": 20},
+        "config": {"family": "esm2", "n_layers": 6, "dim": 320, "n_heads": 20},
         "data": data,
         "world_size": 4,
         "versions": {"torch": "2.13.0", "platform": "Linux-6.1-ada"},

@@ -25,7 +25,7 @@ from esmshard.batch import pack
 from esmshard.cli import app
 from esmshard.data.fasta.fasta_reader import read_fasta
 from esmshard.model.weights.open_weights import load_model
-from esmshard.train.records import goodput
+from esmshard.train.run_dir import goodput, goodput_text, metrics_of
 from esmshard.vocab import encode
 
 RUN_FILES = {
@@ -33,7 +33,7 @@ RUN_FILES = {
     *(
         f"checkpoints/step_{step:06d}/{name}"
         for step in (4, 6)
-        for name in (".metadata", "__0_0.distcp", "__1_0.distcp")
+        for name in (f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2))
     ),
     *(f"checkpoints/step_{step:06d}/{name}" for step in (4, 6) for name in ("state.json", "MANIFEST.json")),
     "checkpoints/LATEST",
@@ -89,8 +89,7 @@ def test_a_run_says_how_it_goes_and_ends_with_a_table(
     for word in ("residues/s", "MiB", "valid long P@L"):
         assert word in done.stderr
     ended = next(line for line in done.stderr.splitlines() if line.startswith("goodput "))
-    lines = goodput.parse((directory / "run" / "metrics.jsonl").read_text())
-    assert ended == goodput.sentence(goodput.summary(lines)), "the report says the same"
+    assert ended == goodput_text(goodput(metrics_of(directory / "run"))), "the report says the same"
     table = done.stdout.splitlines()
     assert [line.split("  ")[0] for line in table[1:6]] == [
         "fine-tuned",
@@ -166,7 +165,7 @@ def test_resuming_under_another_recipe_is_refused(finished: tuple[Path, subproce
     fasta.write_bytes(before[0])
     labels.write_bytes(before[1])
     assert done.returncode == 2
-    assert "train.fasta holds other sequences than it did" in done.stderr
+    assert "train.fasta holds other sequences or tracks than it did" in done.stderr
 
 
 def test_the_model_loads_in_transformers_and_fair_esm(
@@ -364,7 +363,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], object], list[str], int, str]] = {
         2,
         "tiny.yaml:7:16: train.steps: must",
     ),
-    "bad override": (lambda d: None, ["optim.lr=fast"], 2, "optim.lr=fast: optim.lr: must be a valid number"),
+    "bad override": (lambda d: None, ["optim.lr=fast"], 2, "optim.lr=fast: optim.lr: Input should be a valid number"),
     "unknown residue": (
         lambda d: (d / "train.fasta").write_text(">a\nMKT\nAY1A\n"),
         [],
@@ -432,11 +431,11 @@ def test_a_truncated_checkpoint_is_one_sentence(
 ) -> None:
     copy = tmp_path / "step_000006"
     subprocess.run(["cp", "-r", finished[0] / "run" / "checkpoints" / "step_000006", copy], check=True)
-    shard = copy / "__1_0.distcp"
+    shard = copy / "shard-00002-model-00001-of-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:1000])
     code, err = run("consolidate", copy, "-o", tmp_path / "model")
     assert code == 1
-    assert "__1_0.distcp: truncated or altered (1000 bytes instead of" in err
+    assert "shard-00002-model-00001-of-00001.safetensors: truncated or altered (1000 bytes instead of" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "model").exists()
 

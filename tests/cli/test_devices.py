@@ -107,7 +107,7 @@ def test_everything_runs_on_the_cpu_of_a_machine_with_gpus(tmp_path: Path, tiny_
     assert esmshard.SequenceEmbedder(device="cpu").transform(["MKTAYIAK"]).shape == (1, 192)
     run = esmshard.finetune(tiny_recipe, device="cpu", out=tmp_path / "run", report=False)
     facts = json.loads((run.path / "versions.json").read_text())
-    assert (facts["device"], facts["processes"], "gpu" in facts, "devices" in facts) == ("cpu", 1, False, False)
+    assert (facts["device"], facts["processes"], "gpu" in facts, facts["devices"]) == ("cpu", 1, False, ["cpu"])
     assert run.evaluation["device"] == "cpu"
     with pytest.raises(UsageError, match="device cuda:1: is a single GPU"):
         esmshard.finetune(tiny_recipe, device="cuda:1", nproc=2, out=tmp_path / "two")

@@ -12,7 +12,7 @@ from esmshard.errors import UsageError
 from esmshard.parallel import launch, preemption
 from esmshard.parallel.preemption import Preempted
 from esmshard.train import finetune as training
-from esmshard.train.records import status
+from esmshard.train.run_dir import Attempt
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 
@@ -105,8 +105,10 @@ def test_what_was_begun_in_place_of_another_run_is_not_removed(
         monkeypatch.setenv(name, value)
     out = tiny_recipe.parent / "run"
     out.mkdir()
-    facts = {"state": "running", "step": 2, "steps": 6, "attempt": 1, "idle": 0, "message": "", "checkpoint": None}
-    status.write(out, **facts, exit_code=None, started=1.0)
+    attempt = Attempt(out, 1.0)
+    attempt.open(True, 6)
+    attempt.report("running", "")
+    (out / "lock.json").unlink()
     finetune_commands.finetune(str(tiny_recipe), overwrite=True)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
     finetune_commands.finetune(str(tiny_recipe), overwrite=True)

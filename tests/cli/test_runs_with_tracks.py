@@ -11,7 +11,7 @@ from tracked_model import random_pairs, write_pairs
 
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe import recipe_file
-from esmshard.train.run_inputs import RunInputs, prepare
+from esmshard.train.inputs import RunInputs, prepare
 
 RECIPE = """\
 task: {name: mlm}

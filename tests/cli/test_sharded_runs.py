@@ -11,7 +11,7 @@ import pytest
 from command import esmshard
 
 from esmshard.cli import app
-from esmshard.tasks import finetuner
+from esmshard.tasks import finetuned
 
 
 def lines(run: Path) -> list[dict[str, object]]:
@@ -29,12 +29,12 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def run(*arguments: str | Path) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["esmshard", *map(str, arguments)])
-        monkeypatch.setattr("esmshard.train.run_inputs.initial_weights", no_weights)
+        monkeypatch.setattr("esmshard.train.inputs.initial_weights", no_weights)
         with pytest.raises(SystemExit) as caught:
             app.main()
         return int(str(caught.value.code)), capsys.readouterr().err
 
-    assert finetuner.initial_weights is not no_weights
+    assert finetuned.initial_weights is not no_weights
     return run
 
 

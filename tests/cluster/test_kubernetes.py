@@ -329,7 +329,7 @@ def test_without_limits_there_are_no_resources() -> None:
 
 
 def test_the_job_id_is_that_of_the_job_for_all_its_pods() -> None:
-    from esmshard.train.records.lock import job_id
+    from esmshard.train.run_dir import job_id
 
     pod = pods.objects(*VARIANTS["two nodes"])["Job"]["spec"]["template"]["spec"]
     assert [job_id(pods.environment(pod["containers"][0], index)) for index in (0, 1)] == ["contact-0f5c-77"] * 2

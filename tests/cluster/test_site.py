@@ -96,13 +96,13 @@ kubernetes: {labels: [a]}
 """)
     assert problems(path) == [
         "2:9: python: the environment variable NOWHERE is not set",
-        "3:23: exports.NCCL_DEBUG: must be a valid string, not 1",
-        "4:22: container.runtime: must be 'none', 'pyxis' or 'apptainer', not 'pixis'",
+        "3:23: exports.NCCL_DEBUG: Input should be a valid string",
+        "4:22: container.runtime: Input should be 'none', 'pyxis' or 'apptainer'",
         "4:37: container.mounts: 'data' must be a directory such as /data, /data:/data or /data:/data:ro, with an "
         "absolute path",
-        "7:10: slurm.grace: must be a valid integer, not 'soon'",
+        "7:10: slurm.grace: Input should be a valid integer",
         "6:3: slurm.partitoin: unknown key; did you mean 'partition'?",
-        "8:22: kubernetes.labels: must be a mapping of keys to values, not ['a']",
+        "8:22: kubernetes.labels: Input should be a valid dictionary",
         "1:1: gpus_per_nod: unknown key; did you mean 'gpus_per_node'?",
     ]
 
@@ -142,9 +142,13 @@ kubernetes: {labels: [a]}
             )
             for option in ("--uid=0", "--ui=0", "--gid=0", "--chdir=/etc", "--export=NONE", "--clusters=other")
         ),
-        ("partition: gpu", "cpus_per_gpu: 99999999999", "slurm.cpus_per_gpu: must be less than or equal to 4096"),
+        (
+            "partition: gpu",
+            "cpus_per_gpu: 99999999999",
+            "slurm.cpus_per_gpu: Input should be less than or equal to 4096",
+        ),
         ("partition: gpu", f"memory: {'9' * 30}G", "slurm.memory: must be a size such as 480G"),
-        ("gpus_per_node: ", f"gpus_per_node: {10**27} #", "gpus_per_node: must be less than or equal to 1024"),
+        ("gpus_per_node: ", f"gpus_per_node: {10**27} #", "gpus_per_node: Input should be less than or equal to 1024"),
         ("partition: gpu", "options: ['--comment=a b']", "slurm.options: '--comment=a b' cannot stand in an #SBATCH"),
         ("${SHARED}/venv", "venv", "python: must be an absolute path, not 'venv/bin/python'"),
         ("[/data,", "[/a:b,", "container.mounts: '/a:b' must be a directory"),

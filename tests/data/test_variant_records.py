@@ -14,7 +14,7 @@ from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import BatchSettings, Recipe
-from esmshard.tasks.intervals import block_draws
+from esmshard.tasks.metrics import draws
 from esmshard.vocab import decode
 
 WT = "MKTAYIAKQRQISFVKSHFSRQLE"
@@ -239,7 +239,7 @@ def test_of_the_wild_type_alone_a_variant_takes_little_room(table: Table) -> Non
 def test_resamples_keep_a_position_together() -> None:
     block_N = np.array([3, -1, 3, 7, 7, 7, *range(10, 18)])  # ten positions and the wild type
     seen = set()
-    for draw in block_draws(14, block_N):
+    for draw in draws(14, block_N):
         counts = np.bincount(draw, minlength=14)
         assert counts[0] == counts[2]
         assert counts[3] == counts[4] == counts[5]

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import work
 from packed_weights import unpacked
-from plan_model import counted_numbers
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,8 +21,8 @@ from esmshard.data.splits.recipe_splits import open_split
 from esmshard.model import attention
 from esmshard.model.config import ModelConfig
 from esmshard.model.families import family_registry
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import open_weights
 from esmshard.parallel import shared_tokens, tensor_parallel
 from esmshard.parallel.layout import Layout
@@ -32,11 +31,12 @@ from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import groups, next_micro_batch, shard, trainable
 from esmshard.planner.cost import exchanged
 from esmshard.planner.machines import parse
+from esmshard.planner.memory_model import numbers_of
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import LossSum, Task, collate
-from esmshard.tasks.contact.contact_task import ContactTask
-from esmshard.tasks.finetuner import FineTuner, tracks_of
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate
+from esmshard.tasks.contact import ContactTask
+from esmshard.tasks.finetuned import tracks_of
+from esmshard.train.optim import adamw, schedule, set_learning_rate
 from esmshard.train.step import StepResult, train_step
 from esmshard.vocab import MASK
 
@@ -206,7 +206,7 @@ def operations(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, 
             batch, targets = collate(task, [data.get(0, 0)])
             with Counted(laid.together) as counted:
                 task.loss(model(batch), targets).sum.backward()
-            numbers = counted_numbers(model, config_of(recipe))
+            numbers = numbers_of(model, config_of(recipe))
             planned = exchanged(numbers, laid, parse("2xA100-40GB"), len(batch.tokens_T))[0]
             found[name] = {**counted.calls, "planned bytes": planned, "largest sum": counted.largest_sum}
     return found

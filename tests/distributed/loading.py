@@ -10,7 +10,7 @@ import work
 from torch import nn
 
 from esmshard.errors import InputError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import STRATEGIES, layout

@@ -23,8 +23,8 @@ from esmshard.parallel.process_group import World, own_device, world
 from esmshard.tasks.base import collate
 from esmshard.train import finetune, loop
 from esmshard.train.evaluate import validate
-from esmshard.train.optimizer import adamw, set_learning_rate
-from esmshard.train.run_inputs import describe, prepare
+from esmshard.train.inputs import describe, prepare
+from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import train_step
 
 LAUNCHER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}

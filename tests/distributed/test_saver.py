@@ -19,7 +19,6 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path: Pa
     for found in run_ranks("saving:background", size, tmp_path, str(tmp_path / "checkpoints")):
         assert found["threads"] == ["checkpoint"]
         assert found["first was whole"], "the second save waits for the first"
-        assert found["same memory"], "the copy on the host is used again"
         for step in (1, 2):
             cut = [[step + (size == 2 and row > 3)] * 3 for row in range(7)]
             loaded = found[f"loaded {step}"]
@@ -27,7 +26,6 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path: Pa
             assert found[f"state {step}"] == step
         first, second = found["errors"]
         assert "step 3 could not be written" in first
-        assert "the newest one is step_000002" in first
         assert second == "", "an error is raised once"
     names = [p.name for p in (tmp_path / "checkpoints").iterdir() if p.is_dir()]
     assert sorted(names) == ["step_000001", "step_000002"]
@@ -93,5 +91,5 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(whole: Path, tmp_path: Path) 
     assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], abs=1e-4)
     state = sharded.read_state(out / "checkpoints" / "step_000006")
     assert state["world_size"] == 3
-    names = {name.partition(".")[0] for name in sharded.index(out / "checkpoints" / "step_000006")}
+    names = {name.partition(".")[0] for name in sharded.reader(out / "checkpoints" / "step_000006")[0]}
     assert names == {"model", "optim"}, "nothing is of one rank alone, such as a random state"

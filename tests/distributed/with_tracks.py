@@ -12,6 +12,7 @@ from torch import nn
 from esmshard.batch import TokenBatch, pack
 from esmshard.model.families import family_registry
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
@@ -19,8 +20,7 @@ from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import groups, shard
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.tasks.base import LossSum
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
-from esmshard.train.optimizer import adamw, set_learning_rate
+from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import train_step
 from esmshard.vocab import CLS, EOS, MASK
 

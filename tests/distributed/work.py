@@ -12,8 +12,9 @@ from esmshard.checkpoint import sharded
 from esmshard.data.batching.packing import StepPlan, assign
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout, layout
 from esmshard.parallel.load import RowsOf, materialise
@@ -22,10 +23,10 @@ from esmshard.parallel.shard import shard
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import OptimSettings, ParallelSettings, Recipe
 from esmshard.tasks.base import Task, collate
-from esmshard.tasks.contact.contact_task import ContactTask
-from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.contact import ContactTask
+from esmshard.tasks.finetuned import new_head
 from esmshard.train import finetune, loop
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
+from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 from esmshard.train.step import train_step
 from esmshard.vocab import CLS, EOS, MASK
 
@@ -185,7 +186,7 @@ def save(path: str, directory: str, marker: float) -> list[str]:
                 tensor.add_(marker)
         state = {
             "recipe": recipe.model_dump(mode="json"),
-            "config": {k: getattr(model.trunk.config, k) for k in ("n_layers", "dim", "n_heads", "token_dropout")},
+            "config": model.trunk.config.recorded(),
             "facts": {},
         }
         sharded.write(Path(directory), 7, tensors, state, keep=2)

@@ -14,7 +14,7 @@ from esmshard.embed.compute import attention_maps, embedder
 from esmshard.embed.compute.embedder import Computed, Embedder, Failed
 from esmshard.embed.compute.outputs import Long, Output, choose
 from esmshard.model.attention import attention_map
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.vocab import STANDARD, encode
 
 Tokens = npt.NDArray[np.uint8]

@@ -15,8 +15,7 @@ from esmshard.embed.compute import offload
 from esmshard.embed.compute.offload import offloaded
 from esmshard.errors import InputError, UsageError
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.family_registry import FAMILIES
 from esmshard.model.weight_reader import WeightReader
 from esmshard.model.weights import open_weights

@@ -10,7 +10,7 @@ import numpy as np
 from conftest import write_subset
 from shared import random_weights, size, texts, write_model
 
-from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2 import EsmConfig
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 

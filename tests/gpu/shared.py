@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.model import weight_reader
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm_layouts import TIED, to_transformers, transformers_config
+from esmshard.model.families.esm2 import FAMILY, EsmConfig
+from esmshard.model.families.esm_base import TIED
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
 from esmshard.parallel.process_group import World
@@ -125,9 +125,9 @@ def random_weights(config: EsmConfig, seed: int = 0) -> Weights:
 def write_model(directory: Path, found: Weights) -> Path:
     """A directory that `esmshard.load` opens."""
     directory.mkdir(parents=True)
-    state = {to_transformers(name): read().contiguous() for name, read in found.read.items() if name != TIED}
+    state = {FAMILY.key(name): read().contiguous() for name, read in found.read.items() if name != TIED}
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(transformers_config(found.config)))
+    (directory / "config.json").write_text(json.dumps(FAMILY.write_config(found.config)))
     return directory
 
 

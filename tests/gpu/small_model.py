@@ -6,13 +6,12 @@ import torch
 from shared import alone, apart, distance, masked_pack, random_weights, size
 
 from esmshard.model.config import Quantization
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.shard import shard, trainable
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 
 CONFIG = size(EsmConfig(n_layers=6, dim=320, n_heads=20), EsmConfig(n_layers=2, dim=32, n_heads=4))
 LENGTHS = size([300, 1, 57, 128, 20], [30, 1, 17])

@@ -17,8 +17,7 @@ from esmshard.embed.compute.outputs import choose
 from esmshard.embed.job.embed_job import embed
 from esmshard.embed.job.embed_request import request
 from esmshard.errors import InputError
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.vocab import encode
 

@@ -15,8 +15,7 @@ from training import set_up
 from esmshard.model.convolutions import exact_convolutions
 from esmshard.parallel.layout import Layout
 from esmshard.recipe.sections import AdaptSettings, Recipe
-from esmshard.tasks.mlm import MlmTask
-from esmshard.tasks.mlm_settings import MlmSettings
+from esmshard.tasks.mlm import MlmSettings, MlmTask
 from esmshard.tasks.registry import TASKS
 
 pytestmark = pytest.mark.gpu

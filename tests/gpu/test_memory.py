@@ -10,14 +10,14 @@ import torch
 from shared import alone, size, steps, texts
 
 import esmshard
-from esmshard.checkpoint.saver import Saver
+from esmshard.checkpoint.sharded import Saver
 from esmshard.planner import memory_model
-from esmshard.planner.recipe_plan import model_numbers
+from esmshard.planner.plan import model_numbers
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.train import finetune
-from esmshard.train.run_inputs import prepare
-from esmshard.train.token_budget import RESERVED, largest_fitting
+from esmshard.train.inputs import prepare
+from esmshard.train.loop import RESERVED, largest_fitting
 
 pytestmark = pytest.mark.gpu
 
@@ -71,7 +71,7 @@ def fitting(recipe: Recipe, device: torch.device) -> int:
     """Tokens that the planner would let a rank take at once."""
     job = prepare(recipe, 1, 1, device)
     room = int(RESERVED * memory_model.free_bytes(device, 1))
-    return largest_fitting(job, model_numbers(recipe), room, alone(device))
+    return largest_fitting(job, model_numbers(recipe, job.weights.config, job.task), room, alone(device))
 
 
 @pytest.mark.parametrize(("checkpointing", "number"), [("none", 4), ("full", 2)])

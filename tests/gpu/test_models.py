@@ -15,7 +15,7 @@ from esmshard.batch import pack
 from esmshard.embed.compute.embedder import Computed, Embedder
 from esmshard.embed.compute.outputs import Long, choose
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.shipped import shipped
 from esmshard.vocab import encode

@@ -9,7 +9,7 @@ from small_model import CONFIG, LORA, OF_GRADIENTS, OF_LOGITS, built, computed
 
 from esmshard.model.quantized import PackedMatrix, check_quantization
 from esmshard.parallel.layout import Layout
-from esmshard.planner.parameter_counts import numbers_of
+from esmshard.planner.memory_model import numbers_of
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.gpu
@@ -64,7 +64,7 @@ def test_logits_and_gradients_are_those_of_fp32(
 def test_the_weights_take_what_the_planner_counts(device: torch.device, kind: Any) -> None:
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     model = built(device, LORA, Layout(), kind)
-    numbers = numbers_of(CONFIG, 0, LORA, logits=True, quantization=kind)
+    numbers = numbers_of(model, CONFIG, quantization=kind)
     planned = 4 * numbers.in_full + numbers.n_layers * numbers.layer_packed
     tensors = [*model.parameters(), *model.buffers()]
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -18,7 +18,7 @@ from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import groups, local, trainable
 from esmshard.parallel.watch import Control, Watch
 from esmshard.recipe.sections import ParallelSettings, Recipe
-from esmshard.train.optimizer import state_tensors
+from esmshard.train.optim import state_tensors
 
 pytestmark = pytest.mark.gpu
 

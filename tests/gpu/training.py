@@ -9,16 +9,17 @@ from shared import alone
 
 from esmshard.batch import TokenBatch
 from esmshard.data.batching.packing import StepPlan, assign
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
+from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import local, shard, trainable
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import collate
-from esmshard.tasks.finetuner import FineTuner, new_head
+from esmshard.tasks.finetuned import new_head
 from esmshard.train.evaluate import validate
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate
-from esmshard.train.run_inputs import RunInputs, prepare
+from esmshard.train.inputs import RunInputs, prepare
+from esmshard.train.optim import adamw, schedule, set_learning_rate
 from esmshard.train.step import LossScale, StepResult, train_step
 
 

@@ -11,8 +11,7 @@ from model_files import fair_esm, ours, tokenise
 from esmshard.batch import TokenBatch, pack
 from esmshard.model.attention import SelfAttention, attend, inverse_frequencies, kernel_name, rotate
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.vocab import STANDARD, encode
 
 CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from esmshard.batch import TokenBatch
 from esmshard.model import attention
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 
 PACKS = [(30, 40), (17,), (5, 6, 7, 100), (64, 64), (300,), (1,), (2, 2, 2, 2, 2), (1, 31)]
 Run = Callable[[ESM2, TokenBatch], list[torch.Tensor]]

@@ -10,16 +10,7 @@ from transformers import EsmConfig as HfConfig
 from transformers import EsmForMaskedLM
 
 from esmshard.model.config import SHIPPED
-from esmshard.model.families.esm2.esm2_config import SIZES, EsmConfig
-from esmshard.model.families.esm2.esm2_family import FAMILY
-from esmshard.model.families.esm2.esm2_layouts import config_of_fair_esm, fair_esm_settings
-from esmshard.model.families.esm2.esm2_model import ESM2
-from esmshard.model.families.esm_layouts import (
-    config_of_transformers,
-    from_transformers,
-    to_transformers,
-    transformers_config,
-)
+from esmshard.model.families.esm2 import ESM2, FAMILY, SIZES, EsmConfig, config_of_fair_esm, fair_esm_settings
 from esmshard.model.weights import open_weights
 
 PUBLISHED = {
@@ -35,23 +26,23 @@ PUBLISHED = {
 
 
 def _names(key: str, config: EsmConfig) -> tuple[str, ...]:
-    return tuple(piece.name for piece in from_transformers(key, config))
+    return tuple(piece.name for piece in FAMILY.pieces(key, config))
 
 
 @pytest.mark.parametrize("family", SMALL)
 def test_names_of_transformers_and_back(family: str) -> None:
     config = SMALL[family]
     names = list(open_weights.shapes(config))
-    assert names == [name for key in map(to_transformers, names) for name in _names(key, config)]
-    assert len({to_transformers(name) for name in names}) == len(names) > 50
+    assert names == [name for key in map(FAMILY.key, names) for name in _names(key, config)]
+    assert len({FAMILY.key(name) for name in names}) == len(names) > 50
     with torch.device("meta"):
-        theirs = EsmForMaskedLM(HfConfig(**transformers_config(config)))
-    found = {to_transformers(name) for name in names if not name.endswith("inv_freq")}
+        theirs = EsmForMaskedLM(HfConfig(**FAMILY.write_config(config)))
+    found = {FAMILY.key(name) for name in names if not name.endswith("inv_freq")}
     assert found == {name for name, _ in theirs.named_parameters(remove_duplicate=False)}
 
 
 def test_names_that_mean_nothing_and_names_of_one_table_for_all() -> None:
-    assert to_transformers("layers.11.fc1.weight") == "esm.encoder.layer.11.intermediate.dense.weight"
+    assert FAMILY.key("layers.11.fc1.weight") == "esm.encoder.layer.11.intermediate.dense.weight"
     for key in ("pooler.dense.weight", "esm.pooler.dense.bias", "esm.embeddings.position_ids"):
         assert _names(key, TINY) == ()
     table = "esm.embeddings.position_embeddings.weight"
@@ -68,8 +59,8 @@ def test_names_that_mean_nothing_and_names_of_one_table_for_all() -> None:
 def test_settings_of_each_world_and_back(name: str, token_dropout: bool) -> None:
     base = vars(SIZES.get(name) or SMALL[name])
     config = EsmConfig(**base | {"token_dropout": token_dropout})
-    assert config_of_transformers(EsmConfig, transformers_config(config)) == config
-    assert config_of_transformers(EsmConfig, HfConfig(**transformers_config(config)).to_dict()) == config
+    assert FAMILY.read_config(FAMILY.write_config(config)) == config
+    assert FAMILY.read_config(HfConfig(**FAMILY.write_config(config)).to_dict()) == config
     keys = ["encoder.sentence_encoder.emb_layer_norm_before.weight"] * config.emb_layer_norm_before
     assert config_of_fair_esm(fair_esm_settings(config) | {"model": dict.fromkeys(keys)}) == config
 

@@ -16,8 +16,7 @@ from esmshard.model import attention
 from esmshard.model import contacts as contacts_module
 from esmshard.model.attention import attention_map
 from esmshard.model.contacts import ContactAccumulator, corrected_maps, predict_contacts
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World

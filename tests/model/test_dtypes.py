@@ -13,8 +13,7 @@ from torch import nn
 from esmshard.batch import TokenBatch
 from esmshard.model.attention import attention_map, inverse_frequencies, rotate
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.weights.open_weights import load_model
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from transformers import EsmcForMaskedLM
 
 from esmshard.batch import pack
 from esmshard.errors import InputError
-from esmshard.model.families.esmc.esmc_config import EsmcConfig
+from esmshard.model.families.esmc import EsmcConfig
 from esmshard.model.weights import open_weights
 from esmshard.vocab import encode
 

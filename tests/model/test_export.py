@@ -16,7 +16,8 @@ from transformers import EsmForMaskedLM
 
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm_layouts import TIED, to_transformers
+from esmshard.model.families.esm2 import FAMILY
+from esmshard.model.families.esm_base import TIED
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import export, hub, open_weights
 
@@ -54,7 +55,7 @@ def test_there_and_back_every_bit_is_the_same(family: str, tmp_path: Path) -> No
     same(reference, directory / "model.safetensors")
 
     theirs = by_transformers(directory).state_dict()
-    compared = {name: theirs.pop(to_transformers(name)) for name in expected if "inv_freq" not in name}
+    compared = {name: theirs.pop(FAMILY.key(name)) for name in expected if "inv_freq" not in name}
     for name, tensor in compared.items():
         assert torch.equal(tensor, expected[name]), name
     assert {key.rsplit(".", 1)[1] for key in theirs} <= {"inv_freq", "position_ids"}, "nothing else is in it"
@@ -233,9 +234,9 @@ def test_files_are_byte_for_byte_those_of_safetensors(dtype: torch.dtype, tmp_pa
         files = sorted(out.glob("*.safetensors"))
         assert len(files) == n_files
         ours = {file: {key for key, name in index(file).items() if name} for file in files}
-        assert set().union(*ours.values()) == {to_transformers(name) for name in state}
+        assert set().union(*ours.values()) == {FAMILY.key(name) for name in state}
         for file, keys in ours.items():
-            tensors = {to_transformers(n): t if "inv_freq" in n else t.to(dtype) for n, t in state.items()}
+            tensors = {FAMILY.key(n): t if "inv_freq" in n else t.to(dtype) for n, t in state.items()}
             save_file({key: tensors[key] for key in keys}, tmp_path / "theirs", metadata={"format": "pt"})
             assert file.read_bytes() == (tmp_path / "theirs").read_bytes()
             assert file.stat().st_size <= most + 10_000, "and the header"

@@ -30,9 +30,8 @@ from esmshard.errors import InputError, UsageError
 from esmshard.model.families.family_registry import FAMILIES, RELEASED, released_name
 from esmshard.model.weights import hub, open_weights, recorded
 from esmshard.model.weights.open_weights import load_model
-from esmshard.planner.recipe_plan import model_numbers
-from esmshard.recipe.sections import Recipe
-from esmshard.tasks.finetuner import load_finetuned
+from esmshard.planner.plan import config_of
+from esmshard.tasks.finetuned import load_finetuned
 
 
 def flip(body: bytes) -> bytes:
@@ -496,22 +495,17 @@ def test_the_command_downloads_a_repository(server: Hub, tmp_path: Path) -> None
 
 
 def test_a_plan_asks_the_hub_for_nothing(mine: Hub) -> None:
-    data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
-    given = {"task": {"name": "mlm"}, "model": {"name": MINE}, "data": data, "train": {"steps": 1}, "out": "run"}
-    recipe = Recipe.model_validate(given)
     with pytest.raises(InputError, match="esmshard download"):
-        model_numbers(recipe)
+        config_of(MINE)
     assert mine.asked == []
     hub.fetch(MINE)
-    assert model_numbers(recipe).dim == TINY.dim
+    assert config_of(MINE).dim == TINY.dim
 
 
 def test_a_plan_of_a_released_repository_needs_nothing(mine: Hub) -> None:
     """Some say nothing in their `config.json`, and a plan needs no weights."""
-    data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
     for name in ("esm3_sm_open_v1", "biohub/esm3-sm-open-v1", "biohub/ESMC-6B"):
-        given = {"task": {"name": "mlm"}, "model": {"name": name}, "data": data, "train": {"steps": 1}, "out": "run"}
-        assert model_numbers(Recipe.model_validate(given)).dim == (2560 if "6B" in name else 1536)
+        assert config_of(name).dim == (2560 if "6B" in name else 1536)
     assert mine.asked == []
 
 
@@ -544,10 +538,8 @@ def test_an_adapter_is_read_as_its_directory_is(mine: Hub, model: Path, cache: P
 
 def test_a_plan_of_an_adapter_is_that_of_its_base(mine: Hub, model: Path, tmp_path: Path) -> None:
     mine.files = adapter_files(tmp_path / "adapter", model)
-    data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
-    given = {"task": {"name": "mlm"}, "model": {"name": MINE}, "data": data, "train": {"steps": 1}, "out": "run"}
     hub.fetch(MINE)
-    assert model_numbers(Recipe.model_validate(given)).dim == TINY.dim
+    assert config_of(MINE).dim == TINY.dim
 
 
 def test_an_adapter_with_a_flipped_bit_or_of_itself_is_refused(mine: Hub, model: Path, tmp_path: Path) -> None:
@@ -608,10 +600,8 @@ def test_a_plan_of_the_older_files_reads_them(mine: Hub, tmp_path: Path) -> None
     directory = esmc_files.write(tmp_path / "esmc", "C", esmc_files.random_esmc())
     file = "data/weights/esmc_tiny_2024_12_v0.pth"
     mine.files = {"config.json": b"{}", file: (directory / file).read_bytes()}
-    data = dict.fromkeys(("train", "valid", "test"), "sample:contact/train")
-    given = {"task": {"name": "mlm"}, "model": {"name": MINE}, "data": data, "train": {"steps": 1}, "out": "run"}
     hub.fetch(MINE)
-    assert model_numbers(Recipe.model_validate(given)).dim == esmc_files.WIDTH
+    assert config_of(MINE).dim == esmc_files.WIDTH
 
 
 def test_the_released_names() -> None:
@@ -626,7 +616,7 @@ def test_the_released_names() -> None:
     assert "esm1v_t33_650M_UR90S_6" not in RELEASED
 
 
-def test_the_module_is_read_without_torch_and_without_the_library() -> None:
+def test_the_module_is_read_without_the_library() -> None:
     code = "import sys, esmshard.model.weights.hub\n"
-    code += "sys.exit(bool({'torch', 'huggingface_hub', 'filelock'} & {*sys.modules}))"
+    code += "sys.exit(bool({'huggingface_hub', 'filelock'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,8 +10,8 @@ import torch
 from esmshard.batch import TokenBatch, pack
 from esmshard.joined_chains import Chains, read_chains
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esmc.esmc_config import EsmcConfig
+from esmshard.model.families.esm2 import EsmConfig
+from esmshard.model.families.esmc import EsmcConfig
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import FAMILIES, build, recorded_config, transformers_config
 from esmshard.model.trunk import Trunk, as_read

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import EsmForMaskedLM, EsmModel
 
 from esmshard.batch import TokenBatch
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.lora import LoraLinear, add_lora, lora_names, merged
 from esmshard.model.weights import open_weights

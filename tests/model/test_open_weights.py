@@ -12,9 +12,8 @@ from safetensors.torch import load, save_file
 
 from esmshard.errors import InputError
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
-from esmshard.model.families.esm_layouts import TIED
+from esmshard.model.families.esm2 import ESM2, EsmConfig
+from esmshard.model.families.esm_base import TIED
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import load_model
 

@@ -18,6 +18,7 @@ from esmshard.model import quantized
 from esmshard.model.config import Matrix, ModelConfig
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import FAMILIES, SIZES, build
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.lora import LoraLinear
 from esmshard.model.quantized import PackedMatrix, QuantizedLinear, frozen_product, packed_of
 from esmshard.model.weights import open_weights
@@ -25,9 +26,8 @@ from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
-from esmshard.planner.parameter_counts import numbers_of
+from esmshard.planner.memory_model import numbers_of
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
 from esmshard.vocab import encode
 
 CPU = torch.device("cpu")
@@ -189,7 +189,7 @@ def test_the_big_linear_layers_of_the_blocks_are_packed_and_nothing_else(family:
         if name.removeprefix("trunk.").removesuffix(".weight") not in packed
     }
     assert not any(p.requires_grad for p in model.buffers())
-    numbers = numbers_of(config, 0, ADAPT["some"], logits=True, quantization=kind)
+    numbers = numbers_of(model, config, quantization=kind)
     assert numbers.in_full == sum(map(math.prod, full.values()))
     buffers = [b for name, b in model.trunk.layers[-1].named_buffers() if ".packed." in name]
     assert numbers.layer_packed == sum(b.numel() * b.element_size() for b in buffers)

@@ -9,13 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.model.dropout import RecordDropout, of_changes, of_tokens
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.tasks.labelled.residue import ResidueTask
-from esmshard.tasks.labelled.residue_settings import ResidueSettings
-from esmshard.tasks.labelled.sequence import SequenceTask
-from esmshard.tasks.labelled.sequence_settings import SequenceSettings
-from esmshard.tasks.variants.variant_settings import VariantSettings
-from esmshard.tasks.variants.variant_task import VariantTask
+from esmshard.model.families.esm2 import EsmConfig
+from esmshard.tasks.residue import ResidueSettings, ResidueTask
+from esmshard.tasks.sequence import SequenceSettings, SequenceTask
+from esmshard.tasks.variants import VariantSettings, VariantTask
 from esmshard.vocab import encode
 
 DIM = 32

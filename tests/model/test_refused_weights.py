@@ -14,7 +14,7 @@ from model_files import SMALL, TINY, edit_config, edit_pt, edit_tensors, fair_es
 from safetensors.torch import load
 
 from esmshard.errors import InputError
-from esmshard.model.families.esm2.esm2_layouts import fair_esm_settings
+from esmshard.model.families.esm2 import fair_esm_settings
 from esmshard.model.families.family_registry import RELEASED, SIZES
 from esmshard.model.weights import hub, open_weights
 from esmshard.model.weights.open_weights import load_model
@@ -166,7 +166,7 @@ def test_half_an_lm_head(directory: Path) -> None:
 
 UNEXPECTED = {
     "esm.encoder.layer.2.output.dense.bias": "layers.2.fc2.bias",
-    "esm.encoder.layer.0.output.adapter.weight": "layers.0.output.adapter.weight",
+    "esm.encoder.layer.0.output.adapter.weight": "esm.encoder.layer.0.output.adapter.weight",
     "esm.embeddings.layer_norm.weight": "emb_layer_norm_before.weight",
     "esm.embeddings.position_ids_too": "esm.embeddings.position_ids_too",
     "esm.poolers.dense.weight": "esm.poolers.dense.weight",
@@ -257,18 +257,15 @@ def place(request: pytest.FixtureRequest, directory: Path, file: Path) -> tuple[
 def test_a_truncated_file(size: int, place: tuple[Path, Path]) -> None:
     model, path = place
     path.write_bytes(path.read_bytes()[: size if path.suffix != ".json" else size // 20])
-    message = refusal(model, path)
-    assert "copy or download it again" in message or path.suffix == ".json"
+    assert "copy or download it again" in refusal(model, path)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"), [(LFS_POINTER, "it is a git-LFS pointer"), (PAGE, "it is an HTML page")]
-)
-def test_a_pointer_or_a_page_in_the_place_of_a_file(content: str, reason: str, place: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("content", [LFS_POINTER, PAGE])
+def test_a_pointer_or_a_page_in_the_place_of_a_file(content: str, place: tuple[Path, Path]) -> None:
     model, path = place
     path.write_text(content)
     message = refusal(model, path)
-    assert reason in message
+    assert "git lfs pull" in message
     assert "code" not in message
 
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from esmshard.batch import pack
+from esmshard.batch import Inputs, pack
 from esmshard.data.labels.coordinates import UNRESOLVED
 from esmshard.data.structures.contact_labels import contact_labels
 from esmshard.model.config import SHIPPED
@@ -17,12 +17,11 @@ from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.recipe import recipe_file
 from esmshard.shipped import shipped
-from esmshard.tasks.base import Inputs
-from esmshard.tasks.contact.contact_precision import base_rate, contact_precision
-from esmshard.tasks.finetuner import load_finetuned, new_head
+from esmshard.tasks.contact import base_rate, contact_precision
+from esmshard.tasks.finetuned import load_finetuned, new_head
 from esmshard.tasks.mlm import corrupt
 from esmshard.tasks.registry import new_task
-from esmshard.train.run_inputs import leakage_notices, prepare
+from esmshard.train.inputs import leakage_notices, prepare
 from esmshard.vocab import encode
 
 CPU = torch.device("cpu")

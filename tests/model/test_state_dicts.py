@@ -12,7 +12,8 @@ from model_files import TINY, fair_esm, write_fair_esm
 from safetensors.torch import save_file
 
 from esmshard.errors import InputError
-from esmshard.model.families.esm_layouts import TIED, to_transformers
+from esmshard.model.families.esm2 import FAMILY
+from esmshard.model.families.esm_base import TIED
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 
@@ -33,7 +34,7 @@ def state(reference: FairEsm) -> State:
 
 def renamed(state: State) -> State:
     """The names of `EsmForMaskedLM`, the matrix of the LM head included, as `state_dict` returns them."""
-    return {to_transformers(name): tensor for name, tensor in state.items()}
+    return {FAMILY.key(name): tensor for name, tensor in state.items()}
 
 
 def prefixed(state: State, prefix: str) -> State:
@@ -83,9 +84,7 @@ def test_a_state_dict_is_read_as_its_size(
 
 def test_a_safetensors_file_without_its_configuration(state: State, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    save_file(
-        {key: tensor.contiguous() for key, tensor in renamed(state).items() if key != to_transformers(TIED)}, file
-    )
+    save_file({key: tensor.contiguous() for key, tensor in renamed(state).items() if key != FAMILY.key(TIED)}, file)
     assert torch.equal(open_weights.read(f"{file}@nano")["layers.1.fc2.bias"], state["layers.1.fc2.bias"])
 
 
@@ -159,7 +158,7 @@ def test_a_tensor_of_another_shape_is_named(state: State, tmp_path: Path) -> Non
 
 def test_an_lm_head_with_a_matrix_of_its_own_is_refused(state: State, tmp_path: Path) -> None:
     """Here the two are one tensor, so that logits would be others than those that the model was trained with."""
-    file = saved(renamed(state) | {to_transformers(TIED): torch.zeros(33, 32)}, tmp_path / "w.pt")
+    file = saved(renamed(state) | {FAMILY.key(TIED): torch.zeros(33, 32)}, tmp_path / "w.pt")
     assert "lm_head.weight is not embed_tokens.weight" in refusal(f"{file}@nano", file)
 
 

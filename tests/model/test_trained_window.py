@@ -14,7 +14,7 @@ from esmshard.errors import InputError
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import FAMILIES, SIZES, recorded_config, window_of
 from esmshard.model.weights import export, hub, open_weights, origin
-from esmshard.tasks.variants.marginals import log_probabilities
+from esmshard.tasks.marginals import log_probabilities
 
 BASE = "amplify_120m_base"
 

@@ -5,7 +5,7 @@ import torch
 from model_files import SMALL, fair_esm, ours, tokenise
 from torch import nn
 
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 
 TEXTS = ["MKTAYIAKQR", "<mask><mask>T<mask>YI<mask><mask><mask>R", "MKTAY<mask>AKQRQISFVKSHFSRQ", "W"]
 

@@ -8,9 +8,8 @@ from torch._dynamo.utils import counters
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.model import attention
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
-from esmshard.model.families.esm_blocks import TransformerLayer
+from esmshard.model.families.esm2 import ESM2, EsmConfig
+from esmshard.model.families.esm_base import TransformerLayer
 from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World

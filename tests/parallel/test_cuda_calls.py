@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from esmshard.checkpoint.saver import Saver
+from esmshard.checkpoint import sharded
+from esmshard.checkpoint.sharded import Saver
 from esmshard.devices import is_out_of_memory
 from esmshard.model.convolutions import exact_convolutions
 from esmshard.parallel.cuda_allocator import expandable_segments
@@ -84,19 +85,14 @@ def test_convolutions_are_exact_on_a_gpu_and_afterwards_as_before() -> None:
 def test_a_thread_that_writes_a_checkpoint_works_on_the_gpu_of_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Stream:
-        def synchronize(self) -> None:
-            pass
-
     chosen: list[tuple[str, int]] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
     )
     with Saver(tmp_path, 1, background=True) as saver:
-        monkeypatch.setattr(saver, "_write", lambda *rest: None)
+        monkeypatch.setattr(sharded, "write", lambda *rest, **options: None)
         saver.save(1, {"x": torch.zeros(2)}, {})
     assert chosen == [("checkpoint", 3)]
 

@@ -197,7 +197,7 @@ def test_a_process_that_does_not_leave_is_killed(run: Callable[..., Launched]) -
     job.be_late()
     assert job.end() == (
         1,
-        "stopped by SIGTERM\nerror: 1 of the processes did not leave within 700 s of SIGTERM, and had to be killed\n",
+        "stopped by SIGTERM\nerror: 1 processes did not leave within 700 s of SIGTERM, and had to be killed\n",
     )
     assert (job.directory / "saved-0-0").is_file()
 

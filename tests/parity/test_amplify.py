@@ -28,8 +28,7 @@ from esmshard.data.variants.substitutions import Mutation
 from esmshard.errors import InputError
 from esmshard.model.attention import attention_map
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.amplify.amplify_config import ROWS, VOCABULARY
-from esmshard.model.families.amplify.amplify_layouts import pieces, to_transformers
+from esmshard.model.families.amplify import FAMILY, ROWS, VOCABULARY
 from esmshard.model.families.family_registry import RELEASED, SIZES
 from esmshard.model.trunk import ABSENT, Trunk
 from esmshard.model.weights import open_weights
@@ -118,7 +117,7 @@ def test_gradients_are_those_of_the_authors(saved: Saved) -> None:
     compared = set()
     gradients = {name: parameter.grad for name, parameter in mine.named_parameters()}
     for key, other in theirs.items():
-        for name, rows in pieces(key, mine.config):
+        for name, rows in FAMILY.pieces(key, mine.config):
             grad = gradients[name]
             assert grad is not None
             assert (grad - other[rows]).abs().max() < TOLERANCE * other.abs().max(), name
@@ -193,7 +192,7 @@ def test_the_numbers_of_a_size_are_those_of_its_tensors() -> None:
     assert sum(n for name, n in own.items() if name.endswith("bias")) == config.layer_biases == 0
     head = sum(s.numel() for n, s in shapes.items() if n.startswith("lm_head."))
     assert head == config.lm_head_parameters
-    assert len({to_transformers(name) for name in shapes}) == 2 * 8 + 4 + 2, "and the two of the contact regression"
+    assert len({FAMILY.key(name) for name in shapes}) == 2 * 8 + 4 + 2, "and the two of the contact regression"
 
 
 # Use

@@ -19,8 +19,8 @@ from structure_texts import chain, cif, pdb
 
 from esmshard.data.structures.chains import read_chains
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm3 import esm3_structure_encoder
-from esmshard.model.families.esm3.esm3_structure_encoder import structure_tokens
+from esmshard.model.families import esm3_structure
+from esmshard.model.families.esm3_structure import structure_tokens
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.export import write_transformers
@@ -43,8 +43,8 @@ def published(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("at_once", [256, 7])
 def test_tokens_are_those_of_the_authors(published: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(esm3_structure_encoder, "AT_ONCE", at_once)
-    golden, encoder = load_file(GOLDEN), esm3_structure_encoder.read(published)
+    monkeypatch.setattr(esm3_structure, "RESIDUES_AT_ONCE", at_once)
+    golden, encoder = load_file(GOLDEN), esm3_structure.read_encoder(published)
     codes = encoder.codes_CZ
     for name, coordinates in proteins().items():
         described = golden[f"{name}.described"]
@@ -73,7 +73,7 @@ def test_tokens_depend_on_the_structure_alone(published: Path) -> None:
 def test_the_released_encoder_has_so_many_parameters() -> None:
     """The authors' `StructureTokenEncoder` has as many with d_model 1024, v_heads 128, n_layers 2 and d_out 128."""
     with torch.device("meta"):
-        encoder = esm3_structure_encoder.StructureEncoder(1024, 128, 4096, 2, (4096, 128))
+        encoder = esm3_structure.StructureEncoder(1024, 128, 4096, 2, (4096, 128))
     assert sum(parameter.numel() for parameter in encoder.parameters()) == 30_116_224
 
 

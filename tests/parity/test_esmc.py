@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, EsmcConfig, EsmcForMaskedLM
 from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.joined_chains import Chains
-from esmshard.model.families.esmc.esmc_layouts import to_transformers
+from esmshard.model.families.esmc import FAMILY
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import open_weights
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_transformers(saved: Saved) -> None:
     for name, parameter in mine.named_parameters():
         if name.startswith("contact_head."):
             continue
-        other = theirs[str(to_transformers(name))]
+        other = theirs[str(FAMILY.key(name))]
         assert other is not None
         assert parameter.grad is not None
         assert (parameter.grad - other).abs().max() < TOLERANCE * other.abs().max(), name

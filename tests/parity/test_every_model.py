@@ -15,8 +15,7 @@ from transformers import EsmForMaskedLM
 from esmshard.batch import TokenBatch
 from esmshard.errors import InputError
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.trunk import TrunkOutput
 from esmshard.model.weights.open_weights import load_model
 from esmshard.vocab import MASK, PAD, STANDARD

@@ -9,7 +9,7 @@ from model_files import fair_esm, ours, tokenise
 
 from esmshard.batch import TokenBatch
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.trunk import TrunkOutput
 from esmshard.vocab import MASK, STANDARD

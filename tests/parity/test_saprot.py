@@ -24,9 +24,8 @@ from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm_layouts import to_transformers
 from esmshard.model.families.family_registry import SIZES, released_name, transformers_config
-from esmshard.model.families.saprot.saprot_config import SaprotConfig
+from esmshard.model.families.saprot import FAMILY, SaprotConfig
 from esmshard.model.lora import add_lora
 from esmshard.model.trunk import ABSENT, Trunk
 from esmshard.model.weights import open_weights
@@ -166,7 +165,7 @@ def test_gradients_are_those_of_transformers(saved: Saved) -> None:
     for name, parameter in mine.named_parameters():
         if name.startswith("contact_head."):
             continue
-        expected = theirs[str(to_transformers(name))]
+        expected = theirs[str(FAMILY.key(name))]
         assert expected is not None
         assert parameter.grad is not None
         assert (parameter.grad - expected).abs().max() < TOLERANCE * expected.abs().max(), name

@@ -20,9 +20,8 @@ import esmshard
 from esmshard.batch import TokenBatch
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
-from esmshard.model.families.esm_layouts import TIED, to_transformers, transformers_config
+from esmshard.model.families.esm2 import ESM2, FAMILY, EsmConfig
+from esmshard.model.families.esm_base import TIED
 from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import load_model
 
@@ -52,7 +51,7 @@ class Saved(NamedTuple):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     torch.manual_seed(0)
-    settings = HfConfig(**transformers_config(CONFIG), initializer_range=0.15, attn_implementation="eager")
+    settings = HfConfig(**FAMILY.write_config(CONFIG), initializer_range=0.15, attn_implementation="eager")
     model = EsmForMaskedLM(settings).eval()
     perturb(model)
     with torch.no_grad():
@@ -209,10 +208,10 @@ def test_a_bare_model_has_no_lm_head_and_says_so(saved: Saved, tmp_path: Path) -
 
 
 def test_our_names_are_those_of_transformers(saved: Saved) -> None:
-    ours = {to_transformers(name) for name in open_weights.shapes(CONFIG) if not name.endswith("inv_freq")}
+    ours = {FAMILY.key(name) for name in open_weights.shapes(CONFIG) if not name.endswith("inv_freq")}
     theirs = {name for name, _ in saved.model.named_parameters(remove_duplicate=False)}
     assert len(ours) > 50
-    assert ours - {to_transformers(TIED)} == theirs - {"lm_head.decoder.weight"}
+    assert ours - {FAMILY.key(TIED)} == theirs - {"lm_head.decoder.weight"}
 
 
 def test_transformers_reads_a_directory_of_ours(tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from esmshard.batch import pack
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esmc.esmc_config import EsmcConfig
+from esmshard.model.families.esm2 import EsmConfig
+from esmshard.model.families.esmc import EsmcConfig
 from esmshard.model.families.family_registry import build
 from esmshard.planner.cost import our_passes
-from esmshard.planner.parameter_counts import numbers_of
-from esmshard.recipe.sections import AdaptSettings
+from esmshard.planner.memory_model import numbers_of
 
 TOKENS = 1024
 SIZES = {"n_layers": 1, "dim": 256, "n_heads": 8}
@@ -53,6 +52,6 @@ def test_a_layer_moves_what_is_planned(config: ModelConfig, expected: float) -> 
     x_TD = torch.randn(TOKENS, config.dim, dtype=torch.bfloat16, requires_grad=True)
     with _Moved() as moved:
         model.layers[0](x_TD, batch)
-    passes = our_passes(numbers_of(config, 0, AdaptSettings()))
+    passes = our_passes(numbers_of(model, config))
     assert passes == pytest.approx(expected)
     assert moved.bytes / (TOKENS * config.dim * 2) == pytest.approx(passes, rel=0.07)

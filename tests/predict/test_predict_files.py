@@ -21,15 +21,15 @@ from esmshard import __version__
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm2.esm2_config import EsmConfig
+from esmshard.model.families.esm2 import EsmConfig
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.predict import contact_pictures, predictions, writers
 from esmshard.predict.predictions import predict
-from esmshard.tasks.contact.contact_settings import ContactSettings
-from esmshard.tasks.finetuner import FineTuner, LanguageModelHead
-from esmshard.tasks.labelled.residue_settings import ResidueSettings
-from esmshard.tasks.labelled.sequence_settings import SequenceSettings
-from esmshard.tasks.mlm_settings import MlmSettings
+from esmshard.tasks.contact import ContactSettings
+from esmshard.tasks.mlm import MlmSettings
 from esmshard.tasks.registry import new_task
+from esmshard.tasks.residue import ResidueSettings
+from esmshard.tasks.sequence import SequenceSettings
 from esmshard.vocab import STANDARD
 
 LENGTHS = {"zeta": 31, "sp|P1|N": 90, "a/b": 7, "a_b": 2, "long": 141, "one": 1, "mid": 64, "A_B": 33}

@@ -12,10 +12,10 @@ from model_files import TINY, fair_esm, ours, perturb, tokenise, write_fair_esm,
 
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.errors import InputError, UsageError
+from esmshard.model.finetuner import FineTuner
 from esmshard.predict.predictions import predict
-from esmshard.tasks.contact.contact_settings import ContactSettings
-from esmshard.tasks.contact.contact_task import ContactTask
-from esmshard.tasks.finetuner import FineTuner, load_finetuned
+from esmshard.tasks.contact import ContactSettings, ContactTask
+from esmshard.tasks.finetuned import load_finetuned
 from esmshard.vocab import STANDARD
 
 SETTINGS = ContactSettings(name="contact", channels=8, blocks=2)

@@ -13,7 +13,7 @@ from structure_texts import backbone, chain, pdb, three
 from tracked_model import LETTERS, random_pairs, track, write_model, write_pairs
 
 import esmshard
-from esmshard.batch import pack
+from esmshard.batch import batch_of, pack
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.data.tracks.track_files import TrackFile
@@ -21,7 +21,6 @@ from esmshard.errors import InputError, UsageError
 from esmshard.model.trunk import Trunk
 from esmshard.predict.predictions import predict
 from esmshard.recipe import recipe_file
-from esmshard.tasks.base import batch_of
 from esmshard.tasks.registry import new_task
 from esmshard.vocab import STANDARD, TOKENS, Track, encode
 

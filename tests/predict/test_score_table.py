@@ -15,7 +15,7 @@ from scipy import stats
 
 from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.weights import open_weights
 from esmshard.predict.zero_shot import METHODS, score, score_table
 

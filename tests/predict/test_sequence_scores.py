@@ -21,8 +21,8 @@ from esmshard.model.families.family import Corruption
 from esmshard.predict import writers
 from esmshard.predict.sequence_scores import score_sequences
 from esmshard.predict.zero_shot import score, score_table
-from esmshard.tasks.variants import marginals
-from esmshard.tasks.variants.marginals import as_masked
+from esmshard.tasks import marginals
+from esmshard.tasks.marginals import as_masked
 from esmshard.vocab import MASK, STANDARD, TOKENS, encode
 
 RECORDS = {

@@ -16,8 +16,8 @@ from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError, UsageError
 from esmshard.predict import proposals
 from esmshard.predict.variant_ranking import models_of, predict
-from esmshard.tasks.finetuner import load_finetuned
-from esmshard.tasks.variants.variant_task import VariantTask
+from esmshard.tasks.finetuned import load_finetuned
+from esmshard.tasks.variants import VariantTask
 from esmshard.vocab import encode
 
 LIMITS = ("low 90%", "high 90%")

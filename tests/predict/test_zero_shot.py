@@ -8,12 +8,12 @@ from torch import nn
 from esmshard.batch import pack
 from esmshard.data.variants.substitutions import Mutation
 from esmshard.errors import UsageError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import open_weights
 from esmshard.predict.zero_shot import METHODS, all_singles, score
-from esmshard.tasks.variants import marginals
-from esmshard.tasks.variants.marginals import log_probabilities
+from esmshard.tasks import marginals
+from esmshard.tasks.marginals import log_probabilities
 from esmshard.vocab import MASK, STANDARD, encode
 
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ"

@@ -11,8 +11,7 @@ from torch import nn
 
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.data.batching.loader import SEEN
-from esmshard.tasks.variants.variant_settings import VariantSettings
-from esmshard.tasks.variants.variant_task import VariantTask
+from esmshard.tasks.variants import VariantSettings, VariantTask
 
 WT = "MKTAYIAKQRQISFVKSHFSRQLE"
 NAMES = [f"{WT[n]}{n + 1}{letter}" for n in range(12) for letter in "CW"]

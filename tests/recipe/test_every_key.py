@@ -18,20 +18,21 @@ from torch import nn
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
 from esmshard.model.dropout import RecordDropout
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.lora import LoraLinear
 from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout
 from esmshard.recipe.recipe_file import load
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task, collate
-from esmshard.tasks.finetuner import FineTuner, initial_weights, new_head
+from esmshard.tasks.finetuned import initial_weights, new_head
 from esmshard.tasks.registry import new_task, registered
 from esmshard.train import finetune, loop
-from esmshard.train.optimizer import adamw
-from esmshard.train.records import tracking as tracked
-from esmshard.train.run_inputs import prepare
+from esmshard.train import tracking as tracked
+from esmshard.train.inputs import prepare
+from esmshard.train.optim import adamw
 from esmshard.train.step import StepResult
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.report.text.html_report import report
 from esmshard.shipped import shipped
-from esmshard.tasks import intervals
+from esmshard.tasks import metrics
 from esmshard.train import finetune
 
 SMALL = ("init=random", "train.epochs=null", "train.steps=2", "train.eval_every=1")
@@ -103,7 +103,7 @@ def test_a_shipped_recipe_runs(name: str, data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in recipe_file.names() if name.startswith("variants")])
 def test_a_recipe_of_variants_runs(name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One fold of the first residues of the shipped table, and the ranks of all single substitutions there."""
-    monkeypatch.setattr(intervals, "RESAMPLES", 50)
+    monkeypatch.setattr(metrics, "RESAMPLES", 50)
     copy = data / f"{name}.yaml"
     shutil.copy(shipped("recipes") / f"{name}.yaml", copy)
     sample = shipped("data") / "variants"

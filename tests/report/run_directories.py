@@ -204,7 +204,7 @@ def make(
             "message": "as it was",
         }
         times = {"started": 1000.0, "updated": 1100.0}
-        places = {"checkpoint": None, "job": None, "launch": None, "host": "h"}
+        places = {"checkpoint": None, "job": None, "host": "h"}
         (run / "status.json").write_text(json.dumps(words | times | places))
     return run
 

@@ -19,7 +19,7 @@ from esmshard.predict import contact_pictures
 from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import read
 from esmshard.report.text import scores
-from esmshard.tasks.intervals import Interval
+from esmshard.tasks.metrics import Interval
 from esmshard.vocab import encode
 
 
@@ -299,7 +299,7 @@ def test_why_there_are_no_maps(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_figure_of_a_run_is_of_the_median_protein(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = scores.load_finetuned("", None)
-    monkeypatch.setattr("esmshard.tasks.finetuner.load_finetuned", lambda path, device: found)
+    monkeypatch.setattr("esmshard.tasks.finetuned.load_finetuned", lambda path, device: found)
     out = plots.contact_figure(run, Split(LENGTHS))  # type: ignore[arg-type]
     assert out == run / "figures" / "contacts_p3.png"
     from PIL import Image

@@ -242,7 +242,7 @@ def test_a_recipe_of_another_version(tmp_path: Path) -> None:
     (run / "recipe.yaml").write_text("task: {name: contact}\nwhatever: 1\n")
     found = page(run)
     assert "This version of esmshard cannot use it: " in found.text["recipe"]
-    assert "recipe.yaml:1:1: model: this key is required" in found.text["recipe"]
+    assert "recipe.yaml:1:1: model: Field required" in found.text["recipe"]
     assert "Task contact." in found.text[""]
 
 

@@ -16,8 +16,8 @@ from esmshard.report.draw import charts
 from esmshard.report.read.run_directory import intervals
 from esmshard.report.text import variant_maps
 from esmshard.report.text.html_report import report
-from esmshard.tasks.intervals import Interval
-from esmshard.train.records.verdict import verdict
+from esmshard.tasks.metrics import Interval
+from esmshard.train.evaluate import verdict
 
 SECTIONS = [
     *(

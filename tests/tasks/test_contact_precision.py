@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from esmshard.tasks import metrics
-from esmshard.tasks.contact.contact_precision import (
+from esmshard.tasks.contact import (
     CUTS,
     RANGES,
+    ContactSettings,
+    ContactTask,
     base_rate,
     calibration,
     contact_precision,
     valid_pairs,
 )
-from esmshard.tasks.contact.contact_settings import ContactSettings
-from esmshard.tasks.contact.contact_task import ContactTask
 
 KEYS = [f"{name} {cut}" for name in RANGES for cut in CUTS]
 NOTEBOOK_RANGES = {"all": (6, None), "short": (6, 12), "medium": (12, 24), "long": (24, None)}

@@ -7,8 +7,8 @@ import pytest
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import log_loss, roc_auc_score
 
-from esmshard.tasks import linear
-from esmshard.tasks.linear import ABSENT, fit_classes, fit_labels, fit_numbers, kept
+from esmshard.tasks import baselines
+from esmshard.tasks.baselines import ABSENT, fit_classes, fit_labels, fit_numbers, kept
 
 
 @pytest.fixture
@@ -34,10 +34,10 @@ def test_numbers_are_those_of_ridge_on_standardised_features(x_NF: np.ndarray, r
     predicted = model(x_NF)
     assert predicted.shape == (300, 1)
     assert predicted.dtype == np.float32
-    fits = [Ridge(alpha).fit(scaled, y).predict(scaled) for alpha in linear.ALPHAS]
+    fits = [Ridge(alpha).fit(scaled, y).predict(scaled) for alpha in baselines.ALPHAS]
     best = int(np.argmin([np.abs(fit - predicted[:, 0]).max() for fit in fits]))
     assert np.abs(fits[best] - predicted[:, 0]).max() < 1e-3
-    assert linear.ALPHAS[best] <= 10  # little noise
+    assert baselines.ALPHAS[best] <= 10  # little noise
     assert model(x_NF[7]) == pytest.approx(predicted[7])
 
 
@@ -71,11 +71,11 @@ def test_targets_that_do_not_vary_are_told_by_their_mean(x_NF: np.ndarray) -> No
 
 
 def test_more_examples_than_the_penalty_is_chosen_on_are_all_used(rng: np.random.Generator) -> None:
-    n = linear.RIDGE_ROWS + 500
+    n = baselines.RIDGE_ROWS + 500
     x = rng.normal(size=(n, 4)).astype(np.float32)
     y = (x @ [[1.0, 0], [0, 2], [0, 0], [0, 0]]) + rng.normal(size=(n, 2))
     model = fit_numbers(x, y)
-    fits = [Ridge(alpha).fit(standardised(x), y).predict(standardised(x)) for alpha in linear.ALPHAS]
+    fits = [Ridge(alpha).fit(standardised(x), y).predict(standardised(x)) for alpha in baselines.ALPHAS]
     for t in range(2):
         assert min(np.abs(fit[:, t] - model(x)[:, t]).max() for fit in fits) < 1e-3
 
@@ -88,12 +88,12 @@ def test_classes_are_those_of_logistic_regression(x_NF: np.ndarray, rng: np.rand
         predicted = fit_classes(x_NF, y, n_classes)(x_NF)
         predicted -= predicted[:, :1]
         differences = []
-        for c in linear.CS:
+        for c in baselines.CS:
             fit = LogisticRegression(C=c, max_iter=1000, tol=1e-6).fit(scaled, y).decision_function(scaled)
             fit = np.stack([np.zeros(300), fit], 1) if n_classes == 2 else fit - fit[:, :1]
             differences.append(np.abs(fit - predicted).max())
         assert min(differences) < 0.03  # of logits up to 13
-        assert linear.CS[int(np.argmin(differences))] >= 0.1  # there is much to be learned
+        assert baselines.CS[int(np.argmin(differences))] >= 0.1  # there is much to be learned
         assert log_loss(y, np.exp(predicted) / np.exp(predicted).sum(1, keepdims=True)) < 0.8 * np.log(n_classes)
 
 

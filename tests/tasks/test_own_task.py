@@ -72,11 +72,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package of the page, beside its recipe over a few short proteins; and packages that are wrong."""
     made = tmp_path_factory.mktemp("own")
     blocks = re.findall(r"^```(python|toml|text)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    (_, settings), (_, learning), (_, project), (_, recipe) = blocks
+    (_, task), (_, project), (_, recipe) = blocks
     package = made / "site" / "net_charge"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(settings)
-    (package / "learning.py").write_text(learning)
+    (package / "__init__.py").write_text(task)
     (entry,) = re.findall(r'^\[project.entry-points."esmshard.tasks"\]\n(\w+) = "(.*)"$', project, re.MULTILINE)
     register(made / "site", "net-charge-task", " = ".join(entry))
     records = (shipped("data") / "contact" / "train.fasta").read_text().split(">")[1:]
@@ -87,9 +86,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = re.sub(r"^train: .*$", "train: {steps: 4, eval_every: 2}", recipe, flags=re.MULTILINE)
     (made / "charge.yaml").write_text(re.sub(r"^out: .*$", "out: run", recipe, flags=re.MULTILINE))
     (made / "site" / "wrong.py").write_text("from esmshard.recipe.task_section import TaskSettings\nimport not_there\n")
-    (made / "site" / "other.py").write_text("class Settings: pass\n")
-    register(made / "site", "broken", "broken = wrong:Settings", "foreign = other:Settings")
-    register(made / "site", "rival", "mlm = net_charge:NetChargeSettings")
+    (made / "site" / "other.py").write_text("class Task: pass\n")
+    register(made / "site", "broken", "broken = wrong:Task", "foreign = other:Task")
+    register(made / "site", "rival", "mlm = net_charge:NetCharge")
     return made
 
 
@@ -139,10 +138,10 @@ def test_what_cannot_be_used_is_refused_with_the_reason(directory: Path) -> None
         "data.long: crop may remove the cause of the label of a protein; choose full or skip",
         "adapt.method: probe is not offered by task net_charge; choose full, lora or head",
         "did you mean 'net_charge'?",
-        "task.name: task broken of broken 0.1 cannot be imported from wrong:Settings (ModuleNotFoundError: No module "
+        "task.name: task broken of broken 0.1 cannot be imported from wrong:Task (ModuleNotFoundError: No module "
         "named 'not_there'); correct or reinstall broken 0.1",
-        "task.name: task foreign of broken 0.1 cannot be imported from other:Settings (TypeError: it is no subclass of "
-        "esmshard.recipe.task_section.TaskSettings); correct or reinstall broken 0.1",
+        "task.name: task foreign of broken 0.1 cannot be imported from other:Task (TypeError: it has no "
+        "Settings that are a subclass of esmshard.recipe.task_section.TaskSettings); correct or reinstall broken 0.1",
         "task.name: task mlm is registered by esmshard itself and by rival 0.1; uninstall rival 0.1, or give its task "
         "another name",
         "accepted",
@@ -154,7 +153,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(directory: Path) -> None
 def test_a_model_whose_task_is_not_installed_names_the_task(directory: Path) -> None:
     (directory / "model").mkdir()
     (directory / "model" / "esmshard.json").write_text(json.dumps({"recipe": {"task": {"name": "gone"}}}))
-    code = "from esmshard.tasks.finetuner import load_finetuned\nload_finetuned('model')"
+    code = "from esmshard.tasks.finetuned import load_finetuned\nload_finetuned('model')"
     done = python(code, directory)
     assert (
         "no installed package registers the task gone; install the one that the model was trained with" in done.stderr

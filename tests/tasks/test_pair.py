@@ -11,23 +11,20 @@ from label_files import LabelFiles
 from model_files import TINY, fair_esm, ours, perturb
 from pydantic import TypeAdapter
 
+from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.leakage import ComparedRecords
 from esmshard.data.splits.pair_overlap import pair_notices
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
+from esmshard.model.finetuner import FineTuner
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.section_base import Clash
 from esmshard.recipe.task_section import AnyTask, suiting
 from esmshard.tasks.base import collate
-from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.labelled.class_balance import OUTPUTS
-from esmshard.tasks.labelled.pair import MEMORY, SINGLE, PairTask
-from esmshard.tasks.labelled.pair_settings import PairSettings
-from esmshard.tasks.labelled.sequence import SequenceTask
-from esmshard.tasks.labelled.sequence_settings import SequenceSettings
+from esmshard.tasks.pair import MEMORY, SINGLE, PairSettings, PairTask
 from esmshard.tasks.registry import new_task
 from esmshard.vocab import STANDARD, encode
 
@@ -93,7 +90,7 @@ def test_each_chain_is_a_sequence_of_its_own(trunk: ESM2) -> None:
     batch, _ = collate(made, [replace(example, labels={"target": np.zeros(1, np.float32)})])
     assert batch.token_counts == [10, 5]
     assert batch.record_ids == ("a", "a")
-    one, other = (found.representations([Example("x", encode(chain), {})])[0].mean(0) for chain in ("MKTAYIAK", "WWC"))
+    one, other = (found.representations([Inputs(encode(chain))])[0].mean(0) for chain in ("MKTAYIAK", "WWC"))
     assert made.means(example, found) == pytest.approx(np.stack([one, other]), abs=1e-6)
     a_D, b_D = (found.head.norm(torch.from_numpy(mean_D)) for mean_D in (one, other))
     combined_F = torch.cat([a_D + b_D, a_D * b_D, (a_D - b_D).abs()])
@@ -101,13 +98,6 @@ def test_each_chain_is_a_sequence_of_its_own(trunk: ESM2) -> None:
     alone = outputs(found, made, "MKTAYIAK:WWC")[0]
     assert alone == pytest.approx(float(expected), abs=1e-5)
     assert outputs(found, made, "ACDEF:GHIKL", "MKTAYIAK:WWC", "W:C")[1] == pytest.approx(alone, abs=1e-5)
-
-
-@pytest.mark.parametrize("hidden", [None, 0, 7])
-def test_the_planner_knows_the_size_of_the_head(hidden: int | None) -> None:
-    for facts, kind in ((NUMBERS, "number"), ({"classes": ["x"] * OUTPUTS, "counts": [1] * OUTPUTS}, "class")):
-        made = task(facts, kind=kind, hidden=hidden)
-        assert made.settings.head_parameters(TINY) == sum(p.numel() for p in made.head(TINY).parameters())
 
 
 def test_tracks_go_with_their_chains() -> None:
@@ -288,10 +278,3 @@ def test_leakage_says_how_many_pairs_have_which_sequences_in_training() -> None:
     )
     assert second.startswith("leakage: of 5 test sequences 3 are identical and 0 similar to training sequences (")
     assert "chain 2 of p0 and chain 1 of p0 100%" in second
-
-
-def test_a_head_of_single_sequences_is_no_head_of_pairs() -> None:
-    """Their facts may be the same, and their outputs mean something else."""
-    one = SequenceTask(SequenceSettings(name="sequence"), NUMBERS)
-    assert not task().means_the_same("sequence", one.facts)
-    assert task().means_the_same("pair", NUMBERS)

@@ -16,13 +16,11 @@ from sklearn import metrics as reference
 
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
+from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.task_section import AnyTask
-from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.labelled import residue
-from esmshard.tasks.labelled.class_balance import OUTPUTS
-from esmshard.tasks.labelled.residue import ResidueTask
-from esmshard.tasks.labelled.residue_settings import ResidueSettings
+from esmshard.tasks import residue
+from esmshard.tasks.residue import ResidueSettings, ResidueTask
 from esmshard.vocab import STANDARD, encode
 
 STATES = ("HGI", "EB", "STC")
@@ -153,7 +151,7 @@ def test_numbers_are_standardised_by_the_training_residues(files: Files) -> None
         ({"kind": "number"}, "a TARGET=nan;nan;nan MKT", "no residue of any record has a label"),
         ({"kind": "number"}, "a TARGET=1;inf;3 MKT", "which is not a finite number"),
         ({"kind": "number"}, "a TARGET=1;2e39;3 MKT", "which is not a finite number"),
-        ({"kind": "number"}, "a TARGET=HEH MKT", "if the labels are names of classes, set task.kind=class"),
+        ({"kind": "number"}, "a TARGET=HEH MKT", "for names of classes, set task.kind=class"),
         ({}, "a TARGET=HEH MKT\nb AC", "1 of 2 records have no TARGET= (b); add"),
         ({}, "a MKT\nb AC", "no record (a, b) has a TARGET="),
         ({}, "a TARGET=HEH MASK=000 MKT\nb TARGET=HE MASK=00 AC", "no residue of any record has a label"),
@@ -238,18 +236,6 @@ def test_a_new_head_says_what_the_training_labels_are_on_the_whole() -> None:
     number = task(NUMBER, kind="number")
     (output,) = number.head(TINY).eval()(torch.randn(6, 32), tokenise(["MKTA"])[1])
     assert number.predict(output.detach().numpy()) == pytest.approx([10] * 4, abs=3)
-
-
-@pytest.mark.parametrize("hidden", [0, 7])
-def test_the_planner_knows_the_size_of_the_head(hidden: int) -> None:
-    for facts, given in (
-        (NUMBER, {"kind": "number"}),
-        (Q3, {"classes": STATES}),
-        ({"classes": ["x"] * OUTPUTS, "counts": [1] * OUTPUTS}, {}),
-    ):
-        settings = ResidueSettings(name="residue", hidden=hidden, **given)
-        head = ResidueTask(settings, facts).head(TINY)
-        assert settings.head_parameters(TINY) == sum(p.numel() for p in head.parameters())
 
 
 def test_dropout_is_of_training_alone() -> None:
@@ -452,7 +438,7 @@ def test_residues_are_taken_evenly_where_there_are_too_many(trunk: ESM2, monkeyp
     for x, y in fits:
         assert len(x) == len(y) == -(-labelled // step) <= 100
         assert y.tolist() == every[::step].tolist()
-    windows = np.concatenate([residue._features("one-hot window", e, None)[made.inputs(e).target >= 0] for e in train])
+    windows = np.concatenate([made.features("one-hot window", e, None)[made.inputs(e).target >= 0] for e in train])
     assert np.array_equal(fits[1][0], windows[::step])
 
 

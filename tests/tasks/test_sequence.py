@@ -16,13 +16,11 @@ from sklearn import metrics as reference
 
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
+from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.task_section import AnyTask
 from esmshard.tasks.base import collate
-from esmshard.tasks.finetuner import FineTuner
-from esmshard.tasks.labelled.class_balance import OUTPUTS
-from esmshard.tasks.labelled.sequence import SequenceTask
-from esmshard.tasks.labelled.sequence_settings import SequenceSettings
+from esmshard.tasks.sequence import SequenceSettings, SequenceTask
 from esmshard.vocab import STANDARD, encode
 
 NUMBERS = {"targets": ["Tm"], "mean": [50.0], "std": [4.0]}
@@ -150,7 +148,7 @@ def test_several_labels_come_from_one_column_or_from_columns_of_flags(files: Fil
         ("number", "a MKT\nb ACD", "no record (a, b) has a TARGET="),
         ("number", "a TARGET=1 MKT\nb ACD", "1 of 2 records have no TARGET= (b); add"),
         ("class", "a TARGET=x MKT\nb ACD\nc TARGET=y A", "1 of 3 records have no TARGET= (b); add"),
-        ("number", "a TARGET=tall MKT\nb TARGET=2 ACD", "if the labels are names of classes, set task.kind=class"),
+        ("number", "a TARGET=tall MKT\nb TARGET=2 ACD", "for names of classes, set task.kind=class"),
         ("number", "a TARGET=inf MKT\nb TARGET=2 ACD", "which is not a finite number"),
         ("number", "a TARGET=1e39 MKT\nb TARGET=2 ACD", "which is not a finite number"),
     ],
@@ -231,14 +229,6 @@ def test_a_new_head_says_what_the_training_labels_are_on_the_whole() -> None:
     labels = task(THREE | {"counts": [5, 9, 0]}, kind="multilabel")
     with torch.no_grad():
         assert labels.head(TINY).out.bias.sigmoid().tolist() == pytest.approx([5.5 / 11, 9.5 / 11, 0.5 / 11])
-
-
-@pytest.mark.parametrize("hidden", [None, 0, 7])
-def test_the_planner_knows_the_size_of_the_head(hidden: int | None) -> None:
-    for facts, kind in ((NUMBERS, "number"), ({"classes": ["x"] * OUTPUTS, "counts": [1] * OUTPUTS}, "class")):
-        settings = SequenceSettings(name="sequence", kind=kind, hidden=hidden)  # type: ignore[arg-type]
-        head = SequenceTask(settings, facts).head(TINY)
-        assert settings.head_parameters(TINY) == sum(p.numel() for p in head.parameters())
 
 
 def test_dropout_is_of_training_alone() -> None:

@@ -15,10 +15,9 @@ from esmshard.data.variants.mutations import protein_of
 from esmshard.errors import InputError
 from esmshard.predict.sequence_scores import score_sequences
 from esmshard.predict.zero_shot import score_table
-from esmshard.tasks.labelled.sequence import SequenceHead, SequenceTask
-from esmshard.tasks.labelled.sequence_settings import SequenceSettings
+from esmshard.tasks.marginals import pseudo_log_likelihoods
 from esmshard.tasks.mlm import corrupt
-from esmshard.tasks.variants.marginals import pseudo_log_likelihoods
+from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask
 from esmshard.vocab import SEPARATOR, encode, is_residue
 
 A, B = "MKTAYIAKQR", "GQISFVKSH"

@@ -14,13 +14,10 @@ from esmshard.batch import pack
 from esmshard.data.batching.loader import Example
 from esmshard.errors import InputError
 from esmshard.model.attention import attention_map
-from esmshard.model.families.esm2.esm2_config import EsmConfig
-from esmshard.model.families.esm2.esm2_model import ESM2
-from esmshard.tasks.contact import contact_task, unsupervised
-from esmshard.tasks.contact.contact_precision import contact_precision, valid_pairs
-from esmshard.tasks.contact.contact_settings import ContactSettings
-from esmshard.tasks.contact.contact_task import ContactTask
-from esmshard.tasks.finetuner import FineTuner
+from esmshard.model.families.esm2 import ESM2, EsmConfig
+from esmshard.model.finetuner import FineTuner
+from esmshard.tasks import contact
+from esmshard.tasks.contact import ContactSettings, ContactTask, contact_precision, valid_pairs
 from esmshard.vocab import STANDARD, encode
 
 N_MAPS = TINY.n_layers * TINY.n_heads
@@ -59,7 +56,7 @@ def planted(trunk: ESM2, example: Example, rng: np.random.Generator) -> npt.NDAr
 def test_the_features_of_a_pair_are_those_of_the_reference(trunk: ESM2) -> None:
     (example,) = examples(1)
     i, j = np.triu_indices(30, 6)
-    found = unsupervised.pair_features(trunk, example, i, j)
+    found = contact.pair_features(trunk, example, i, j)
     assert found.shape == (len(i), N_MAPS)
     assert found.dtype == np.float32
     assert np.abs(found - maps_of(trunk, example.tokens)[i, j]).max() <= 1e-6
@@ -70,7 +67,7 @@ def test_the_fit_is_that_of_scikit_learn_on_all_valid_pairs_of_the_chosen(trunk:
     """Features stacked and labels picked out pair by pair; saga instead of liblinear finds about the same."""
     data, rng = examples(24), np.random.default_rng(0)
     labels = [planted(trunk, example, rng) for example in data]
-    chosen = unsupervised.choose(labels, np.random.default_rng(5))
+    chosen = contact.choose(labels, np.random.default_rng(5))
     assert len(chosen) == len(set(chosen)) == 20
     rows, hits = [], []
     for n in chosen:
@@ -82,7 +79,7 @@ def test_the_fit_is_that_of_scikit_learn_on_all_valid_pairs_of_the_chosen(trunk:
                     hits.append(labels[n][i, j])
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an option that scikit-learn is about to drop, or a fit that did not converge
-        weight_C, bias = unsupervised.fit(trunk, data, labels, seed=5)
+        weight_C, bias = contact.fit_regression(trunk, data, labels, seed=5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of how L1 is spelled
         options = {"penalty": "l1", "C": 0.15, "max_iter": 3000, "tol": 1e-6}
@@ -95,7 +92,7 @@ def test_the_fit_is_that_of_scikit_learn_on_all_valid_pairs_of_the_chosen(trunk:
     assert np.argmax(weight_C) == 2
     assert np.abs(weight_C).max() > 3
     assert (weight_C == 0).any(), "L1 leaves out maps that say nothing"
-    again, _ = unsupervised.fit(trunk, data, labels, seed=5)
+    again, _ = contact.fit_regression(trunk, data, labels, seed=5)
     assert np.array_equal(again, weight_C)
 
 
@@ -131,8 +128,8 @@ def test_two_planted_heads_of_120_are_found(trunk: ESM2, monkeypatch: pytest.Mon
         assert model is trunk_120
         return maps[bytes(example.tokens)][:, i, j].T
 
-    monkeypatch.setattr(unsupervised, "pair_features", features)
-    weight_C, bias = unsupervised.fit(trunk_120, examples(25, (50,))[:20], [t for _, t in given[:20]], seed=0)
+    monkeypatch.setattr(contact, "pair_features", features)
+    weight_C, bias = contact.fit_regression(trunk_120, examples(25, (50,))[:20], [t for _, t in given[:20]], seed=0)
     assert np.count_nonzero(weight_C) <= 12
     assert np.argsort(-np.abs(weight_C))[:2].tolist() == [42, 7]
     assert weight_C[42] > weight_C[7] > 3 * np.sort(np.abs(weight_C))[-3]
@@ -155,12 +152,12 @@ def contacts(length: int, count: int) -> npt.NDArray[np.int8]:
 
 def test_proteins_without_contacts_are_not_chosen_and_long_ones_last() -> None:
     labels = [contacts(300, 3) for _ in range(30)] + [contacts(20, 2) for _ in range(18)] + [contacts(20, 0)] * 30
-    chosen = unsupervised.choose(labels, np.random.default_rng(0))
+    chosen = contact.choose(labels, np.random.default_rng(0))
     assert sorted(n for n in chosen if n >= 30) == list(range(30, 48))
     assert len(chosen) == 20
-    assert unsupervised.choose(labels, np.random.default_rng(0)) == chosen
-    assert unsupervised.choose(labels, np.random.default_rng(1)) != chosen
-    only = unsupervised.choose(labels[29:32], np.random.default_rng(0))
+    assert contact.choose(labels, np.random.default_rng(0)) == chosen
+    assert contact.choose(labels, np.random.default_rng(1)) != chosen
+    only = contact.choose(labels[29:32], np.random.default_rng(0))
     assert sorted(only) == [0, 1, 2]
     assert only[-1] == 0, "long"
 
@@ -168,11 +165,11 @@ def test_proteins_without_contacts_are_not_chosen_and_long_ones_last() -> None:
 def test_pairs_beyond_the_bound_are_drawn_and_weigh_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     hits = np.zeros(1000, dtype=bool)
     hits[::50] = True
-    keep, weights = unsupervised.thin(hits, 10, np.random.default_rng(0))
+    keep, weights = contact.thin(hits, 10, np.random.default_rng(0))
     assert keep.all()
     assert (weights == 1).all()
-    monkeypatch.setattr(unsupervised, "MOST_NUMBERS", 2700)
-    keep, weights = unsupervised.thin(hits, 10, np.random.default_rng(0))
+    monkeypatch.setattr(contact, "MOST_NUMBERS", 2700)
+    keep, weights = contact.thin(hits, 10, np.random.default_rng(0))
     assert keep[hits].all()
     assert keep.sum() == 270
     assert (weights[hits] == 1).all()
@@ -180,8 +177,8 @@ def test_pairs_beyond_the_bound_are_drawn_and_weigh_for_the_others(monkeypatch: 
     assert weights[keep].sum() == pytest.approx(1000)
     assert 30 < keep[-300:].sum() < 130, "from everywhere"
     # However little room there is: as many others as contacts.
-    monkeypatch.setattr(unsupervised, "MOST_NUMBERS", 10)
-    keep, weights = unsupervised.thin(hits, 10, np.random.default_rng(0))
+    monkeypatch.setattr(contact, "MOST_NUMBERS", 10)
+    keep, weights = contact.thin(hits, 10, np.random.default_rng(0))
     assert (keep & hits).sum() == (keep & ~hits).sum() == 20
     assert weights[~hits] == pytest.approx(49)
 
@@ -189,15 +186,15 @@ def test_pairs_beyond_the_bound_are_drawn_and_weigh_for_the_others(monkeypatch: 
 def test_a_fit_on_drawn_pairs_is_about_that_on_all(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
     data, rng = examples(20), np.random.default_rng(0)
     labels = [planted(trunk, example, rng) for example in data]
-    weight_C, bias = unsupervised.fit(trunk, data, labels, seed=0)
+    weight_C, bias = contact.fit_regression(trunk, data, labels, seed=0)
     pairs = sum(len(valid_pairs(t, "all")[0]) for t in labels)
-    monkeypatch.setattr(unsupervised, "MOST_NUMBERS", N_MAPS * pairs // 3)
+    monkeypatch.setattr(contact, "MOST_NUMBERS", N_MAPS * pairs // 3)
     sizes: list[int] = []
     fit = LogisticRegression.fit
     monkeypatch.setattr(
         LogisticRegression, "fit", lambda self, x, y, w: (sizes.append(len(x)), fit(self, x, y, sample_weight=w))[1]
     )
-    fewer_C, other = unsupervised.fit(trunk, data, labels, seed=0)
+    fewer_C, other = contact.fit_regression(trunk, data, labels, seed=0)
     assert sizes == [pairs // 3]
     assert fewer_C != pytest.approx(weight_C, rel=1e-6)
     assert other == pytest.approx(bias, abs=0.3)
@@ -210,7 +207,7 @@ def test_a_fit_on_drawn_pairs_is_about_that_on_all(trunk: ESM2, monkeypatch: pyt
 @pytest.fixture
 def labelled(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> list[Example]:
     """Examples whose `cb` are the labels themselves, not coordinates."""
-    monkeypatch.setattr(contact_task, "contact_labels", lambda labels_LL: labels_LL)
+    monkeypatch.setattr(contact, "contact_labels", lambda labels_LL: labels_LL)
     rng = np.random.default_rng(8)
     return [Example(e.id, e.tokens, {"cb": planted(trunk, e, rng)}) for e in examples(22)]
 
@@ -220,7 +217,7 @@ def test_probe_puts_the_fit_into_the_attention_head(trunk: ESM2, labelled: list[
     head = task.head(TINY)
     base = FineTuner(trunk, task.head(TINY)).eval()
     task.probe(head, labelled, base, 7)
-    weight_C, bias = unsupervised.fit(trunk, labelled, [e.labels["cb"] for e in labelled], 7)
+    weight_C, bias = contact.fit_regression(trunk, labelled, [e.labels["cb"] for e in labelled], 7)
     assert np.array_equal(head.regression.weight.detach().numpy()[0], weight_C)
     assert head.regression.bias.item() == pytest.approx(bias)
     assert head.regression.weight.requires_grad
@@ -228,7 +225,7 @@ def test_probe_puts_the_fit_into_the_attention_head(trunk: ESM2, labelled: list[
     expected = maps_of(trunk, labelled[0].tokens) @ weight_C + bias
     found = FineTuner(trunk, head).outputs([task.inputs(labelled[0])])[0]
     assert np.abs(found - expected).max() <= 1e-4
-    assert np.abs(unsupervised.logits(trunk, labelled[0], weight_C, bias) - expected).max() <= 1e-4
+    assert np.abs(contact.regression_logits(trunk, labelled[0], weight_C, bias) - expected).max() <= 1e-4
 
 
 def test_the_baseline_is_the_fit_on_the_model_before_training(trunk: ESM2, labelled: list[Example]) -> None:
@@ -236,7 +233,7 @@ def test_the_baseline_is_the_fit_on_the_model_before_training(trunk: ESM2, label
     base = FineTuner(trunk, task.head(TINY)).eval()
     known = task.baselines(labelled, base)
     assert known.keys() == {"separation prior", "unsupervised head"}
-    weight_C, bias = unsupervised.fit(trunk, labelled, [e.labels["cb"] for e in labelled], 0)
+    weight_C, bias = contact.fit_regression(trunk, labelled, [e.labels["cb"] for e in labelled], 0)
     assert known["unsupervised head"] == pytest.approx(np.append(weight_C, bias))
     found = task.baseline_outputs(labelled[3], known, base)
     assert list(found) == ["base rate", "separation prior", "unsupervised head", "before fine-tuning"]
@@ -254,4 +251,4 @@ def test_training_records_without_any_contact(trunk: ESM2) -> None:
     with pytest.raises(
         InputError, match=r"^no training record has contacts between residues at least six apart.*; give "
     ):
-        unsupervised.fit(trunk, data, [contacts(len(e.tokens) - 2, 0) for e in data], 0)
+        contact.fit_regression(trunk, data, [contacts(len(e.tokens) - 2, 0) for e in data], 0)

@@ -7,8 +7,16 @@ import numpy as np
 import pytest
 
 from esmshard.data.variants.substitutions import parse_variant
-from esmshard.tasks.intervals import Interval, bootstrap, difference, draws, interval, variant_units
-from esmshard.tasks.metrics import calibration, calibration_error
+from esmshard.tasks.metrics import (
+    Interval,
+    bootstrap,
+    calibration,
+    calibration_error,
+    difference,
+    draws,
+    interval,
+    variant_units,
+)
 
 NAN = math.nan
 

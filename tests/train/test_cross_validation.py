@@ -14,8 +14,7 @@ from scipy.stats import spearmanr
 from esmshard.data.splits.variant_records import divide, table_of
 from esmshard.predict import known_variants
 from esmshard.recipe.sections import Recipe
-from esmshard.train.experiments.cross_validation import conclude
-from esmshard.train.experiments.repeats import Repeat
+from esmshard.train.cross_validation import Repeat, conclude
 
 WT = "MTYKLILNGKTLKGETTTEAVDAAATEKVFKQYANDNGVDGEWTYDDATKTFTVTE"
 SITES = (9, 15, 23, 38)

@@ -9,9 +9,9 @@ import torch
 from esmshard.api.runs import Run, finetune
 from esmshard.model.weights import open_weights
 from esmshard.recipe import recipe_file
-from esmshard.tasks.finetuner import new_head
+from esmshard.tasks.finetuned import new_head
 from esmshard.tasks.registry import new_task
-from esmshard.train.run_inputs import leakage_notices, prepare
+from esmshard.train.inputs import leakage_notices, prepare
 from esmshard.vocab import STANDARD
 
 

@@ -10,13 +10,13 @@ import torch
 from esmshard.data.batching.loader import Examples
 from esmshard.data.store.ingestion import ingest
 from esmshard.recipe import recipe_file
-from esmshard.train import evaluate, run_inputs
+from esmshard.train import evaluate, inputs
 from esmshard.train.finetune import run
 
 
 def test_a_clean_split_is_one_line(tiny_recipe: Path) -> None:
-    job = run_inputs.prepare(recipe_file.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
-    assert run_inputs.leakage_notices(job) == [
+    job = inputs.prepare(recipe_file.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
+    assert inputs.leakage_notices(job) == [
         "leakage: none of 5 valid records and 5 test records is identical or similar to training records (similar: one "
         "training record has a fifth of the 5-mers; this does not find remote homologs)"
     ]
@@ -41,9 +41,9 @@ def test_a_check_that_fails_does_not_stop_the_run(tiny_recipe: Path, monkeypatch
     def fail(*_: object, **__: object) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(run_inputs, "check", fail)
-    job = run_inputs.prepare(recipe_file.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
-    assert run_inputs.leakage_notices(job) == ["leakage: could not be checked (no memory)"]
+    monkeypatch.setattr(inputs, "check", fail)
+    job = inputs.prepare(recipe_file.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
+    assert inputs.leakage_notices(job) == ["leakage: could not be checked (no memory)"]
 
 
 def test_variants_are_compared_by_all_positions_that_they_change(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_variants_are_compared_by_all_positions_that_they_change(tmp_path: Path)
         "task: {name: variant, zero_shot: false}\nmodel: {name: nano}\ninit: random\n"
         "data: {table: v.csv, wild_type: wt.fasta, split: mutations}\nout: run\n"
     )
-    job = run_inputs.prepare(recipe_file.load(tmp_path / "r.yaml"), 1, 1, torch.device("cpu"))
-    of_test = run_inputs.leakage_notices(job)[-1]
+    job = inputs.prepare(recipe_file.load(tmp_path / "r.yaml"), 1, 1, torch.device("cpu"))
+    of_test = inputs.leakage_notices(job)[-1]
     assert of_test.startswith("leakage: of 3 test variants 0 are training variants, 2 change only positions")
     assert "and 3 change at least one" in of_test
 

@@ -12,14 +12,21 @@ from typing import Any
 import pytest
 
 from esmshard.errors import InputError
+from esmshard.parallel.launch import LAUNCH
 from esmshard.parallel.liveness import machine, process_start
-from esmshard.train.records import lock
-from esmshard.train.records.lock import Lock, abandoned, holder
+from esmshard.train.run_dir import LOCK, Lock, abandoned, holder
 
 
 @pytest.fixture(autouse=True)
 def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ESMSHARD_JOB_ID", "SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "TORCHELASTIC_RUN_ID"):
+    for name in (
+        "ESMSHARD_JOB_ID",
+        "SLURM_JOB_ID",
+        "SLURM_ARRAY_JOB_ID",
+        "SLURM_ARRAY_TASK_ID",
+        "TORCHELASTIC_RUN_ID",
+        LAUNCH,
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -27,7 +34,7 @@ def write(out: Path, **changes: Any) -> None:
     """A lock as the run of another machine leaves it, unless changed."""
     fields = {"nonce": "a" * 32, "user": "ada", "job": "17", "host": "node7", "machine": "node7 boot pid:[1]"}
     fields |= {"pid": 4242, "process_start": "100", "since": "2025-11-21 10:00:00"}
-    (out / lock.NAME).write_text(json.dumps(fields | changes))
+    (out / LOCK).write_text(json.dumps(fields | changes))
 
 
 def refusal(out: Path) -> str:
@@ -40,7 +47,7 @@ def test_a_lock_lies_in_the_directory_while_it_is_held(tmp_path: Path, monkeypat
     monkeypatch.setenv("ESMSHARD_JOB_ID", "17")
     out = tmp_path / "runs" / "one"
     with Lock(out) as held:
-        text = json.loads((out / lock.NAME).read_text())
+        text = json.loads((out / LOCK).read_text())
         assert (text["pid"], text["host"], text["job"]) == (os.getpid(), socket.gethostname(), "17")
         held.check()
         # The same job, too: twice at once is once too often.
@@ -98,8 +105,8 @@ def test_the_same_host_after_a_restart_is_another_machine(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("text", [b"", b'{"nonce": "aaaa", "us', b"\x00" * 300, b"[1, 2]", b"\xff\xfe"])
 def test_a_damaged_lock_is_left_to_the_user(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / lock.NAME).write_bytes(text)
-    os.utime(tmp_path / lock.NAME, (1000, 1000))
+    (tmp_path / LOCK).write_bytes(text)
+    os.utime(tmp_path / LOCK, (1000, 1000))
     assert holder(tmp_path) is None
     assert not abandoned(tmp_path)
     assert "an unknown run (lock.json is damaged)" in refusal(tmp_path)
@@ -108,7 +115,7 @@ def test_a_damaged_lock_is_left_to_the_user(tmp_path: Path, text: bytes) -> None
 
 
 def test_a_lock_that_is_just_being_written_is_no_damaged_one(tmp_path: Path) -> None:
-    (tmp_path / lock.NAME).write_bytes(b"")
+    (tmp_path / LOCK).write_bytes(b"")
     here = {"host": socket.gethostname(), "machine": machine(), "pid": os.getpid()}
     writer = threading.Timer(0.3, write, (tmp_path,), {**here, "process_start": process_start(os.getpid())})
     writer.start()
@@ -122,7 +129,7 @@ def test_a_run_learns_that_it_lost_its_lock(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"another run took over .*node7.*; this run stops without saving"):
             old.check()
     assert holder(tmp_path) is not None, "the lock of the other run stays"
-    (tmp_path / lock.NAME).unlink()
+    (tmp_path / LOCK).unlink()
     with pytest.raises(InputError, match=r"lock of this run was removed"):
         old.check()
 
@@ -170,7 +177,7 @@ def test_a_lock_that_another_run_took_meanwhile_is_given_back(tmp_path: Path, mo
     found = holder(tmp_path)
     assert found is not None
     assert found.nonce == "b" * 32
-    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 
 def test_a_directory_that_cannot_be_written_to_is_one_sentence(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 import torch
 
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
-from esmshard.tasks.contact.contact_settings import ContactSettings
-from esmshard.tasks.contact.contact_task import ContactTask
-from esmshard.tasks.finetuner import FineTuner
-from esmshard.train.optimizer import adamw, schedule, set_learning_rate, state_tensors
+from esmshard.tasks.contact import ContactSettings, ContactTask
+from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
 
 
 def model(adapt: AdaptSettings | None = None) -> FineTuner:

@@ -16,12 +16,13 @@ from esmshard.checkpoint.consolidate import consolidate_adapter
 from esmshard.errors import UsageError
 from esmshard.model import quantized
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.model.lora import merged
 from esmshard.model.weights import open_weights
 from esmshard.parallel.load import materialise
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.finetuner import FineTuner, initial_weights
+from esmshard.tasks.finetuned import initial_weights
 from esmshard.train import finetune, loop
 
 LORA = "adapt.method=lora"
@@ -64,10 +65,9 @@ def test_a_run_goes_on_bit_for_bit_and_ends_as_the_base_with_its_lora(few: Path)
 
     # The model of the run is the base model as it is, with the trained part.
     checkpoint = out / "checkpoints" / "step_000006"
-    trained, start = sharded.index(checkpoint), "model.trunk."
+    (trained, read), start = sharded.reader(checkpoint), "model.trunk."
     assert not any("packed" in name for name in trained)
-    tensors = {n: torch.empty(trained[n].size) for n in trained if n.startswith(start) and "lora_" in n}
-    sharded.load(checkpoint, tensors, alone=True)
+    tensors = {n: read(n) for n in trained if n.startswith(start) and "lora_" in n}
     base = open_weights.fresh(SIZES["nano"], 3)
     name, lora = "layers.1.fc1.weight", {n.removeprefix(start): tensor for n, tensor in tensors.items()}
     expected = merged(name, lora | {name: base[name]}, 0.25)

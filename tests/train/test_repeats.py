@@ -9,10 +9,10 @@ import pytest
 
 from esmshard.data.splits.recipe_splits import fold_of, open_split
 from esmshard.data.store.ingestion import cached
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import UsageError
 from esmshard.recipe import recipe_file
-from esmshard.train.experiments import repeats
-from esmshard.train.experiments.repeats import is_done, summarise
+from esmshard.train import cross_validation as repeats
+from esmshard.train.cross_validation import summarise
 
 
 def test_seeds_count_up_and_folds_come_for_each(tiny_recipe: Path) -> None:
@@ -118,10 +118,3 @@ def test_the_summary_has_mean_deviation_and_students_interval(tmp_path: Path, ti
             "[+0.102, +0.598] (95%, Student's t, paired over 3 runs)."
         )
     )
-
-
-def test_a_run_without_scores_is_named(tmp_path: Path, tiny_recipe: Path) -> None:
-    runs = repeats.repeats(recipe_file.load(tiny_recipe, [f"out={tmp_path}"]), 2, None)
-    with pytest.raises(InputError, match=r"seed-3/evaluation.json: no such file; go on with --resume auto"):
-        summarise(tmp_path, runs, None)
-    assert not is_done(runs[0].out)

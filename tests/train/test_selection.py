@@ -10,17 +10,17 @@ import torch
 from model_files import TINY, edit_tensors, fair_esm, write_transformers
 
 from esmshard.errors import InputError
-from esmshard.model.families.esm2.esm2_model import ESM2
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.finetuner import FineTuner
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.contact.contact_settings import ContactSettings
-from esmshard.tasks.finetuner import FineTuner, load_finetuned
-from esmshard.tasks.mlm_settings import MlmSettings
+from esmshard.tasks.contact import ContactSettings
+from esmshard.tasks.finetuned import load_finetuned
+from esmshard.tasks.mlm import MlmSettings
 from esmshard.tasks.registry import new_task
 from esmshard.train import finetune
-from esmshard.train.resume import notices
-from esmshard.train.run_inputs import prepare
+from esmshard.train.inputs import notices, prepare
 
 CPU = torch.device("cpu")
 

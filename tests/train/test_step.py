@@ -2,11 +2,14 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,9 +26,9 @@ from esmshard.recipe import recipe_file
 from esmshard.tasks.base import collate
 from esmshard.train import finetune
 from esmshard.train import step as steps
-from esmshard.train.optimizer import adamw, set_learning_rate
+from esmshard.train.loop import Training, advice_if_out_of_memory
+from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import LossScale, train_step
-from esmshard.train.token_budget import out_of_memory_in_evaluation, out_of_memory_in_steps, out_of_memory_of_model
 
 
 def test_the_scale_halves_after_an_overflow_and_doubles_after_2000_good_steps() -> None:
@@ -133,7 +136,6 @@ def test_a_run_whose_steps_keep_failing_ends() -> None:
 def test_the_peak_of_a_device_is_that_of_its_data_sheet() -> None:
     names = {
         "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
-        "NVIDIA A10": (125e12, 31.2e12),
         "NVIDIA A10G": (70e12, 35e12),
         "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
         "NVIDIA L40S": (362e12, 91.6e12),
@@ -146,45 +148,46 @@ def test_the_peak_of_a_device_is_that_of_its_data_sheet() -> None:
         assert (peak_flops(name, "bf16"), peak_flops(name, "fp32")) == (half, full), name
 
 
-LESS = "out of memory: micro-batches of 4096 tokens do not fit; "
-ON = ", and go on with --resume auto$"
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to ...")
 FULL = "parallel.activation_checkpointing=full"
 
 
 @pytest.mark.parametrize(
-    ("error", "longest", "fitting", "checkpointing", "says"),
+    ("longest", "fitting", "checkpointing", "says"),
     [
-        (CUDA, 100, 8000, "none", f"set batch.tokens_per_rank=3072, or {FULL}"),
-        (CUDA, 100, 1500, "none", f"set batch.tokens_per_rank=1500, or {FULL}"),
-        (CPU, 100, 1500, "selective", f"set batch.tokens_per_rank=1500, or {FULL}"),
-        (MemoryError(), 100, 1500, "full", "set batch.tokens_per_rank=1500"),
-        (CUDA, 3500, 4000, "none", f"set batch.tokens_per_rank=3500, or {FULL}"),
-        (CUDA, 4096, 4096, "none", f"set {FULL}"),
-        (CUDA, 3500, 0, "none", f"set {FULL}"),
+        (100, 8000, "none", f"set batch.tokens_per_rank=3072, or {FULL}, and go on with --resume auto$"),
+        (100, 1500, "selective", f"set batch.tokens_per_rank=1500, or {FULL}, "),
+        (100, 1500, "full", "set batch.tokens_per_rank=1500, and go on"),
+        (3500, 4000, "none", f"set batch.tokens_per_rank=3500, or {FULL}, "),
+        (3500, 0, "none", f"set {FULL}, and go on"),
+        (3500, 0, "full", r"share the model among more GPUs \(--nproc\), or set parallel.cpu_offload=true, and go on"),
     ],
 )
-@pytest.mark.parametrize("saved", [False, True])
-def test_out_of_memory_is_one_sentence_with_a_number_that_fits(
-    error: Exception, longest: int, fitting: int, checkpointing: str, says: str, saved: bool
+def test_out_of_memory_in_a_step_names_a_number_that_fits(
+    longest: int, fitting: int, checkpointing: str, says: str
 ) -> None:
-    guarded = out_of_memory_in_steps(4096, longest, checkpointing, lambda: fitting, lambda: saved)
-    with pytest.raises(InputError, match=f"^{LESS}{says}{ON}"), guarded:
-        raise error
-
-
-def test_a_lower_max_length_is_not_advised_for_a_run_that_goes_on() -> None:
-    """`--resume` refuses it once there is a checkpoint; before the first one there is nothing to go on from."""
-    with pytest.raises(InputError) as caught, out_of_memory_in_steps(4096, 3500, "full", lambda: 0, lambda: False):
-        raise CUDA
-    assert str(caught.value) == f"{LESS}lower data.max_length, and go on with --resume auto"
-    with pytest.raises(InputError) as caught, out_of_memory_in_steps(4096, 3500, "full", lambda: 0, lambda: True):
-        raise CUDA
-    assert str(caught.value) == (
-        f"{LESS}share the model among more GPUs (--nproc) or set parallel.cpu_offload=true, and go on with --resume "
-        "auto; or start again with a lower data.max_length and --overwrite"
+    training = SimpleNamespace(
+        job=SimpleNamespace(
+            recipe=SimpleNamespace(batch=SimpleNamespace(global_tokens=10**6)),
+            train=SimpleNamespace(tokens=np.array([longest])),
+            layout=SimpleNamespace(activation_checkpointing=checkpointing),
+        ),
+        tokens_per_rank=4096,
+        ranks=SimpleNamespace(data_size=1),
+        largest_fitting=lambda: fitting,
     )
+    assert re.match(
+        f"micro-batches of 4096 tokens do not fit; {says}", Training.out_of_memory_advice(cast(Training, training))
+    )
+
+
+def test_only_a_lack_of_memory_gets_advice() -> None:
+    for error in (CUDA, CPU, MemoryError()):
+        with pytest.raises(InputError, match=r"^out of memory: less$"), advice_if_out_of_memory(lambda: "less"):
+            raise error
+    with pytest.raises(RuntimeError, match="a bug"), advice_if_out_of_memory(lambda: "less"):
+        raise RuntimeError("a bug")
 
 
 def test_after_the_last_step_it_is_the_evaluation(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,40 +199,9 @@ def test_after_the_last_step_it_is_the_evaluation(tiny_recipe: Path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(finetune.evaluate, "score", too_much)
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError, match="the evaluation does not fit on cpu; the model is trained") as caught:
             finetune.run(recipe)
-    assert str(caught.value) == (
-        f"out of memory in the evaluation on cpu; the model is trained, and {out}/checkpoints/step_000006 is kept; "
-        "give it more memory, and --resume auto does what is left"
-    )
     said = json.loads((out / "status.json").read_text())
     assert (said["state"], said["message"]) == ("failed", str(caught.value))
     assert finetune.run(recipe, "auto") == out
     assert (out / "evaluation.json").is_file()
-
-
-def test_on_a_gpu_the_evaluation_can_be_done_without_it(tiny_recipe: Path) -> None:
-    recipe, out = recipe_file.load(tiny_recipe), tiny_recipe.parent / "run"
-    with pytest.raises(InputError) as caught, out_of_memory_in_evaluation(recipe, torch.device("cuda")):
-        raise CUDA
-    assert str(caught.value).endswith(
-        f"; or score it without a GPU: `export CUDA_VISIBLE_DEVICES=`, `esmshard consolidate {out} -o {out}/model "
-        f"--overwrite`, `esmshard evaluate {out}/model {recipe.data.test} -o {out}`"
-    )
-
-
-def test_before_the_first_step_it_is_the_model_that_does_not_fit() -> None:
-    says = "^out of memory: weights and optimizer state of the model do not fit on cuda:1; set adapt.method=lora or"
-    with pytest.raises(InputError, match=says), out_of_memory_of_model(torch.device("cuda", 1)):
-        raise CUDA
-
-
-def test_another_error_is_not_taken_for_a_lack_of_memory(tiny_recipe: Path) -> None:
-    device = torch.device("cpu")
-    for guard in (
-        out_of_memory_in_steps(4096, 100, "none", lambda: 1500, lambda: True),
-        out_of_memory_of_model(device),
-        out_of_memory_in_evaluation(recipe_file.load(tiny_recipe), device),
-    ):
-        with pytest.raises(RuntimeError, match="a bug"), guard:
-            raise RuntimeError("a bug")

@@ -19,8 +19,8 @@ from wandb_files import offline
 from esmshard.errors import UsageError
 from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
-from esmshard.train import finetune, loop
-from esmshard.train.records import goodput, tracking
+from esmshard.train import finetune, loop, tracking
+from esmshard.train.run_dir import metrics_of
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 BOTH = "track=[tensorboard, wandb]"
@@ -48,7 +48,7 @@ def write(directory: Path, out: str = "run") -> Path:
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    return goodput.parse((out / "metrics.jsonl").read_text())
+    return list(metrics_of(out))
 
 
 def steps(out: Path) -> dict[int, dict[str, float]]:
@@ -192,16 +192,16 @@ def test_a_tracker_that_fails_does_not_touch_the_run(
 def test_a_new_start_is_a_new_run(tmp_path: Path) -> None:
     """`--overwrite` removes what trackers left; a start that had no checkpoint yet goes on with the same run."""
     from esmshard.parallel.process_group import own_device
+    from esmshard.train.inputs import prepare
     from esmshard.train.resume import starting_point
-    from esmshard.train.run_inputs import prepare
 
     job = prepare(recipe_file.load(write(tmp_path)), 1, 1, own_device(0, 1))
     for name in ("tensorboard", "wandb"):
         (job.out / name).mkdir(parents=True)
     (job.out / "wandb-id").write_text("abc")
-    assert starting_point(job, "auto", trust=False) is None
+    assert starting_point(job, "auto") is None
     assert (job.out / "wandb-id").exists()
-    assert starting_point(job, None, trust=False) is None
+    assert starting_point(job, None) is None
     assert list(job.out.iterdir()) == []
 
 

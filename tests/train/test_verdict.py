@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esmshard.tasks.intervals import Interval
-from esmshard.tasks.metrics import means
+from esmshard.tasks.metrics import Interval, means
 from esmshard.train import evaluate
-from esmshard.train.records.verdict import verdict
+from esmshard.train.evaluate import verdict
 
 NAN = math.nan
 NO_INTERVAL = (NAN, NAN)
@@ -78,7 +77,6 @@ TASK: Any = SimpleNamespace(
     prepared=list,
     summary=lambda rows: means(rows, COLUMNS),
     names=(),
-    columns_of=lambda _rows: COLUMNS,
     settings=SimpleNamespace(pairs=False),
     units=lambda _data: (None, "record"),
     profile=lambda _row: None,

@@ -15,7 +15,7 @@ from typing import Literal
 
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.tables import MISSING, NUMBER, shown
-from esmshard.errors import InputError, NotANumber
+from esmshard.errors import InputError
 
 Split = Literal["train", "valid", "test"]
 
@@ -141,8 +141,8 @@ def number(text: str, where: Callable[[], str]) -> float:
         return float("nan")
     value = float(text) if NUMBER.fullmatch(text) else float("inf")
     if abs(value) > FLOAT32_MAX:
-        raise NotANumber(
+        raise InputError(
             f"{where()} is {shown(text)}, which is not a finite number; write one with a decimal point, or nan "
-            "where there is none"
+            "where there is none; for names of classes, set task.kind=class"
         )
     return value

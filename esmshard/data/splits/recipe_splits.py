@@ -41,7 +41,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
         recipe: the recipe as loaded.
         name: train, valid or test.
         labels: opens the labels of a FASTA file and its records; None if only the sequences are needed.
-        tracks: the tracks of the recipe (`esmshard.tasks.finetuner.tracks_of`).
+        tracks: the tracks of the recipe (`esmshard.tasks.finetuned.tracks_of`).
     """
     data, seed = recipe.data, recipe.train.seed
     if data.complexes is not None and not any(map(_holds_structures, (data.train, data.valid, data.test))):

@@ -22,7 +22,7 @@ from esmshard.model.weights import open_weights
 from esmshard.model.weights.open_weights import Weights
 from esmshard.model.weights.origin import model_hash
 from esmshard.parallel.process_group import precision_on
-from esmshard.tasks.finetuner import without_tracks
+from esmshard.tasks.finetuned import without_tracks
 
 PARTS = "parts"
 """The format that is a directory, namely the embedding store itself."""

@@ -29,9 +29,8 @@ from esmshard.embed.store.part_plan import Spec, read_plan
 from esmshard.embed.workers.claims import Worker
 from esmshard.embed.workers.embed_worker import checked_model, work
 from esmshard.errors import InputError, LostProcess, UsageError
-from esmshard.model.contacts import ContactRegression
 from esmshard.model.families import family_registry
-from esmshard.model.trunk import Trunk
+from esmshard.model.trunk import ContactRegression, Trunk
 from esmshard.model.weights.open_weights import Weights
 from esmshard.parallel.launch import follow_launcher
 from esmshard.parallel.layout import Layout

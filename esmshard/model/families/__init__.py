@@ -1,1 +1,1 @@
-"""One folder for each family of models, the record that a family consists of, and the registry of all families."""
+"""Families of models: one module for each, what several share, the class `Family`, and the registry."""

@@ -1,20 +1,28 @@
-"""`Family`, the record of everything that the rest of the package needs to know of a family of models. No torch.
-
-What needs torch is behind functions, which import it when they are called.
-"""
+"""`Family`: everything that the rest of the package needs to know of a family of models."""
 
 from __future__ import annotations
 
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from esmshard.model import weight_reader
+from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import ModelConfig
+from esmshard.model.trunk import Trunk
+from esmshard.model.weight_reader import WeightReader
 from esmshard.vocab import Track
 
-if TYPE_CHECKING:
-    import torch
+Encoder = Callable[[Path, npt.NDArray[np.float32], torch.device], npt.NDArray[np.int64]]
+"""Computes a track of codes: of a file of weights, the coordinates [L, 3, 3] of one protein in Ångström and the
+computing device it returns the codes [L]."""
 
 
 @dataclass(frozen=True)
@@ -39,63 +47,53 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TransformersFiles:
-    """How directories in the layout of `transformers` name the tensors and sizes of a family.
+class Names:
+    """The names of tensors in a layout of files."""
 
-    All functions raise `ValueError` with a reason.
-    """
+    block: str
+    """What stands before the number of a block; `layers.` here."""
+    in_block: Mapping[str, str]
+    """Their names of the modules of a block, by ours."""
+    others: Mapping[str, str]
+    """Their names of the other tensors, by ours, where the two differ."""
 
-    model_types: tuple[str, ...]
-    """The values of `model_type` in the `config.json` files of this family."""
-    vocab_size: int | None = field(default=None, kw_only=True)
-    """The value of `vocab_size` there, where other families have the same `model_type`."""
-    read_config: Callable[[Mapping[str, Any]], ModelConfig]
-    """Return the architecture that a `config.json` of one of these types describes."""
-    pieces: Callable[[str, Any], Sequence[Piece]]
-    """Return our tensors in a key of a `transformers` directory; none for a key that the model does not use. An unknown
-    key is returned as it is."""
-    write_config: Callable[[Any], dict[str, Any]]
-    """Return the content of the `config.json` that is written."""
-    key: Callable[[str], str | None]
-    """Return the key under which one of our tensors is written to a `transformers` directory; None for a tensor that is
-    not written, because it follows from the architecture. Tensors with the same key are joined, one below the other in
-    the order of `pieces`."""
-    write_tokenizer: Callable[[Path], None]
-    """Write the files from which `transformers` makes its tokenizer to a directory."""
-    model_class: str
-    """The class of `transformers` that reads what is written. Empty for a family that `transformers` does not have:
-    only esmshard reads its directories."""
-    model_module: str
-    """The module of this class."""
-    prefix: str = ""
-    """What begins the keys of the trunk, and is absent in the files of a model without LM head, such as `esm.`."""
-    remote_code: bool = False
-    """Whether the class is code in a repository on the hub, which `auto_map` in `config.json` names."""
+    def theirs(self, name: str) -> str:
+        """Return their name of one of our tensors."""
+        if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(\w+)", name):
+            return f"{self.block}{match[1]}.{self.in_block[match[2]]}.{match[3]}"
+        return self.others.get(name, name)
 
-    @property
-    def call(self) -> str:
-        """The call that reads what is written, for texts."""
-        more = "(DIRECTORY, trust_remote_code=True)" if self.remote_code else ""
-        return f"transformers.{self.model_class}.from_pretrained{more}"
+    def ours(self, key: str) -> str:
+        """Return our name of one of their tensors; an unknown key as it is."""
+        if match := re.fullmatch(rf"{re.escape(self.block)}(\d+)\.(.+)\.(\w+)", key):
+            names = {theirs: ours for ours, theirs in self.in_block.items()}
+            return f"layers.{match[1]}.{names[match[2]]}.{match[3]}" if match[2] in names else key
+        return {theirs: ours for ours, theirs in self.others.items()}.get(key, key)
 
 
-@dataclass(frozen=True)
-class AuthorsFile:
+class AuthorsFile(ABC):
     """How `torch.save` writes a file for the code of a family's authors."""
 
-    path: Callable[[Path, str, Any], Path]
-    """Return the path of the file for a model of a name and architecture: `path(directory, name, config)`."""
-    write: Callable[[Path, Any, dict[str, torch.Tensor]], list[Path]]
-    """Write tensors, by our names and without the tied ones: `write(path, config, tensors)`. Return all files."""
-    use: str
+    use: ClassVar[str]
     """Python code that opens a file FILE, for the model card."""
-    code: str
+    code: ClassVar[str]
     """The name and address of the authors' code, in Markdown, for the model card."""
-    joined: Callable[[Any], Mapping[str, tuple[str, ...]]] = lambda config: {}
-    """Return, for an architecture, the tensors of the file that are several of ours, one below the other: our names, by
-    the name under which `write` gets the whole."""
-    lacks: tuple[str, ...] = ("head.",)
+    lacks: ClassVar[tuple[str, ...]] = ("head.",)
     """Beginnings of our names of tensors that the file cannot hold."""
+
+    @abstractmethod
+    def path(self, directory: Path, stem: str, config: Any) -> Path:
+        """Return the path of the file for a model of a name and architecture."""
+
+    @abstractmethod
+    def write(self, file: Path, config: Any, tensors: dict[str, torch.Tensor]) -> list[Path]:
+        """Write tensors, by our names and without the tied ones. Return all files."""
+
+    def joined(self, config: Any) -> Mapping[str, tuple[str, ...]]:
+        """Return the tensors of the file that are several of ours, one below the other: our names, by the name under
+        which `write` gets the whole.
+        """
+        return {}
 
 
 class Corruption(NamedTuple):
@@ -109,43 +107,159 @@ class Corruption(NamedTuple):
     """The number of letters that were drawn from, each as often."""
 
 
-@dataclass(frozen=True)
-class Family:
-    """A family of models: shapes, files, initial values, and what may be said about its models."""
+class Opened(NamedTuple):
+    """The content of a file of the authors' own code."""
 
-    name: str
-    """The name in checkpoints and in `FAMILIES`."""
-    title: str
+    config: ModelConfig
+    tensors: dict[str, WeightReader]
+    """Readers of the tensors, by our names."""
+    files: tuple[Path, ...]
+    """All files that hold them."""
+
+
+class Family(ABC):
+    """A family of models: shapes, files, initial values, and what may be said about its models.
+
+    Functions that read raise `ValueError` with a reason for a model that cannot be read.
+    """
+
+    title: ClassVar[str]
     """The name in texts."""
-    config: type[ModelConfig]
-    sizes: Mapping[str, ModelConfig]
+    config: ClassVar[type[ModelConfig]]
+    trunk: ClassVar[type[Trunk]]
+    """The class of the models, which takes an architecture."""
+    sizes: ClassVar[Mapping[str, ModelConfig]]
     """Architectures by name, released or not."""
-    released: Mapping[str, Released]
+    released: ClassVar[Mapping[str, Released]]
     """Released models by name. Their architectures are in `sizes`."""
-    paper: str
+    paper: ClassVar[str]
     """The publication of the architecture, as BibTeX."""
-    window: int
+    window: ClassVar[int]
     """Residues that the models saw at once in training, unless their configuration says another number. Longer proteins
     are scored and embedded in such windows."""
-    corruption: Corruption | None = field(default=None, kw_only=True)
+    corruption: ClassVar[Corruption | None] = None
     """What the models saw in training, for estimates of masked probabilities from visible residues; None if that is not
     known, or all residues that they were asked for were masked."""
-    trunk: str
-    """The subclass of `esmshard.model.trunk.Trunk`, as `module:Class`, which takes an architecture."""
-    initial: Callable[[Any, str, torch.Size, torch.Generator], torch.Tensor]
-    """Return the initial values of a tensor of a new model: `initial(config, name, shape, generator)`."""
-    files: TransformersFiles
-    read_pickle: str | None
-    """The function that reads files of the authors' own code, as `module:function`; None if they publish none. Of the
-    content of a file and its path, it returns the architecture, readers of the tensors by our names, and all files that
-    hold them; or None if it is no such file. It raises `ValueError` or `InputError` for a model that cannot be read."""
-    pickles: Mapping[str, str]
-    """The `AuthorsFile` objects of the files that can be written, as `module:name`, by their word in
-    `consolidate --to`."""
-    computed: Callable[[str], bool] = lambda name: name.endswith("inv_freq")
-    """Whether a tensor follows from the architecture, so that a file may lack it. Rotary frequencies do."""
-    tracks: tuple[Track, ...] = ()
+    tracks: ClassVar[tuple[Track, ...]] = ()
     """What the models read of each residue besides its amino acid, if the user gives it."""
-    encoders: Mapping[str, str] = field(default_factory=dict)
-    """Functions that compute a track of codes, by its name, as `module:function`: of a file of weights, the
-    coordinates [L, 3, 3] of one protein and the computing device they return the codes [L]."""
+    encoders: ClassVar[
+        Mapping[str, Callable[[Path, npt.NDArray[np.float32], torch.device], npt.NDArray[np.int64]]]
+    ] = {}
+    """Functions that compute a track of codes, by the name of the track."""
+    pickles: ClassVar[Mapping[str, AuthorsFile]] = {}
+    """The files of the authors' own code that can be written, by their word in `consolidate --to`."""
+    reads_pickles: ClassVar[bool] = False
+    """Whether the authors' own code has files, which `read_pickle` reads."""
+
+    # Directories in the layout of `transformers`.
+    model_types: ClassVar[tuple[str, ...]]
+    """The values of `model_type` in the `config.json` files of this family."""
+    vocab_size: ClassVar[int | None] = None
+    """The value of `vocab_size` there, where other families have the same `model_type`."""
+    names: ClassVar[Names]
+    """The names of tensors in the directories that are written."""
+    prefix: ClassVar[str] = ""
+    """What begins the keys of the trunk, and is absent in the files of a model without LM head, such as `esm.`."""
+    model_class: ClassVar[str] = ""
+    """The class of `transformers` that reads what is written. Empty for a family that `transformers` does not have:
+    only esmshard reads its directories."""
+    model_module: ClassVar[str] = ""
+    """The module of this class."""
+    remote_code: ClassVar[bool] = False
+    """Whether the class is code in a repository on the hub, which `auto_map` in `config.json` names."""
+
+    @property
+    def name(self) -> str:
+        """The name in checkpoints and in `FAMILIES`."""
+        return self.config.family
+
+    @property
+    def call(self) -> str:
+        """The call that reads what is written, for texts."""
+        more = "(DIRECTORY, trust_remote_code=True)" if self.remote_code else ""
+        return f"transformers.{self.model_class}.from_pretrained{more}"
+
+    @property
+    def files(self) -> Family:
+        """The family itself, while callers still ask for its files."""
+        return self
+
+    def computed(self, name: str) -> bool:
+        """Return whether a tensor follows from the architecture, so that a file may lack it. Rotary frequencies do."""
+        return name.endswith("inv_freq")
+
+    def initial(self, config: Any, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+        """Draw a tensor of a new model: matrices and embeddings are normal with deviation 0.02, biases 0, and weights
+        of norms 1.
+        """
+        if name.endswith("inv_freq"):
+            return inverse_frequencies(config.head_dim)
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        if len(shape) == 1:
+            return torch.ones(shape)
+        return 0.02 * torch.randn(shape, generator=generator)
+
+    @abstractmethod
+    def read_config(self, raw: Mapping[str, Any]) -> ModelConfig:
+        """Return the architecture that a `config.json` of one of `model_types` describes."""
+
+    @abstractmethod
+    def write_config(self, config: Any) -> dict[str, Any]:
+        """Return the content of the `config.json` that is written."""
+
+    @abstractmethod
+    def pieces(self, key: str, config: Any) -> Sequence[Piece]:
+        """Return our tensors in a key of a directory or of the authors' files; none for a key that the model does not
+        use. An unknown key is returned as it is.
+        """
+
+    def tensors(self, state: Mapping[str, Any], config: Any) -> dict[str, WeightReader]:
+        """Return readers of the tensors of a file of this family that is in memory, by our names."""
+        return {
+            piece.name: reader.part(piece.rows)
+            for key, reader in weight_reader.tensors(state).items()
+            for piece in self.pieces(key, config)
+        }
+
+    def key(self, name: str) -> str | None:
+        """Return the key under which one of our tensors is written; None for a tensor that is not written, because it
+        follows from the architecture. Tensors with the same key are joined, one below the other in the order of
+        `pieces`.
+        """
+        return None if self.computed(name) else self.names.theirs(name)
+
+    @abstractmethod
+    def write_tokenizer(self, directory: Path) -> None:
+        """Write the files from which `transformers` makes its tokenizer to a directory."""
+
+    def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
+        """Read the content of a file of the authors' own code at this path; None if it is no such file."""
+        return None
+
+
+def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], place: str = "") -> None:
+    """Check that a configuration says nothing else than what is fixed here.
+
+    Raises:
+        ValueError: a setting has another value; the message names all of them.
+    """
+    if wrong := [
+        f"{place}{key} is {raw[key]!r}, not {value!r}" for key, value in fixed.items() if raw.get(key, value) != value
+    ]:
+        raise ValueError("; ".join(wrong))
+
+
+def renamed(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of a configuration under our names; `keys` has the names there, by ours.
+
+    Raises:
+        ValueError: one of them is missing.
+    """
+    if missing := [key for key in keys.values() if key not in raw]:
+        raise ValueError(f"{missing[0]!r} is missing")
+    return {ours: raw[key] for ours, key in keys.items()}
+
+
+SIZES_OF_TRANSFORMERS = {"n_layers": "num_hidden_layers", "dim": "hidden_size", "n_heads": "num_attention_heads"}
+"""The names of sizes in a `config.json` of `transformers`, by ours."""

@@ -391,7 +391,7 @@ def _read_pickle(path: Path) -> Weights:
     if found is None:
         if state := state_dicts.bare(weight_reader.read_pickle(path)):
             raise InputError(state_dicts.without_size(path, state))
-        titles = ", ".join(family.title for family in family_registry.FAMILIES.values() if family.read_pickle)
+        titles = ", ".join(family.title for family in family_registry.FAMILIES.values() if family.reads_pickles)
         raise InputError(f"{path}: not a model file of the authors' code of {titles} (a 'model' holds no weights)")
     return found
 

@@ -107,11 +107,8 @@ def reopen(before: Mapping[str, Any], where: str, model: str | None = None) -> W
 
 
 def _without_default(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the family if it is the one of records that name none; and the window and how chains are joined, which
-    are no part of the weights.
-    """
-    unnamed = ("family", family_registry.UNNAMED.name)
-    return {key: value for key, value in config.items() if (key, value) != unnamed and key not in ("window", "chains")}
+    """Leave out the window and how chains are joined, which are no part of the weights."""
+    return {key: value for key, value in config.items() if key not in ("window", "chains")}
 
 
 def _hashes(known: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from esmshard.predict.contact_pictures import matplotlib_figure
 from esmshard.report.read.run_directory import Values
-from esmshard.tasks.intervals import LEAST, Interval, draws, interval
+from esmshard.tasks.metrics import LEAST, Interval, draws, interval
 
 BLUE, ORANGE, GREY = "#3b82c4", "#d9772b", "#8a8f98"
 """Colours that are readable on white and on black, and distinguishable without red or green vision."""

@@ -13,7 +13,7 @@ from esmshard.tasks.base import of_residues
 from esmshard.vocab import chain_spans, is_residue
 
 if TYPE_CHECKING:
-    from esmshard.tasks.finetuner import FineTuned
+    from esmshard.tasks.finetuned import FineTuned
 
 
 def contact_figure(run: Path, data: Examples, device: str | None = None) -> Path:
@@ -21,7 +21,7 @@ def contact_figure(run: Path, data: Examples, device: str | None = None) -> Path
 
     The protein is the one with the median long-range P@L, so the picture is neither the best nor the worst.
     """
-    from esmshard.tasks.finetuner import load_finetuned
+    from esmshard.tasks.finetuned import load_finetuned
 
     record_id, value = _median(run / "per_protein.csv", "long P@L")
     example = data.get(next(n for n in range(len(data)) if data.id(n) == record_id))

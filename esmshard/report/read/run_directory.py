@@ -13,10 +13,9 @@ from esmshard.errors import InputError, UsageError
 from esmshard.files import parse_json
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.intervals import Interval
+from esmshard.tasks.metrics import Interval
 from esmshard.tasks.registry import new_task
-from esmshard.train.records import goodput, status
-from esmshard.train.records.attempt import METRICS
+from esmshard.train.run_dir import METRICS, Goodput, Status, goodput, is_step, metrics_of, read_status
 
 Values = npt.NDArray[np.float64]
 
@@ -72,14 +71,14 @@ class RunFiles:
     recipe_problem: str | None
     """The reason why the existing recipe cannot be used."""
     versions: Mapping[str, Any]
-    status: status.Status | None
+    status: Status | None
     evaluation: Evaluation | None
     proteins: Proteins | None
     steps: Mapping[str, Values]
     """The values of STEP_COLUMNS, float64 [S] each; NaN where a step has no value."""
     validations: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
-    goodput: goodput.Summary
+    goodput: Goodput
     headline: Headline | None
 
     @property
@@ -107,11 +106,11 @@ def read(run: Path) -> RunFiles:
             recipe = recipe_file.load(run / "recipe.yaml", of_run=True)
         except UsageError as error:  # a recipe of another version; the results are still readable
             problem = error.problems[0]
-    lines = _lines(run / METRICS)
-    steps = [line for line in lines if "event" not in line and "split" not in line and "step" in line]
+    lines = _lines(run)
+    steps = [line for line in lines if is_step(line)]
     validations = [line for line in lines if line.get("split") == "valid" and "step" in line]
     try:
-        spent = goodput.summary(lines)
+        spent = goodput(lines)
     except (KeyError, TypeError):
         raise InputError(f"{run / METRICS}: damaged (an event without its numbers); the run cannot be shown") from None
     evaluation = _evaluation(run / "evaluation.json")
@@ -121,7 +120,7 @@ def read(run: Path) -> RunFiles:
         recipe_text=recipe_text,
         recipe_problem=problem,
         versions=json_object(run / "versions.json") or {},
-        status=status.read(run),
+        status=read_status(run),
         evaluation=evaluation,
         proteins=_proteins(run / "per_protein.csv"),
         steps={name: np.array([number(line.get(name)) for line in steps]) for name in STEP_COLUMNS},
@@ -154,16 +153,11 @@ def _headline(
     return Headline(names[0], lower) if names else None
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(out: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl without the values of single ranks, which take gigabytes for a long run on many ranks."""
-    lines: list[dict[str, Any]] = []
-    if not path.is_file():
-        return lines
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
-            for line in goodput.parse(text):
-                lines.append({name: value for name, value in line.items() if not isinstance(value, dict)})
-    if not lines and path.stat().st_size:
+    lines = [{name: value for name, value in line.items() if not isinstance(value, dict)} for line in metrics_of(out)]
+    path = out / METRICS
+    if not lines and path.is_file() and path.stat().st_size:
         raise InputError(f"{path}: damaged, no line of it is JSON; the run cannot be shown")
     return lines
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from esmshard.errors import InputError
 from esmshard.report.read.run_directory import json_object
-from esmshard.train.experiments.repeats import SUMMARY
-from esmshard.train.records.standing import SWEEP
+from esmshard.train.cross_validation import SUMMARY
+from esmshard.train.run_dir import SWEEP
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from esmshard.errors import InputError
 from esmshard.recipe.sections import Recipe
 from esmshard.report.read.run_directory import RunFiles, Values, intervals, json_object, number, read
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.intervals import Interval
+from esmshard.tasks.metrics import Interval
 from esmshard.tasks.registry import traits
-from esmshard.train.experiments.repeats import CURVE, SUMMARY
-from esmshard.train.records.verdict import strongest
+from esmshard.train.cross_validation import CURVE, SUMMARY
+from esmshard.train.evaluate import strongest
 
 RANKED = "ranked.csv"
 AGAIN = "repeat its `esmshard finetune` command with --resume auto, which writes it anew"

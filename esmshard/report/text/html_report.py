@@ -19,8 +19,7 @@ from esmshard.report.read.variant_run_directory import is_cross_validated, read_
 from esmshard.report.text import scores, sweep_report, training, variant_report
 from esmshard.report.text.page_parts import PageTable, Section, range_text, value_text
 from esmshard.report.text.path_hiding import Places
-from esmshard.train.records import goodput
-from esmshard.train.records.verdict import comparison
+from esmshard.train.evaluate import comparison
 
 SENTENCES = ("notices", "left_out", "leakage", "verdict", "message")
 """The keys of a run's files that hold sentences for the user."""
@@ -142,7 +141,7 @@ def _facts(run: RunFiles) -> list[tuple[str, str, str]]:
     if np.isfinite(steps["peak_memory_bytes"]).any():
         facts.append(("memory", memory_text(float(np.nanmax(steps["peak_memory_bytes"]))), "peak of a process"))
     if run.goodput["goodput"] is not None:
-        note = f"{goodput.share(run.goodput)} of it in steps that count"
+        note = f"{run.goodput['goodput']:.0%} of it in steps that count"
         facts.append(("time", duration(run.goodput["allocated_s"]), note))
     return facts
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from esmshard.tasks.intervals import Interval
+from esmshard.tasks.metrics import Interval
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,10 @@ from esmshard.report.draw import charts, plots
 from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, intervals, number
 from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, if_intervals, range_text, value_text
 from esmshard.tasks.base import BEFORE, MAIN
-from esmshard.tasks.finetuner import load_finetuned, tracks_of
-from esmshard.tasks.intervals import LEAST, Interval
+from esmshard.tasks.finetuned import load_finetuned, tracks_of
+from esmshard.tasks.metrics import LEAST, Interval
 from esmshard.tasks.registry import traits
-from esmshard.train.evaluate import without_interval
-from esmshard.train.records import verdict as verdicts
+from esmshard.train import evaluate
 
 LONGEST_MAP = 512
 """The longest protein whose contact map is drawn, in residues: larger maps are unreadable and take long on a CPU."""
@@ -47,7 +46,7 @@ def metrics(run: RunFiles) -> Section:
     if missing := [f"{count:,} without {name}" for name, count in raw.get("without_value", {}).items() if count]:
         texts.append(f"Records that a metric has no value for are left out of it: {', '.join(missing)}.")
     texts += [f"{str(sentence)[:1].upper()}{str(sentence)[1:]}." for sentence in raw.get("left_out", ())]
-    if few := without_interval(raw.get("without_interval", {})):
+    if few := evaluate.without_interval(raw.get("without_interval", {})):
         texts.append(f"{' '.join(few)} Without one there is no star either.")
     rows = [[name, *(cell(row.get(c)) for c in columns)] for name, row in found.metrics.items()]
     note = if_intervals(found.metrics[main].values(), ", and its 95% interval below it")
@@ -90,7 +89,7 @@ def strongest(run: RunFiles) -> str | None:
     if run.evaluation is None or run.headline is None:
         return None
     head = run.headline
-    return verdicts.strongest(*_headlines(run.evaluation, head), lower_is_better=bool(head.lower_is_better))
+    return evaluate.strongest(*_headlines(run.evaluation, head), lower_is_better=bool(head.lower_is_better))
 
 
 def achieved(run: RunFiles) -> list[str]:

@@ -13,7 +13,7 @@ from esmshard.report.read.run_directory import number
 from esmshard.report.read.sweep_directory import SweepFiles
 from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, count_text, unit_text
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.intervals import Interval
+from esmshard.tasks.metrics import Interval
 
 MOST_TRIALS = 50
 """The most rows of the table of trials. sweep.csv has all of them."""

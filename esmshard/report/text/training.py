@@ -10,8 +10,7 @@ from esmshard.progress import duration, rate
 from esmshard.report.draw import charts
 from esmshard.report.read.run_directory import RunFiles, Values, number
 from esmshard.report.text.page_parts import Figure, PageTable, Section, count_text, value_text
-from esmshard.train.records import goodput
-from esmshard.train.records.attempt import METRICS
+from esmshard.train.run_dir import METRICS
 
 MOST_ATTEMPTS = 50
 """The number of latest attempts in the table."""
@@ -163,7 +162,7 @@ def time(run: RunFiles) -> Section:
         ),
     }
     parts["validation, test, other"] = max(0.0, spent["allocated_s"] - sum(parts.values()))
-    share = "" if spent["goodput"] is None else f", {goodput.share(spent)} of it in steps that count (goodput)"
+    share = "" if spent["goodput"] is None else f", {spent['goodput']:.0%} of it in steps that count (goodput)"
     texts = [
         f"{duration(spent['allocated_s'])} in {count_text(spent['attempts'], 'attempt')}{share}. Time between "
         "attempts, such as in a queue, is not counted."

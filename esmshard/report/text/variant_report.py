@@ -28,9 +28,9 @@ from esmshard.report.text.page_parts import (
 from esmshard.report.text.scores import MOST_TARGETS, measured_figures, methods_figure
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.intervals import Interval
-from esmshard.train.experiments.repeats import CURVE, SUMMARY
-from esmshard.train.records.verdict import comparison
+from esmshard.tasks.metrics import Interval
+from esmshard.train.cross_validation import CURVE, SUMMARY
+from esmshard.train.evaluate import comparison
 
 BEST = 20
 """The number of rows of the table of ranked variants."""

@@ -1,0 +1,250 @@
+"""AMPLIFY over packed sequences, and its files.
+
+The reference for every number is the authors' code (https://github.com/chandar-lab/AMPLIFY, commit 2fd2c08), a class of
+`transformers` that lies beside the weights; `tests/parity/` compares the two. Gate and up are one tensor in its files.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from esmshard.batch import TokenBatch
+from esmshard.model.config import ModelConfig
+from esmshard.model.families import gated_base
+from esmshard.model.families.family import (
+    SIZES_OF_TRANSFORMERS,
+    Family,
+    Names,
+    Piece,
+    Released,
+    check_settings,
+    renamed,
+)
+from esmshard.model.families.gated_base import GatedConfig, GatedTrunk
+from esmshard.model.gated_layer import RMSNorm
+from esmshard.model.trunk import ABSENT
+from esmshard.vocab import TOKENS, VOCAB_SIZE
+
+VOCABULARY = ("<pad>", "<unk>", "<mask>", "<bos>", "<eos>", "|", *"LAGVSERTIDPKQNFYMHWCB")
+"""The tokens of AMPLIFY, in the order of the rows of its embedding (`conf/tokenizer/amplify_vocab.txt` there)."""
+
+_SAME = {"<cls>": "<bos>", "<null_1>": "|"}
+"""Tokens of `esmshard.vocab` that have another name in AMPLIFY. ESM-C, too, has `|` in the place of `<null_1>`."""
+
+ROWS: tuple[int | None, ...] = tuple(
+    VOCABULARY.index(name) if (name := _SAME.get(token, token)) in VOCABULARY else None for token in TOKENS
+)
+"""The row of each token of `esmshard.vocab`; None for X, U, Z, O and gaps, which AMPLIFY reads as `<unk>`."""
+
+CODE = "chandar-lab/AMPLIFY_350M--amplify"
+"""The repository and the module of the authors' code on the hub, as `auto_map` names them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmplifyConfig(GatedConfig):
+    """The architecture of an AMPLIFY.
+
+    Everything else (vocabulary, RMSNorm with eps 1e-5, interleaved rotary positions of base 10000, no biases in blocks)
+    is fixed.
+    """
+
+    family: ClassVar[str] = "amplify"
+    qk_norm: ClassVar[bool] = False
+    chain_break: ClassVar[bool] = False
+
+    @property
+    def n_logits(self) -> int:
+        """The 33 tokens. Those that the model lacks have a logit that makes their probability zero."""
+        return VOCAB_SIZE
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of gate and up: 8/3 of the model's width, up to a multiple of 8, in all released models."""
+        return (8 * self.dim // 3 + 7) // 8 * 8 if self.ffn is None else self.ffn
+
+    @property
+    def branch_scale(self) -> float:
+        """Nothing is scaled."""
+        return 1.0
+
+    @property
+    def layer_parameters(self) -> int:
+        """Matrices and two norms, all without biases."""
+        return sum(matrix.rows * matrix.columns for matrix in self.matrices) + 2 * self.dim
+
+    @property
+    def layer_biases(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def embedding_parameters(self) -> int:
+        """The token embedding."""
+        return len(VOCABULARY) * self.dim
+
+    @property
+    def lm_head_parameters(self) -> int:
+        """One matrix, which is not the embedding's, with a bias."""
+        return len(VOCABULARY) * (self.dim + 1)
+
+
+class AmplifyHead(nn.Module):
+    """The LM head: one linear layer, whose columns are put into the order of `esmshard.vocab`."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(dim, len(VOCABULARY))
+
+    def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
+        """Map x [P, D] to logits [P, 33], with `ABSENT` for the tokens that AMPLIFY lacks."""
+        logits = self.decoder(x_PD)
+        columns, absent = logits.split(1, dim=1), torch.full_like(logits[:, :1], ABSENT)
+        return torch.cat([absent if row is None else columns[row] for row in ROWS], dim=1)
+
+
+class Amplify(GatedTrunk):
+    """The AMPLIFY trunk with its LM head."""
+
+    def __init__(self, config: AmplifyConfig) -> None:
+        norm = partial(RMSNorm, eps=1e-5)
+        lm_head = AmplifyHead(config.dim)
+        super().__init__(config, len(VOCABULARY), norm(config.dim), lm_head, norm=norm, interleaved=True)
+
+    def embed(self, batch: TokenBatch) -> torch.Tensor:
+        """Look up the token embeddings [T, D]. Letters that AMPLIFY lacks have the row of `<unk>`."""
+        # Rows are joined instead of looked up by a second table, which would be a buffer beside the weights.
+        rows, unknown = self.embed_tokens.weight.split(1), VOCABULARY.index("<unk>")  # type: ignore[no-untyped-call]
+        table = torch.cat([rows[unknown if row is None else row] for row in ROWS])
+        return F.embedding(batch.tokens_T, table)
+
+
+_M120 = AmplifyConfig(n_layers=24, dim=640, n_heads=10)
+_M350 = AmplifyConfig(n_layers=32, dim=960, n_heads=15)
+_FOURNIER = """\
+@article{fournier2024protein,
+  title   = {Protein Language Models: Is Scaling Necessary?},
+  author  = {Fournier, Quentin and Vernon, Robert M. and {van der Sloot}, Almer and Schulz, Benjamin and
+             Chandar, Sarath and Langmead, Christopher James},
+  journal = {bioRxiv}, year = {2024}, doi = {10.1101/2024.09.23.614603}
+}"""
+_FIXED = {
+    "vocab_size": len(VOCABULARY),
+    "rms_norm": True,
+    "norm_eps": 1e-5,
+    "layer_norm_after_embedding": False,
+    "layer_norm_before_last_layer": True,
+    "att_bias": False,
+    "ffn_bias": False,
+    "pad_token_id": VOCABULARY.index("<pad>"),
+}
+"""The settings that all released models have. They are the defaults of the authors' code, too."""
+
+
+class AmplifyFamily(Family):
+    """AMPLIFY."""
+
+    title = "AMPLIFY"
+    config = AmplifyConfig
+    trunk = Amplify
+    sizes: ClassVar[Mapping[str, ModelConfig]] = {
+        # These are for tests and for training from scratch on a laptop; nothing is released under these names.
+        "amplify_nano": AmplifyConfig(n_layers=2, dim=32, n_heads=4),
+        "amplify_mini": AmplifyConfig(n_layers=6, dim=128, n_heads=8),
+        "amplify_120m": _M120,
+        "amplify_350m": _M350,
+        # These are the models after the first stage of training, in which proteins had at most 512 tokens.
+        "amplify_120m_base": replace(_M120, window=510),
+        "amplify_350m_base": replace(_M350, window=510),
+    }
+    released: ClassVar[Mapping[str, Released]] = {
+        f"amplify_{size.lower()}": Released(f"chandar-lab/AMPLIFY_{size}", "mit", "chandar-lab", _FOURNIER)
+        for size in ("120M", "350M", "120M_base", "350M_base")
+    }
+    paper = _FOURNIER
+    window = 2046
+    model_types = ("AMPLIFY",)
+    model_class = "AutoModel"
+    model_module = "transformers"
+    remote_code = True
+    names = Names(
+        block="transformer_encoder.",
+        in_block={
+            "self_attn.q_proj": "q",
+            "self_attn.k_proj": "k",
+            "self_attn.v_proj": "v",
+            "self_attn.out_proj": "wo",
+            "self_attn_layer_norm": "attention_norm",
+            "final_layer_norm": "ffn_norm",
+            "gate": "ffn.w12",
+            "up": "ffn.w12",
+            "down": "ffn.w3",
+        },
+        others={
+            "embed_tokens.weight": "encoder.weight",
+            "layer_norm_after.weight": "layer_norm_2.weight",
+            "lm_head.decoder.weight": "decoder.weight",
+            "lm_head.decoder.bias": "decoder.bias",
+        },
+    )
+
+    def initial(self, config: AmplifyConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+        """Draw a tensor of a new model: matrices and embedding are uniform up to 0.02, as in the authors' code."""
+        if len(shape) == 1:
+            return super().initial(config, name, shape, generator)
+        return 0.04 * torch.rand(shape, generator=generator) - 0.02
+
+    def pieces(self, key: str, config: AmplifyConfig) -> tuple[Piece, ...]:
+        """Return our tensors in one of the authors' keys. An unknown key is returned as it is."""
+        if match := re.fullmatch(r"transformer_encoder\.(\d+)\.ffn\.w12\.weight", key):
+            f, layer = config.ffn_width, f"layers.{match[1]}"
+            return Piece(f"{layer}.gate.weight", slice(0, f)), Piece(f"{layer}.up.weight", slice(f, 2 * f))
+        return (Piece(self.names.ours(key)),)
+
+    def read_config(self, raw: Mapping[str, Any]) -> AmplifyConfig:
+        """Return the architecture that a `config.json` describes."""
+        fixed = _FIXED | {"hidden_act": "swiglu"}
+        check_settings({**raw, "hidden_act": str(raw.get("hidden_act", "swiglu")).lower()}, fixed)
+        config = AmplifyConfig(**renamed(raw, SIZES_OF_TRANSFORMERS))
+        width = raw.get("intermediate_size")
+        if not isinstance(width, int):
+            raise ValueError(f"intermediate_size is {width!r} and not a positive whole number")
+        ffn = (2 * width // 3 + 7) // 8 * 8
+        return config if ffn == config.ffn_width else replace(config, ffn=ffn)
+
+    def write_config(self, config: AmplifyConfig) -> dict[str, Any]:
+        """Return the content of `config.json` for the authors' class."""
+        return _FIXED | {
+            "architectures": ["AMPLIFY"],
+            "auto_map": {"AutoConfig": f"{CODE}.AMPLIFYConfig", "AutoModel": f"{CODE}.AMPLIFY"},
+            "bos_token_id": VOCABULARY.index("<bos>"),
+            "decoder_init_range": 0.02,
+            "dropout_prob": 0,
+            "embedding_init_range": 0.02,
+            "eos_token_id": VOCABULARY.index("<eos>"),
+            "hidden_act": "SwiGLU",
+            "hidden_size": config.dim,
+            # The authors' code takes 2/3 of it, up to a multiple of 8.
+            "intermediate_size": 4 * config.dim if config.ffn is None else 3 * config.ffn // 2,
+            "mask_token_id": VOCABULARY.index("<mask>"),
+            "max_length": 2048,
+            "model_type": "AMPLIFY",
+            "num_attention_heads": config.n_heads,
+            "num_hidden_layers": config.n_layers,
+            "unk_token_id": VOCABULARY.index("<unk>"),
+        }
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """Write the files from which `transformers.AutoTokenizer` makes a tokenizer of AMPLIFY."""
+        settings = {f"{role}_token": f"<{role}>" for role in ("pad", "unk", "mask", "bos", "eos")}
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        gated_base.write_tokenizer(directory, VOCABULARY, VOCABULARY[:5], ("<bos>", "A", "B", "<eos>"), settings)
+
+
+FAMILY = AmplifyFamily()

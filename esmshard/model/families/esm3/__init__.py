@@ -1,1 +1,0 @@
-"""ESM3: shapes, tracks of sequence and structure, the encoder of structures, and file layouts."""

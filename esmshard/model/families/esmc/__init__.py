@@ -1,1 +1,0 @@
-"""ESM-C (ESM Cambrian): shapes, blocks, file layouts, and the comparison with the code in `transformers`."""

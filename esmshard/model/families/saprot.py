@@ -1,0 +1,133 @@
+"""SaProt (Su et al. 2024, doi:10.1101/2023.10.01.560349): ESM-2 over pairs of amino acid and structure letter.
+
+The reference for every number is `EsmForMaskedLM` of `transformers` with the authors' 446 tokens;
+`tests/parity/test_saprot.py` compares the two. `esmshard.batch` explains the letters of tensor names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+
+from esmshard.batch import TokenBatch
+from esmshard.model.config import ModelConfig
+from esmshard.model.families.esm_base import EsmFamily, EsmShape, EsmTrunk, LMHead
+from esmshard.model.families.family import Released
+from esmshard.model.trunk import ABSENT
+from esmshard.vocab import MASK, RESIDUES, STANDARD, TOKENS, Track
+
+STRUCTURE = Track("3di", "structure letters (3Di)", "letters", unknown=20, letters="pynwrqhgdlvtmfsaeikc")
+
+SPECIAL = ("<cls>", "<pad>", "<eos>", "<unk>", "<mask>")
+UNKNOWN = "#"
+"""What stands in a pair for an amino acid, or for a structure letter, that is not known."""
+VOCABULARY = SPECIAL + tuple(
+    residue + structure for residue in STANDARD + UNKNOWN for structure in STRUCTURE.letters + UNKNOWN
+)
+PAIRS = len(SPECIAL)
+"""The row of the first pair. All 21 pairs of an amino acid follow each other."""
+STRUCTURES = len(STRUCTURE.letters) + 1
+
+
+def _first_row(token: str) -> int:
+    """Return the row of a token of `esmshard.vocab`; of a residue, the first of its pairs.
+
+    `<mask>` is a residue whose amino acid is not known, and so are the letters that SaProt lacks.
+    """
+    if token in (*RESIDUES, TOKENS[MASK]):
+        residue = token if token in STANDARD else UNKNOWN
+        return PAIRS + STRUCTURES * (STANDARD + UNKNOWN).index(residue)
+    return SPECIAL.index(token if token in SPECIAL else "<unk>")
+
+
+@cache
+def _first_rows(device: torch.device) -> torch.Tensor:
+    """Return `_first_row` of all tokens on a device. The copy to a GPU would make every forward pass wait."""
+    return torch.tensor([_first_row(token) for token in TOKENS], device=device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaprotConfig(EsmShape):
+    """The architecture of a SaProt: an ESM-2 whose tokens are pairs of amino acid and structure letter."""
+
+    family: ClassVar[str] = "saprot"
+    vocabulary: ClassVar[tuple[str, ...]] = VOCABULARY
+
+
+class SaprotHead(LMHead):
+    """The LM head, whose probabilities of the pairs of an amino acid are summed, as the authors' scores sum them."""
+
+    def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
+        """Map x [P, D] to logits [P, 33]; see `logits_of_tokens`."""
+        return logits_of_tokens(super().forward(x_PD))
+
+
+def logits_of_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Map logits of SaProt's 446 tokens to those of the 33 of `esmshard.vocab`, [P, 446] to [P, 33].
+
+    The softmax over the 33 is the sum of the softmax over the 446: an amino acid has the probability of its 21 pairs,
+    and X that of the 21 pairs whose amino acid is `#`. Tokens that SaProt lacks have the logit `ABSENT`.
+    """
+    special_PV, pairs_PV = logits[:, :PAIRS], logits[:, PAIRS:].reshape(len(logits), -1, STRUCTURES).logsumexp(2)
+    columns = dict(zip(SPECIAL, special_PV.unbind(1), strict=True))
+    columns |= dict(zip(STANDARD + "X", pairs_PV.unbind(1), strict=True))
+    absent_P = torch.full_like(logits[:, 0], ABSENT)
+    return torch.stack([columns.get(token, absent_P) for token in TOKENS], dim=1)
+
+
+class SaProt(EsmTrunk):
+    """The SaProt trunk with its two own heads.
+
+    A residue is the pair of its amino acid and its entry in the track `3di`, which is `#` where the track is absent or
+    says nothing. `<mask>` hides the amino acid and keeps the structure letter: it is the pair `#v` of a residue with
+    the letter v, as in the authors' pre-training and scores. So are X, B, U, Z and O, which SaProt lacks. The row
+    `<mask>` of SaProt is never read: the authors' training has no such token either, so that token dropout, which
+    counts this token only, multiplies all embeddings by 0.88.
+    """
+
+    make_lm_head: ClassVar[type[LMHead]] = SaprotHead
+    config: SaprotConfig
+
+    def rows(self, batch: TokenBatch) -> torch.Tensor:
+        """Return the row of the embedding of each token, int64 [T]."""
+        first_T = _first_rows(batch.tokens_T.device)[batch.tokens_T]
+        structure_T = batch.tracks.get(STRUCTURE.name, int(STRUCTURE.unknown))
+        return torch.where(first_T < PAIRS, first_T, first_T + structure_T)
+
+
+_SU = """\
+@inproceedings{su2024saprot,
+  title     = {{SaProt}: Protein Language Modeling with Structure-aware Vocabulary},
+  author    = {Su, Jin and Han, Chenchen and Zhou, Yuyang and Shan, Junjie and Zhou, Xibin and Yuan, Fajie},
+  booktitle = {International Conference on Learning Representations}, year = {2024},
+  doi       = {10.1101/2023.10.01.560349}
+}"""
+
+
+class SaprotFamily(EsmFamily):
+    """SaProt."""
+
+    title = "SaProt"
+    config = SaprotConfig
+    trunk = SaProt
+    sizes: ClassVar[Mapping[str, ModelConfig]] = {
+        # These are for tests and for training from scratch on a laptop; nothing is released under these names.
+        "saprot_nano": SaprotConfig(n_layers=2, dim=32, n_heads=4),
+        "saprot_mini": SaprotConfig(n_layers=6, dim=128, n_heads=8),
+        "saprot_35m_af2": SaprotConfig(n_layers=12, dim=480, n_heads=20),
+        "saprot_650m_af2": SaprotConfig(n_layers=33, dim=1280, n_heads=20),
+        "saprot_650m_pdb": SaprotConfig(n_layers=33, dim=1280, n_heads=20),
+    }
+    released: ClassVar[Mapping[str, Released]] = {
+        f"saprot_{size.lower()}": Released(f"westlake-repl/SaProt_{size}", "mit", "westlake-repl", _SU)
+        for size in ("35M_AF2", "650M_AF2", "650M_PDB")
+    }
+    paper = _SU
+    window = 1022
+    vocab_size = len(VOCABULARY)
+    tracks = (STRUCTURE,)
+
+
+FAMILY = SaprotFamily()

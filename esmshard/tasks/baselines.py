@@ -1,0 +1,181 @@
+"""Linear models on fixed features, fitted by scikit-learn: for baselines and probes.
+
+Features are standardised, and the fitted model is folded back, so that it takes them as they are. The penalty is
+chosen on a part of the examples and holds for all: as the strength of a prior, it does not grow with their number.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression, Ridge, RidgeCV
+from sklearn.model_selection import GridSearchCV, StratifiedKFold
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+
+RIDGE_ROWS, LOGISTIC_ROWS = 1000, 3000
+"""Examples on which a penalty is chosen: more make it hardly better, and slow. With 1,280 features, so many examples
+take a second, and leave-one-out of twice as many takes ten."""
+ALPHAS = np.logspace(-1, 5, 13)
+"""Penalties of ridge regression."""
+CS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""Inverse penalties of logistic regression."""
+FOLDS = 3
+ABSENT = -30.0
+"""Logit of a class without an example, which cannot be fitted."""
+
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear model with O outputs of F features."""
+
+    weight_OF: Array
+    bias_O: Array
+
+    def __call__(self, x_F: npt.NDArray[np.floating]) -> Array:
+        """Convert [..., F] to [..., O]."""
+        return (x_F.astype(np.float64) @ self.weight_OF.T.astype(np.float64) + self.bias_O).astype(np.float32)
+
+    @torch.no_grad()
+    def copy_to(self, layer: nn.Linear) -> None:
+        """Make a layer of F inputs and O outputs compute the same."""
+        layer.weight.copy_(torch.from_numpy(self.weight_OF))
+        layer.bias.copy_(torch.from_numpy(self.bias_O))
+
+    def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays that are kept with a model, for `kept`."""
+        return {f"{name}.weight": self.weight_OF, f"{name}.bias": self.bias_O}
+
+
+def kept(known: Mapping[str, npt.NDArray[Any]], name: str) -> Linear | None:
+    """Return the model of this name among kept arrays, or None."""
+    return Linear(known[f"{name}.weight"], known[f"{name}.bias"]) if f"{name}.weight" in known else None
+
+
+def fit_numbers(
+    x_NF: npt.NDArray[np.floating], y_NT: npt.NDArray[np.floating], light_F: npt.NDArray[np.floating] | None = None
+) -> Linear:
+    """Fit ridge regression for each target to the examples that have it. The penalty is chosen by leave-one-out error.
+
+    A target with fewer than two different values is predicted by its mean; without any value, by 0.
+
+    Args:
+        x_NF: features.
+        y_NT: targets, NaN where there is none.
+        light_F: what each standardised feature is multiplied by: the penalty on it falls with the square.
+    """
+    scaled_NF, fold = _standardise(x_NF, light_F)
+    weight_TF, bias_T = np.zeros((y_NT.shape[1], x_NF.shape[1])), np.zeros(y_NT.shape[1])
+    for t, y_N in enumerate(y_NT.T.astype(np.float64)):
+        known_N = ~np.isnan(y_N)
+        x_MF, y_M = scaled_NF[known_N], y_N[known_N]
+        if len(np.unique(y_M)) < 2:
+            bias_T[t] = y_M[0] if len(y_M) else 0
+            continue
+        some = np.linspace(0, len(x_MF) - 1, min(len(x_MF), RIDGE_ROWS)).astype(np.int64)
+        alpha = RidgeCV(ALPHAS).fit(x_MF[some], y_M[some]).alpha_
+        model = Ridge(alpha, solver="cholesky").fit(x_MF, y_M)
+        weight_TF[t], bias_T[t] = model.coef_, model.intercept_
+    return fold(weight_TF, bias_T)
+
+
+def fit_classes(
+    x_NF: npt.NDArray[np.floating],
+    y_N: npt.NDArray[np.integer],
+    n_classes: int,
+    weight_C: npt.NDArray[np.floating] | None = None,
+    seed: int = 0,
+) -> Linear:
+    """Fit multinomial logistic regression. For two classes, the first has the logit 0.
+
+    Args:
+        x_NF: features.
+        y_N: class of each example.
+        n_classes: C; a class without an example gets the logit ABSENT.
+        weight_C: of each class in the loss.
+        seed: of the folds on which the penalty is chosen.
+    """
+    scaled_NF, fold = _standardise(x_NF)
+    weight_CF, bias_C = np.zeros((n_classes, x_NF.shape[1])), np.full(n_classes, ABSENT)
+    classes = np.unique(y_N)
+    bias_C[classes] = 0
+    if len(classes) > 1:
+        weight_N = np.ones(len(y_N)) if weight_C is None else weight_C[y_N]
+        model = _logistic(_choose(scaled_NF, y_N, seed), scaled_NF, y_N, weight_N)
+        fitted = classes[1:] if len(classes) == 2 else classes
+        weight_CF[fitted], bias_C[fitted] = model.coef_, model.intercept_
+    return fold(weight_CF, bias_C)
+
+
+def fit_labels(
+    x_NF: npt.NDArray[np.floating],
+    y_NC: npt.NDArray[np.floating],
+    weight_C: npt.NDArray[np.floating] | None = None,
+    seed: int = 0,
+) -> Linear:
+    """Fit logistic regression for each of C labels. All labels have the penalty that is best for the label nearest to
+    one half.
+
+    Args:
+        x_NF: features.
+        y_NC: 0 and 1. A label that all examples have, or none, is predicted by its smoothed share.
+        weight_C: of the examples that have a label, in the loss.
+        seed: of the folds on which the penalty is chosen.
+    """
+    scaled_NF, fold = _standardise(x_NF)
+    share_C = (y_NC.sum(0, dtype=np.float64) + 0.5) / (len(y_NC) + 1)
+    weight_CF, bias_C = np.zeros((y_NC.shape[1], x_NF.shape[1])), np.log(share_C / (1 - share_C))
+    weight_NC = np.ones(y_NC.shape) if weight_C is None else np.where(y_NC > 0, weight_C, 1.0)
+    varies = np.flatnonzero(y_NC.min(0) < y_NC.max(0))
+    c = 0.0
+    for label in sorted(varies, key=lambda label: abs(share_C[label] - 0.5)):
+        y_N = y_NC[:, label].astype(np.int64)
+        c = c or _choose(scaled_NF, y_N, seed)
+        model = _logistic(c, scaled_NF, y_N, weight_NC[:, label])
+        weight_CF[label], bias_C[label] = model.coef_[0], model.intercept_[0]
+    return fold(weight_CF, bias_C)
+
+
+def _standardise(
+    x_NF: npt.NDArray[np.floating], light_F: npt.NDArray[np.floating] | None = None
+) -> tuple[Array, Callable[..., Linear]]:
+    """Scale features to mean 0 and deviation 1 (times `light_F`). Also return a function that converts a model of them
+    to one of the features themselves.
+    """
+    scaler = StandardScaler().fit(x_NF.astype(np.float64))
+    mean_F, scale_F = scaler.mean_, scaler.scale_ / (1 if light_F is None else light_F)
+
+    def fold(weight_OF: npt.NDArray[np.float64], bias_O: npt.NDArray[np.float64]) -> Linear:
+        weight_OF = weight_OF / scale_F
+        return Linear(weight_OF.astype(np.float32), (bias_O - weight_OF @ mean_F).astype(np.float32))
+
+    return ((x_NF - mean_F) / scale_F).astype(np.float32), fold
+
+
+def _logistic(c: float, x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: npt.NDArray[np.floating]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # nearly there is good enough for a baseline
+        return LogisticRegression(C=c, max_iter=300).fit(x_NF, y_N, sample_weight=weight_N)
+
+
+def _choose(x_NF: Array, y_N: npt.NDArray[np.integer], seed: int) -> float:
+    """Return the C of the lowest log loss under cross-validation, without weights, among the classes that all folds can
+    have; the smallest C if there are not two such classes.
+    """
+    some = np.random.default_rng(seed).permutation(len(y_N))[:LOGISTIC_ROWS]
+    classes, counts = np.unique(y_N[some], return_counts=True)
+    some = some[np.isin(y_N[some], classes[counts >= FOLDS])]
+    if (counts >= FOLDS).sum() < 2:
+        return CS[0]
+    folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
+    search = GridSearchCV(LogisticRegression(max_iter=300), {"C": CS}, scoring="neg_log_loss", cv=folds, refit=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        return float(search.fit(x_NF[some], y_N[some]).best_params_["C"])

@@ -1,0 +1,449 @@
+"""Task `contact`: residue-residue contacts from Cb coordinates, with the precision of ranked contacts as the ESM papers
+report it, and the regression over attention maps to which every model is compared.
+
+Precision: for one protein of L resolved residues and one range of separations, the floor(L/k) highest-scored valid
+pairs are taken; P@L/k is the share of them that are contacts. The reported number is the mean over proteins. It equals
+`compute_precisions` of fair-esm's contact notebook on complete proteins of at least 60 residues
+(`tests/tasks/test_contact_precision.py`). Differences:
+
+- pairs without a label are never ranked, so the value cannot become negative;
+- a protein with fewer valid pairs than floor(L/k) has no value (NaN) and is left out of the mean;
+- only the upper triangle is scored: symmetrise first;
+- scores of which one is not finite, as those of a model that has diverged, have no order: no metric has a value;
+- of equal scores the pair that comes first (lower i, then lower j) ranks first.
+
+In a record of several chains these metrics are about the pairs within its chains, which are ranked together. Pairs of
+two chains have metrics of their own, `interchain P@L/k`, at any separation. There L is the number of resolved residues
+of the shortest chain, as for the top Ls/k of a heterodimer in Guo et al. 2022 (CDPred, doi:10.1038/s41467-022-34600-2);
+of three and more chains, all pairs of two of them are ranked together.
+
+The regression is the protocol of Rao et al. 2021 (doi:10.1101/2020.12.15.422761), with which contacts of all ESM models
+are reported: an L1 logistic regression with C = 0.15 from the symmetrised and corrected maps of all heads of all layers
+to the contacts of pairs at least six apart, fitted on 20 proteins, which are drawn from the training split.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from scipy.special import expit
+from sklearn.linear_model import LogisticRegression
+from torch import nn
+
+from esmshard.batch import Inputs, pack
+from esmshard.data.batching.loader import Example, Examples
+from esmshard.data.labels.coordinates import CoordinateLabels
+from esmshard.data.store.token_store import TokenStore
+from esmshard.data.structures.contact_labels import LINKER, MIN_SEPARATION, chain_numbers, contact_labels, mark_linkers
+from esmshard.errors import InputError
+from esmshard.model.config import ModelConfig
+from esmshard.model.contacts import ContactAccumulators, corrected_maps
+from esmshard.model.finetuner import FineTuner
+from esmshard.model.trunk import Trunk
+from esmshard.model.weights.open_weights import Weights
+from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.task_section import TaskSettings
+from esmshard.tasks import metrics
+from esmshard.tasks.base import BEFORE, LossSum, Task, on_device_of
+from esmshard.tasks.contact_heads import KEPT_PAIRS, MAPS, AttentionHead, BothHead, PairwiseHead
+from esmshard.tasks.metrics import Row
+from esmshard.vocab import SEPARATOR
+
+RANGES: dict[str, tuple[int, float]] = {
+    "all": (6, np.inf),
+    "short": (6, 12),
+    "medium": (12, 24),
+    "long": (24, np.inf),
+}
+"""Separations j - i, from (inclusive) and to (exclusive)."""
+
+CUTS = {"P@L": 1, "P@L/2": 2, "P@L/5": 5}
+INTERCHAIN = "interchain"
+"""The name of the pairs of two chains, beside RANGES."""
+INTERCHAIN_CUTS = {**CUTS, "P@L/10": 10}
+OF_CHAINS = tuple(f"{INTERCHAIN} {name}" for name in ("P@L/5", "P@L/10", "AUPRC"))
+"""The further metrics of the table if a record has several chains."""
+
+PROTEINS = 20
+C = 0.15
+"""Inverse strength of the L1 penalty; chosen by the authors on 20 further proteins."""
+PREFERRED = 256
+"""Residues. A longer protein is used only if there are too few others, because pairs grow with the square."""
+MOST_NUMBERS = 40_000_000
+"""The most numbers of features. liblinear needs about 36 bytes for each (fp32, then two copies of 16 bytes): 1.4 GB."""
+
+
+class ContactSettings(TaskSettings):
+    """Contacts: pairs of residues with Cb-Cb under 8 A (Ca for glycine), six or more residues apart."""
+
+    name: Literal["contact"]
+
+    may_crop: ClassVar[bool] = True
+    predicts_contacts: ClassVar[bool] = True
+
+    head: Literal["attention", "pairwise", "both"] = "pairwise"
+    """`attention` is a regression over the attention maps of all layers, as in ESM (Rao et al. 2021). It starts from
+    the regression of the model if there is one. `pairwise` is a small dilated 2-D network over products of
+    representations. `both` is this network over products and attention maps."""
+    channels: int = Field(32, ge=4, le=512)
+    """The channels of the pair representation, for `pairwise` and `both`."""
+    blocks: int = Field(4, ge=0, le=64)
+    """The number of residual blocks of 3x3 convolutions, for `pairwise` and `both`. Their dilation cycles through 1, 2,
+    4."""
+
+    def no_probe(self) -> str | None:
+        """A probe can fit a regression only."""
+        return (
+            None
+            if self.head == "attention"
+            else "probe fits a regression over attention maps; set task.head: attention"
+        )
+
+    def head_bytes(self, tokens: int, n_logits: int) -> int:
+        """Count pair maps: six for each block and four others. Of a large map, one is kept for each block, and those of
+        one block are computed again. The last maps have one number for each pair. Queries and keys belong to the model.
+        """
+        attended = {"attention": 4, "pairwise": 0, "both": 4 * (MAPS + 1)}[self.head]
+        blocks, maps = self.blocks, 0
+        if self.head != "attention":
+            maps = 4 + (6 * blocks if tokens**2 <= KEPT_PAIRS else blocks + 6 * min(blocks, 1))
+        return 4 * tokens**2 * (self.channels * maps + attended + 2)
+
+
+class ContactTask(Task):
+    """Contacts: Cb-Cb < 8 A (Ca for glycine), six or more residues apart in a chain, or in two chains of a record."""
+
+    Settings = ContactSettings
+    settings: ContactSettings
+    columns = ("long P@L", "long P@L/2", "long P@L/5", "medium P@L", "short P@L", "all P@L/5", "AUPRC", *OF_CHAINS)
+    names = ()
+    of_base = ("unsupervised head", BEFORE)
+
+    def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> CoordinateLabels:
+        """Read coordinates from the `.npz` beside the FASTA file."""
+        return CoordinateLabels(fasta, store)
+
+    def learn(self, train: Examples) -> Self:
+        """Check that there is something to learn. `InputError` if no record has a contact."""
+        for n in range(len(train)):
+            target_LL = self.inputs(train.get(n)).target
+            if any((target_LL[valid_pairs(target_LL, name)] == 1).any() for name in ("all", INTERCHAIN)):
+                return self
+        raise InputError(
+            f"{train.path}: no record has a contact, that is residues six or more apart with Cb atoms under 8 A; give "
+            "structures of folded domains"
+        )
+
+    def head(self, config: ModelConfig) -> nn.Module:
+        """Make the head that the recipe names."""
+        kind, channels, blocks = self.settings.head, self.settings.channels, self.settings.blocks
+        if kind == "attention":
+            return AttentionHead(config.n_layers * config.n_heads)
+        return BothHead(config, channels, blocks) if kind == "both" else PairwiseHead(config.dim, channels, blocks)
+
+    def start(self, head: nn.Module, found: Weights) -> str | None:
+        """Copy the contact regression of the model, if it has one, into a head that has such a part, and say so."""
+        if isinstance(head, AttentionHead | BothHead) and "contact_head" not in found.absent and found.seed is None:
+            for name, parameter in head.regression.named_parameters():
+                parameter.data.copy_(found[f"contact_head.regression.{name}"])
+            return f"the head starts from the contact regression of {found.source}"
+        return None
+
+    def inputs(self, example: Example) -> Inputs:
+        """Return the target int8 [L, L]: 1 for a contact, 0 for none, -1 where undefined (see `contact_labels`), and
+        linkers as `mark_linkers` does.
+        """
+        linker_L, labels_LL = example.tokens[1:-1] == SEPARATOR, contact_labels(example.labels["cb"])
+        return Inputs(
+            example.tokens,
+            mark_linkers(labels_LL, linker_L) if linker_L.any() else labels_LL,
+            tracks=example.tracks,
+        )
+
+    def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
+        """Compute binary cross-entropy, averaged over the valid pairs of each protein and summed over proteins.
+
+        The mean within a protein keeps long ones, whose pairs grow with the square, from deciding everything. The count
+        is the number of proteins that have a valid pair.
+        """
+        total = torch.stack([o.sum() for o in outputs]).sum() * 0.0  # keeps the graph when no pair is valid
+        count = torch.zeros((), device=total.device)
+        for logits_LL, target_LL in zip(outputs, targets, strict=True):
+            labels_LL = on_device_of(target_LL, logits_LL)
+            chain_L = (labels_LL.diagonal() == LINKER).cumsum(0)  # another number in each chain, as `chain_numbers`
+            near_LL = (chain_L[:, None] == chain_L).triu(1 - MIN_SEPARATION).tril(MIN_SEPARATION - 1)
+            valid_LL = (labels_LL >= 0).triu(1) & ~near_LL
+            n_valid = valid_LL.sum()
+            losses_LL = F.binary_cross_entropy_with_logits(logits_LL, labels_LL.clamp(min=0).float(), reduction="none")
+            # Masked products and not indexing: no size that the host must wait for.
+            total = total + (losses_LL * valid_LL).sum() / n_valid.clamp(min=1)
+            count = count + (n_valid > 0)
+        return LossSum(total, count)
+
+    def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[np.int8]]) -> list[Row]:
+        """Compute `contact_precision`, and `calibration` of the probabilities of the valid pairs."""
+        return [
+            {**contact_precision(logits_LL, labels_LL), "calibration": calibration(logits_LL, labels_LL)}
+            for logits_LL, labels_LL in zip(outputs, targets, strict=True)
+        ]
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Compute means over proteins, and if there are probabilities `ECE`, the expected calibration error over all
+        pairs.
+        """
+        columns = dict.fromkeys(column for row in rows for column in row if column != "calibration")
+        found = metrics.means(rows, list(columns))
+        if "calibration" in rows[0]:
+            found["ECE"] = metrics.calibration_error(metrics.total(rows, "calibration"))
+        return found
+
+    def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return symmetric probabilities, float32 [L, L]."""
+        return np.asarray(expit(output.astype(np.float64)), dtype=np.float32)
+
+    def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
+        """`separation prior` [S]: log odds of a contact at each separation, smoothed by one contact in a hundred pairs;
+        the first are those of any pair of two chains.
+        `unsupervised head` [C + 1]: weights and bias of `fit_regression`, where a record has a contact.
+        """
+        targets = [self.inputs(example).target for example in train]
+        longest = max(len(labels_LL) for labels_LL in targets)
+        pairs, contacts = np.full(longest, 100.0), np.full(longest, 1.0)
+        for labels_LL in targets:
+            for name in ("all", INTERCHAIN):
+                i, j = valid_pairs(labels_LL, name)
+                place = j - i if name == "all" else 0 * i
+                pairs += np.bincount(place, minlength=longest)
+                contacts += np.bincount(place[labels_LL[i, j] == 1], minlength=longest)
+        found = {"separation prior": np.log(contacts / (pairs - contacts)).astype(np.float32)}
+        if contacts[MIN_SEPARATION:].sum() > longest - MIN_SEPARATION:
+            weight_C, bias = fit_regression(base.trunk, train, targets, seed=0)
+            found["unsupervised head"] = np.append(weight_C, np.float32(bias))
+        return found
+
+    def baseline_outputs(
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
+    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        """`base rate`: a random order. `separation prior`: the same score for every pair at one separation, whatever
+        the sequence. `unsupervised head`: a regression over the attention maps of the model before the first step.
+        `before fine-tuning`: that model with its new head.
+        """
+        inputs = self.inputs(example)
+        found: dict[str, npt.NDArray[np.float32] | Row] = {"base rate": base_rate(inputs.target)}
+        if (prior := known.get("separation prior")) is not None:
+            place_L, chain_L = np.arange(len(inputs.target)), chain_numbers(inputs.target)
+            separation_LL = np.minimum(np.abs(place_L[:, None] - place_L[None, :]), len(prior) - 1)
+            separation_LL[chain_L[:, None] != chain_L[None, :]] = 0
+            found["separation prior"] = prior[separation_LL]
+            if chain_L[-1]:  # between chains all pairs have one score, and no order
+                row = self.score([prior[separation_LL]], [inputs.target])[0]
+                found["separation prior"] = {name: row[name] for name in row if not name.startswith(INTERCHAIN)}
+        if base is not None:
+            if (fitted := known.get("unsupervised head")) is not None:
+                found["unsupervised head"] = regression_logits(base.trunk, example, fitted[:-1], fitted[-1])
+            found[BEFORE] = base.outputs([inputs])[0]
+        return found
+
+    def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
+        """Fit the attention head as `fit_regression` does."""
+        assert isinstance(head, AttentionHead)
+        targets = [self.inputs(example).target for example in train]
+        weight_C, bias = fit_regression(base.trunk, train, targets, seed)
+        with torch.no_grad():
+            head.regression.weight.copy_(torch.from_numpy(weight_C)[None])
+            head.regression.bias.fill_(bias)
+
+
+def resolved(labels_LL: npt.NDArray[np.int8]) -> int:
+    """Count the residues with coordinates."""
+    return int((labels_LL.diagonal() >= 0).sum())
+
+
+def valid_pairs(labels_LL: npt.NDArray[np.int8], name: str) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Return (i, j) of the labelled pairs i < j: those of a chain in one of RANGES, or INTERCHAIN ones."""
+    low, high = (1, np.inf) if name == INTERCHAIN else RANGES[name]
+    chain_L = chain_numbers(labels_LL)
+    i, j = np.triu_indices(len(labels_LL), low)
+    keep = (labels_LL[i, j] >= 0) & (j - i < high) & ((chain_L[i] != chain_L[j]) == (name == INTERCHAIN))
+    return i[keep], j[keep]
+
+
+def contact_precision(scores_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
+    """Compute the metrics of one protein: `long P@L`, `long P@L/2`, ... for each of RANGES, and `AUPRC` over all valid
+    pairs of a chain. Only a record of several chains has `interchain P@L`, ..., and `interchain AUPRC`.
+
+    Args:
+        scores_LL: any score, higher is more likely a contact; the upper triangle is read.
+        labels_LL: 1, 0, or -1 where undefined (see `contact_labels`). L is the number of resolved residues.
+    """
+    n_resolved = resolved(labels_LL)
+    row: dict[str, float] = {}
+    for name in RANGES:
+        i, j = valid_pairs(labels_LL, name)
+        row |= _precision(name, scores_LL[i, j], labels_LL[i, j], n_resolved, CUTS)
+    i, j = valid_pairs(labels_LL, "all")
+    if not np.isfinite(scores_LL[i, j]).all():
+        row = dict.fromkeys(row, np.nan) | {"AUPRC": np.nan}
+    else:
+        row["AUPRC"] = metrics.of_scores(scores_LL[i, j], labels_LL[i, j] == 1)["AUPRC"]
+    shortest = shortest_chain(labels_LL)
+    if shortest is None:
+        return row
+    i, j = valid_pairs(labels_LL, INTERCHAIN)
+    scores, hits = scores_LL[i, j], labels_LL[i, j]
+    between = _precision(INTERCHAIN, scores, hits, shortest, INTERCHAIN_CUTS)
+    between[f"{INTERCHAIN} AUPRC"] = metrics.of_scores(scores, hits == 1)["AUPRC"]
+    return row | (between if np.isfinite(scores).all() else dict.fromkeys(between, np.nan))
+
+
+def _precision(
+    name: str, scores: npt.NDArray[np.float32], hits: npt.NDArray[np.int8], length: int, cuts: Mapping[str, int]
+) -> dict[str, float]:
+    """Return the shares of contacts among the floor(length / k) best pairs; NaN if there are fewer pairs."""
+    ranked = hits[np.argsort(-scores, kind="stable")]
+    tops = {cut: length // k for cut, k in cuts.items()}
+    return {f"{name} {cut}": float(ranked[:n].mean()) if 0 < n <= len(ranked) else np.nan for cut, n in tops.items()}
+
+
+def shortest_chain(labels_LL: npt.NDArray[np.int8]) -> int | None:
+    """Return the number of resolved residues of the shortest chain; None for a record of one chain.
+
+    Chains without coordinates are passed over, unless no two others are left: then it is 0.
+    """
+    chain_L = chain_numbers(labels_LL)
+    if chain_L[-1] == 0:
+        return None
+    counts = np.unique(chain_L[labels_LL.diagonal() >= 0], return_counts=True)[1]
+    return int(counts.min()) if len(counts) > 1 else 0
+
+
+def base_rate(labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
+    """Compute what a random order is expected to reach: the share of contacts among the valid pairs of each range, and
+    of two chains.
+    """
+    n_resolved, shortest = resolved(labels_LL), shortest_chain(labels_LL)
+    row: dict[str, float] = {}
+    for name in RANGES:
+        row |= _share(name, labels_LL, n_resolved, CUTS)
+    row["AUPRC"] = _share_of_all("all", labels_LL)
+    if shortest is not None:
+        row |= _share(INTERCHAIN, labels_LL, shortest, INTERCHAIN_CUTS)
+        row[f"{INTERCHAIN} AUPRC"] = _share_of_all(INTERCHAIN, labels_LL)
+    return row
+
+
+def _share(name: str, labels_LL: npt.NDArray[np.int8], length: int, cuts: Mapping[str, int]) -> dict[str, float]:
+    hits = labels_LL[valid_pairs(labels_LL, name)]
+    return {f"{name} {cut}": float(hits.mean()) if 0 < length // k <= len(hits) else np.nan for cut, k in cuts.items()}
+
+
+def _share_of_all(name: str, labels_LL: npt.NDArray[np.int8]) -> float:
+    hits = labels_LL[valid_pairs(labels_LL, name)]
+    return float(hits.mean()) if hits.any() else np.nan
+
+
+def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
+    """Count the valid pairs, within chains and of two chains, by their predicted probability of a contact (see
+    `metrics.calibration`). No pair is counted if a logit is NaN.
+    """
+    i, j = np.concatenate([valid_pairs(labels_LL, name) for name in ("all", INTERCHAIN)], axis=1)
+    if np.isnan(logits_LL[i, j]).any():
+        i, j = i[:0], j[:0]
+    return metrics.calibration(expit(logits_LL[i, j].astype(np.float64)), labels_LL[i, j] == 1)
+
+
+def fit_regression(
+    trunk: Trunk, examples: Sequence[Example], labels: Sequence[npt.NDArray[np.int8]], seed: int
+) -> tuple[npt.NDArray[np.float32], float]:
+    """Fit the weight of each map [C], layer-major, and the bias, in the order of `contact_head.regression`.
+
+    Where all pairs of the 20 proteins are more than MOST_NUMBERS features, all contacts are taken and as many of the
+    other pairs, at random, as there is room for; each of these then counts for several, so that the expected loss, and
+    with it the meaning of C, stays the same.
+
+    Args:
+        trunk: on any device, in evaluation mode.
+        examples: from which 20 are drawn.
+        labels: of each example, int8 [L, L]: 1 contact, 0 none, -1 undefined.
+        seed: of the choice of proteins and pairs.
+
+    Raises:
+        InputError: no example has a contact.
+    """
+    rng = np.random.default_rng(seed)
+    chosen = choose(labels, rng)
+    pairs = [valid_pairs(labels[n], "all") for n in chosen]
+    contacts = [labels[n][ij] == 1 for n, ij in zip(chosen, pairs, strict=True)]
+    keep, weights = thin(np.concatenate(contacts), trunk.config.n_layers * trunk.config.n_heads, rng)
+    features, start = [], 0
+    for n, (i, j) in zip(chosen, pairs, strict=True):
+        kept = keep[start : start + len(i)]
+        features.append(pair_features(trunk, examples[n], i[kept], j[kept]))
+        start += len(i)
+    # Both say L1; scikit-learn 1.8 renamed it.
+    l1 = {"l1_ratio": 1.0} if LogisticRegression().penalty == "deprecated" else {"penalty": "l1"}
+    regression = LogisticRegression(C=C, solver="liblinear", max_iter=1000, random_state=seed, **l1)
+    regression.fit(np.concatenate(features), np.concatenate(contacts)[keep], weights[keep])
+    return regression.coef_[0].astype(np.float32), float(regression.intercept_[0])
+
+
+def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> list[int]:
+    """Choose at most 20 examples with both contacts and other pairs, in random order. Those of at most PREFERRED
+    residues come before longer ones. `InputError` if there is none.
+    """
+    order = sorted(rng.permutation(len(labels)), key=lambda n: len(labels[n]) > PREFERRED)
+    chosen: list[int] = []
+    for n in order:
+        if len(chosen) < PROTEINS and len(np.unique(labels[n][valid_pairs(labels[n], "all")])) == 2:
+            chosen.append(int(n))
+    if not chosen:
+        raise InputError(
+            "no training record has contacts between residues at least six apart, and a regression needs some; give "
+            "records with coordinates of whole domains"
+        )
+    return chosen
+
+
+def thin(
+    contacts_P: npt.NDArray[np.bool_], n_maps: int, rng: np.random.Generator
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+    """Choose the pairs to fit, bool [P], and the number of pairs that each of them stands for, fp64 [P]."""
+    keep, weights = np.ones(len(contacts_P), dtype=bool), np.ones(len(contacts_P))
+    room = max(MOST_NUMBERS // n_maps - int(contacts_P.sum()), int(contacts_P.sum()))
+    others = np.flatnonzero(~contacts_P)
+    if len(others) > room:
+        keep[rng.permutation(others)[room:]] = False
+        weights[others] = len(others) / room
+    return keep, weights
+
+
+@torch.no_grad()
+def pair_features(
+    trunk: Trunk, example: Example, i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]
+) -> npt.NDArray[np.float32]:
+    """Return the features of some pairs of one protein, fp32 [P, C]. Maps of one layer are in memory at a time."""
+    device = trunk.device
+    rows, columns = torch.from_numpy(i).to(device), torch.from_numpy(j).to(device)
+    found: list[npt.NDArray[np.float32]] = []
+
+    def add(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
+        found.append(corrected_maps(q_THK, k_THK)[:, rows, columns].T.cpu().numpy())
+
+    trunk(pack([example.tokens], tracks=[example.tracks]).to(device), layers=(), on_attention=add)
+    return np.concatenate(found, axis=1)
+
+
+@torch.no_grad()
+def regression_logits(
+    trunk: Trunk, example: Example, weight_C: npt.NDArray[np.float32], bias: float
+) -> npt.NDArray[np.float32]:
+    """Return the logits of the regression for one protein, fp32 [L, L]."""
+    device = trunk.device
+    sums = ContactAccumulators(1, torch.from_numpy(weight_C)[None].to(device), torch.tensor([bias], device=device))
+    trunk(pack([example.tokens], tracks=[example.tracks]).to(device), layers=(), on_attention=sums.add)
+    return sums.logits()[0][0].cpu().numpy()

@@ -1,1 +1,0 @@
-"""Contacts between residues: task, heads, and precision of ranked contacts."""

@@ -1,1 +1,0 @@
-"""Labels of residues, of whole proteins and of pairs of them: tasks, heads, and what both know of classes."""

@@ -1,0 +1,462 @@
+"""Measured values of variants of one protein: its substitutions, one or several at a time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from scipy.special import ndtri
+from torch import nn
+
+from esmshard.batch import Inputs
+from esmshard.data.batching.loader import Example, Examples
+from esmshard.data.splits.variant_records import VariantLabels
+from esmshard.data.store.token_store import TokenStore
+from esmshard.data.tables import shown
+from esmshard.data.variants.substitutions import parse_variant
+from esmshard.errors import InputError
+from esmshard.model.config import ModelConfig
+from esmshard.model.finetuner import FineTuner
+from esmshard.model.weights.open_weights import Weights
+from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.section_base import Clash
+from esmshard.recipe.task_section import TaskSettings
+from esmshard.tasks import metrics
+from esmshard.tasks.base import Facts, LossSum, Task, on_device_of, regression_loss, require_two_values
+from esmshard.tasks.baselines import fit_numbers, kept
+from esmshard.tasks.marginals import log_probabilities
+from esmshard.tasks.metrics import Row, variant_units
+from esmshard.tasks.variant_features import PACKED, Pool, VariantHead, frozen, seen_by
+from esmshard.vocab import RESIDUES, STANDARD, decode, encode
+
+KNOTS = 200
+"""The number of pairs of value and normal score that a rank scale keeps. It interpolates between them."""
+THRESHOLDS, SHARPNESS = 15, 2.0
+"""For the ranking loss, the number of quantiles that divide the training values, and the slope of the logistic function
+at each quantile, in standard deviations of normal scores."""
+ONE_HOT, SCORE, AUGMENTED, FROZEN = "one-hot ridge", "zero-shot", "one-hot + zero-shot ridge", "frozen embedding ridge"
+"""The baselines."""
+SHORT = {"one-hot": ONE_HOT, "zero-shot": SCORE, "augmented": AUGMENTED, "embedding": FROZEN}
+"""Names of the baselines that are quick to type."""
+LIGHT = 10.0
+"""The zero-shot score as a feature beside one-hot letters is scaled up so much that the penalty hardly touches it, as
+in Hsu et al. 2022."""
+
+
+DEFAULTS: dict[str, Any] = {
+    "table": None,
+    "wild_type": None,
+    "mutant": None,
+    "offset": "auto",
+    "unusable": "drop",
+    "replicates": "mean",
+    "transform": "none",
+    "lower_is_better": (),
+    "split": "position",
+    "train_max": None,
+    "train_share": 1.0,
+}
+"""The keys of the data section that only this task reads, with their defaults."""
+
+
+class VariantSettings(TaskSettings):
+    """Measured values of variants of one protein with one or several substitutions (docs/variants.md)."""
+
+    name: Literal["variant"]
+
+    data_keys: ClassVar[tuple[str, ...]] = ("target", *DEFAULTS)
+    instead_of_crop: ClassVar[str] = "full or window"
+    reads_table: ClassVar[bool] = True
+
+    pool: Literal["wild_type", "sites", "difference", "mean"] = "wild_type"
+    """The input of the head. `wild_type`: the wild type's representation at each mutated residue, and both letters; one
+    forward pass of the wild type serves all variants of a step. `sites`: in addition, the difference between the
+    representations of variant and wild type at this residue, which takes a forward pass for each variant. `difference`:
+    this difference alone. `mean`: the mean over all residues of the variant."""
+    zero_shot: bool = True
+    """Add the language model's zero-shot score, log p(mutant) - log p(wild type) at the mutated residues in the wild
+    type (Meier et al. 2021), with a trained weight. `wild_type` and `sites` also get all 20 probabilities at these
+    residues. This needs a model with a trained LM head."""
+    loss: Literal["mse", "huber", "ranking"] = "mse"
+    """`huber` counts errors over one standard deviation linearly; `ranking` uses the order of the measured values and
+    not their distances."""
+    hidden: int = Field(64, ge=0, le=8192)
+    """The width of the head's hidden layer; 0 for a linear head."""
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
+
+    def no_probe(self) -> str | None:
+        """A probe can fit a linear head only."""
+        return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
+
+    @property
+    def wild_type_alone(self) -> bool:
+        """Whether the pool is `wild_type`."""
+        return self.pool == "wild_type"
+
+    def suit(self, data: DataSettings) -> DataSettings:
+        """Return the data section with the defaults of the keys that only this task reads."""
+        if self.loss == "ranking" and data.transform == "log":
+            raise Clash("transform", "log has no effect on task.loss ranking, which uses ranks; remove it")
+        for key in ("table", "wild_type"):
+            if getattr(data, key) is None:
+                raise Clash(key, "this key is required")
+        for key in ("train", "valid", "test", "clusters"):
+            if getattr(data, key) is not None:
+                reason = "is for the other tasks, and the recipe has variant, which divides data.table; remove it"
+                raise Clash(key, reason)
+        if data.long not in ("full", "window"):
+            reason = f"{data.long} leaves variants out; choose full, or window for a part of a long protein"
+            raise Clash("long", reason)
+        data = data.model_copy(update={key: value for key, value in DEFAULTS.items() if getattr(data, key) is None})
+        if data.split in ("mutations", "given") and data.folds is not None:
+            reason = f"divides the table, and data.split {data.split} does so in another way; remove one of them"
+            raise Clash("folds", reason)
+        if data.split != "mutations" and data.train_max is not None:
+            raise Clash("train_max", f"is for data.split mutations, and the recipe has {data.split}; remove it")
+        if data.target and (foreign := set(data.lower_is_better or ()) - set(data.target)):
+            raise Clash("lower_is_better", f"{min(foreign)} is no target; data.target names {', '.join(data.target)}")
+        return data
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale of mean 0 and deviation 1 over the training values themselves (`none`), their logarithms (`log`), or the
+    normal scores of their ranks (`rank`).
+    """
+
+    kind: str
+    mean: float
+    deviation: float
+    values: tuple[float, ...] = ()
+    """For `rank`, some training values in ascending order."""
+    scores: tuple[float, ...] = ()
+    """The normal scores of these values."""
+
+    def to(self, value: float) -> float:
+        """Convert from the unit of the table; NaN stays NaN."""
+        if self.kind == "rank":
+            return _interpolate(value, self.values, self.scores, 1 / self.deviation)
+        return (float(np.log(value) if self.kind == "log" else value) - self.mean) / self.deviation
+
+    def back(self, score: float) -> float:
+        """Convert into the unit of the table. Beyond the training values a rank scale continues as a straight line, so
+        that the best of a list do not all get the same value.
+        """
+        if self.kind == "rank":
+            return _interpolate(score, self.scores, self.values, self.deviation)
+        value = float(score) * self.deviation + self.mean
+        return float(np.exp(value)) if self.kind == "log" else value
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the arguments of `Scale(**...)`."""
+        return asdict(self)
+
+
+def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
+    """Fit a scale to training values, which are all known and at least two of which differ.
+
+    >>> fit_scale(np.array([1.0, 3.0]), "none").to(5.0)
+    3.0
+    """
+    if kind != "rank":
+        x = np.log(values) if kind == "log" else values
+        return Scale(kind, float(x.mean()), float(x.std()))
+    distinct, counts = np.unique(values, return_counts=True)
+    middle = (np.cumsum(counts) - counts / 2) / len(values)
+    at = np.unique(np.linspace(0, len(distinct) - 1, KNOTS).round().astype(np.int64))
+    scores = ndtri(middle)
+    kept = (tuple(distinct[at].tolist()), tuple(scores[at].tolist()))
+    return Scale(kind, float(values.mean()), float(values.std()), *kept)
+
+
+def _interpolate(x: float, xs: tuple[float, ...], ys: tuple[float, ...], slope: float) -> float:
+    """Interpolate linearly between the points, and continue with that slope beyond them."""
+    inside = float(np.interp(x, xs, ys))
+    return inside + slope * (min(x - xs[0], 0.0) + max(x - xs[-1], 0.0))
+
+
+class VariantTask(Task):
+    """Values of variants. Outputs: standardised numbers [T].
+
+    Facts: `targets` (names), `lower_is_better` (some of them), `scales` (arguments of `Scale`),
+    `protein` (the wild type), `first` and `length` of the part of it that the model sees, from residue 0, `offset`,
+    which was added to the positions of the table, and `tracks` of that part, if there are any.
+    """
+
+    Settings = VariantSettings
+    settings: VariantSettings
+    baseline_records = 10_000
+    """Training variants that the baselines learn from at most: as the model does, from all but the largest tables."""
+    of_base = (FROZEN,)
+    keeps_ids = True
+    """A user predicts the table that the model was trained on as readily as another one."""
+
+    def __init__(self, settings: VariantSettings, facts: Facts) -> None:
+        super().__init__(settings, facts)
+        self._sign_T = np.ones(1, dtype=np.float32)
+        if facts:
+            self.wild_type = str(facts["protein"])[facts["first"] : facts["first"] + facts["length"]]
+            self._tokens: npt.NDArray[np.uint8] = encode(self.wild_type)
+            self._scales = [Scale(**scale) for scale in facts["scales"]]
+            lower = set(facts["lower_is_better"])
+            self._tracks = {
+                name: np.array(one["values"], dtype=one["dtype"]) for name, one in facts.get("tracks", {}).items()
+            }
+            self._sign_T = np.array([-1 if name in lower else 1 for name in facts["targets"]], dtype=np.float32)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The metrics of the table. The first one is Spearman, of several targets their mean."""
+        return metrics.number_columns(self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the targets."""
+        return tuple(self.facts.get("targets", ()))
+
+    def labels(self, fasta: Path, _store: TokenStore, _data: DataSettings) -> VariantLabels:
+        """Refuse a FASTA file, because the values of variants stand in a table."""
+        raise InputError(
+            f"{fasta}: the model is of variants, whose values stand in a table; `esmshard predict MODEL TABLE` "
+            "predicts them, and finetune tests on folds of its own table"
+        )
+
+    def learn(self, train: Examples) -> Self:
+        """Fit the scale of each target to training variants."""
+        assert isinstance(train.labels, VariantLabels)
+        labels = train.labels
+        y_NT = np.stack([train.get(n).labels["target"] for n in range(len(train))]).astype(np.float64)
+        kind = "rank" if self.settings.loss == "ranking" else labels.transform
+        scales = []
+        for name, y_N in zip(labels.names, y_NT.T, strict=True):
+            known = y_N[~np.isnan(y_N)]
+            require_two_values(train.path, name, known, "variant")
+            scales.append(fit_scale(known, kind))
+        facts = {
+            "targets": list(labels.names),
+            "lower_is_better": list(labels.lower_is_better),
+            "scales": [scale.as_json() for scale in scales],
+            "protein": labels.protein,
+            "first": labels.first,
+            "length": labels.length,
+            "offset": labels.offset,
+        }
+        if tracks := train.get(0).tracks:  # the same of every variant
+            facts["tracks"] = {name: _as_json(values) for name, values in tracks.items()}
+        return type(self)(self.settings, facts)
+
+    def head(self, config: ModelConfig) -> nn.Module:
+        """Make a `VariantHead`."""
+        s = self.settings
+        return VariantHead(config.dim, s.hidden, self._sign_T, s.pool, s.dropout, zero_shot=s.zero_shot)
+
+    def start(self, head: nn.Module, found: Weights) -> None:
+        """Check that the model has an LM head, if its zero-shot score is a part of the head.
+
+        Raises:
+            InputError: the model has none.
+        """
+        if self.settings.zero_shot and "lm_head" in found.unlearned:
+            raise InputError(
+                f"{found.source}: has no trained LM head, whose zero-shot score is a part of the head for variants; "
+                "set task.zero_shot=false, or train it first (task mlm, adapt.method head)"
+            )
+
+    def inputs(self, example: Example) -> Inputs:
+        """Return the variant and the wild type. The target is [2, T]: standardised, and as measured."""
+        y_T = example.labels["target"].astype(np.float64)
+        scaled = [scale.to(y) for scale, y in zip(self._scales, y_T, strict=True)]
+        return self._seen(example, np.array([scaled, y_T], dtype=np.float32))
+
+    def question(self, example: Example) -> Inputs:
+        """Return the variant and the wild type, without values."""
+        if len(example.tokens) != len(self._tokens):
+            raise InputError(
+                f"record {shown(example.id)} has {len(example.tokens) - 2:,} residues, and the wild type that the "
+                f"model was trained on {len(self.wild_type):,}; give variants of it, which differ by substitutions"
+            )
+        return self._seen(example, np.empty(0, np.float32))
+
+    def _seen(self, example: Example, target: npt.NDArray[np.float32]) -> Inputs:
+        needed = self.settings.zero_shot or self.settings.pool != "mean"
+        return Inputs(
+            example.tokens,
+            target,
+            wild_type=self._tokens if needed else None,
+            wild_type_logits=self.settings.zero_shot,
+            wild_type_alone=self.settings.pool == "wild_type",
+            tracks=example.tracks or self._tracks,
+        )
+
+    def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
+        """Compute the loss over the targets that are known."""
+        output = torch.stack(list(outputs))
+        target = on_device_of(torch.stack([one[0] for one in targets]), output)
+        if self.settings.loss != "ranking":
+            return regression_loss(output, target, self.settings.loss)
+        known = ~target.isnan()
+        return LossSum((_ordinal(output, target) * known).sum(), known.sum())
+
+    def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
+        """Return predicted and measured values."""
+        return [
+            metrics.number_row(self.predict(output), target[1], self.names)
+            for output, target in zip(outputs, targets, strict=True)
+        ]
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Compute metrics over variants. For several targets they are given for each target too, and the means are over
+        the known ones.
+        """
+        return metrics.number_summary(rows, self.names)
+
+    def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Convert to the unit of the targets, float32 [T]."""
+        return np.array([scale.back(z) for scale, z in zip(self._scales, output, strict=True)], dtype=np.float32)
+
+    def baselines(
+        self, train: Sequence[Example], base: FineTuner | None, only: str | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Fit ridge regressions, and compute what the base model expects at every residue of the wild type.
+
+        Args:
+            train: training variants.
+            base: the model before the first step; ONE_HOT alone needs none.
+            only: the baseline that is wanted, if not all are.
+        """
+        wanted = set(SHORT.values()) if only is None else {only}
+        scaled_NT = np.stack([self.inputs(example).target[0] for example in train])
+        tokens_NL = np.stack([example.tokens for example in train])
+        seen = _letters_seen(tokens_NL)
+        one_hot_NF = np.stack([_one_hot(tokens_L, seen) for tokens_L in tokens_NL])
+        found: dict[str, npt.NDArray[Any]] = {f"{ONE_HOT}.letters": seen}
+        if ONE_HOT in wanted:
+            found |= fit_numbers(one_hot_NF, scaled_NT).arrays(ONE_HOT)
+        if base is None:
+            return found
+        if self.settings.zero_shot and wanted & {SCORE, AUGMENTED}:
+            sites = [n for n, letter in enumerate(self.wild_type) if letter in RESIDUES]
+            log_p_LA = np.zeros((len(self.wild_type), len(RESIDUES)), np.float32)
+            log_p_LA[sites] = log_probabilities(
+                base.trunk, self.wild_type, sites, tracks=train[0].tracks or self._tracks
+            )
+            score_N = np.array([self._zero_shot(example, log_p_LA) for example in train])
+            scale = np.array([score_N.mean(), score_N.std() or 1.0])
+            found |= {f"{SCORE}.log_p": log_p_LA, f"{SCORE}.scale": scale}
+            if AUGMENTED in wanted:
+                both_NF = np.column_stack([one_hot_NF, (score_N - scale[0]) / scale[1]])
+                light_F = np.where(np.arange(both_NF.shape[1]) < one_hot_NF.shape[1], 1.0, LIGHT)
+                found |= fit_numbers(both_NF, scaled_NT, light_F).arrays(AUGMENTED)
+        if FROZEN in wanted:
+            found |= fit_numbers(self._frozen(train, base), scaled_NT).arrays(FROZEN)
+        return found
+
+    def baseline_outputs(
+        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
+    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        """See the names above. The zero-shot score is scaled to the mean and deviation of the training values, so that
+        it can be drawn beside them; where lower is better, turned round.
+        """
+        found: dict[str, npt.NDArray[np.float32]] = {}
+        score = np.nan
+        if f"{SCORE}.log_p" in known:
+            mean, deviation = known[f"{SCORE}.scale"]
+            score = (self._zero_shot(example, known[f"{SCORE}.log_p"]) - mean) / deviation
+            found[SCORE] = np.asarray(score * self._sign_T, dtype=np.float32)
+        if f"{ONE_HOT}.letters" in known:
+            one_hot_F = _one_hot(example.tokens, known[f"{ONE_HOT}.letters"])
+            for name, x_F in ((ONE_HOT, one_hot_F), (AUGMENTED, np.append(one_hot_F, score))):
+                if (model := kept(known, name)) is not None:
+                    found[name] = model(x_F)
+        if base is not None and (model := kept(known, FROZEN)) is not None:
+            found[FROZEN] = model(self._frozen([example], base)[0])
+        return found
+
+    def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
+        """See `variant_units`."""
+        return variant_units([parse_variant(data.id(n)) for n in range(len(data))])
+
+    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
+        """Keep the frozen model's vectors of variants."""
+        if mine:
+            self._frozen([train[n] for n in mine], base)
+
+    def look_ahead(self, examples: Sequence[Example], base: FineTuner) -> None:
+        """Compute the frozen model's vectors of variants in packs."""
+        self._frozen(examples, base)
+
+    def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
+        """Fit ridge regression to what a linear head sees of the frozen model, its score included."""
+        assert isinstance(head, VariantHead)
+        inputs = [self.inputs(example) for example in train]
+        seen, each = head.out.in_features, max(1, PACKED // len(self._tokens))
+        found = [seen_by(head, base, inputs[n : n + each]) for n in range(0, len(inputs), each)]
+        model = fit_numbers(np.concatenate(found), np.stack([one.target[0] for one in inputs]))
+        with torch.no_grad():
+            head.out.weight.copy_(torch.from_numpy(model.weight_OF[:, :seen]))
+            head.out.bias.copy_(torch.from_numpy(model.bias_O))
+            if head.zero_shot is not None:
+                head.zero_shot.copy_(torch.from_numpy(model.weight_OF[:, seen]))
+
+    def _zero_shot(self, example: Example, log_p_LA: npt.NDArray[np.float32]) -> float:
+        """Sum log p(mutant) - log p(wild type) over the changes between two of the 20 amino acids (masked marginals).
+        For others, such as X, the model has no comparable probability.
+        """
+        mutant, wild = decode(example.tokens[1:-1]), self.wild_type
+        changed = (np.flatnonzero(example.tokens != self._tokens) - 1).tolist()
+        sites = [s for s in changed if mutant[s] in STANDARD and wild[s] in STANDARD]
+        return float(sum(log_p_LA[s, RESIDUES.index(mutant[s])] - log_p_LA[s, RESIDUES.index(wild[s])] for s in sites))
+
+    def _frozen(self, examples: Sequence[Example], base: FineTuner) -> npt.NDArray[np.float32]:
+        """Return the frozen model's vectors of variants, [N, F]: with pool `mean` the mean over residues, else the
+        vector of pool `sites` without probabilities, which is the best of them for a linear model.
+        """
+        pool: Pool = "mean" if self.settings.pool == "mean" else "sites"
+        return frozen(
+            base, self._tokens, [example.tokens for example in examples], pool, examples[0].tracks or self._tracks
+        )
+
+
+def _as_json(values: npt.NDArray[Any]) -> dict[str, Any]:
+    """Return a track for the facts. JSON has null and no NaN; numpy reads null as NaN."""
+    nullable = values.astype(object)
+    if values.dtype.kind == "f":
+        nullable[np.isnan(values)] = None
+    return {"dtype": str(values.dtype), "values": nullable.tolist()}
+
+
+def _letters_seen(tokens_NL: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Return the places and tokens, [F, 2], that some of the variants have and some have not. Nothing is learned from
+    all others.
+    """
+    places = np.flatnonzero((tokens_NL != tokens_NL[0]).any(0))
+    found = [(place, token) for place in places.tolist() for token in np.unique(tokens_NL[:, place]).tolist()]
+    return np.array(found, dtype=np.int64).reshape(-1, 2)
+
+
+def _one_hot(tokens_L: npt.NDArray[np.uint8], seen_F2: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Return which of the letters stand in their places, float32 [F]."""
+    return np.asarray(tokens_L[seen_F2[:, 0]] == seen_F2[:, 1], dtype=np.float32)
+
+
+def _ordinal(output_NT: torch.Tensor, target_NT: torch.Tensor) -> torch.Tensor:
+    """Compute the all-threshold loss of ordinal regression (Rennie and Srebro 2005), [N, T]: a logistic loss of the
+    side of each of THRESHOLDS quantiles on which a value lies.
+
+    It sees the order of the values only, as losses over pairs do (Bradley-Terry, RankNet). Those depend on which
+    records share a micro-batch, so that a step would be another one on another number of processes.
+
+    Args:
+        output_NT: predicted normal scores.
+        target_NT: normal scores of the ranks.
+    """
+    shares = torch.arange(1, THRESHOLDS + 1, device=output_NT.device) / (THRESHOLDS + 1)
+    at_K = torch.special.ndtri(shares.float())
+    side_NTK = torch.where(target_NT[..., None] > at_K, 1.0, -1.0)
+    return F.softplus(-side_NTK * SHARPNESS * (output_NT[..., None] - at_K)).mean(-1)

@@ -1,0 +1,422 @@
+"""Several runs of one recipe, over seeds and cross-validation folds, and their joint results.
+
+`summarise` takes the metrics of any runs together. `conclude` does more for the folds of a table of variants: every
+test variant is predicted once, and all methods are compared side by side.
+"""
+
+import math
+import os
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard import spreadsheet
+from esmshard.data.splits.assignment import LEFT_OUT
+from esmshard.data.splits.variant_records import LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
+from esmshard.data.tables import counted
+from esmshard.data.variants.substitutions import name_of, parse_variant
+from esmshard.errors import InputError, UsageError
+from esmshard.files import read_json, replace_json, replacing
+from esmshard.recipe import recipe_file
+from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import Recipe
+from esmshard.tasks import metrics
+from esmshard.tasks.base import MAIN
+from esmshard.tasks.metrics import LEAST, Interval, count_units, difference, draws, interval, variant_units
+from esmshard.train.evaluate import aligned, in_sample, verdict
+from esmshard.train.run_dir import read_status
+
+SUMMARY = "summary.json"
+CURVE = "learning_curve.json"
+JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.json", "report.html")
+"""The files that are written beside the directories of several runs when all runs are done."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One of the runs."""
+
+    name: str
+    """The name of the run's directory, such as `seed-0-fold-2`."""
+    out: Path
+    overrides: tuple[str, ...]
+    """The settings of the recipe that this run changes, as `KEY=VALUE`."""
+
+
+def repeats(recipe: Recipe, seeds: int, folds: int | None) -> list[Repeat]:
+    """Return one run for each seed and fold. Seeds count up from the recipe's seed. The folds are the same for each
+    seed.
+
+    Raises:
+        UsageError: if the recipe already names one fold.
+    """
+    if recipe.data.folds is not None:
+        raise UsageError("--seeds and --folds make runs of the whole recipe, and it has data.folds; remove that key")
+    found: list[Repeat] = []
+    parts: list[int | None] = [None] if folds is None else list(range(folds))
+    for seed in range(recipe.train.seed, recipe.train.seed + seeds):
+        for fold in parts:
+            name = f"seed-{seed}" + ("" if fold is None else f"-fold-{fold}")
+            out = Path(recipe.out) / name
+            overrides = [f"train.seed={seed}", f"out={out}"]
+            if fold is not None:
+                overrides += [f"data.folds={folds}", f"data.fold={fold}"]
+            found.append(Repeat(name, out, tuple(overrides)))
+    return found
+
+
+def is_done(run: Path, steps: int | None = None) -> bool:
+    """Whether a run of an earlier call has ended without an error, and had these steps, if they are given."""
+    found = read_status(run)
+    ended = found is not None and found["state"] == "done" and (run / "evaluation.json").is_file()
+    return ended and (steps is None or (found is not None and found["steps"] >= steps))
+
+
+def check_out(out: Path) -> None:
+    """Refuse to write the joint results of several runs over files that no such runs left. Nothing is changed."""
+    names = [name for name in JOINT_FILES if os.path.lexists(out / name)]
+    try:
+        is_left = "verdict" in read_json(out / SUMMARY)
+    except (OSError, ValueError, TypeError):
+        is_left = False
+    if names and not is_left:
+        raise UsageError(
+            f"{out}: holds {', '.join(names)}, which no runs left there, and which their results would replace; "
+            "choose another directory with out=DIR"
+        )
+
+
+def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
+    """Write `summary.json` to `out`, and return its table as text: each metric of each run, mean, deviation and
+    interval.
+
+    The 95% interval is Student's, over runs. The interval shows how much the mean would change with other seeds (and
+    folds). The interval does not show how it would change with other test proteins; `evaluation.json` of each run does.
+    Runs of different folds share training records, so their interval is somewhat too narrow (Bengio and Grandvalet
+    2004, JMLR 5:1089).
+    """
+    evaluations = {run.name: read_json(out / run.name / "evaluation.json") for run in runs}
+    first = next(iter(evaluations.values()))
+    table: dict[str, dict[str, Any]] = {}
+    for method in first["metrics"]:
+        table[method] = {}
+        for metric in first["columns"]:
+            cells = {name: found["metrics"].get(method, {}).get(metric) for name, found in evaluations.items()}
+            values = {name: cell["value"] for name, cell in cells.items() if cell and cell["value"] is not None}
+            x = np.array(list(values.values()))
+            mean = _mean(x.tolist())
+            table[method][metric] = {
+                "mean": mean.value if len(x) else None,
+                "deviation": float(x.std(ddof=1)) if len(x) > 1 else None,
+                "low": mean.low if len(x) > 1 else None,
+                "high": mean.high if len(x) > 1 else None,
+                "runs": values,
+            }
+    said = _verdict_over_runs(evaluations, first["columns"][0], lower_is_better=first["lower_is_better"])
+    summary = {
+        "task": first["task"],
+        "recipe": first["recipe"] | {"out": str(out)},
+        "runs": [run.name for run in runs],
+        "folds": folds,
+        "columns": first["columns"],
+        "lower_is_better": first["lower_is_better"],
+        "interval": "95% interval of the mean over runs (Student's t)" if len(runs) > 1 else "no interval of one run",
+        "metrics": table,
+        "verdict": said,
+    }
+    replace_json(out / SUMMARY, summary)
+    rows = [[method, *(_cell(row[metric]) for metric in first["columns"])] for method, row in table.items()]
+    head = f"{len(runs)} runs: mean and 95% interval over runs; {MAIN} and its baselines"
+    return "\n".join([head, aligned([["", *first["columns"]], *rows]), said])
+
+
+def _mean(values: Sequence[float]) -> Interval:
+    """Return the mean over runs, with Student's 95% interval. Fewer than two runs have no interval."""
+    from scipy.special import stdtrit  # not from scipy.stats, whose import takes ten times as long
+
+    x = np.array(values, dtype=np.float64)
+    if len(x) < 2:
+        return Interval(float(x[0]) if len(x) else math.nan, math.nan, math.nan)
+    mean, half = float(x.mean()), float(stdtrit(len(x) - 1, 0.975) * x.std(ddof=1) / math.sqrt(len(x)))
+    return Interval(mean, mean - half, mean + half)
+
+
+def _verdict_over_runs(evaluations: Mapping[str, Mapping[str, Any]], metric: str, *, lower_is_better: bool) -> str:
+    """Return a sentence: whether fine-tuning was better than the best baseline. Differences are paired, run by run."""
+
+    def values(table: str, method: str) -> Interval:
+        cells = [found[table].get(method, {}).get(metric) or {} for found in evaluations.values()]
+        return _mean([cell["value"] for cell in cells if cell.get("value") is not None])
+
+    first = next(iter(evaluations.values()))
+    means = {method: values("metrics", method) for method in first["metrics"]}
+    gains = {method: values("differences", method) for method in first["differences"]}
+    basis = f"Student's t, paired over {len(evaluations)} runs"
+    seen, records = (max(found.get(key, 0) for found in evaluations.values()) for key in ("in_sample", "records"))
+    return in_sample(seen, records) + verdict(metric, means, gains, basis, lower_is_better=lower_is_better)
+
+
+def _cell(found: dict[str, Any]) -> str:
+    if found["mean"] is None:
+        return "-"
+    return f"{found['mean']:.3f}" + ("" if found["low"] is None else f" [{found['low']:.3f}, {found['high']:.3f}]")
+
+
+SHARES = (0.25, 0.5)
+"""The shares of the training variants at the points of a learning curve. All training variants are a further point."""
+
+Array = npt.NDArray[np.float64]
+
+
+def curve_runs(recipe: Recipe, first: Repeat) -> list[Repeat]:
+    """Return runs like the first run, each with a share of the training variants."""
+    found = []
+    for share in SHARES:
+        name = f"curve-{share:g}"
+        out = Path(recipe.out) / name
+        others = [option for option in first.overrides if not option.startswith("out=")]
+        found.append(Repeat(name, out, (*others, f"out={out}", f"data.train_share={share:g}")))
+    return found
+
+
+def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = ()) -> str:
+    """Write the joint result of all runs of a table to the recipe's `out`, and return the result as text.
+
+    `variants.csv` holds the user's columns, and of each test variant its name, measured value, fold, the prediction of
+    the model that was tested on it (mean over seeds), the standard deviation over seeds, and the prediction of every
+    baseline. A row that was left out has the reason instead. `summary.json` gets three entries: `table` (what was
+    changed in the user's table), `joint` (the scores of all methods on all test variants, with intervals) and
+    `verdict`. `learning_curve.json` holds Spearman on the first test set by number of training variants.
+
+    Each fold is predicted by a model of its own. Variants are therefore compared within their fold only: Spearman is
+    the mean over folds (`metrics.spearman_within`), and the best variants are chosen within folds
+    (`metrics.top_of_list`). Predictions are averaged over seeds before.
+
+    Args:
+        recipe: the recipe of all runs.
+        runs: finished runs over folds and seeds.
+        curve: finished runs of `curve_runs`.
+    """
+    out = Path(recipe.out)
+    found = [_Predictions(run.out) for run in runs]
+    names = found[0].targets
+    methods = list(found[0].predicted)
+    seeds = sorted({one.seed for one in found})
+    # The variants are in the order of the folds. A test set is the same for every seed.
+    ids = [name for one in found if one.seed == seeds[0] for name in one.ids]
+    fold_N = np.concatenate([np.full(len(one.ids), one.fold) for one in found if one.seed == seeds[0]])
+    measured_NT = np.concatenate([one.measured_NT for one in found if one.seed == seeds[0]])
+    predicted = {
+        method: np.stack(
+            [np.concatenate([one.predicted[method] for one in found if one.seed == seed]) for seed in seeds]
+        )
+        for method in methods
+    }  # [seeds, N, T]
+    mean = {method: predicted_SNT.mean(0) for method, predicted_SNT in predicted.items()}
+    variants = [parse_variant(name) for name in ids]
+    block_N, unit = variant_units(variants)
+    lower = names[0] in (recipe.data.lower_is_better or ())
+    samples = {method: _samples(mean_NT, measured_NT, fold_N, block_N, lower) for method, mean_NT in mean.items()}
+    intervals = {method: interval(values) for method, (values, _, _) in samples.items()}
+    recall, chosen = ({method: interval(values[k]) for method, values in samples.items()} for k in (1, 2))
+    gains = {
+        method: difference(samples[MAIN][0], values) for method, (values, _, _) in samples.items() if method != MAIN
+    }
+    each = {method: [_spearman(one, measured_NT, fold_N) for one in one_SNT] for method, one_SNT in predicted.items()}
+    units, resamples = counted(count_units(len(ids), block_N), unit), len(samples[MAIN][0]) - 1
+    seen = "" if recipe.data.split != "random" else "; random folds test on positions that training has seen"
+    metric = "Spearman within folds" if len(set(fold_N.tolist())) > 1 else "Spearman"
+    said = verdict(metric, intervals, gains, f"paired over {units}; split {recipe.data.split}{seen}")
+    best = sum(metrics.best_count(measured_NT[fold_N == fold, 0]) for fold in set(fold_N.tolist()))
+    joint: dict[str, Any] = {
+        "statistic": metric + (", weighted by their variants" if metric != "Spearman" else " over the test variants"),
+        "targets": "mean over the targets" if len(names) > 1 else names[0],
+        "interval": f"95% percentile bootstrap of {units}, {resamples:,} resamples; of differences, paired"
+        if resamples
+        else f"none: of {units}, and an interval takes {LEAST}",
+        "unit": unit,
+        "variants": len(ids),
+        "positions": len({mutation.position for one in variants for mutation in one}),
+        "split": recipe.data.split,
+        "seeds": seeds,
+        "metrics": {method: asdict(one) for method, one in intervals.items()},
+        "differences": {method: asdict(one) for method, one in gains.items()},
+        "of_each_seed": each,
+        "best": {
+            "target": names[0],
+            "lower_is_better": lower,
+            "count": best,
+            "recall": {method: asdict(one) for method, one in recall.items()},
+            "mean_of_chosen": {method: asdict(one) for method, one in chosen.items()},
+            "mean_of_all": metrics.mean(measured_NT[:, 0]),
+        },
+    }
+    path = out / SUMMARY
+    summary = read_json(path)
+    table = _table(recipe.data.model_copy(update={"folds": summary.get("folds")}))
+    more = {
+        "recipe": recipe.model_dump(mode="json"),
+        "recipe_yaml": recipe_file.dump(recipe),
+        "table": table,
+        "joint": joint,
+        "verdict": said,
+    }
+    replace_json(path, summary | more)
+    sd_NT = predicted[MAIN].std(0, ddof=1) if len(seeds) > 1 else np.full_like(measured_NT, np.nan)
+    columns: dict[str, Array] = {}
+    for t, name in enumerate(names):
+        of = f" {name}" if len(names) > 1 else ""
+        columns |= {f"measured{of}": measured_NT[:, t], f"predicted{of}": mean[MAIN][:, t], f"sd{of}": sd_NT[:, t]}
+        columns |= {f"{method}{of}": mean[method][:, t] for method in methods if method != MAIN}
+    if len(names) > 1:  # `mean` is the target that variants are ranked by
+        columns["measured"] = measured_NT[:, 0]
+    _write_variants(out / OUT_OF_FOLD, recipe, ids, fold_N, columns)
+    if curve:
+        _write_curve(out / CURVE, [_Predictions(run.out) for run in [*curve, runs[0]]])
+    return f"{_as_text(metric, joint['best'], [intervals, gains, recall, chosen], each)}\n{said}"
+
+
+def _table(data: DataSettings) -> dict[str, Any]:
+    """Describe what was read of the user's table and what was changed in it. `data` is that of the runs, with folds."""
+    variants = table_of(data)
+    fold_N, left_out = divide(data)
+    return {
+        "path": str(variants.table.path),
+        "rows": len(variants.table),
+        "rows_left_out": len(variants.left_out),
+        "variants": len(variants),
+        "variants_averaged": sum(len(rows) > 1 for rows in variants.rows),
+        "variants_in_no_set": int((fold_N == LEFT_OUT).sum()),
+        "offset": variants.offset,
+        "notices": [*variants.notices, *left_out],
+    }
+
+
+class _Predictions:
+    """The content of `per_protein.csv` of one run, with the run's fold and seed."""
+
+    def __init__(self, run: Path) -> None:
+        path = run / "per_protein.csv"
+        try:
+            evaluation = read_json(run / "evaluation.json")
+            with open(path, encoding="utf-8", newline="") as file:
+                rows = spreadsheet.named_rows(file)
+            versions = read_json(run / "versions.json")
+            data = evaluation["recipe"]["data"]
+            self.seed, self.fold = int(evaluation["recipe"]["train"]["seed"]), int(data["fold"])
+            self.targets: list[str] = evaluation["facts"]["targets"]
+            self.trained: int = versions["data"]["train"]["records"]
+            self.ids = [row["id"] for row in rows]
+            self.measured_NT = self._columns(rows, "target", "")
+            others = [name for name in evaluation["metrics"] if name != MAIN]
+            self.predicted = {MAIN: self._columns(rows, "prediction", "")}
+            self.predicted |= {name: self._columns(rows, "prediction", f" of {name}") for name in others}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fix = f"remove {run.name} and go on with --resume auto"
+            raise InputError(f"{path}: missing or damaged ({error}); {fix}") from None
+
+    def _columns(self, rows: Sequence[Mapping[str, str]], what: str, of: str) -> Array:
+        keys = [f"{what} {name}{of}" if len(self.targets) > 1 else f"{what}{of}" for name in self.targets]
+        return np.array([[float(row[key] or "nan") for key in keys] for row in rows])
+
+
+def _spearman(predicted_NT: Array, measured_NT: Array, fold_N: npt.NDArray[np.int64]) -> float:
+    """Return Spearman within folds, the mean over the targets for which it is defined."""
+    targets = zip(predicted_NT.T, measured_NT.T, strict=True)
+    return metrics.mean(np.array([metrics.spearman_within(x_N, y_N, fold_N) for x_N, y_N in targets]))
+
+
+def _samples(
+    predicted_NT: Array,
+    measured_NT: Array,
+    fold_N: npt.NDArray[np.int64],
+    block_N: npt.NDArray[np.int64],
+    lower_is_better: bool,
+) -> tuple[list[float], list[float], list[float]]:
+    """Return Spearman, and of the first target recall and mean of the chosen: of all variants, and of each resample of
+    blocks.
+    """
+    sign = -1 if lower_is_better else 1
+    rows = []
+    for draw in (np.arange(len(block_N)), *draws(len(block_N), block_N)):
+        x_NT, y_NT, of_fold_N = predicted_NT[draw], measured_NT[draw], fold_N[draw]
+        recall, chosen = metrics.top_of_list(sign * x_NT[:, 0], sign * y_NT[:, 0], of_fold_N)
+        rows.append((_spearman(x_NT, y_NT, of_fold_N), recall, sign * chosen))
+    spearman, recalls, means = zip(*rows, strict=True)
+    return list(spearman), list(recalls), list(means)
+
+
+def _as_text(
+    metric: str,
+    best: Mapping[str, Any],
+    columns: Sequence[Mapping[str, Interval]],
+    each: Mapping[str, Sequence[float]],
+) -> str:
+    """Make the table for the terminal: a line for each method, and one for a choice without any method."""
+    top = [f"recall of the best 1% ({best['count']:,})", f"mean {best['target']} of the chosen"]
+    head = [metric, "fine-tuned is better by", *top, "of each seed"]
+    lines = [["", *head]]
+    for method, seeds in each.items():
+        cells = ["" if method not in column else str(column[method]) for column in columns]
+        value, *limits = astuple(columns[-1][method])  # in any unit
+        cells[-1] = f"{value:.4g}" + ("" if math.isnan(limits[0]) else " [{:.4g}, {:.4g}]".format(*limits))
+        of_seeds = " ".join(f"{value:.3f}" for value in seeds)
+        if math.isnan(columns[0][method].value):
+            cells[:2], of_seeds = ["undefined (the same for all)", ""], ""
+        lines.append([method, *cells, of_seeds])
+    return aligned([*lines, ["mean of all variants", "", "", "", f"{best['mean_of_all']:.4g}", ""]])
+
+
+def _write_variants(
+    path: Path, recipe: Recipe, ids: Sequence[str], fold_N: npt.NDArray[np.int64], columns: Mapping[str, Array]
+) -> None:
+    """Write every row of the table with the results of its variant. Cells without a result are empty."""
+    variants = table_of(recipe.data)
+    places: dict[str, deque[int]] = defaultdict(deque)  # one name has several rows where replicates are kept apart
+    for n, name in enumerate(ids):
+        places[name].append(n)
+    of_row: dict[int, tuple[str, int | None, int]] = {}
+    for k, (rows, one) in enumerate(zip(variants.rows, variants.mutations, strict=True)):
+        name = name_of(one)
+        found = places[name].popleft() if places[name] else None
+        of_row |= dict.fromkeys(rows, (name, found, k))
+    names = variants.target_names
+    measured = {f"measured {name}" if len(names) > 1 else "measured": t for t, name in enumerate(names)}
+    if len(names) > 1:
+        measured["measured"] = 0
+    table, prefix = variants.table, ""
+    while any(f"{prefix}{name}" in table.columns for name in ("variant", "fold", *columns, LEFT_OUT_WHY)):
+        prefix += "esmshard "  # the user's columns keep their names
+    with replacing(path) as file:
+        writer = spreadsheet.writer(file)
+        writer.writerow([*table.columns, *(f"{prefix}{name}" for name in ("variant", "fold", *columns, LEFT_OUT_WHY))])
+        for row in range(len(table)):
+            name, place, own = of_row.get(row, ("", None, None))
+            values = dict.fromkeys(columns, math.nan)
+            if own is not None:  # the measured value is also written for variants that no model was tested on
+                values |= {key: float(variants.target_NT[own, t]) for key, t in measured.items()}
+            if place is not None:
+                values |= {key: float(column[place]) for key, column in columns.items()}
+            texts = ["" if math.isnan(value) else f"{value:.6g}" for value in values.values()]
+            fold = "" if place is None else str(fold_N[place])
+            why = variants.left_out.get(row, "")
+            writer.writerow([*(cells[row] for cells in table.columns.values()), name, fold, *texts, why])
+
+
+def _write_curve(path: Path, runs: Sequence[_Predictions]) -> None:
+    points = []
+    for run in runs:
+        variants = [parse_variant(name) for name in run.ids]
+        block_N, fold_N = variant_units(variants)[0], np.zeros(len(variants), dtype=np.int64)
+        samples = {
+            method: interval(_samples(predicted_NT, run.measured_NT, fold_N, block_N, False)[0])
+            for method, predicted_NT in run.predicted.items()
+        }
+        points.append({"variants": run.trained, "metrics": {m: asdict(one) for m, one in samples.items()}})
+    first = {"tested_on": len(runs[0].ids), "fold": runs[0].fold, "seed": runs[0].seed}
+    replace_json(path, first | {"points": points})

@@ -1,0 +1,270 @@
+"""The inputs of a run: all files that a recipe names, opened and checked before any weight is read."""
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from esmshard.data.batching.loader import SEEN, Examples
+from esmshard.data.batching.packing import StepPlan
+from esmshard.data.splits.leakage import ComparedRecords, check, check_variants, first_identical
+from esmshard.data.splits.pair_overlap import pair_notices
+from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
+from esmshard.data.store.token_store import linker_of
+from esmshard.data.tables import counted
+from esmshard.errors import InputError, UsageError
+from esmshard.model import quantized
+from esmshard.model.families import family_registry
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
+from esmshard.model.weights import recorded
+from esmshard.model.weights.open_weights import Weights
+from esmshard.parallel.layout import Layout, check_tensor, layout
+from esmshard.parallel.process_group import precision_on
+from esmshard.recipe.sections import Recipe
+from esmshard.tasks.base import Task
+from esmshard.tasks.finetuned import initial_weights, new_head, tracks_of
+from esmshard.tasks.registry import new_task
+from esmshard.train.run_dir import LOCK, has_status, holder
+from esmshard.train.tracking import TRACKED, check_installed
+
+RUN_FILES = (
+    *("recipe.yaml", "versions.json", "metrics.jsonl", "evaluation.json", "per_protein.csv", "baselines.npz"),
+    SEEN,
+    *("status.json", "checkpoints", "model", "figures", "profile", "flight_recorder", "report.html"),
+    *TRACKED,
+)
+"""The files that a run writes. `--overwrite` removes these files and nothing else from the directory of an earlier run.
+"""
+
+NOTICES_PRINTED = "ESMSHARD_DATA_NOTICES_PRINTED"
+"""An environment variable that is set for all runs of a cross-validation but the first, which prints the data notices.
+"""
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """One fine-tuning run, ready to start."""
+
+    recipe: Recipe
+    task: Task
+    """The task, which has read the training labels."""
+    train: Examples
+    valid: Examples
+    test: Examples
+    weights: Weights
+    """The weights, which are not read yet."""
+    layout: Layout
+    steps: int
+    """The number of optimizer steps."""
+    eval_every: int
+    """The number of steps between two validations."""
+    out: Path
+
+
+def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.device) -> RunInputs:
+    """Open and check all files that a recipe names. Every mistake that can be seen before training is raised here.
+
+    Args:
+        recipe: the recipe as loaded.
+        processes: the number of processes that will train together.
+        per_machine: the number of processes on one machine.
+        device: the device of one of the processes.
+    """
+    check_installed(recipe.track)
+    if recipe.model.quantize is not None:
+        quantized.check_quantization(device)
+    probe = recipe.adapt.method == "probe"
+    precision = "fp32" if probe else precision_on(device, recipe.parallel.precision)  # scikit-learn fits fp32 numbers
+    laid_out = layout(recipe.parallel, processes, per_machine, precision)
+    as_written = recipe
+    recipe, task, (train, valid, test) = _open_splits(as_written, laid_out.data_size)
+    if probe and (processes > 1 or recipe.parallel.cpu_offload):
+        raise UsageError("adapt.method probe: is fitted in one process; run it with --nproc 1 and without cpu_offload")
+    found = initial_weights(recipe)  # after all that can be wrong with the data, since it may be a long download
+    quantize, config = recipe.model.quantize, found.config
+    check_tensor(laid_out.tensor, n_heads=config.n_heads, ffn_width=config.ffn_width, quantized=quantize is not None)
+    if any(linker_of(split.store.manifest) is not None for split in (train, valid, test)):
+        recipe, task, (train, valid, test) = _open_splits(joined(as_written, found.config.chains), laid_out.data_size)
+    steps = 0 if probe else recipe.train.steps or 400
+    per_epoch = StepPlan(train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
+    if recipe.train.epochs is not None and not probe:
+        steps = max(1, round(recipe.train.epochs * per_epoch))
+    eval_every = per_epoch if recipe.train.eval_every == "epoch" else recipe.train.eval_every
+    with torch.device("meta"):  # adapting raises for parts that the model lacks, before any weight is read
+        model = FineTuner(family_registry.build(found.config), task.head(found.config))
+        model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or (), recipe.model.quantize)
+    new_head(recipe, task, found)  # raises if the head's starting weights are missing
+    return RunInputs(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
+
+
+def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Examples, Examples, Examples]]:
+    """Open the three splits of a recipe and check them. Return the recipe with its batch in tokens, the task that has
+    learned from the labels, and the splits.
+    """
+    task = new_task(recipe.task, {})
+    tracks = tracks_of(recipe)
+    train = open_split(recipe, "train", task.labels, tracks)
+    task = task.learn(train)
+    valid, test = (open_split(recipe, name, task.labels, tracks) for name in ("valid", "test"))
+    for split in (train, valid):
+        if len(split) < processes:
+            raise InputError(
+                f"{split.path}: {split.name} has {len(split)} record{'s' if len(split) > 1 else ''}, fewer than the "
+                f"{processes} processes; use --nproc {len(split)} or less"
+            )
+    most, longest = recipe.batch.tokens_per_rank, int(train.tokens.max())
+    if isinstance(most, int) and most < longest:
+        raise InputError(
+            f"{train.path}: the longest training record has {longest} tokens, but batch.tokens_per_rank is {most}; "
+            "raise it, or lower data.max_length"
+        )
+    return in_tokens(recipe, train), task, (train, valid, test)
+
+
+def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
+    """Refuse to write over an earlier run without `resume` or `overwrite`, and over files that no run left at all.
+
+    A run left its files if `status.json` says so, or the lock that a killed run leaves. Nothing is changed.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out}: is a file; choose another directory with out=DIR")
+    if resume not in (None, "auto") and not Path(str(resume)).is_dir():
+        raise UsageError(f"--resume {resume}: no such directory; give a run or a checkpoint, or auto, or never")
+    goes_on = resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(out.resolve()))
+    if not goes_on and not overwrite and out.is_dir() and any(path.name != LOCK for path in out.iterdir()):
+        raise UsageError(f"{out}: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR")
+    names = [name for name in RUN_FILES if os.path.lexists(out / name)]
+    if names and holder(out) is None and not has_status(out):
+        raise UsageError(
+            f"{out}: holds {', '.join(names)}, which no run left there, so nothing is removed; choose another "
+            "directory with out=DIR"
+        )
+
+
+def describe(job: RunInputs, processes: int) -> str:
+    """Describe the planned run, for `--dry-run`."""
+    recipe, config = job.recipe, job.weights.config
+    total = int(job.train.tokens.sum())
+    per_epoch = StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
+    layout = f"{processes} processes, {recipe.parallel.strategy}" if processes > 1 else "1 process, not sharded"
+    splits = ", ".join(f"{s.name} {len(s)}" for s in (job.train, job.valid, job.test))
+    return "\n".join(
+        [
+            f"task      {recipe.task.name}",
+            f"model     {recipe.model.name}: {config.n_layers} layers, dim {config.dim}, {config.n_heads} heads, "
+            f"{config.n_parameters:,} parameters ({job.weights.source})",
+            f"records   {splits}",
+            f"step      about {total / per_epoch:,.0f} tokens in {len(job.train) / per_epoch:.0f} records, {layout}",
+            f"training  {job.steps} steps, {job.steps / per_epoch:.1f} epochs",
+            f"out       {job.out}{' (exists already)' if job.out.exists() else ''}",
+        ]
+    )
+
+
+def versions(recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """Return versions of packages and facts of machine and device, for the files beside the results."""
+    packages = ["esmshard", "torch", "numpy", "safetensors", "scikit-learn", "biopython"]
+    packages += ["bitsandbytes"] if recipe.model.quantize is not None else []
+    facts: dict[str, Any] = {name: version(name) for name in packages}
+    facts |= {"python": platform.python_version(), "platform": platform.platform()}
+    if device.type == "cuda":
+        facts |= {"cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name(device)}
+    return facts | {"device": str(device)}
+
+
+def provenance(job: RunInputs) -> dict[str, Any]:
+    """Describe the data of each split: path, number of records, sha256 of the residues and tracks, and notices.
+
+    The notices are sentences on records and labels that were changed, averaged or left out.
+    """
+    return {
+        split.name: {
+            "path": str(split.path),
+            "records": len(split),
+            "residues": split.store.manifest["residues"],
+            "tokens_sha256": split.digest,
+            "notices": list(split.notices),
+        }
+        for split in (job.train, job.valid, job.test)
+    }
+
+
+def leakage_notices(job: RunInputs) -> list[str]:
+    """Return sentences on what validation and test set share with the training set, and on the training data of the
+    model that the run starts from. Large data are sampled.
+    """
+    try:
+        train, others = _compared(job.train), {split.name: _compared(split) for split in (job.valid, job.test)}
+        if job.recipe.task.pairs:
+            return pair_notices(train, others, most=20_000_000) + _of_base(job)
+        if job.recipe.task.reads_table:
+            splits = (job.train, job.valid, job.test)
+            names = [split.id(n) for split in splits for n in range(len(split))]  # such as A24G:V30L, or WT
+            positions = [frozenset(int(m[1:-1]) for m in name.split(":") if name != "WT") for name in names]
+            first = np.cumsum([0, *map(len, splits)])
+            sets = {split.name: np.arange(first[k], first[k + 1]) for k, split in enumerate(splits)}
+            return check_variants(names, positions, sets).notices() + _of_base(job)
+        return check(train, others, most=20_000_000).notices() + _of_base(job)
+    except Exception as error:  # the check only informs and must not end the run
+        return [f"leakage: could not be checked ({error})"]
+
+
+def _compared(split: Examples) -> ComparedRecords:
+    return ComparedRecords(len(split), split.whole, split.id)
+
+
+def seen_in_training(job: RunInputs) -> int:
+    """Count the test records whose sequence the run, or the model that it starts from, was trained on."""
+    if job.test.digest == recorded.data_of(job.weights.files).get("train", {}).get("tokens_sha256"):
+        return len(job.test)
+    (partner_N,) = first_identical(_compared(job.train), [_compared(job.test)])
+    return int((partner_N >= 0).sum())
+
+
+def _of_base(job: RunInputs) -> list[str]:
+    """Return a sentence on the records that an earlier run trained the base model on, if it is known to have been
+    trained.
+    """
+    before = recorded.data_of(job.weights.files)
+    train = before.get("train", {})
+    mark = job.test.digest
+    if not train:
+        return []
+    if mark == train.get("tokens_sha256"):
+        return [f"leakage: {job.weights.source} was trained on this test set, so scores on it are no test"]
+    if train.get("tokens_sha256") == job.train.digest:  # The comparison with the training set covers it.
+        return []
+    name, count = Path(str(train.get("path", "other data"))).name, train.get("records", "its")
+    task = (recorded.task_of(job.weights.files) or ("unknown", {}))[0]
+    trained = f"leakage: {job.weights.source} was trained before on {count} records of {name} (task {task})"
+    same = [
+        split.name for split in (job.valid, job.test) if split.digest == before.get(split.name, {}).get("tokens_sha256")
+    ]
+    if "test" in same:
+        return [f"{trained}, by a run that had the same {' and '.join(same)} set"]
+    return [
+        f"{trained}, with which the test set was not compared; scores on test records that are among them are no test"
+    ]
+
+
+def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
+    """Return notices on data and weights: what was changed or left out and, if requested, what the splits share."""
+    found: dict[str, None] = {}
+    for split in (job.train, job.valid, job.test):
+        for notice in split.notices if NOTICES_PRINTED not in os.environ else ():
+            found[notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}"] = None
+    longer = int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0
+    if longer:
+        found[
+            f"{job.train.path}: {counted(longer, 'record')} longer than batch.global_tokens "
+            f"({job.recipe.batch.global_tokens:,}): each has a step to itself, which is as large as the record"
+        ] = None
+    with torch.device("meta"):
+        uses_lm_head = isinstance(job.task.head(job.weights.config), LanguageModelHead)
+    lacking = job.weights.lacking("lm_head") if uses_lm_head else []
+    return [*found, *lacking, *job.weights.notices, *(leakage_notices(job) if leakage else [])]

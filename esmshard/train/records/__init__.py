@@ -1,1 +1,0 @@
-"""The records of a run: attempts, status, lock, goodput, verdict, and trackers."""

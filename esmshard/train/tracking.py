@@ -1,0 +1,125 @@
+"""The experiment trackers of a run: TensorBoard and Weights & Biases, through accelerate (docs/watching.md)."""
+
+import os
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from esmshard.errors import ExitCode, UsageError
+from esmshard.files import read_json, replace_text
+from esmshard.parallel.launch import environment
+from esmshard.progress import say
+
+WANDB_ID = "wandb-id"
+"""The file with the id of the run at Weights & Biases, so that a later attempt goes on with the same run."""
+TRACKED = ("tensorboard", "wandb", WANDB_ID)
+"""The files that trackers leave in the directory of a run."""
+
+
+def check_installed(trackers: Sequence[str]) -> None:
+    """Raise `UsageError` if the package of a tracker is not installed."""
+    for name in trackers:
+        # A directory of that name in the working directory has no origin, and does not count as a package.
+        missing = [package for package in ("accelerate", name) if getattr(find_spec(package), "origin", None) is None]
+        if missing:
+            extra = "track" if name == "tensorboard" else name
+            raise UsageError(f"track: {name} needs {' and '.join(missing)}; pip install 'esmshard[{extra}]'")
+
+
+class Tracking:
+    """The trackers of a run, on its first rank. A tracker that fails is left out with one message, and the run goes on.
+
+    Args:
+        out: the directory of the run.
+        names: the trackers of the recipe, `tensorboard` or `wandb`.
+    """
+
+    def __init__(self, out: Path, names: Sequence[str]) -> None:
+        self._out, self._names = out, names
+        self._trackers: dict[str, Any] = {}
+        self._repeated = range(0)
+        """The steps that are taken again. Weights & Biases has them, and cannot replace them."""
+
+    def begin(self, done: int, lost: int = 0) -> None:
+        """Open the trackers after `done` steps. The `lost` steps after these are taken again: TensorBoard hides their
+        earlier values, and Weights & Biases keeps them.
+        """
+        self._repeated = range(done + 1, done + lost + 1)
+        for name in self._names:
+            self._call(name, self._open, name, done)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Show the numbers of a line of metrics.jsonl: of a step, or of a validation."""
+        if "event" not in line:
+            prefix = f"{line['split']}/" if "split" in line else ""
+            self._show(int(line["step"]), {prefix + k: v for k, v in line.items() if k not in ("step", "time")})
+
+    def end(self, state: str, step: int) -> None:
+        """Show the test metrics of a run that is done, and close the trackers, after `step` steps."""
+        if self._trackers and state == "done" and (self._out / "evaluation.json").is_file():
+            from esmshard.tasks.base import MAIN
+
+            metrics = read_json(self._out / "evaluation.json")["metrics"][MAIN]
+            self._show(step, {f"test/{metric}": interval["value"] for metric, interval in metrics.items()})
+        for name, tracker in list(self._trackers.items()):
+            self._call(name, _close, tracker, state)
+
+    def _show(self, step: int, values: Mapping[str, Any]) -> None:
+        numbers = {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
+        for name, tracker in list(self._trackers.items()):
+            if name != "wandb" or step not in self._repeated:
+                self._call(name, tracker.log, numbers, step=step)
+
+    def _call(self, name: str, act: Any, *arguments: Any, **options: Any) -> None:
+        try:
+            act(*arguments, **options)
+        except Exception as error:  # whatever a tracker or its service raises
+            self._trackers.pop(name, None)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            say(f"track: {name} has failed ({reason}); the run goes on without it")
+
+    def _open(self, name: str, done: int) -> None:
+        from accelerate import PartialState
+        from accelerate.tracking import TensorBoardTracker, WandBTracker
+        from ruamel.yaml import YAML
+
+        # accelerate must see one process: this rank reports for all, and joins no other group than that of the run.
+        sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+        with environment({"LOCAL_RANK": "-1", **dict.fromkeys(sizes, "1")}):
+            PartialState(cpu=True)
+        if name == "tensorboard":
+            tracker = TensorBoardTracker("tensorboard", logging_dir=str(self._out), purge_step=done + 1)
+            tracker.start()
+        else:
+            several = re.fullmatch(r"seed-\d+(-fold-\d+)?|curve-[\d.]+", self._out.name)  # runs of one experiment
+            group = self._out.parent.name if several else None
+            path = self._out / WANDB_ID
+            if not path.is_file():  # an agent of a W&B sweep names the run, which several runs cannot share
+                replace_text(path, (not group and os.environ.get("WANDB_RUN_ID")) or uuid.uuid4().hex[:12])
+            tracker = WandBTracker(
+                os.environ.get("WANDB_PROJECT") or "esmshard",
+                id=path.read_text(encoding="utf-8"),
+                resume="allow",
+                dir=str(self._out),
+                name=os.environ.get("WANDB_NAME") or self._out.name,
+                group=os.environ.get("WANDB_RUN_GROUP") or group,
+            )
+            tracker.start()
+            recipe = (self._out / "recipe.yaml").read_text(encoding="utf-8")
+            tracker.store_init_configuration(YAML(typ="safe").load(recipe))
+        self._trackers[name] = tracker
+
+
+def _close(tracker: Any, state: str) -> None:
+    if tracker.name != "wandb":
+        tracker.finish()
+        return
+    run = tracker.tracker
+    run.summary["status"] = state
+    if state == "preempted":
+        run.mark_preempting()
+    codes = {"done": ExitCode.DONE, "preempted": ExitCode.REQUEUE}
+    run.finish(exit_code=codes.get(state, ExitCode.FAILED))  # accelerate's method has no exit code

@@ -1,0 +1,324 @@
+"""`esmshard plan` on the shipped recipe, with small and large models and machines."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command import esmshard
+
+from esmshard.errors import InputError, UsageError
+from esmshard.model.families.family_registry import SIZES, build
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
+from esmshard.model.weights import hub
+from esmshard.parallel.layout import Layout
+from esmshard.planner import plan as plans
+from esmshard.planner.cost import Work, cost
+from esmshard.planner.machines import parse
+from esmshard.planner.memory_model import numbers_of
+from esmshard.planner.plan import Option, Plan, head_bytes
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import AdaptSettings
+
+
+def planned(gpus: str, *overrides: str, nodes: int = 1, memory: float | None = None) -> Plan:
+    small = ("data.max_length=128", "task.channels=32")
+    recipe = recipe_file.load(recipe_file.resolve("contact"), [*small, *overrides])
+    return plans.plan(recipe, parse(gpus, nodes, memory_gb=memory))
+
+
+def option(found: Plan, strategy: str, checkpointing: str = "none", offload: bool = False) -> Option:
+    wanted = (strategy, checkpointing, offload, 1)
+    (one,) = (o for o in found.options if (o.strategy, o.checkpointing, o.cpu_offload, o.tensor) == wanted)
+    return one
+
+
+THREE_B = ("model.name=esm2_t36_3B_UR50D", "init=pretrained", "batch.global_tokens=131072", "task.blocks=0")
+FIFTEEN_B = ("model.name=esm2_t48_15B_UR50D", "init=pretrained", "batch.global_tokens=100000", "task.blocks=0")
+
+
+@pytest.fixture(scope="module")
+def three_b() -> Plan:
+    return planned("8xA100-40GB", *THREE_B)
+
+
+def test_a_released_model_is_planned_without_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: object) -> None:
+        raise AssertionError("the planner must not download")
+
+    monkeypatch.setattr(hub, "fetch", never)
+    found = planned("8xH200-141GB", "model.name=esm2_t48_15B_UR50D", "init=pretrained")
+    assert (found.numbers.n_layers, found.numbers.dim) == (48, 5120)
+    assert found.numbers.parameters > 15e9
+    # LM head (but for the tied matrix) and contact regression do not learn here.
+    frozen = 5120**2 + 5120 + 2 * 5120 + 33 + 48 * 40 + 1
+    assert found.numbers.parameters - found.numbers.trained == frozen
+
+
+def test_every_possible_strategy_and_mode_is_estimated(three_b: Plan) -> None:
+    """The 40 heads allow 1, 2, 4 and 8 GPUs for each layer; with 8 there is nothing left for a strategy to divide."""
+    for tensor, strategies in {1: 3, 2: 3, 4: 3, 8: 1}.items():
+        assert sum(o.tensor == tensor for o in three_b.options) == 3 * strategies
+    assert three_b.precision == "bf16"
+    assert three_b.room == int((40536 * 2**20 - 2**30) * 0.9)
+    found = planned("8xA100-40GB", "model.name=esm2_t33_650M_UR50D", "init=pretrained")
+    assert {o.tensor for o in found.options} == {1, 2, 4}  # 20 heads
+
+
+def test_more_memory_for_less_work_and_traffic(three_b: Plan) -> None:
+    full, kept = option(three_b, "full_shard"), option(three_b, "shard_grad_op")
+    again = option(three_b, "full_shard", "full")
+    assert full.memory.total < kept.memory.total
+    assert full.cost.received > kept.cost.received
+    assert again.largest > full.largest
+    assert again.cost.recompute > 0 == full.cost.recompute
+    assert not option(three_b, "no_shard").fits  # 45 GB of state
+    assert full.memory.parameters == pytest.approx(2.84e9 * 4 / 8, rel=0.01)
+
+
+def test_a_step_is_cut_into_what_fits(three_b: Plan) -> None:
+    """16,384 tokens a GPU; what does not fit at once comes in more parts, none over what fits."""
+    fitting = [o for o in three_b.options if o.fits and o.tensor == 1]
+    assert any(o.micro_batches == 1 for o in fitting)
+    for o in fitting:
+        if o.micro_batches > 1:
+            assert o.micro_batches == -(-16384 // o.largest)
+            assert o.tokens <= o.largest
+        assert o.memory.total <= three_b.room
+
+
+def test_the_best_is_the_fastest_that_fits(three_b: Plan) -> None:
+    best, fitting = three_b.best, [o for o in three_b.options if o.fits]
+    assert best is not None
+    shortest = min(o.cost.seconds for o in fitting)
+    assert best.cost.seconds <= 1.03 * shortest
+    assert best.memory.total == min(o.memory.total for o in fitting if o.cost.seconds <= 1.03 * shortest)
+    assert three_b.keys == [
+        f"parallel.strategy={best.strategy}",
+        f"parallel.activation_checkpointing={best.checkpointing}",
+        f"batch.tokens_per_rank={best.largest}",
+    ]
+    recipe_file.load(recipe_file.resolve("contact"), [*THREE_B, *three_b.keys])  # they can be pasted
+    assert f"{best.memory.total / 2**30:.1f} of {three_b.room / 2**30:.1f} GiB" in three_b.reason
+    assert [o.fits for o in three_b.options] == sorted((o.fits for o in three_b.options), reverse=True)
+
+
+def test_what_the_user_asked_for_is_planned_with() -> None:
+    asked = ("batch.tokens_per_rank=4096", "parallel.reduce_dtype=bf16", "parallel.precision=fp32")
+    found = planned("8xA100-80GB", *THREE_B, *asked)
+    full = option(found, "full_shard")
+    assert (full.tokens, full.micro_batches, found.precision) == (4096, 4, "fp32")
+    assert found.keys[2] == "batch.tokens_per_rank=4096"
+    faster = option(planned("8xA100-80GB", *THREE_B, asked[0]), "full_shard")
+    assert full.cost.compute > 5 * faster.cost.compute
+
+
+def test_what_the_time_is_reckoned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16,384 tokens a GPU in parts of at most 5,000 are four of 4,096."""
+    seen: list[Work] = []
+
+    def listen(numbers: Any, layout: Any, work: Work, machines: Any) -> object:
+        seen.append(work)
+        return cost(numbers, layout, work, machines)
+
+    monkeypatch.setattr(plans, "cost", listen)
+    found = planned("8xA100-80GB", *THREE_B, "data.long=crop", "batch.tokens_per_rank=5000")
+    tokens = np.minimum(plans.open_split(found.recipe, "train", None).store.lengths, 128) + 2
+    attended = (tokens.astype(float) ** 2).sum() / tokens.sum()
+    assert (seen[0].tokens, seen[0].micro_batches, seen[0].attended) == (4096, 4, pytest.approx(attended))
+    assert seen[0].head_bytes == head_bytes(found.recipe.task, tokens, Layout(precision="bf16"), 33)(4096)
+    seen.clear()
+    planned("8xV100-32GB", *THREE_B, "batch.tokens_per_rank=5000")
+    assert seen[0].attended == 130  # padded to the longest
+
+
+def test_groups_and_machines() -> None:
+    found = planned("4xA100-40GB", *THREE_B, nodes=2)
+    hybrid, full = option(found, "hybrid_shard"), option(found, "full_shard")
+    assert hybrid.memory.parameters == pytest.approx(2 * full.memory.parameters, rel=1e-6)
+    assert "200 Gbit/s a GPU between machines" in found.as_text()
+    asked = planned("8xA100-40GB", *THREE_B, "parallel.strategy=hybrid_shard", "parallel.group_size=2")
+    assert option(asked, "hybrid_shard").memory.parameters == pytest.approx(2.84e9 * 4 / 2, rel=0.01)
+    assert option(asked, "full_shard")  # the group size is the other strategy's
+
+
+def test_where_nothing_fits_offloading_is_tried() -> None:
+    found = planned("1xA100-40GB", *THREE_B)
+    assert len(found.options) == 6
+    assert not option(found, "full_shard", "full").fits
+    away = option(found, "full_shard", "full", offload=True)
+    assert away.fits
+    assert away.memory.host == pytest.approx(16 * 2.84e9, rel=0.01)
+    assert "parallel.cpu_offload=true" in found.keys
+    assert f"{away.memory.host / 2**30:.0f} GiB of the memory of each machine" in found.reason
+    asked = planned("1xA100-40GB", *THREE_B, "parallel.cpu_offload=true")
+    assert [o.cpu_offload for o in asked.options] == [True] * 3
+
+
+def test_nothing_at_all_fits() -> None:
+    large_head = ("task.channels=512", "task.blocks=64", "parallel.precision=fp32")
+    found = planned("1xT4-16GB", "model.name=esm2_t48_15B_UR50D", *large_head)
+    assert (found.best, found.keys) == (None, [])
+    assert "nothing fits" in found.as_text()
+    assert "take      " not in found.as_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "token"),
+    [
+        (("parallel.cpu_offload=true", "parallel.accumulate=unsharded"), r"parallel\.accumulate"),
+        (("parallel.tensor=5",), r"parallel\.tensor: groups of 5"),
+        (("parallel.tensor=3",), r"parallel\.tensor: 3 does not divide the 40 attention heads"),
+        (("parallel.tensor=8", "model.name=esm2_t33_650M_UR50D"), r"parallel\.tensor: 8 does not divide the 20"),
+        (("parallel.tensor=2", "adapt.method=lora", "model.quantize=nf4"), "quantised matrices are whole"),
+    ],
+)
+def test_settings_that_no_strategy_can_have_are_refused(overrides: tuple[str, ...], token: str) -> None:
+    with pytest.raises(UsageError, match=token):
+        planned("8xA100-40GB", *THREE_B, *overrides)
+
+
+def test_older_gpus_pad() -> None:
+    assert planned("V100-16GB").precision == "fp16"
+    new, old = (option(planned(gpu, *THREE_B), "full_shard") for gpu in ("8xA100-40GB", "8xV100-32GB"))
+    assert old.memory.activations / old.tokens > 1.02 * new.memory.activations / new.tokens
+    with pytest.raises(UsageError, match="T4-16GB has no bf16"):
+        planned("T4-16GB", "parallel.precision=bf16")
+
+
+def test_too_few_records() -> None:
+    with pytest.raises(InputError, match="776 records"):
+        planned("8xA100-40GB", nodes=128)
+
+
+class Squares:
+    """A head that keeps as many bytes as the square of a record's tokens."""
+
+    def head_bytes(self, tokens: int, n_logits: int) -> int:
+        assert n_logits == 64
+        return tokens**2
+
+
+@pytest.mark.parametrize(("precision", "share"), [("fp32", 1), ("bf16", 0.5)])
+def test_head_bytes_are_the_longest_record_and_the_usual_mix(precision: Any, share: float) -> None:
+    tokens_N = np.array([10, 10, 20, 40], dtype=np.int32)
+    bytes_of = head_bytes(Squares(), tokens_N, Layout(precision=precision), 64)  # type: ignore[arg-type]
+    per_token = (100 + 100 + 400 + 1600) / 80
+    assert bytes_of(40) == 1600 * share
+    assert bytes_of(10) == 1600 * share  # it is there, however small the rest
+    assert bytes_of(120) == round(share * (1600 + 80 * per_token))
+
+
+def test_divided_layers_are_taken_where_they_pay() -> None:
+    """On 40 GB cards, 15B needs full checkpointing, unless ranks share activations."""
+    found = planned("8xA100-40GB", *FIFTEEN_B)
+    best = found.best
+    assert best is not None
+    assert best.tensor > 1
+    assert f"parallel.tensor={best.tensor}" in found.keys
+    assert best.cost.seconds < min(o.cost.seconds for o in found.options if o.fits and o.tensor == 1) / 1.03
+    assert f"{best.strategy}, tensor {best.tensor} " in found.as_text()
+    again = planned("8xA100-40GB", *FIFTEEN_B, *found.keys)  # only the recipe's own number
+    assert {o.tensor for o in again.options} == {best.tensor}
+
+
+def test_divided_layers_are_not_taken_where_the_link_is_slow() -> None:
+    esmc = ("model.name=esmc_6b", "init=pretrained", "batch.global_tokens=100000", "task.blocks=0")
+    slow, forced = planned("4xL40S-48GB", *esmc).best, planned("4xL40S-48GB", *esmc, "parallel.tensor=4").best
+    assert slow is not None
+    assert forced is not None
+    assert slow.tensor == 1
+    assert forced.cost.seconds > slow.cost.seconds
+    # 25,000 tokens a GPU are 100,000 for the four that compute each layer together.
+    assert forced.micro_batches * forced.tokens == pytest.approx(100_000, rel=0.01)
+
+
+def test_the_command() -> None:
+    done = esmshard("plan", "contact", "--gpus", "2xa100-40gb", "--nodes", "2", "--network", "100", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["machines"]["world_size"], found["machines"]["network"]) == (4, 12.5e9)
+    memory = found["best"]["memory"]
+    assert memory["total"] == sum(v for k, v in memory.items() if k not in ("total", "host", "when"))
+    assert found["best"]["cost"]["seconds"] > 0
+    assert found["keys"][0].startswith("parallel.strategy=")
+    missing = esmshard("plan", "contact")
+    assert missing.returncode == 2
+    assert "--gpus is missing" in missing.stderr
+
+
+def test_the_table_and_json_say_the_same(three_b: Plan) -> None:
+    text, found = three_b.as_text(), three_b.as_json()
+    assert f"take      {' '.join(found['keys'])}" in text
+    assert found["reason"] in text
+    lines = text.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("strategy"))
+    table, rows = lines[first + 1 : first + 1 + plans.SHOWN], found["options"][: plans.SHOWN]
+    assert len({len(line) for line in lines[first : first + 1 + plans.SHOWN]}) == 1, "columns are as wide everywhere"
+    for line, row in zip(table, rows, strict=True):
+        parts = line.partition(row["checkpointing"] + " ")[2].split()
+        kinds = ("parameters", "gradients", "optimizer", "gathered", "activations", "head", "workspace", "total")
+        assert parts[:8] == [f"{row['memory'][kind] / 2**30:.2f}" for kind in kinds]
+        assert parts[8:10] == ["yes" if row["fits"] else "no", str(row["largest"] or "-")]
+        assert parts[-3:-1] == [f"{1e3 * row['cost'][kind]:.1f}" for kind in ("seconds", "exposed")]
+
+
+def test_quantised_matrices_are_planned_with() -> None:
+    lora = (*THREE_B, "adapt.method=lora")
+    plain, *others = (planned("2xA100-40GB", *lora, f"model.quantize={kind}") for kind in ("null", "nf4", "int8"))
+    # 36 layers of 12 x 2,560 x 2,560 numbers, which have 9 D rows: D for q, k, v, out and fc2, 4 D for fc1.
+    numbers, rows = 36 * 12 * 2560**2, 36 * 9 * 2560
+    before = option(plain, "full_shard", "full")
+    for found, size in zip(others, (numbers // 2 + numbers // 16, numbers + 4 * rows), strict=True):
+        assert found.numbers.parameters == plain.numbers.parameters
+        assert found.numbers.trained == plain.numbers.trained
+        need = option(found, "full_shard", "full")
+        # Half of the weights is on each of two GPUs; what is quantised is whole on both.
+        assert need.memory.parameters == pytest.approx(before.memory.parameters - 4 * numbers / 2 + size, abs=8)
+        assert need.memory.gathered < before.memory.gathered
+        assert need.cost.received < 0.2 * before.cost.received
+
+
+def test_a_long_test_record_is_planned_with(tmp_path: Path) -> None:
+    """Records are cropped for training only. Without gradients a token takes its layer's widest moment once."""
+    small, peaks = ["data.max_length=128", "batch.global_tokens=4096"], []
+    for residues in (100, 30_000):
+        (tmp_path / "test.fasta").write_text(f">a\n{'A' * residues}\n")
+        overrides = [*small, f"data.test={tmp_path / 'test.fasta'}"]
+        found = plans.plan(recipe_file.load(recipe_file.resolve("mlm"), overrides), parse("2xA100-40GB"))
+        peaks.append(option(found, "full_shard").memory)
+    assert peaks[0].when != peaks[1].when == "validation and evaluation"
+    widest = 2 * 2 * found.numbers.ffn_width  # bf16, before and after gelu
+    assert peaks[1].activations == pytest.approx(30_002 * (widest + 3 * 2 * found.numbers.dim), rel=0.01)
+
+
+def test_frozen_weights_are_planned_with() -> None:
+    found = {m: planned("2xA100-40GB", *THREE_B, f"adapt.method={m}").numbers for m in ("full", "lora", "head")}
+    assert found["full"].trained > 0.99 * found["full"].parameters > 2.8e9
+    assert found["head"].trained == 2_560 * 2 + 2 * (2_560 * 32 + 32) + 65 * 32 + 33
+    # 36 layers: rank 4 beside four D x D and two D x 4 D matrices, 11 D of biases; and the last norm's.
+    lora = 36 * (4 * (4 * 2 + 2 * 5) * 2_560 + 11 * 2_560) + 2_560
+    assert found["lora"].trained == lora + found["head"].trained
+
+
+def test_the_numbers_of_a_frozen_and_of_an_adapted_model() -> None:
+    config = SIZES["nano"]
+    layer = 12 * 32 * 32 + 13 * 32
+
+    def found(**adapt: Any) -> tuple[int, int, tuple[str, ...], int]:
+        with torch.device("meta"):
+            model = FineTuner(build(config), LanguageModelHead())
+        model.adapt(AdaptSettings(**adapt), 0)
+        numbers = numbers_of(model, config)
+        assert numbers.parameters == sum(p.numel() for p in model.parameters())
+        return numbers.layer_parameters, numbers.layer_trained, numbers.inputs, numbers.lora
+
+    every = ("fc1", "fc2", "out", "qkv")
+    assert found() == (layer, layer, every, 0)
+    assert found(freeze=("layers.0", "embedding")) == (layer, layer // 2, every, 0), "of the two layers on average"
+    assert found(method="head") == (layer, 0, (), 0)
+    lora = 2 * (32 + 32) + 2 * (32 + 128)
+    adapted = found(method="lora", rank=2, targets=("k", "fc1"), bias="none")
+    assert adapted == (layer + lora, lora, ("fc1", "qkv"), 4)

@@ -1,0 +1,319 @@
+"""status.json, metrics.jsonl, goodput and `esmshard status`, also of runs whose processes were killed."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import esmshard
+
+from esmshard.errors import InputError, UsageError
+from esmshard.files import replace_text
+from esmshard.parallel.preemption import Preempted
+from esmshard.train.run_dir import (
+    LOCK,
+    METRICS,
+    STATUS,
+    Attempt,
+    Lock,
+    begun_by_this_job,
+    cut,
+    goodput,
+    goodput_text,
+    last_word,
+    metrics_of,
+    read_status,
+    standings,
+    status_exit_code,
+    status_json,
+    status_text,
+)
+
+
+def run(out: Path, **changes: Any) -> Path:
+    """A run directory without a lock."""
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {"state": "running", "step": 200, "steps": 380, "attempt": 2, "idle": 0, "message": "training"}
+    facts |= {"exit_code": None, "checkpoint": "step_000190", "started": 1000.5, "job": None, "host": "h", "updated": 2}
+    (out / STATUS).write_text(json.dumps(facts | changes))
+    return out
+
+
+def one(out: Path) -> dict[str, Any]:
+    (found,) = standings(out)
+    return found
+
+
+def test_a_run_of_this_machine(tmp_path: Path) -> None:
+    run(tmp_path)
+    with Lock(tmp_path):
+        found = one(tmp_path)
+        assert [found[key] for key in ("state", "step", "attempt")] == ["running", 200, 2]
+        assert status_exit_code([found]) == 3
+        assert abs(found["last_seen"] - time.time()) < 100
+        assert f"(process {os.getpid()}" in found["holder"]
+    found = one(tmp_path)  # it left without a word
+    assert (found["state"], found["last_seen"], status_exit_code([found])) == ("failed", None, 1)
+    assert "ended without a word after step 200; go on with --resume auto" in found["message"]
+    assert json.loads((tmp_path / STATUS).read_text())["state"] == "running", "reading writes nothing"
+
+
+def test_a_process_that_was_killed(tmp_path: Path) -> None:
+    """As a rank under torchrun: status.json stays as it was, and so does the lock."""
+    script = (
+        "import sys, time; from pathlib import Path; from esmshard.train.run_dir import Lock\n"
+        "with Lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+    )
+    run(tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert one(tmp_path)["state"] == "running"
+    process.kill()
+    process.communicate()
+    found = one(tmp_path)
+    assert (found["state"], status_exit_code([found])) == ("failed", 1)
+    assert found["last_seen"] is not None, "it says when the run was last seen"
+    assert found["holder"] is not None
+
+
+def test_a_run_of_another_machine_is_believed(tmp_path: Path) -> None:
+    run(tmp_path)
+    with Lock(tmp_path):
+        fields = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).write_text(json.dumps(fields | {"host": "node7", "machine": "node7", "pid": 4242}))
+    found = one(tmp_path)
+    assert found["state"] == "running"
+    assert "node7" in found["holder"]
+    assert found["last_seen"] is not None
+
+
+def test_the_last_step_is_that_of_the_metrics(tmp_path: Path) -> None:
+    run(tmp_path)
+    lines = [{"step": n, "lr": 1e-4, "loss": 2.0, "time": 5000.0 + n} for n in range(1, 5000)]
+    lines = [line for line in lines if line["step"] < 232 or line["step"] > 4990]
+    text = "".join(json.dumps(line) + "\n" for line in [*lines, {"step": 4999, "split": "valid", "time": 6000.0}])
+    (tmp_path / METRICS).write_text("x" * 300_000 + "\n" + text + '{"step": 5000, "lr"')
+    with Lock(tmp_path):
+        found = one(tmp_path)
+    assert (found["step"], found["last_step"]) == (4999, 9999.0)
+    assert one(tmp_path)["step"] == 200, "what came after the checkpoint is lost"
+    assert status_text([found], now=9999.0 + 300).splitlines()[2:4] == [
+        "  step        4999 of 380, done 5 min ago",
+        "  attempt     2, begun 3 h ago",
+    ]
+
+
+def test_several_runs_and_their_exit_code(tmp_path: Path) -> None:
+    run(tmp_path / "seed-0", state="done", exit_code=0)
+    run(tmp_path / "seed-1", state="preempted", exit_code=75)
+    found = standings(tmp_path)
+    assert status_exit_code(found) == 75
+    assert status_text(found).splitlines() == [
+        "seed-0  done       step 200 of 380",
+        "seed-1  preempted  step 200 of 380",
+    ]
+    run(tmp_path / "seed-2")
+    assert status_exit_code(standings(tmp_path)) == 1
+    assert json.loads(status_json(standings(tmp_path)))["state"] == "failed"
+    with Lock(tmp_path / "seed-2"):
+        assert status_exit_code(standings(tmp_path)) == 3
+    with pytest.raises(UsageError, match="no run has begun there"):
+        standings(tmp_path / "nowhere")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    run(tmp_path, state="done", exit_code=0, message="trained and evaluated")
+    done = esmshard("status", tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[1]) == (0, "  state       done: trained and evaluated")
+    run(tmp_path)
+    found = esmshard("status", tmp_path, "--json")
+    assert found.returncode == 1
+    assert json.loads(found.stdout)["runs"][0]["state"] == "failed"
+    none = esmshard("status", tmp_path / "nowhere")
+    assert (none.returncode, none.stderr[:7]) == (2, "error: ")
+
+
+def test_what_an_attempt_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESMSHARD_JOB_ID", "17")
+    attempt = Attempt(tmp_path, 1000.0)
+    attempt.open(True, 6)
+    attempt.begin(0)
+    attempt.step_done({"step": 1, "loss": float("nan"), "step_s": 2.0})
+    assert read_status(tmp_path) == json.loads((tmp_path / STATUS).read_text())
+    with pytest.raises(Preempted), attempt:
+        raise Preempted("asked to stop")
+    found = read_status(tmp_path)
+    assert found is not None
+    assert time.time() - found.pop("updated") < 100  # type: ignore[misc]
+    assert found == {
+        "state": "preempted",
+        "step": 1,
+        "steps": 6,
+        "attempt": 1,
+        "idle": 0,
+        "exit_code": 75,
+        "message": "asked to stop",
+        "checkpoint": None,
+        "started": 1000.0,
+        "job": "17",
+        "host": socket.gethostname(),
+    }
+    lines = list(metrics_of(tmp_path))
+    assert [line.get("event", line.get("step")) for line in lines] == ["attempt", 1, "first_step", "end"]
+    assert lines[1]["loss"] is None
+    assert not (tmp_path / LOCK).exists()
+    assert begun_by_this_job(tmp_path)
+    monkeypatch.setenv("ESMSHARD_JOB_ID", "18")
+    assert not begun_by_this_job(tmp_path)
+
+
+@pytest.mark.parametrize("state", ["preempted", "done", "failed"])
+def test_a_last_word_stays(tmp_path: Path, state: str) -> None:
+    run(tmp_path, state=state, exit_code=75)
+    before = (tmp_path / STATUS).read_bytes()
+    assert state in last_word(tmp_path, 75)
+    assert "ended with exit code 137" in last_word(tmp_path, 137)
+    assert (tmp_path / STATUS).read_bytes() == before
+
+
+def test_a_launcher_speaks_for_killed_processes(tmp_path: Path) -> None:
+    assert "exit code 137" in last_word(tmp_path, 137)
+    assert list(tmp_path.iterdir()) == [], "a run that never began has no status"
+    run(tmp_path)
+    assert "failed (exit code 137): the processes were ended from outside" in last_word(tmp_path, 137)
+    found = read_status(tmp_path)
+    assert found is not None
+    assert (found["state"], found["exit_code"], found["step"]) == ("failed", 137, 200)
+
+
+@pytest.mark.parametrize("text", ["", '{"state": "runn', "[]", '{"state": "running"}', "\0\0"])
+def test_a_foreign_status_is_one_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / STATUS).write_text(text)
+    with pytest.raises(InputError, match=r"status.json: damaged"):
+        read_status(tmp_path)
+
+
+def test_text_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    replace_text(path, "old, and longer")
+    seen = []
+
+    def broken(handle: int) -> None:
+        seen.append((path.read_text(), (tmp_path / ".tmp-file").read_text()))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", broken)
+    with pytest.raises(OSError, match="No space"):
+        replace_text(path, "new")
+    assert seen == [("old, and longer", "new")]  # on the disk before it takes the name
+    assert path.read_text() == "old, and longer"
+
+
+def test_a_run_that_never_comes_to_a_step_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three starts in a row that are stopped before a step; a step in between begins the count again."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def start(steps: int) -> None:
+        with Attempt(tmp_path, time.time()) as attempt:
+            attempt.open(True, 10)
+            attempt.begin(0)
+            for step in range(steps):
+                attempt.step_done({"step": step + 1})
+            raise Preempted("stopped by SIGUSR1")
+
+    def status() -> tuple[str, int, int]:
+        found = json.loads((tmp_path / STATUS).read_text())
+        return found["state"], found["idle"], found["exit_code"]
+
+    for steps, idle in ((0, 1), (0, 2), (1, 0), (0, 1), (0, 2)):
+        with pytest.raises(Preempted):
+            start(steps)
+        assert status() == ("preempted", idle, 75)
+    with pytest.raises(InputError, match="3 starts in a row"):
+        start(0)
+    assert status() == ("failed", 3, 1)
+    with pytest.raises(Preempted):
+        start(0)
+    assert status() == ("preempted", 1, 75), "whoever starts it again has done something about it"
+
+
+def step(n: int, time: float, step_s: float | None = 2.0) -> dict[str, Any]:
+    return {"step": n, "loss": 1.0, "step_s": step_s, "time": time}
+
+
+def attempt(n: int, started: float, lost: int = 0, seconds: float = 0.0) -> dict[str, Any]:
+    times = {"started": started, "time": started + 5}
+    return {"event": "attempt", "attempt": n, **times, "from_step": 0, "steps_lost": lost, "seconds_lost": seconds}
+
+
+def first(seconds: float, time: float) -> dict[str, Any]:
+    return {"event": "first_step", "seconds": seconds, "time": time}
+
+
+def end(state: str, time: float) -> dict[str, Any]:
+    return {"event": "end", "state": state, "time": time}
+
+
+# An attempt that was killed in its fifth step, 100 s long until the last line that it left.
+KILLED = [
+    attempt(1, 1000.0),
+    step(1, 1010.0, 4.0),
+    first(10.0, 1010.0),
+    step(2, 1012.0, 2.0),
+    {"step": 2, "split": "valid", "loss": 1.0, "time": 1015.0},
+    step(3, 1050.0, 3.0),
+    {"step": 3, "split": "valid", "loss": 1.0, "time": 1060.0},
+    step(4, 1100.0, 5.0),
+]
+
+
+def test_goodput_of_an_unbroken_run() -> None:
+    assert goodput([*KILLED, end("done", 1120.0)]) == {
+        "attempts": 1,
+        "steps_lost": 0,
+        "lost_s": 0.0,
+        "useful_s": 14.0,
+        "allocated_s": 120.0,
+        "goodput": 14 / 120,
+        "restart_s": [10.0],
+    }
+    assert goodput(KILLED)["allocated_s"] == 100.0, "a running attempt counts as far as it came"
+
+
+def test_goodput_of_a_killed_run_that_goes_on() -> None:
+    kept, lost, seconds = cut(KILLED, 2)
+    assert kept == [*KILLED[:5], end("killed", 1100.0)]
+    assert (lost, seconds) == (2, 8.0)
+    # The second attempt takes steps 3 and 4 again: 20 s, of which 9 in steps; the hour in the queue is nobody's.
+    begun = attempt(2, 5000.0, lost, seconds)
+    lines = [*kept, begun, step(3, 5011.0, 4.0), first(11.0, 5011.0), step(4, 5017.0, 5.0), end("done", 5020.0)]
+    assert goodput(lines) == {
+        "attempts": 2,
+        "steps_lost": 2,
+        "lost_s": 8.0,
+        "useful_s": 15.0,
+        "allocated_s": 120.0,
+        "goodput": 15 / 120,
+        "restart_s": [10.0, 11.0],
+    }
+    assert goodput_text(goodput(lines)).startswith("goodput 12%: 15s of 2m00s in steps that count; 2 attempts, 2 steps")
+
+
+def test_lines_of_lost_steps_go_and_events_stay() -> None:
+    for done, lost in ((0, 4), (1, 3), (3, 1), (4, 0), (9, 0)):
+        assert cut(KILLED, done)[1] == lost
+    assert cut(KILLED, 2, validated=False)[0] == [*KILLED[:4], end("killed", 1100.0)]
+    once = cut(KILLED, 2)[0]
+    assert cut(once, 2) == (once, 0, 0.0), "two starts in a row that did not come to an attempt"
+    ended = [attempt(1, 1000.0), step(1, 1010.0), step(2, 1012.0), end("preempted", 1030.0)]
+    assert cut(ended, 1)[:2] == ([ended[0], ended[1], ended[3]], 1)
+    idle = [attempt(1, 100.0), attempt(2, 200.0), end("failed", 207.0)]
+    kept, *lost_s = cut(idle, 0)
+    assert (kept, lost_s) == ([idle[0], end("killed", 105.0), *idle[1:]], [0, 0.0])
+    assert goodput(kept)["allocated_s"] == goodput(idle)["allocated_s"] == 5 + 7
