@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 from esmshard.checkpoint import manifest
 from esmshard.checkpoint.sharded import Saver
 from esmshard.files import sha256
+from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import open_weights
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import local
 
@@ -38,7 +38,7 @@ STATES = ("model", "exp_avg", "exp_avg_sq")
 def state(name: str, ranks: World) -> dict[str, torch.Tensor]:
     """Make random weights and both moments, with the rows of each tensor divided over the ranks."""
     tensors: dict[str, torch.Tensor] = {}
-    for parameter, shape in open_weights.shapes(SIZES[name]).items():
+    for parameter, shape in weights.shapes(SIZES[name]).items():
         if parameter == "lm_head.weight":  # tied
             continue
         rows = -(-shape[0] // ranks.size) if shape else 1

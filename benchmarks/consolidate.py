@@ -19,10 +19,10 @@ import torch
 
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.consolidate import consolidate
+from esmshard.model import weights
 from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.families.esm_base import TIED
-from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import open_weights
+from esmshard.model.families.family_registry import SIZES, n_parameters
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.registry import new_task
 
@@ -47,13 +47,13 @@ def write_run(run: Path, name: str) -> None:
             "out": run.name,
         }
     )
-    shapes = {key: shape for key, shape in open_weights.shapes(config).items() if key != TIED}
+    shapes = {key: shape for key, shape in weights.shapes(config).items() if key != TIED}
     flat = run / "flat"
     memory = torch.from_file(str(flat), shared=True, size=sum(shape.numel() for shape in shapes.values()))
     parts = memory.split([shape.numel() for shape in shapes.values()])
     tensors = {f"model.trunk.{key}": part.view(shape) for part, (key, shape) in zip(parts, shapes.items(), strict=True)}
     for key, shape in shapes.items():
-        fill(tensors[f"model.trunk.{key}"], key, shape, open_weights.fresh(config, 0))
+        fill(tensors[f"model.trunk.{key}"], key, shape, weights.fresh(config, 0))
     head = new_task(recipe.task, {}).head(config)
     tensors |= {f"model.head.{key}": tensor for key, tensor in head.state_dict().items()}
     state = {"recipe": recipe.model_dump(mode="json"), "config": config.recorded(), "world_size": 1, "facts": {}}
@@ -61,7 +61,7 @@ def write_run(run: Path, name: str) -> None:
     flat.unlink()
 
 
-def fill(tensor: torch.Tensor, key: str, shape: torch.Size, fresh: open_weights.Weights) -> None:
+def fill(tensor: torch.Tensor, key: str, shape: torch.Size, fresh: weights.Weights) -> None:
     """Fill weights with the distribution of new weights. Drawing gigabytes name by name would take minutes."""
     if len(shape) == 2 and key.startswith("layers."):
         tensor.uniform_(-1, 1).mul_((6 / sum(shape)) ** 0.5)
@@ -113,7 +113,7 @@ def resident(pid: int) -> int:
 
 def largest(config: EsmConfig) -> tuple[int, int]:
     """Return the bytes of the largest tensor and of a layer, in fp32."""
-    shapes = open_weights.shapes(config)
+    shapes = weights.shapes(config)
     layer = sum(shape.numel() for key, shape in shapes.items() if key.startswith("layers.0."))
     return 4 * max(shape.numel() for shape in shapes.values()), 4 * layer
 
@@ -132,7 +132,7 @@ def table(models: Sequence[str], scratch: Path) -> list[list[str]]:
         tensor, layer = largest(SIZES[SHORT[model]])
         for to, dtype in CASES:
             file, most = peak(run, nano, to, dtype)
-            sizes = (SIZES[SHORT[model]].n_parameters * (4 if dtype == "fp32" else 2), file)
+            sizes = (n_parameters(SIZES[SHORT[model]]) * (4 if dtype == "fp32" else 2), file)
             cells = [model, to, dtype, *(f"{size / MIB:,.0f}" for size in sizes)]
             cells += [f"{tensor / MIB:,.0f} + {layer / MIB:,.0f}", f"{most / MIB:,.0f}", f"{most / file:.2f}"]
             rows.append(cells)

@@ -29,9 +29,9 @@ from esmshard.embed.formats.format_registry import FORMATS
 from esmshard.embed.job.embed_plan import forecast
 from esmshard.embed.job.embed_request import request
 from esmshard.embed.store.embedding_store import EmbeddingStore
+from esmshard.model import export, weights
 from esmshard.model.families.esm2 import FAIR_ESM
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import export, open_weights
 from esmshard.vocab import STANDARD
 
 PARTS = ("peers", "fixed", "scaling", "formats", "memory", "reuse", "forecast")
@@ -84,8 +84,8 @@ class Bench:
         """Write random weights of a shape: a directory of `transformers`, which esmshard reads, and fair-esm's file."""
         directory, stem = self.folder / name, f"esm2_{name}"
         if not directory.exists():
-            found = open_weights.fresh(SIZES[name], 0)
-            sizes = open_weights.stored_shapes(found.config)
+            found = weights.fresh(SIZES[name], 0)
+            sizes = weights.stored_shapes(found.config)
             for place in (directory, directory / "fair-esm"):
                 place.mkdir()
             export.write_transformers(directory, found.config, sizes, lambda some: {n: found[n] for n in some})

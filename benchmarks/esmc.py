@@ -18,9 +18,9 @@ import peers
 import torch
 from peers import Variant
 
+from esmshard.model import weights
 from esmshard.model.families.esmc import FAMILY, EsmcConfig
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ THEIRS = "transformers SDPA, sorted"
 
 def ours() -> Trunk:
     """Make the model with random weights, in evaluation mode."""
-    return open_weights.build(open_weights.fresh(CONFIG, 0), CPU).eval()
+    return weights.build(weights.fresh(CONFIG, 0), CPU).eval()
 
 
 def transformers() -> Any:
@@ -39,7 +39,7 @@ def transformers() -> Any:
     from transformers import EsmcForMaskedLM
 
     model = EsmcForMaskedLM(TheirConfig(**FAMILY.write_config(CONFIG), attn_implementation="sdpa"))
-    found = open_weights.fresh(CONFIG, 0)
+    found = weights.fresh(CONFIG, 0)
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
             for piece in FAMILY.pieces(key, CONFIG)[:1]:

@@ -19,7 +19,7 @@ from scipy.stats import spearmanr
 from esmshard.batch import pack
 from esmshard.data.variants.mutations import read_variants
 from esmshard.data.variants.substitutions import Mutation
-from esmshard.model.weights import open_weights
+from esmshard.model import weights
 from esmshard.predict.proposals import DIVERSITY, KAPPA, choose
 from esmshard.vocab import STANDARD, encode
 
@@ -73,7 +73,7 @@ def main() -> None:
 
 def features(wild_type: str, mutations: list[Mutation]) -> np.ndarray:
     """Return [N, F]: the wild type's representation at the position, and both letters."""
-    trunk = open_weights.build(open_weights.read("starter"), torch.device("cpu")).eval()
+    trunk = weights.build(weights.read("starter"), torch.device("cpu")).eval()
     with torch.no_grad():
         x_LD = trunk(pack([encode(wild_type)])).representations[trunk.config.n_layers][1:-1].float().numpy()
     x_LD = (x_LD - x_LD.mean(0)) / (x_LD.std(0) + 1e-6) / np.sqrt(x_LD.shape[1])

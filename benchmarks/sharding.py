@@ -25,10 +25,10 @@ import torch
 from published import RUNS, esm2
 from random_models import SHORT
 
+from esmshard.model import weights
+from esmshard.model.export import write_transformers
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.export import write_transformers
 from esmshard.parallel.layout import STRATEGIES, Layout, layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
@@ -174,8 +174,8 @@ def loading(models: Sequence[str], size: int) -> Table:
 
 def write_random(folder: Path, config: EsmConfig) -> None:
     """Write a model of random weights, fp32, as `consolidate` does."""
-    base = open_weights.fresh(config, 0)
-    write_transformers(folder, config, open_weights.shapes(config), lambda names: {name: base[name] for name in names})
+    base = weights.fresh(config, 0)
+    write_transformers(folder, config, weights.shapes(config), lambda names: {name: base[name] for name in names})
 
 
 def fake(model: str, sizes: Iterable[tuple[int, dict[str, Any]]]) -> Table:
@@ -261,7 +261,7 @@ def step_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
         ranks = replace(everyone, together=settings.together)
         model = peaks._meta(config, peaks.FULL)
         shard(model, settings, ranks)
-        base = open_weights.fresh(config, 0)
+        base = weights.fresh(config, 0)
         task = new_task(peaks.TASK, {})
         materialise(model, model.rows_of(base, seeded(lambda: task.head(config))), settings, ranks)
         optimizer = adamw(model.train(), OptimSettings())  # type: ignore[call-arg]
@@ -300,7 +300,7 @@ def forward_rank(name: str, how: dict[str, Any], tokens: int) -> list[float]:
 def load_rank(folder: str) -> list[float]:
     """Return the seconds, the bytes of this rank's share, and its peak above the memory before."""
     with world() as ranks:
-        found = open_weights.read(folder)
+        found = weights.read(folder)
         with torch.device("meta"):
             model = ESM2(found.config)
         how = Layout(world_size=ranks.size, group=ranks.size)

@@ -17,7 +17,7 @@ _WHERE = {
     "Layout": "esmshard.parallel.layout",
     "load": "esmshard.api.model",
     "load_checkpoint": "esmshard.checkpoint.sharded:load",
-    "load_model": "esmshard.model.weights.open_weights",
+    "load_model": "esmshard.model.weights",
     "materialise": "esmshard.parallel.load",
     "Model": "esmshard.api.model",
     "ModelConfig": "esmshard.model.config",
@@ -26,7 +26,7 @@ _WHERE = {
     "pack": "esmshard.batch",
     "predict_contacts": "esmshard.model.contacts",
     "read_fasta": "esmshard.data.fasta.fasta_reader",
-    "read_weights": "esmshard.model.weights.open_weights:read",
+    "read_weights": "esmshard.model.weights:read",
     "Run": "esmshard.api.runs",
     "RunFailed": "esmshard.errors",
     "SequenceEmbedder": "esmshard.api.sequence_embedder",
@@ -37,11 +37,11 @@ _WHERE = {
     "TokenBatch": "esmshard.batch",
     "Trunk": "esmshard.model.trunk",
     "UsageError": "esmshard.errors",
-    "Weights": "esmshard.model.weights.open_weights",
+    "Weights": "esmshard.model.weights",
     "World": "esmshard.parallel.process_group",
     "world": "esmshard.parallel.process_group",
     "write_checkpoint": "esmshard.checkpoint.sharded:write",
-    "write_transformers": "esmshard.model.weights.export",
+    "write_transformers": "esmshard.model.export",
 }
 
 __all__ = [*_WHERE, "__version__"]  # noqa: PLE0604  # strings, all of them
@@ -60,11 +60,11 @@ if TYPE_CHECKING:
     from esmshard.errors import InputError, RunFailed, UsageError
     from esmshard.model.config import ModelConfig
     from esmshard.model.contacts import predict_contacts
+    from esmshard.model.export import write_transformers
     from esmshard.model.families.family_registry import FAMILIES, SIZES, build
     from esmshard.model.trunk import Trunk
-    from esmshard.model.weights.export import write_transformers
-    from esmshard.model.weights.open_weights import Weights, load_model
-    from esmshard.model.weights.open_weights import read as read_weights
+    from esmshard.model.weights import Weights, load_model
+    from esmshard.model.weights import read as read_weights
     from esmshard.parallel.layout import Layout
     from esmshard.parallel.load import materialise
     from esmshard.parallel.process_group import World, world

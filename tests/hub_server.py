@@ -122,4 +122,7 @@ def snapshot(cache: Path, files: dict[str, bytes], commit: str = COMMIT) -> Path
     directory.mkdir(parents=True)
     for name, body in files.items():
         (directory / name).write_bytes(body)
+    refs = directory.parent.parent / "refs"
+    refs.mkdir(exist_ok=True)
+    (refs / "main").write_text(commit)
     return directory

@@ -20,11 +20,10 @@ from safetensors.torch import load, save_file
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model import weight_reader
+from esmshard.model import weight_reader, weights
 from esmshard.model.families.esm2 import ESM2, FAMILY, EsmConfig
 from esmshard.model.families.esm_base import TIED
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.vocab import MASK
 
 TINY = EsmConfig(n_layers=2, dim=32, n_heads=4)
@@ -87,11 +86,11 @@ def fair_esm(config: EsmConfig, seed: int = 0) -> FairEsm:
 def ours(reference: FairEsm, config: EsmConfig) -> ESM2:
     """Our model with the weights of fair-esm's: every name of one is a name of the other."""
     state = reference.state_dict()
-    assert state.keys() == open_weights.shapes(config).keys()
+    assert state.keys() == weights.shapes(config).keys()
     with torch.device("meta"):
         model = ESM2(config)
     found = Weights(config, "fair-esm", weight_reader.tensors({name: t for name, t in state.items() if name != TIED}))
-    open_weights.materialise(model, found, torch.device("cpu"))
+    weights.materialise(model, found, torch.device("cpu"))
     return model.eval()
 
 

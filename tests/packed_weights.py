@@ -7,7 +7,7 @@ import torch
 
 from esmshard.model.quantized import PackedMatrix
 from esmshard.model.weight_reader import WeightReader
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 
 
 def packed(weight_OI: torch.Tensor, kind: Any) -> PackedMatrix:

@@ -9,10 +9,10 @@ from command import esmshard
 
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json
+from esmshard.model import weights
 from esmshard.model.families import family_registry
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weight_reader import read_json as read_model_json
-from esmshard.model.weights import open_weights
 from esmshard.recipe import recipe_file
 
 NOT_FOR_ANYBODY = {
@@ -105,7 +105,7 @@ def test_a_configuration_that_the_weights_do_not_bear_out(
     (model / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(family_registry, "build", None)  # nothing of that size is built
     with pytest.raises(InputError, match=reason):
-        open_weights.read(str(model))
+        weights.read(str(model))
 
 
 def test_no_size_is_near_the_bounds() -> None:

@@ -11,7 +11,7 @@ from esmshard.checkpoint.consolidate import consolidate
 from esmshard.data.splits.split_files import may_write
 from esmshard.data.store.ingestion import ingest
 from esmshard.errors import UsageError
-from esmshard.model.weights import hub
+from esmshard.model import hub
 from esmshard.train import cross_validation as repeats
 
 

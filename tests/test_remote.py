@@ -22,7 +22,7 @@ from esmshard.cli.addresses import with_addresses
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError, UsageError
 from esmshard.files import check_replaced
-from esmshard.model.weights import open_weights
+from esmshard.model import weights
 from esmshard.recipe import recipe_file
 
 
@@ -115,8 +115,8 @@ def test_models_and_recipes_at_addresses(server: Buckets, tmp_path: Path) -> Non
     server.put("run/checkpoints/step_000001/big", b"not needed")
     server.put("x.fasta", b">a\nMKV\n")
     server.put("x.npz", b"labels")
-    found = open_weights.read(f"s3://{BUCKET}/run")
-    assert found.config == open_weights.read(str(model)).config
+    found = weights.read(f"s3://{BUCKET}/run")
+    assert found.config == weights.read(str(model)).config
     assert not list((tmp_path / "cache").rglob("big"))
     path = recipe_file.sample(f"s3://{BUCKET}/x.fasta")
     assert path.with_suffix(".npz").read_bytes() == b"labels"

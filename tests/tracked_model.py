@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from esmshard.batch import pack
+from esmshard.model import export, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights import export, open_weights
 from esmshard.vocab import STANDARD, encode
 
 CONFIG = SIZES["saprot_nano"]
@@ -19,7 +19,7 @@ LETTERS = "pynwrqhgdlvtmfsaeikc"
 
 def rough_model(config: ModelConfig = CONFIG) -> Trunk:
     """A model with every parameter off its initial value, so that a letter makes a difference everywhere."""
-    model = open_weights.build(open_weights.fresh(config, 0), torch.device("cpu")).eval()
+    model = weights.build(weights.fresh(config, 0), torch.device("cpu")).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -20,7 +20,7 @@ from esmshard.model.attention import inverse_frequencies
 from esmshard.model.families.esm2 import FAMILY
 from esmshard.model.families.esm_base import TIED
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights.open_weights import shapes
+from esmshard.model.weights import shapes
 from esmshard.parallel.layout import Layout
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.vocab import decode

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import measure
 import model
 
-from esmshard.model.families.family_registry import SIZES
+from esmshard.model.families.family_registry import SIZES, n_parameters
 from gpu_stages.stage import Context, Figure, Found, Part, Stage
 
 ROUNDS = 3
@@ -69,7 +69,7 @@ def _figures(table: measure.Table, target: float | None, sheet: float | None) ->
 
 
 def _part(short: str, work: str, words: str, seconds: float) -> Part:
-    parameters = SIZES[model.SHORT[short]].n_parameters
+    parameters = n_parameters(SIZES[model.SHORT[short]])
     # Embedding has four copies in half precision; training has one in fp32 with gradients and both moments.
     memory = parameters * (16 if work == "mlm" else 10) + 8 * 2**30
     run = functools.partial(_measured, short=short, work=work)

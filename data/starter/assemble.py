@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from esmshard.files import sha256
-from esmshard.model.weights import recorded
+from esmshard.model import weights
 
 FROM = {
     "lm_head": ("lm_head.", "lm_head."),
@@ -50,7 +50,7 @@ def main(work: Path, out: Path, first: str = "contact") -> None:
             shutil.copyfile(path, out / path.name)
     about = json.loads((main_stage / "esmshard.json").read_text())
     about["dtype"] = "fp16"
-    about |= recorded.entries({"model.safetensors": sha256(out / "model.safetensors")})
+    about |= weights.record({"model.safetensors": sha256(out / "model.safetensors")})
     for split in about["data"].values():
         split["path"] = Path(split["path"]).name
     config = (out / "config.json").read_text()

@@ -20,14 +20,13 @@ from esmshard.embed.compute.embedder import TORCH, Embedder, Failed
 from esmshard.embed.compute.outputs import Dtype, Long, Output, choose
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import BETWEEN, join_option
+from esmshard.model import weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights import open_weights, recorded
 from esmshard.predict.variant_ranking import predictions
 from esmshard.predict.zero_shot import Method, score
-from esmshard.progress import say
 from esmshard.tasks.base import Task, of_residues
 from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks
 from esmshard.tasks.registry import traits
@@ -311,17 +310,17 @@ def load(
         InputError: with the file and its problem; UsageError for an unknown device or dtype.
     """
     name, where, precision, chains = str(model), chosen_device(device), _dtype(dtype), join_option(join)
-    if recorded.is_finetuned(open_weights.directory(name)):
+    if weights.is_finetuned(weights.directory(name)):
         with torch.random.fork_rng(devices=[]):  # a head gets random values before its weights are read
             tuned = load_finetuned(name, where)
         tuned.model.trunk.to(precision)
         trained = tuned.model.trunk.config.chains
         if chains not in (None, trained):
             raise UsageError(f"join {join}: {name} was fine-tuned with {trained.text}; leave join out")
-        return Model(name, tuned.model.trunk, open_weights.read(name).unlearned, tuned)
-    found = open_weights.joining(open_weights.read(name), chains, f"join: {name}")
-    with recorded.compared(found.files, say):
-        return Model(name, open_weights.build(found, where, precision).eval(), found.unlearned)
+        return Model(name, tuned.model.trunk, weights.read(name).unlearned, tuned)
+    found = weights.joining(weights.read(name), chains, f"join: {name}")
+    weights.report_altered(found.files)
+    return Model(name, weights.build(found, where, precision).eval(), found.unlearned)
 
 
 def _dtype(dtype: Dtype | torch.dtype | None) -> torch.dtype:

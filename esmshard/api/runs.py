@@ -15,7 +15,6 @@ import numpy as np
 from ruamel.yaml.error import YAMLError
 
 from esmshard.api import start_run
-from esmshard.api.run_options import RunOptions
 from esmshard.errors import ExitCode, InputError, RunFailed, UsageError
 from esmshard.files import read_json
 from esmshard.parallel.preemption import Preempted
@@ -170,7 +169,7 @@ def finetune(
         given = [*keys(recipe), *given]
     with _one_run(), _undisturbed(), _file_of(recipe) as file:
         try:
-            options = RunOptions(
+            options = start_run.RunOptions(
                 nproc=nproc,
                 device=None if device is None else str(device),
                 resume=None if resume is None else os.fspath(resume),

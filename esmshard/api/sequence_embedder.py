@@ -11,7 +11,7 @@ from sklearn.base import BaseEstimator, TransformerMixin
 from esmshard.embed.compute.outputs import Output, choose
 from esmshard.errors import UsageError
 from esmshard.files import state
-from esmshard.model.weights import open_weights
+from esmshard.model import weights
 
 
 class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
@@ -70,7 +70,7 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     def get_feature_names_out(self, input_features: object = None) -> npt.NDArray[np.object_]:
         """Return `mean_6_0`, `mean_6_1` and so on: pool, layer, column. For `set_output`."""
         name = self._output().name
-        dim = open_weights.read(str(self.model)).config.dim
+        dim = weights.read(str(self.model)).config.dim
         return np.array([f"{name}_{column}" for column in range(dim)], dtype=object)
 
     def __sklearn_tags__(self) -> Any:
@@ -86,7 +86,7 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 1):
             raise UsageError(f"tokens is {self.tokens!r}; a number from 1 on is expected, or None")
         layers = None if self.layer is None else [self.layer]
-        found = choose([self.pool], layers, open_weights.read(str(self.model)).config, str(self.model))[0]
+        found = choose([self.pool], layers, weights.read(str(self.model)).config, str(self.model))[0]
         if not found.pooled:
             raise UsageError(f"pool is {self.pool!r}; a matrix has one row a sequence: mean, max or cls is expected")
         return found
@@ -97,7 +97,7 @@ Version = tuple[str | tuple[str, int, int, int, int], ...]
 
 def _version(model: str) -> Version:
     """Return facts that change when a model's files change, since another fine-tuning may write to the same path."""
-    found = open_weights.read(model)
+    found = weights.read(model)
     return (found.made, *((str(file), *state(Path(file))) for file in found.files))
 
 

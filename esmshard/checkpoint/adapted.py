@@ -8,11 +8,11 @@ import torch
 
 from esmshard.errors import InputError, UsageError
 from esmshard.files import shared_place
+from esmshard.model import adapters, weights
 from esmshard.model.config import ModelConfig
+from esmshard.model.export import Source
 from esmshard.model.families import family_registry
 from esmshard.model.lora import add_lora, lora_names, merged
-from esmshard.model.weights import adapter, open_weights, origin
-from esmshard.model.weights.export import Source
 from esmshard.recipe.sections import AdaptSettings
 
 Sizes = Mapping[str, torch.Size]
@@ -40,10 +40,10 @@ def on_base(
     """
     config = family_registry.recorded_config(state["config"])
     settings = AdaptSettings.model_validate(state["recipe"]["adapt"])
-    whole = open_weights.stored_shapes(config)
+    whole = weights.stored_shapes(config)
     whole |= {name: size for name, size in sizes.items() if name.startswith("head.")}
     _account(checkpoint, config, settings, sizes, whole)
-    found = origin.reopen(state["base"], str(checkpoint), base)
+    found = _base(state["base"], str(checkpoint), base)
     scale = settings.lora[1] / settings.lora[0] if settings.method == "lora" else 0.0
 
     def read_whole(names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -58,6 +58,19 @@ def on_base(
     return whole, read_whole
 
 
+def _base(before: Mapping[str, Any], where: str, model: str | None) -> weights.Weights:
+    """Open the base that a checkpoint was trained on, and compare it with the recorded identity."""
+    if before["seed"] is not None:
+        return weights.fresh(family_registry.recorded_config(before["config"]), before["seed"])
+    name = model or before["name"]
+    try:
+        found = weights.read(name)
+    except InputError as error:
+        raise InputError(f"{error}; {where} needs this base model: say with --base where it lies now") from None
+    weights.check(weights.identity(found, name), before, where)
+    return found
+
+
 def write_adapter(
     directory: Path,
     checkpoint: Path,
@@ -67,7 +80,7 @@ def write_adapter(
     base: str | None = None,
     out: Path | None = None,
 ) -> dict[str, str]:
-    """Write the trained part as a PEFT adapter and a head; see `esmshard.model.weights.adapter`. The base is not read.
+    """Write the trained part as a PEFT adapter and a head; see `esmshard.model.adapters`. The base is not read.
 
     Arguments and errors are those of `on_base`. `base` is written unchanged; without it, the base's path is written as
     seen from `out`, the final path of `directory`. Raises `UsageError` for a checkpoint without a LoRA. Returns the
@@ -77,17 +90,17 @@ def write_adapter(
     settings = AdaptSettings.model_validate(state["recipe"].get("adapt", {}))
     if settings.method != "lora":
         raise UsageError(f"{checkpoint}: has no LoRA (adapt.method is {settings.method}); leave --adapter out")
-    _account(checkpoint, config, settings, sizes, open_weights.shapes(config))
+    _account(checkpoint, config, settings, sizes, weights.shapes(config))
     rank, alpha, targets = settings.lora
     name = base or shared_place(state["base"]["name"], out or directory)
-    written = adapter.adapter_config(name, config, rank, alpha, targets, str(settings.bias))
+    written = adapters.adapter_config(name, config, rank, alpha, targets, str(settings.bias))
     tensors = read(sorted(sizes))
     for part, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise InputError(
                 f"{checkpoint}: {part} holds a value that is not finite; the run diverged, take an earlier checkpoint"
             )
-    return adapter.write_adapter(directory, written, config, targets, tensors)
+    return adapters.write_adapter(directory, written, config, targets, tensors)
 
 
 def _account(checkpoint: Path, config: ModelConfig, settings: AdaptSettings, sizes: Sizes, whole: Sizes) -> None:
@@ -114,6 +127,6 @@ def refuse(checkpoint: Path, problems: Mapping[str, Set[str]]) -> None:
     for problem, names in problems.items():
         if names:
             raise InputError(
-                f"{checkpoint}: {problem} {open_weights.some(sorted(names))}; it is no checkpoint of its recipe, take "
+                f"{checkpoint}: {problem} {weights.some(sorted(names))}; it is no checkpoint of its recipe, take "
                 "another"
             )

@@ -22,6 +22,7 @@ from esmshard.model.families.family_registry import (
     SIZES,
     authors_files,
     family_of,
+    n_parameters,
     recorded_config,
     released_name,
 )
@@ -146,8 +147,8 @@ def _base(about: Mapping[str, Any]) -> str:
         same = [size for size, shape in SIZES.items() if shape == config]
         shape = f", the shape of `{same[0]}`" if same else ""
         lines.append(
-            f"{config.n_layers} layers, width {config.dim}, {config.n_heads} heads, {config.n_parameters:,} parameters "
-            f"without the head{shape}; weights in {_text(about['dtype'])}."
+            f"{config.n_layers} layers, width {config.dim}, {config.n_heads} heads, {n_parameters(config):,} "
+            f"parameters without the head{shape}; weights in {_text(about['dtype'])}."
         )
     return " ".join(lines)
 

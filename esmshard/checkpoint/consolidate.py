@@ -16,20 +16,19 @@ import torch
 from esmshard import __version__
 from esmshard.checkpoint import adapted, card, manifest, regression_head, sharded
 from esmshard.data.batching.loader import SEEN
-from esmshard.errors import InputError, UsageError, reading, writing
+from esmshard.errors import InputError, UsageError, writing
 from esmshard.files import check_replaced, found_place, replace_json, settle, shared_place, whole_directory
+from esmshard.model import adapters, export, weights
 from esmshard.model.config import ModelConfig
+from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source
 from esmshard.model.families.family import AuthorsFile
 from esmshard.model.families.family_registry import authors_files, family_of, recorded_config
 from esmshard.model.weight_reader import read_json
-from esmshard.model.weights import adapted_weights, export, open_weights, recorded
-from esmshard.model.weights.export import DTYPES, MAX_FILE_BYTES, Source
 from esmshard.recipe.recipe_file import for_others
 
 FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
 
 _NO_ROOM = "nothing of it was kept: make room, or choose another place with -o, and consolidate again"
-_AGAIN = "consolidate the run again, or take another checkpoint"
 BASELINES = "baselines.npz"
 """The file of the baselines' parameters. It is part of the model, so that the model can be scored beside them."""
 
@@ -67,7 +66,7 @@ def consolidate(
     A checkpoint that holds only the trained part is combined with its base model, and a LoRA is added to the weights.
 
     Args:
-        source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.open_weights.read`
+        source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read`
             reads.
         out: the directory to create. It appears only when it is complete.
         to: the word of a family for the file of its authors' own code, such as `fair-esm` for its `.pt` loader. By
@@ -93,7 +92,7 @@ def consolidate(
         raise UsageError(f"{source}: is a model and has no checkpoints to choose the best of; leave --best out")
     if base is not None and _is_model(source):
         known = "a whole model, which has no other base"
-        if adapted_weights.is_adapter(Path(source).expanduser()):
+        if adapters.is_adapter(Path(source).expanduser()):
             known = "an adapter, and adapter_config.json in it says where its base lies"
         raise UsageError(f"{source}: is {known}; leave --base out")
     opened = _open_model(source, to, warn) if _is_model(source) else _open_run(source, to, warn, best, base)
@@ -101,14 +100,17 @@ def consolidate(
     sizes = {n: s for n, s in opened.sizes.items() if kind is None or not n.startswith(kind.lacks)}
     with writing(out, _NO_ROOM), whole_directory(out) as work:
         try:
-            digests = _write(work, out.name, kind, opened, sizes, DTYPES[dtype], max_file_bytes)
+            parts = opened.config, sizes, opened.read, DTYPES[dtype]
+            if kind is None:
+                digests = export.write_transformers(work, *parts, max_file_bytes)
+            else:
+                digests = export.write_pickle(kind.path(work, out.name, opened.config), kind, *parts)
         except FloatingPointError as error:
             raise InputError(f"{source}: {error}") from None
-        about = _for_others(opened.about, out) | {"dtype": dtype} | recorded.entries(digests)
-        replace_json(work / recorded.ABOUT, about)
+        about = _for_others(opened.about, out) | {"dtype": dtype} | weights.record(digests)
+        replace_json(work / weights.ABOUT, about)
         if "recipe" in about:
-            with reading(f"esmshard.json of {source}, or evaluation.json beside it", _AGAIN):
-                card.write(work, about, opened.evaluation)
+            card.write(work, about, opened.evaluation)
         if opened.beside is not None and kind is None:
             _copy_beside(opened.beside, work)
     return out
@@ -126,22 +128,6 @@ def _target(to: str | None, config: ModelConfig) -> AuthorsFile | None:
         f"--to {to}: {family.title} models can be written as {', '.join(known)}, or without --to as a directory that "
         "all commands of esmshard read"
     )
-
-
-def _write(
-    work: Path,
-    name: str,
-    kind: AuthorsFile | None,
-    opened: Opened,
-    sizes: Mapping[str, torch.Size],
-    dtype: torch.dtype,
-    max_file_bytes: int,
-) -> dict[str, str]:
-    """Write the files of weights. Return their sha256 by name."""
-    config = opened.config
-    if kind is None:
-        return export.write_transformers(work, config, sizes, opened.read, dtype, max_file_bytes)
-    return export.write_pickle(kind.path(work, name, config), kind, config, sizes, opened.read, dtype)
 
 
 def consolidate_adapter(
@@ -163,12 +149,14 @@ def consolidate_adapter(
     _check_out(out, source, overwrite)
     if _is_model(source):
         raise UsageError(f"{source}: is no run; --adapter is for a run with adapt.method lora")
-    found = _open_checkpoint(source, warn, best)
+    checkpoint = _open_checkpoint(source, warn, best)
     with writing(out, _NO_ROOM), whole_directory(out) as work:
-        digests = adapted.write_adapter(work, found.path, found.state, found.sizes, found.read, base, out)
-        about = _for_others(_about(found.state), out) | {"format": ADAPTER_FORMAT} | recorded.entries(digests)
+        digests = adapted.write_adapter(
+            work, checkpoint.path, checkpoint.state, checkpoint.sizes, checkpoint.read, base, out
+        )
+        about = _for_others(_described(checkpoint.state), out) | {"format": ADAPTER_FORMAT} | weights.record(digests)
         replace_json(work / "esmshard.json", about)
-        _copy_beside(found.path.parent.parent, work)
+        _copy_beside(checkpoint.path.parent.parent, work)
     return out
 
 
@@ -186,45 +174,47 @@ def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
     if Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
         raise UsageError(f"{out}: holds the model to read; choose another directory")
     tokenizer = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
-    weights = ("*.safetensors", "model.safetensors.index.json", "*.pt", "*.pth", BASELINES, SEEN)
-    about = (recorded.ABOUT, "README.md", "config.json", "adapter_config.json")
-    check_replaced(out, [*weights, *about, *tokenizer], marker=recorded.ABOUT)
+    of_weights = ("*.safetensors", "model.safetensors.index.json", "*.pt", "*.pth", BASELINES, SEEN)
+    about = (weights.ABOUT, "README.md", "config.json", "adapter_config.json")
+    check_replaced(out, [*of_weights, *about, *tokenizer], marker=weights.ABOUT)
 
 
 def _is_model(source: Path | str) -> bool:
     path = Path(source).expanduser()
-    if path.is_file() or (path / "config.json").is_file() or adapted_weights.is_adapter(path):
+    if path.is_file() or (path / "config.json").is_file() or adapters.is_adapter(path):
         return True
-    return not path.exists() and open_weights.is_model(str(source))
+    return not path.exists() and weights.is_model(str(source))
 
 
 def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None]) -> Opened:
     """Open a model as it is, with its head and `esmshard.json`. An adapter is combined with its base model."""
-    found = open_weights.read(str(source))
+    found = weights.read(str(source))
     # A directory is written without the parts that the model lacks; files of authors' code may hold them.
-    lacking = [] if to in (None, "hf") else found.lacking(*_held(found.config, to))
-    for notice in [*lacking, *found.notices]:
+    kind = _target(to, found.config)
+    held = [part for part in ("lm_head", "contact_head") if kind and not f"{part}.".startswith(kind.lacks)]
+    for notice in [*found.lacking(*held), *found.notices]:
         warn(notice)
     head = {f"head.{name}": reader.shape for name, reader in found.head.items()}
-    sizes = open_weights.stored_shapes(found.config) | head
+    sizes = weights.stored_shapes(found.config) | head
     sizes = _without(found.absent, sizes, to)
-    path = open_weights.directory(source)
+    path = weights.directory(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
-    if not isinstance(about, dict):
-        raise InputError(f"{directory / 'esmshard.json'}: damaged (not a JSON object); {_AGAIN}")
     about |= {"format": FORMAT, "version": VERSION}  # an adapter has another format
-    with reading(f"{directory / 'esmshard.json'}", _AGAIN):
-        for said, key in ((about.get("recipe", {}).get("model"), "name"), (about.get("base"), "name")):
-            if said:  # the name is relative to that directory
-                said[key] = found_place(said[key], directory)
+    for model in (about.get("recipe", {}).get("model"), about.get("base")):
+        if model:  # the name is relative to that directory
+            model["name"] = found_place(model["name"], directory)
     evaluation = _evaluation(directory.parent)
-    altered = recorded.altered(found.files)
+    altered = weights.altered(found.files)
     if altered is not None:
         warn(altered)
     if altered or (evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256")):
         evaluation = None
-    return Opened(found.config, sizes, _source_of(found), about, evaluation, directory)
+
+    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {n: found.head[n.removeprefix("head.")]() if n.startswith("head.") else found[n] for n in names}
+
+    return Opened(found.config, sizes, read, about, evaluation, directory)
 
 
 @dataclass(frozen=True)
@@ -250,15 +240,9 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool) -> _
             f"{checkpoint}: has no {', '.join(missing)}, so it is of a training loop of your own; write its model with "
             "esmshard.write_transformers, as examples/contrastive.py does at its end"
         )
-    tied = open_weights.tied(recorded_config(state["config"]))
+    tied = weights.tied(recorded_config(state["config"]))
     sizes = {name: sizes[key] for name, key in keys.items() if name not in tied}
     return _Checkpoint(checkpoint, state, sizes, read)
-
-
-def _held(config: ModelConfig, to: str) -> list[str]:
-    """Return the parts of a model that a file of the authors' code holds."""
-    lacks = authors_files(family_of(config))[to].lacks if to in family_of(config).pickles else ()
-    return [part for part in ("lm_head", "contact_head") if not f"{part}.".startswith(lacks)]
 
 
 def _without(parts: Collection[str], sizes: Mapping[str, torch.Size], to: str | None) -> dict[str, torch.Size]:
@@ -274,8 +258,16 @@ def _open_run(source: Path | str, to: str | None, warn: Callable[[str], None], b
         sizes, read = adapted.on_base(checkpoint, state, sizes, read, base)
     elif base is not None:
         raise UsageError(f"{checkpoint}: holds a whole model, which has no other base; leave --base out")
-    _account(checkpoint, config, sizes)
-    about = _about(state)
+    # Names of wrappers are not names of the model.
+    wanted = weights.stored_shapes(config)
+    trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
+    problems = {
+        "lacks": wanted.keys() - trunk.keys(),
+        "holds besides the model": trunk.keys() - wanted.keys(),
+        "holds in another shape": {n for n in wanted.keys() & trunk.keys() if wanted[n] != trunk[n]},
+    }
+    adapted.refuse(checkpoint, problems)
+    about = _described(state)
     if regression_head.is_regression(state, sizes):
         read = regression_head.with_regression(read)
         about |= {"contact_regression": "head"}
@@ -293,11 +285,11 @@ def _open_run(source: Path | str, to: str | None, warn: Callable[[str], None], b
     return Opened(config, sizes, read, about, evaluation, run)
 
 
-def _about(state: Mapping[str, Any]) -> dict[str, Any]:
+def _described(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `esmshard.json` holds of a run."""
+    keys = ("step", "recipe", "facts", "config", "data", "world_size", "versions", "unlearned", "base", "extended")
     about = {"format": FORMAT, "version": VERSION, "esmshard": __version__}
-    about |= {key: state[key] for key in ("step", "recipe", "facts")}
-    others = ("config", "data", "world_size", "versions", "unlearned", "base", "extended")
-    return about | {key: state[key] for key in others if key in state}
+    return about | {key: state[key] for key in keys if key in state}
 
 
 def _for_others(about: Mapping[str, Any], out: Path) -> dict[str, Any]:
@@ -313,25 +305,6 @@ def _for_others(about: Mapping[str, Any], out: Path) -> dict[str, Any]:
             for split, facts in shared["data"].items()
         }
     return shared
-
-
-def _account(checkpoint: Path, config: ModelConfig, sizes: Mapping[str, torch.Size]) -> None:
-    """Check that every tensor of the trunk exists once, and no other: names of wrappers are not names of the model."""
-    wanted = open_weights.stored_shapes(config)
-    trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
-    problems = {
-        "lacks": wanted.keys() - trunk.keys(),
-        "holds besides the model": trunk.keys() - wanted.keys(),
-        "holds in another shape": {n for n in wanted.keys() & trunk.keys() if wanted[n] != trunk[n]},
-    }
-    adapted.refuse(checkpoint, problems)
-
-
-def _source_of(found: open_weights.Weights) -> Source:
-    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {n: found.head[n.removeprefix("head.")]() if n.startswith("head.") else found[n] for n in names}
-
-    return read
 
 
 def _evaluation(run: Path) -> dict[str, Any] | None:

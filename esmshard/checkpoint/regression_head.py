@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from esmshard.model.weights.export import Source
+from esmshard.model.export import Source
 from esmshard.tasks import registry
 
 _OWN = "contact_head.regression."

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from esmshard.checkpoint import manifest
 from esmshard.errors import InputError
 from esmshard.files import read_json, replace_text
-
-T = TypeVar("T")
 
 FORMAT, VERSION = "esmshard-checkpoint", 3
 FILE_BYTES = 10**9
@@ -135,16 +133,8 @@ def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
     Raises:
         InputError: on all ranks, if every checkpoint is damaged.
     """
-    chosen: Path | None = None
-    failure = ""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            chosen = manifest.newest_good(directory, warn)
-        except InputError as error:
-            failure = str(error)
-    chosen, failure = _gather((chosen, failure), None)[0]
-    if failure:
-        raise _shared(failure)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    chosen: Path | None = _together(lambda: manifest.newest_good(directory, warn) if first else None, None)[0]
     return chosen
 
 
@@ -299,24 +289,22 @@ def _plain_errors() -> Iterator[None]:
         raise error.failures[min(error.failures)][0] from None
 
 
-def _gather(value: T, group: Any) -> list[T]:
-    """Gather the values of all ranks, on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def _together(function: Callable[[], Any], group: Any) -> list[Any]:
-    """Call a function on every rank, and return the results of all. All ranks raise the first `OSError`."""
+    """Call a function on every rank, and return the results of all. All ranks raise the first `OSError` or
+    `InputError`.
+    """
     try:
         result = function()
-    except OSError as error:
+    except (OSError, InputError) as error:
         result = error
-    results = _gather(result, group)
+    results = [result]
+    if dist.is_initialized():
+        results = [None] * dist.get_world_size(group)
+        dist.all_gather_object(results, result, group=group)
     for result in results:
-        if isinstance(result, OSError):
+        if isinstance(result, InputError):
+            result.shared = True
+        if isinstance(result, OSError | InputError):
             raise result
     return results
 

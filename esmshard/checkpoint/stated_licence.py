@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from esmshard.files import is_hub_name, read_text
+from esmshard.model import hub
 from esmshard.model.families.family_registry import RELEASED, released_name
-from esmshard.model.weights import hub
 
 MOST_BYTES = 2**20
 """The largest card that is read, in bytes."""

@@ -85,12 +85,11 @@ def finetune(
 ) -> None:
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
     from esmshard.api import start_run
-    from esmshard.api.run_options import RunOptions
     from esmshard.parallel import launch
 
     launch.join()
     try:
-        options = RunOptions(
+        options = start_run.RunOptions(
             nproc=nproc,
             device=device,
             resume=resume,
@@ -157,7 +156,7 @@ def status(
 
     found = run_dir.standings(run)
     print(run_dir.status_json(found) if as_json else run_dir.status_text(found))
-    if code := run_dir.status_exit_code(found):
+    if code := run_dir.EXIT_CODES[run_dir.joint_state(found)]:
         raise SystemExit(code)
 
 

@@ -132,9 +132,9 @@ def embed(
     how |= {"dtype": dtype, "precision": precision, "device": device, "long": Long(long, window or 0, overlap)}
     how |= {"tracks": named_tracks(track or []), "join": join}
     if dry_run:
-        from esmshard.model.weights import open_weights
+        from esmshard.model import weights
 
-        far = [*(["MODEL"] if open_weights.is_far(model) else []), *(["FASTA"] if remote.is_remote(fasta) else [])]
+        far = [*(["MODEL"] if weights.is_far(model) else []), *(["FASTA"] if remote.is_remote(fasta) else [])]
         if far:
             inputs = " and ".join(far)
             raise UsageError(f"--dry-run sends nothing over a network, where {inputs} would come from; copy it first")

@@ -66,7 +66,7 @@ def download(
     """Download released models, or repositories of the Hugging Face hub, for use by name or, with --to, by path on
     machines without network.
     """
-    from esmshard.model.weights import hub
+    from esmshard.model import hub
 
     hub.check(names, to, overwrite)
     for name in names:
@@ -82,6 +82,6 @@ def push(
     ] = False,
 ) -> None:
     """Upload a model with its card to the Hugging Face hub. Needs a token (HF_TOKEN, or `hf auth login`)."""
-    from esmshard.model.weights.push import push as upload
+    from esmshard.model.export import push as upload
 
     print(upload(model, name, private=private, overwrite=overwrite))

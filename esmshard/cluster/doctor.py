@@ -290,8 +290,8 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     from huggingface_hub import constants
 
     from esmshard.data.splits.variant_records import FOLDS
-    from esmshard.model.families.family_registry import RELEASED
-    from esmshard.model.weights import hub, open_weights
+    from esmshard.model import hub, weights
+    from esmshard.model.families.family_registry import RELEASED, n_parameters
     from esmshard.parallel.process_group import own_device, processes_per_machine
     from esmshard.planner.machines import GPUS, Machines, data_sheet
     from esmshard.planner.plan import plan
@@ -301,9 +301,7 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # the first fold of several
         data = recipe.data.model_copy(update={"folds": FOLDS, "fold": 0})
         recipe = recipe.model_copy(update={"data": data})
-    of_hub = (
-        recipe.init != "random" and (name in RELEASED or is_hub_name(name)) and not open_weights.place(name).exists()
-    )
+    of_hub = recipe.init != "random" and (name in RELEASED or is_hub_name(name)) and not weights.place(name).exists()
     if of_hub and hub.find(name) is None:
         level: Level = "error" if constants.HF_HUB_OFFLINE else "note"
         found = f"{name} is in no cache" + (
@@ -314,7 +312,7 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     nodes = max(1, int(os.environ.get("WORLD_SIZE", processes)) // max(1, processes_per_machine(processes)))
     try:
         job = prepare(recipe, processes * nodes, processes, own_device(0, 1))
-        found = f"{recipe.task.name}, {job.weights.config.n_parameters:,} parameters, {job.steps} steps"
+        found = f"{recipe.task.name}, {n_parameters(job.weights.config):,} parameters, {job.steps} steps"
         yield Finding("recipe", "ok", f"data and weights are there: {found}")
         if not cards:
             return

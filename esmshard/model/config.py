@@ -131,58 +131,13 @@ class ModelConfig(ABC):
         return (*qkv, Matrix("out", "self_attn.out_proj", d, d, "out"))
 
     @property
-    @abstractmethod
-    def layer_parameters(self) -> int:
-        """Parameters of one block."""
-
-    @property
-    @abstractmethod
-    def layer_biases(self) -> int:
-        """Biases among the parameters of one block."""
-
-    @property
-    @abstractmethod
-    def embedding_parameters(self) -> int:
-        """Parameters of the embedding tables."""
-
-    @property
-    @abstractmethod
-    def end_parameters(self) -> int:
-        """Parameters of the LayerNorms around the blocks."""
-
-    @property
-    @abstractmethod
-    def end_biases(self) -> int:
-        """Biases among `end_parameters`."""
-
-    @property
-    @abstractmethod
-    def lm_head_parameters(self) -> int:
-        """Parameters of the LM head, without a matrix that is the embedding's."""
-
-    @property
     def n_maps(self) -> int:
         """Number of attention maps, each of which has a weight in the contact regression."""
         return self.n_layers * self.n_heads
 
-    @property
-    def frozen_parameters(self) -> int:
-        """Parameters that never learn: the contact regression, and what a family keeps for its files only."""
-        return self.n_maps + 1
-
-    def learned_with(self, track: str) -> int:
-        """Return how many of `frozen_parameters` learn where batches have this track (`esmshard.vocab.Track`)."""
-        return 0
-
     def kept_with(self, track: str) -> int:
         """Return the numbers that the model keeps of a token for the backward pass because of this track."""
         return 0
-
-    @property
-    def n_parameters(self) -> int:
-        """All parameters: those of the trunk, the LM head and what never learns."""
-        ends = self.embedding_parameters + self.end_parameters + self.lm_head_parameters
-        return ends + self.n_layers * self.layer_parameters + self.frozen_parameters
 
     @property
     def sizes(self) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from torch import nn
 
 from esmshard.batch import Inputs, TokenBatch, batch_of
 from esmshard.errors import UsageError
+from esmshard.model import weights
 from esmshard.model.config import Quantization
 from esmshard.model.convolutions import exact_convolutions
 from esmshard.model.lora import add_lora
 from esmshard.model.quantized import packed_of, quantize
 from esmshard.model.trunk import Trunk
 from esmshard.model.weight_reader import WeightReader
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 
 if TYPE_CHECKING:
     from esmshard.recipe.sections import AdaptSettings
@@ -116,7 +116,7 @@ class FineTuner(nn.Module):
         trunk = self.trunk.requires_grad_(settings.method == "full")
         if settings.method == "lora":
             added = add_lora(trunk.layers, trunk.config.matrices, *settings.lora)
-            self._drawn = open_weights.drawn(trunk.config, added, seed)
+            self._drawn = weights.drawn(trunk.config, added, seed)
             for name, parameter in trunk.named_parameters():
                 parameter.requires_grad_(name in added or (settings.bias == "all" and name.endswith("bias")))
         with_tracks = tuple(start for track in tracks for start in trunk.learns_with.get(track, ()))

@@ -4,7 +4,7 @@
 
 B starts at zero, so the first forward pass is that of the base model. The two matrices are parameters of the linear
 layer itself, `layers.N.self_attn.q_proj.lora_A.weight`, so that sharding, checkpoints and compilation of a block
-include them. The names are those of PEFT without its prefixes (`esmshard.model.weights.adapter`).
+include them. The names are those of PEFT without its prefixes (`esmshard.model.adapters`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -53,7 +53,7 @@ def add_lora(
         targets: which of them, as in `Matrix.target`.
 
     Returns:
-        Shapes of the new matrices, by the trunk's names. `esmshard.model.weights.open_weights.drawn` gives their first
+        Shapes of the new matrices, by the trunk's names. `esmshard.model.weights.drawn` gives their first
         values; the values in the model are not defined yet.
     """
     added: dict[str, torch.Size] = {}

@@ -53,18 +53,17 @@ class Trunk(nn.Module, ABC):
 
     `layers` is a ModuleList of blocks `block(x_TD, batch, layer, on_attention) -> x_TD`, on which `esmshard.parallel`
     relies. Under `torch.device("meta")` the model has shapes and takes no memory;
-    `esmshard.model.weights.open_weights` fills it.
+    `esmshard.model.weights` fills it.
     """
 
     tied: ClassVar[Mapping[str, str]] = {}
     """Names that mean the tensor of another name, which alone is stored."""
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.",)
     """Beginnings of the names of parameters that no fine-tuning changes, since no loss depends on them, or too little.
-    `ModelConfig.frozen_parameters` is their number.
     """
     learns_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """By the name of a track (`esmshard.vocab.Track`), beginnings of the names of parameters that `never_learns` names,
-    too, and that learn nevertheless where batches have this track. `ModelConfig.learned_with` is their number.
+    too, and that learn nevertheless where batches have this track.
     """
 
     config: ModelConfig

@@ -17,10 +17,10 @@ from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.data.tracks.track_files import track_files
 from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name
+from esmshard.model import hub, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import SIZES, build, family_of, released_name
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
-from esmshard.model.weights import hub, open_weights
 from esmshard.parallel.layout import BYTES, STRATEGIES, Layout, check_tensor, layout
 from esmshard.planner.cost import Cost, Work, cost
 from esmshard.planner.machines import Machines
@@ -403,4 +403,4 @@ def config_of(name: str) -> ModelConfig:
             raise InputError(
                 f"{name}: is not on this machine, and a plan downloads nothing; run `esmshard download {name}`"
             )
-    return open_weights.read(name).config
+    return weights.read(name).config

@@ -13,11 +13,10 @@ from esmshard.data.tracks.track_files import track_files
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import Chains
+from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights import open_weights, recorded
-from esmshard.model.weights.open_weights import Weights
-from esmshard.progress import say
+from esmshard.model.weights import Weights
 
 T = TypeVar("T")
 
@@ -47,8 +46,8 @@ class LanguageModels:
         """Return what `compute` makes of each model. One model at a time is in memory."""
         found = []
         for one in self.weights:
-            with recorded.compared(one.files, say):
-                model = open_weights.build(one, self.device).eval()
+            weights.report_altered(one.files)
+            model = weights.build(one, self.device).eval()
             found.append(compute(model))
             del model
         return found
@@ -71,7 +70,7 @@ def read_models(
     """Find models and check all of them, before the first of them computes anything.
 
     Args:
-        model: see `open_weights.read`.
+        model: see `weights.read`.
         ensemble: further models.
         window: by default as many residues as the models saw in training, the fewest of all.
         tracks: the names and paths of the tracks that all models get.
@@ -86,9 +85,9 @@ def read_models(
     for name, count in Counter(names).items():
         if count > 1:
             raise UsageError(f"--ensemble {name}: the model is named twice; name each model once")
-    weights = []
+    opened = []
     for name in names:
-        one = open_weights.joining(open_weights.read(name), chains, f"--join: {name}")
+        one = weights.joining(weights.read(name), chains, f"--join: {name}")
         chains = one.config.chains
         if "lm_head" in one.unlearned:
             raise InputError(f"{name}: has no trained LM head, which scores are read from; take another model")
@@ -98,10 +97,10 @@ def read_models(
             raise UsageError(
                 f"--window {window}: {name} has learned positions for {most - 2}; pass at most this number"
             )
-        weights.append(one)
+        opened.append(one)
     if window is None:
-        window = min(window_of(one.config) for one in weights)
-    return LanguageModels(names, tuple(weights), window, chosen_device(device))
+        window = min(window_of(one.config) for one in opened)
+    return LanguageModels(names, tuple(opened), window, chosen_device(device))
 
 
 def mean_and_sd(

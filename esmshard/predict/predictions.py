@@ -25,9 +25,9 @@ from esmshard.devices import DeviceName, chosen_device, is_out_of_memory
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.files import replace_json, without_directories
 from esmshard.joined_chains import Chains
+from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
-from esmshard.model.weights import open_weights, recorded
 from esmshard.predict import contact_pictures, failures
 from esmshard.predict.failures import Failure, failures_file
 from esmshard.predict.writers import (
@@ -225,15 +225,15 @@ def read_input(
     require_structures(fasta, complexes)
     sequences, files = fasta, list[TrackFile]()
     if tracks:
-        takes = family_of(open_weights.read(model).config).tracks
+        takes = family_of(weights.read(model).config).tracks
         sequences, files = outside(fasta, track_files(tracks, takes, model, "--track "))
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
         read = cached_split(fasta, complexes) if structures else sequences
-        found = open_weights.read(model)
+        found = weights.read(model)
         linker = (chains or found.config.chains).tokens
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))
         store.check_linker(linker, read)
-    about = recorded.task_of(found.files)
+    about = weights.task_of(found.files)
     examples = Examples("input", fasta, store, None, apart=about is not None and traits(about[0]).pairs)
     of_store = len(examples.notices)
     of_records = [*(notices(read) if structures else ()), *examples.notices]

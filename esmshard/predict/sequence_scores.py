@@ -63,7 +63,7 @@ def score_sequences(
     over them. Numbers are missing if no residue is scored. A JSON file beside the table records how it was made.
 
     Args:
-        model: see `open_weights.read`.
+        model: see `weights.read`.
         fasta: see `predictions.predict`.
         out: a `.csv` or `.parquet` file.
         method: `pseudo-perplexity` masks each residue in turn, in a pass of its own; `one-pass` estimates the same from

@@ -20,9 +20,9 @@ from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError, UsageError
+from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights import open_weights
 from esmshard.predict import variant_tables
 from esmshard.predict.known_variants import spearman_sentence
 from esmshard.predict.language_models import check_finite, mean_and_sd, read_models
@@ -66,7 +66,7 @@ def score_table(
     table was made: method, numbering, and what was left out.
 
     Args:
-        model: see `open_weights.read`.
+        model: see `weights.read`.
         wild_type: FASTA file with one protein.
         table: table of variants; None for all single substitutions.
         out: a `.csv` file.
@@ -142,7 +142,7 @@ def _with_tracks(model: str, wild_type: Path, tracks: Mapping[str, str]) -> tupl
     """Return the FASTA file of the sequence alone, and the tracks of the protein."""
     if not tracks:
         return wild_type, ProteinTracks([])
-    files = track_files(tracks, family_of(open_weights.read(model).config).tracks, model, "--track ")
+    files = track_files(tracks, family_of(weights.read(model).config).tracks, model, "--track ")
     fasta, outer = outside(wild_type, files)
     return fasta, protein_tracks(outer, fasta)
 

@@ -20,7 +20,7 @@ from esmshard.data.tables import shown
 from esmshard.errors import InputError, UsageError
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks.metrics import Row, means

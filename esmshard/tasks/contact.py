@@ -45,7 +45,7 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators, corrected_maps
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
@@ -326,25 +326,19 @@ def base_rate(labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
     """Compute what a random order is expected to reach: the share of contacts among the valid pairs of each range, and
     of two chains.
     """
-    n_resolved, shortest = resolved(labels_LL), shortest_chain(labels_LL)
+
+    def of_range(name: str, length: int, cuts: Mapping[str, int]) -> dict[str, float]:
+        hits = labels_LL[valid_pairs(labels_LL, name)]
+        tops = {f"{name} {cut}": length // k for cut, k in cuts.items()}
+        shares = {cut: float(hits.mean()) if 0 < top <= len(hits) else np.nan for cut, top in tops.items()}
+        return shares | {f"{name} AUPRC": float(hits.mean()) if hits.any() else np.nan}
+
     row: dict[str, float] = {}
     for name in RANGES:
-        row |= _share(name, labels_LL, n_resolved, CUTS)
-    row["AUPRC"] = _share_of_all("all", labels_LL)
-    if shortest is not None:
-        row |= _share(INTERCHAIN, labels_LL, shortest, INTERCHAIN_CUTS)
-        row[f"{INTERCHAIN} AUPRC"] = _share_of_all(INTERCHAIN, labels_LL)
-    return row
-
-
-def _share(name: str, labels_LL: npt.NDArray[np.int8], length: int, cuts: Mapping[str, int]) -> dict[str, float]:
-    hits = labels_LL[valid_pairs(labels_LL, name)]
-    return {f"{name} {cut}": float(hits.mean()) if 0 < length // k <= len(hits) else np.nan for cut, k in cuts.items()}
-
-
-def _share_of_all(name: str, labels_LL: npt.NDArray[np.int8]) -> float:
-    hits = labels_LL[valid_pairs(labels_LL, name)]
-    return float(hits.mean()) if hits.any() else np.nan
+        row |= of_range(name, resolved(labels_LL), CUTS)
+    row = {name: row[name] for name in row if not name.endswith("AUPRC")} | {"AUPRC": row["all AUPRC"]}
+    shortest = shortest_chain(labels_LL)
+    return row if shortest is None else row | of_range(INTERCHAIN, shortest, INTERCHAIN_CUTS)
 
 
 def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:

@@ -11,15 +11,14 @@ from esmshard.data.tracks.track_files import TrackFile, track_files
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, reading
 from esmshard.files import found_place, read_json
+from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES, family_of
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights import open_weights, recorded
-from esmshard.model.weights.open_weights import Weights
-from esmshard.progress import say
+from esmshard.model.weights import Weights
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task
-from esmshard.tasks.registry import UnknownTask, new_task, settings_of
+from esmshard.tasks.registry import new_task, settings_of
 
 
 @dataclass(frozen=True)
@@ -37,35 +36,22 @@ def load_finetuned(model: str, device: DeviceName = None) -> FineTuned:
 
     Raises `InputError` for a model without a fine-tuned head, and `UsageError` for a device that is not there.
     """
-    computing, path = chosen_device(device), open_weights.directory(model) / "esmshard.json"
-    try:
-        about: dict[str, Any] = read_json(path)
-        if "recipe" not in about:
-            raise FileNotFoundError  # a converted model
-        settings = settings_of(about["recipe"]["task"])
-        facts = about.get("facts", {})
+    computing, path = chosen_device(device), weights.directory(model) / "esmshard.json"
+    found = weights.read(model)
+    about: dict[str, Any] = read_json(path) if path.is_file() else {}
+    if "recipe" not in about:  # such as a converted model
+        raise InputError(f"{model}: has no fine-tuned head (no esmshard.json); fine-tune it first, then consolidate")
+    with reading(str(path), "consolidate the run again"):
         if base := about["recipe"].get("model"):
             base["name"] = found_place(base["name"], path.parent)
-    except UnknownTask as error:
-        raise InputError(f"{model}: {error}") from None
-    except (FileNotFoundError, NotADirectoryError):
-        open_weights.read(model)  # says so if it is no model at all
-        raise InputError(
-            f"{model}: has no fine-tuned head (no esmshard.json); fine-tune it first, then consolidate"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{path}: damaged ({reason}); consolidate the run again") from None
-    found = open_weights.read(model)
-    with reading(f"{path}", "consolidate the run again"):
-        task = new_task(settings, facts)
+        task = new_task(settings_of(about["recipe"]["task"]), about.get("facts", {}))
         head = task.head(found.config)
     tensors = {name: read() for name, read in found.head.items()}
     if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in head.state_dict().items()}:
         raise InputError(f"{model}: its head does not fit the task in esmshard.json; consolidate the run again")
     head.load_state_dict(tensors)
-    with recorded.compared(found.files, say):
-        return FineTuned(_assemble(found, head, computing), task, about)
+    weights.report_altered(found.files)
+    return FineTuned(_assemble(found, head, computing), task, about)
 
 
 def load_base(recipe: Recipe, task: Task, device: DeviceName = None) -> FineTuner:
@@ -83,11 +69,11 @@ def initial_weights(recipe: Recipe) -> Weights:
     """
     name = recipe.model.name
     if recipe.init == "random":
-        config = SIZES[name] if name in SIZES else open_weights.read(name).config
-        found = open_weights.fresh(config, recipe.train.seed)
+        config = SIZES[name] if name in SIZES else weights.read(name).config
+        found = weights.fresh(config, recipe.train.seed)
     else:
-        found = open_weights.read(name)
-    return open_weights.joining(found, recipe.data.join.over(found.config.chains), f"data.join: {recipe.model.name}")
+        found = weights.read(name)
+    return weights.joining(found, recipe.data.join.over(found.config.chains), f"data.join: {recipe.model.name}")
 
 
 def tracks_of(recipe: Recipe) -> list[TrackFile]:
@@ -109,7 +95,7 @@ def without_tracks(model: str, given: Collection[str]) -> list[str]:
         given: the names of the tracks that it gets.
     """
     try:
-        recipe = read_json(open_weights.place(model) / "esmshard.json")["recipe"]
+        recipe = read_json(weights.place(model) / "esmshard.json")["recipe"]
         missing = [name for name in recipe["data"].get("tracks") or {} if name not in given]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []  # It is no fine-tuned model, or whoever opens it says what is wrong with it.
@@ -139,7 +125,7 @@ def start_values(task: Task, head: nn.Module, found: Weights) -> str | None:
     """
     if not found.head or not head.state_dict():
         return task.start(head, found)
-    of_task, facts = recorded.task_of(found.files) or (task.settings.name, task.facts)
+    of_task, facts = weights.task_of(found.files) or (task.settings.name, task.facts)
     name, shapes = task.settings.name, {name: tensor.shape for name, tensor in head.state_dict().items()}
     same = of_task == name and all(facts.get(key) == task.facts.get(key) for key in ("targets", "classes"))
     if not same:
@@ -156,4 +142,4 @@ def start_values(task: Task, head: nn.Module, found: Weights) -> str | None:
 
 
 def _assemble(found: Weights, head: nn.Module, device: torch.device) -> FineTuner:
-    return FineTuner(open_weights.build(found, device), head.to(device)).eval()
+    return FineTuner(weights.build(found, device), head.to(device)).eval()

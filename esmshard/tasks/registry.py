@@ -29,10 +29,6 @@ TASKS = {
 """The tasks of this package, by their names in recipes."""
 
 
-class UnknownTask(InputError):
-    """A model of a task that no installed package registers, or that cannot be used here."""
-
-
 @dataclass(frozen=True)
 class Registered:
     """All tasks that can be used, and why the others cannot."""
@@ -90,13 +86,13 @@ def settings_of(section: Any) -> "TaskSettings":
     """Return the settings in the task section of a recorded recipe.
 
     Raises:
-        UnknownTask: no installed package has the task, or what has it cannot be used.
+        InputError: no installed package has the task, or what has it cannot be used.
         ValueError: the section does not fit the task.
     """
     name, known = section["name"], registered()
     if name not in known.tasks:
         missing = f"no installed package registers the task {name}; install the one that the model was trained with"
-        raise UnknownTask(known.unusable.get(name, missing))
+        raise InputError(known.unusable.get(name, missing))
     return known.settings[name].model_validate(section)
 
 

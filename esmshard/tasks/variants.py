@@ -22,7 +22,7 @@ from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.section_base import Clash
 from esmshard.recipe.task_section import TaskSettings

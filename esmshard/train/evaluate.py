@@ -1,9 +1,8 @@
 """The scores of a model on a split: metrics of each record, with intervals, beside baselines."""
 
 import math
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,10 +19,11 @@ from esmshard.data.splits.leakage import ComparedRecords, hashes
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
 from esmshard.files import found_place, is_hub_name, replace_json, replace_text, replacing, shared_place
+from esmshard.model import hub, weights
 from esmshard.model.config import SHIPPED
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights import hub, open_weights
 from esmshard.parallel.process_group import World
+from esmshard.parallel.shared_calls import shared_calls
 from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY
 from esmshard.recipe.section_base import listed
@@ -115,13 +115,13 @@ def fit_baselines(
         task.look_ahead_to_fit(examples, range(len(examples)), base)
         known = task.baselines(examples, base)
     else:
-        with _shared_calls(base, ranks):
+        with shared_calls(base, ranks):
             task.look_ahead_to_fit(examples, range(ranks.data_rank, len(examples), ranks.data_size), base)
         for remembered in ranks.gather_on_first(base.remembered):
             for name, outputs in remembered.items():
                 base.remembered[name].update(outputs)
         patient = ranks.patient()
-        with _shared_calls(base, patient):  # Ranks that compute a layer together with the first one must do the same.
+        with shared_calls(base, patient):  # Ranks that compute a layer together with the first one must do the same.
             known = task.baselines(examples, base) if ranks.data_rank == 0 else {}
         known = patient.gather(known if ranks.is_first else None)[0]
     base.remembered.clear()
@@ -182,13 +182,10 @@ def keep_baselines(path: Path, known: Mapping[str, npt.NDArray[Any]]) -> None:
 
 def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Read the arrays that `keep_baselines` saved. The result is empty if there is no such file."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return dict(file)
-    except FileNotFoundError:
+    if not path.is_file():
         return {}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path}: damaged ({error}); remove it, and the baselines are left out") from None
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
 
 
 def score(model: FineTuner, task: Task, data: Examples, ranks: World | None = None) -> list[Row]:
@@ -244,12 +241,6 @@ def score_baselines(
     return {name: [of_record[name] for of_record in by_record] for name in by_record[0]}
 
 
-def _shared_calls(model: FineTuner, ranks: World) -> AbstractContextManager[None]:
-    from esmshard.parallel.shared_calls import shared_calls  # torch.distributed, which a process alone may lack
-
-    return shared_calls(model, ranks)
-
-
 def _of_each_record(
     title: str,
     model: FineTuner | None,
@@ -263,7 +254,7 @@ def _of_each_record(
     firsts = range(0, len(data), each)
     rank, size, shows = (0, 1, True) if ranks is None else (ranks.data_rank, ranks.data_size, ranks.is_first)
     mine: dict[int, Sequence[R]] = {}
-    together = nullcontext() if ranks is None or model is None else _shared_calls(model, ranks)
+    together = nullcontext() if ranks is None or model is None else shared_calls(model, ranks)
     with Progress(title, len(data), show=shows) as progress, together:
         for first in firsts[rank::size]:
             examples = [data.get(n) for n in range(first, min(first + each, len(data)))]
@@ -322,9 +313,9 @@ def report(
             why = f"the model that {shown_name} was fine-tuned from cannot be read ({error})"
     if why and found.task.of_base:
         left_out.append(f"baselines left out of the table: {listed(found.task.of_base)}, because {why}")
-    known = read_baselines(open_weights.place(model) / BASELINES)
+    known = read_baselines(weights.place(model) / BASELINES)
     trained = known.pop(TRAINED_ON, None)
-    if not (open_weights.place(model) / BASELINES).is_file():
+    if not (weights.place(model) / BASELINES).is_file():
         left_out.append(
             f"baselines left out of the table: all that learn from training records; no {shown_name}/{BASELINES}"
         )
@@ -365,9 +356,9 @@ def described(model: str, about: Mapping[str, Any], data: Examples, out: Path) -
     """
     facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256")}
     base = about["recipe"]["model"]
-    name = shared_place(found_place(base["name"], open_weights.directory(model)), out)
+    name = shared_place(found_place(base["name"], weights.directory(model)), out)
     facts["recipe"] = about["recipe"] | {"model": base | {"name": name}}
-    return facts | {"model": _place(open_weights.place(model), out), "tokens_sha256": data.digest}
+    return facts | {"model": _place(weights.place(model), out), "tokens_sha256": data.digest}
 
 
 def write(

@@ -18,11 +18,10 @@ from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.data.store.token_store import linker_of
 from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError
-from esmshard.model import quantized
+from esmshard.model import quantized, weights
 from esmshard.model.families import family_registry
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
-from esmshard.model.weights import recorded
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.parallel.layout import Layout, check_tensor, layout
 from esmshard.parallel.process_group import precision_on
 from esmshard.recipe.sections import Recipe
@@ -157,7 +156,7 @@ def describe(job: RunInputs, processes: int) -> str:
         [
             f"task      {recipe.task.name}",
             f"model     {recipe.model.name}: {config.n_layers} layers, dim {config.dim}, {config.n_heads} heads, "
-            f"{config.n_parameters:,} parameters ({job.weights.source})",
+            f"{family_registry.n_parameters(config):,} parameters ({job.weights.source})",
             f"records   {splits}",
             f"step      about {total / per_epoch:,.0f} tokens in {len(job.train) / per_epoch:.0f} records, {layout}",
             f"training  {job.steps} steps, {job.steps / per_epoch:.1f} epochs",
@@ -220,7 +219,7 @@ def _compared(split: Examples) -> ComparedRecords:
 
 def seen_in_training(job: RunInputs) -> int:
     """Count the test records whose sequence the run, or the model that it starts from, was trained on."""
-    if job.test.digest == recorded.data_of(job.weights.files).get("train", {}).get("tokens_sha256"):
+    if job.test.digest == weights.data_of(job.weights.files).get("train", {}).get("tokens_sha256"):
         return len(job.test)
     (partner_N,) = first_identical(_compared(job.train), [_compared(job.test)])
     return int((partner_N >= 0).sum())
@@ -230,7 +229,7 @@ def _of_base(job: RunInputs) -> list[str]:
     """Return a sentence on the records that an earlier run trained the base model on, if it is known to have been
     trained.
     """
-    before = recorded.data_of(job.weights.files)
+    before = weights.data_of(job.weights.files)
     train = before.get("train", {})
     mark = job.test.digest
     if not train:
@@ -240,7 +239,7 @@ def _of_base(job: RunInputs) -> list[str]:
     if train.get("tokens_sha256") == job.train.digest:  # The comparison with the training set covers it.
         return []
     name, count = Path(str(train.get("path", "other data"))).name, train.get("records", "its")
-    task = (recorded.task_of(job.weights.files) or ("unknown", {}))[0]
+    task = (weights.task_of(job.weights.files) or ("unknown", {}))[0]
     trained = f"leakage: {job.weights.source} was trained before on {count} records of {name} (task {task})"
     same = [
         split.name for split in (job.valid, job.test) if split.digest == before.get(split.name, {}).get("tokens_sha256")

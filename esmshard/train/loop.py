@@ -27,7 +27,7 @@ from esmshard.errors import InputError
 from esmshard.model.attention import kernel_name
 from esmshard.model.families import family_registry
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights import origin, recorded
+from esmshard.model.weights import identity, report_altered
 from esmshard.parallel import launch
 from esmshard.parallel.load import materialise
 from esmshard.parallel.preemption import Preempted, Preemption, reason
@@ -427,8 +427,9 @@ def _fill(job: RunInputs, model: FineTuner, start: Path | None, ranks: World, co
     head, message = new_head(recipe, task, weights)
     if message and start is None and ranks.is_first:
         say(message)
-    with recorded.compared(weights.files if ranks.is_first else [], say):
-        materialise(model, model.rows_of(weights, head), job.layout, ranks)
+    if ranks.is_first:
+        report_altered(weights.files)
+    materialise(model, model.rows_of(weights, head), job.layout, ranks)
     if recipe.adapt.method == "probe" and start is None:
         say(f"fitting the head on {len(job.train)} training records")
         every = range(len(job.train))
@@ -456,7 +457,7 @@ def _facts(
         facts["extended"] = longer
     if ranks.is_first and job.recipe.adapt.method != "full":
         # The checkpoint then holds only what is trained, and names the base model.
-        facts["base"] = saved["base"] if saved else origin.identity(weights, job.recipe.model.name)
+        facts["base"] = saved["base"] if saved else identity(weights, job.recipe.model.name)
     return facts
 
 

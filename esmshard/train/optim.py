@@ -85,7 +85,7 @@ def state_tensors(
     Args:
         model: the model; its task head is named `head`.
         optimizer: the optimizer over the model's trainable parameters.
-        trained_only: leave out frozen parameters, and buffers outside the head, which `esmshard.model.weights.origin`
+        trained_only: leave out frozen parameters, and buffers outside the head, which `esmshard.model.weights`
             can find again.
     """
     tensors = model_tensors(model, trained_only=trained_only)

@@ -10,7 +10,7 @@ import torch
 from esmshard.checkpoint import manifest, sharded
 from esmshard.errors import InputError, UsageError
 from esmshard.files import replace_json, replace_text, size_text
-from esmshard.model.weights import origin
+from esmshard.model import weights
 from esmshard.parallel.process_group import World
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
@@ -92,7 +92,7 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
             "again with --overwrite or out=DIR. docs/checkpoints.md lists the keys that may change"
         )
     if state.get("base"):
-        origin.check(origin.identity(job.weights, job.recipe.model.name), state["base"], str(start))
+        weights.check(weights.identity(job.weights, job.recipe.model.name), state["base"], str(start))
     return start
 
 

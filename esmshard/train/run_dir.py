@@ -515,8 +515,6 @@ class Goodput(TypedDict):
     allocated_s: float
     goodput: float | None
     """The share of the allocated time that was useful; None if no time was allocated."""
-    restart_s: list[float]
-    """The duration in seconds of each restart that reached the end of a step."""
 
 
 def goodput(lines: Iterable[Mapping[str, Any]]) -> Goodput:
@@ -530,11 +528,9 @@ def goodput(lines: Iterable[Mapping[str, Any]]) -> Goodput:
     - Allocated time runs from the start of each attempt's command to the attempt's end line. A killed attempt has no
       end line and ends at its last line. Time between attempts (such as in a queue) is not allocated.
     - Lost steps were taken after the checkpoint from which the next attempt continued.
-    - A restart lasts from the start of the command to the end of its first step.
     """
     attempts = lost = 0
     useful = lost_s = allocated = begin = end = 0.0
-    restarts: list[float] = []
     for line in lines:
         event = line.get("event")
         if event == "attempt":
@@ -543,8 +539,6 @@ def goodput(lines: Iterable[Mapping[str, Any]]) -> Goodput:
             attempts += 1
             lost += line["steps_lost"]
             lost_s += line["seconds_lost"]
-        elif event == "first_step":
-            restarts.append(line["seconds"])
         elif is_step(line) and attempts:
             useful += line.get("step_s") or 0.0
         if attempts:
@@ -557,7 +551,6 @@ def goodput(lines: Iterable[Mapping[str, Any]]) -> Goodput:
         "useful_s": useful,
         "allocated_s": allocated,
         "goodput": useful / allocated if allocated > 0 else None,
-        "restart_s": restarts,
     }
 
 
@@ -569,8 +562,7 @@ def goodput_text(found: Goodput) -> str:
         f"goodput {share}: {duration(found['useful_s'])} of {duration(found['allocated_s'])} in steps that count; "
         f"{attempts} attempt{'' if attempts == 1 else 's'}, {lost} step{'' if lost == 1 else 's'} lost"
     )
-    text += f" ({duration(found['lost_s'])})" if lost else ""
-    return text + ("" if not found["restart_s"] else f", first step after {duration(found['restart_s'][-1])}")
+    return text + (f" ({duration(found['lost_s'])})" if lost else "")
 
 
 def standings(out: Path) -> list[dict[str, Any]]:
@@ -643,18 +635,14 @@ def _of_sweep(out: Path) -> dict[str, Any]:
     }
 
 
-def status_exit_code(found: Sequence[Mapping[str, Any]]) -> int:
-    """Return the exit code for several runs; see EXIT_CODES."""
-    return EXIT_CODES[_joint(found)]
-
-
-def _joint(found: Sequence[Mapping[str, Any]]) -> State:
+def joint_state(found: Sequence[Mapping[str, Any]]) -> State:
+    """Return the first state of EXIT_CODES that one of several runs is in."""
     return next(state for state in EXIT_CODES if any(one["state"] == state for one in found))
 
 
 def status_json(found: Sequence[Mapping[str, Any]]) -> str:
     """Format as JSON: the joint `state`, and the entries of each run."""
-    return json.dumps({"state": _joint(found), "runs": found}, indent=1)
+    return json.dumps({"state": joint_state(found), "runs": found}, indent=1)
 
 
 def status_text(found: Sequence[Mapping[str, Any]], now: float | None = None) -> str:

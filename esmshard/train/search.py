@@ -206,14 +206,15 @@ class Search:
             message = last_word(run, code)
         else:
             chosen = self._chosen(run, overrides)
-            value, message = chosen.get(self.metric), f"valid {self.metric} is undefined after the last step"
-            if value is not None and math.isfinite(value):
+            result, message = chosen.get(self.metric), f"valid {self.metric} is undefined after the last step"
+            if result is not None and math.isfinite(result):
+                value = float(result)
                 state, message = "complete", f"valid {self.metric} {value:.4g} after step {chosen['step']}"
         end = {"state": state, "value": value, "step": course.step, "message": message}
         trial.set_user_attr("end", end)
         say(f"trial {int(name)} of {self.count}: {state}: {message}")
         if state == "complete" and value is not None:
-            return float(value)
+            return value
         raise _TrialLost(message) if code not in (0, 1) and state == "failed" else optuna.TrialPruned(message)
 
     def _run(self, overrides: Sequence[str], is_enough: Any = None) -> int:

@@ -14,9 +14,9 @@ from acceptance.coevolution import Pairs
 
 from esmshard.data.batching.loader import Examples
 from esmshard.data.store.ingestion import cached
+from esmshard.model import weights
+from esmshard.model.export import write_transformers
 from esmshard.model.families.esm2 import EsmConfig
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.export import write_transformers
 from esmshard.tasks.finetuned import load_finetuned
 
 CONTACT = """\
@@ -71,8 +71,8 @@ def finetune(
 def write_shape(directory: Path, config: EsmConfig) -> None:
     """A model of some shape, for `init: random`."""
     directory.mkdir()
-    base = open_weights.fresh(config, 0)
-    sizes = {name: size for name, size in open_weights.shapes(config).items() if name != "lm_head.weight"}
+    base = weights.fresh(config, 0)
+    sizes = {name: size for name, size in weights.shapes(config).items() if name != "lm_head.weight"}
     write_transformers(directory, config, sizes, lambda names: {name: base[name] for name in names})
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from esmshard.checkpoint import adapted
 from esmshard.errors import InputError, UsageError
 from esmshard.files import sha256
+from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import open_weights, origin
 
 NANO = SIZES["nano"]
 HERE = Path("run/checkpoints/step_000007")
@@ -22,7 +22,7 @@ LORA = {"method": "lora", "rank": 2, "alpha": 6.0, "targets": ["fc1"], "bias": "
 
 
 def state(adapt: dict[str, Any], seed: int = 3) -> dict[str, Any]:
-    base = origin.identity(open_weights.fresh(NANO, seed), "nano")
+    base = weights.identity(weights.fresh(NANO, seed), "nano")
     return {"config": NANO.recorded(), "recipe": {"adapt": adapt}, "base": base}
 
 
@@ -52,9 +52,9 @@ def opened(adapt: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[Any
 
 
 def test_the_base_with_what_was_trained_put_in() -> None:
-    tensors, base = trained(), open_weights.fresh(NANO, 3)
+    tensors, base = trained(), weights.fresh(NANO, 3)
     sizes, read, reading = opened(LORA, tensors)
-    shapes = open_weights.shapes(NANO)
+    shapes = weights.shapes(NANO)
     assert sizes.keys() == (shapes.keys() - {"lm_head.weight"}) | {"head.out"}
     assert all(sizes[name] == shapes[name] for name in sizes if name != "head.out")
     found = read(list(sizes))
@@ -77,7 +77,7 @@ def test_only_what_is_asked_for_is_read() -> None:
 
 def test_a_head_alone_leaves_the_base_as_it_is() -> None:
     sizes, read, reading = opened({"method": "head"}, {"head.out": torch.ones(3)})
-    base = open_weights.fresh(NANO, 3)
+    base = weights.fresh(NANO, 3)
     found = read(list(sizes))
     assert all(torch.equal(t, base[n]) for n, t in found.items() if n != "head.out")
     assert torch.equal(found["head.out"], torch.ones(3))
@@ -85,7 +85,7 @@ def test_a_head_alone_leaves_the_base_as_it_is() -> None:
 
 
 def test_the_lm_head_may_have_learned_alone() -> None:
-    base = open_weights.fresh(NANO, 3)
+    base = weights.fresh(NANO, 3)
     learned = {n: base[n] + 1 for n in base.read if n.startswith("lm_head.") and n != "lm_head.weight"}
     assert len(learned) == 5
     sizes, read, _ = opened({"method": "head"}, learned)

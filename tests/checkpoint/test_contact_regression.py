@@ -10,7 +10,7 @@ from conftest import RECIPE, write_subset
 
 import esmshard
 from esmshard.errors import InputError
-from esmshard.model.weights import open_weights
+from esmshard.model import weights
 from esmshard.recipe import recipe_file
 from esmshard.train import finetune
 
@@ -31,7 +31,7 @@ def run(directory: Path, head: str, *overrides: str) -> Path:
 @pytest.mark.parametrize("adapt", [[], ["adapt.method=lora"], ["adapt.method=probe"]], ids=str)
 def test_the_head_is_the_regression_of_the_model(tmp_path: Path, adapt: list[str]) -> None:
     directory = run(tmp_path, "head: attention", *adapt)
-    found = open_weights.read(str(directory))
+    found = weights.read(str(directory))
     for part in ("weight", "bias"):
         assert torch.equal(found[f"contact_head.regression.{part}"], found.head[f"regression.{part}"]())
     about = json.loads((directory / "esmshard.json").read_text())
@@ -46,6 +46,6 @@ def test_the_head_is_the_regression_of_the_model(tmp_path: Path, adapt: list[str
 
 def test_another_head_is_no_regression(tmp_path: Path) -> None:
     directory = run(tmp_path, "channels: 8, blocks: 1")
-    assert "contact_head" in open_weights.read(str(directory)).absent
+    assert "contact_head" in weights.read(str(directory)).absent
     with pytest.raises(InputError, match="contact regression"):
         esmshard.load(directory).embed(SEQUENCES, "contacts")

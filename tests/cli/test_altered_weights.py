@@ -12,7 +12,7 @@ from conftest import write_subset
 
 import esmshard as package
 from esmshard.files import sha256
-from esmshard.model.weights import open_weights, recorded
+from esmshard.model import weights
 from esmshard.shipped import shipped
 
 SAYS = "is not the file that"
@@ -87,25 +87,25 @@ def test_each_file_is_recorded(model: Path) -> None:
     done = esmshard("consolidate", model, "-o", file.with_suffix(""), "--to", "fair-esm")
     assert done.returncode == 0, done.stderr
     about = json.loads((file.with_suffix("") / "esmshard.json").read_text())
-    found = open_weights.read(str(next(file.with_suffix("").glob("*[!n].pt"))))
+    found = weights.read(str(next(file.with_suffix("").glob("*[!n].pt"))))
     assert about["files"] == {path.name: sha256(path) for path in found.files}
-    assert recorded.altered(found.files) is None
+    assert weights.altered(found.files) is None
     flip_signs(found.files[0], 10)
-    assert str(recorded.altered(found.files)).startswith(str(found.files[0]))
+    assert str(weights.altered(found.files)).startswith(str(found.files[0]))
 
 
 def test_the_record_of_the_starter_is_the_hash_of_its_only_file(tmp_path: Path) -> None:
     model = shutil.copytree(shipped("data") / "starter" / "model", tmp_path / "starter")
     file = model / "model.safetensors"
-    assert recorded.altered([file]) is None
+    assert weights.altered([file]) is None
     flip_signs(file, 1)
-    assert SAYS in str(recorded.altered([file]))
+    assert SAYS in str(weights.altered([file]))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": 7}', '{"files": {"model.safetensors": 1}}'])
 def test_a_record_that_is_none_stops_nothing(model: Path, text: str) -> None:
     (model / "esmshard.json").write_text(text)
-    found = recorded.altered([model / "model.safetensors"])
+    found = weights.altered([model / "model.safetensors"])
     assert (found is None) == ("model.safetensors" not in text)
 
 

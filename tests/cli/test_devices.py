@@ -11,7 +11,7 @@ from command import esmshard as command
 import esmshard
 from esmshard.devices import chosen_device
 from esmshard.errors import InputError, UsageError
-from esmshard.model.weights import open_weights
+from esmshard.model import weights
 from esmshard.parallel.process_group import own_device, processes_of, world
 from esmshard.train import loop
 from esmshard.train.resume import kinds_of_device
@@ -94,7 +94,7 @@ def test_the_named_gpu_is_where_weights_are_copied_to(monkeypatch: pytest.Monkey
         asked.append(device)
         raise InputError("this test has no GPU")
 
-    monkeypatch.setattr(open_weights, "build", build)
+    monkeypatch.setattr(weights, "build", build)
     for name in ("cuda:1", torch.device("cuda", 1), None):
         with pytest.raises(InputError, match="has no GPU"):
             esmshard.load("starter", name)

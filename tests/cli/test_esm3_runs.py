@@ -9,8 +9,8 @@ import torch
 from command import esmshard
 from family_runs import TARGETS, losses, run
 
+from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import open_weights
 
 
 def embed(model: Path, directory: Path) -> np.ndarray:
@@ -36,8 +36,8 @@ def test_masked_language_modelling_and_its_model_in_both_layouts(tmp_path: Path)
     assert "transformers" not in text
     assert "--to hf" not in text
     embeddings = embed(model, tmp_path)
-    made, start = open_weights.read(str(model)), open_weights.fresh(SIZES["esm3_nano"], 3)
-    for name in open_weights.stored_shapes(made.config):
+    made, start = weights.read(str(model)), weights.fresh(SIZES["esm3_nano"], 3)
+    for name in weights.stored_shapes(made.config):
         same = torch.equal(made[name], start[name])
         frozen = name.startswith(("geom_attn.", "other_tracks.", "other_heads.")) or name.endswith("inv_freq")
         assert same == frozen or name.startswith("contact_head."), name

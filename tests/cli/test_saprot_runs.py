@@ -10,8 +10,8 @@ from command import esmshard
 from family_runs import TARGETS, losses, run
 from transformers import EsmForMaskedLM, EsmTokenizer
 
+from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import open_weights
 
 SEQUENCES = {"a": "MKTAYIAKQRQISFVK", "b": "MXBUZOKT"}
 PAIRS = ["M#K#T#A#Y#I#A#K#Q#R#Q#I#S#F#V#K#", "M###########K#T#"]
@@ -25,7 +25,7 @@ def test_masked_language_modelling_embeddings_and_scores(tmp_path: Path) -> None
     assert len(expected) == 4
     assert losses(directory) == pytest.approx(expected, rel=1e-5), "on two ranks as on one"
     model = directory / "model"
-    made, start = open_weights.read(str(model)), open_weights.fresh(SIZES["saprot_nano"], 3)
+    made, start = weights.read(str(model)), weights.fresh(SIZES["saprot_nano"], 3)
     moved = (made["embed_tokens.weight"] - start["embed_tokens.weight"]).abs().amax(1) > 0
     assert made.config == SIZES["saprot_nano"]
     assert moved.all(), "every row is a column of the logits"
@@ -61,7 +61,7 @@ def test_contacts_by_a_lora_on_every_matrix(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     done = esmshard("consolidate", directory, "-o", tmp_path / "adapter", "--adapter")
     assert done.returncode == 0, done.stderr
-    merged, found = (open_weights.read(str(path)) for path in (directory / "model", tmp_path / "adapter"))
-    for name in open_weights.stored_shapes(merged.config):
+    merged, found = (weights.read(str(path)) for path in (directory / "model", tmp_path / "adapter"))
+    for name in weights.stored_shapes(merged.config):
         if not name.startswith(("contact_head.", "lm_head.")):  # neither learned anything
             assert (found[name] - merged[name]).abs().max() < 1e-6, name

@@ -18,12 +18,11 @@ from esmshard.batch import TokenBatch
 from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import StepPlan, assign
 from esmshard.data.splits.recipe_splits import open_split
-from esmshard.model import attention
+from esmshard.model import attention, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families import family_registry
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights import open_weights
 from esmshard.parallel import shared_tokens, tensor_parallel
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
@@ -66,12 +65,12 @@ def config_of(recipe: Recipe) -> ModelConfig:
 def build(recipe: Recipe, ranks: World | None, laid: Layout | None) -> tuple[FineTuner, Task]:
     """Trunk and contact head, sharded; or, without a layout, as plain as can be."""
     task, config, quantization = ContactTask(recipe.task, {}), config_of(recipe), recipe.model.quantize
-    base = open_weights.fresh(config, 3)
+    base = weights.fresh(config, 3)
     head = task.head(config)
     head.load_state_dict(work.rough_head(recipe, task, base))
     if laid is None or ranks is None:
         base = base if quantization is None else unpacked(base, quantization)
-        model = FineTuner(open_weights.build(base, torch.device("cpu")), head)
+        model = FineTuner(weights.build(base, torch.device("cpu")), head)
         model.adapt(recipe.adapt, recipe.train.seed)
         rows_of = work.rough_rows(model, base, head)
         with torch.no_grad():
@@ -322,10 +321,10 @@ class MaskedLoss:
 
 def masked_step(ranks: World, strategy: str | None) -> np.ndarray:
     """Rows' largest change, [33]. `strategy` None: one plain process that takes every rank's batch."""
-    base = open_weights.fresh(CONFIG, 3)
+    base = weights.fresh(CONFIG, 3)
     if strategy is None:
         model, laid = MaskedLM(), Layout()
-        open_weights.materialise(model.trunk, base, torch.device("cpu"))
+        weights.materialise(model.trunk, base, torch.device("cpu"))
     else:
         with torch.device("meta"):
             model = MaskedLM()

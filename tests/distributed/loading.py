@@ -10,9 +10,9 @@ import work
 from torch import nn
 
 from esmshard.errors import InputError
+from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES, build
-from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import STRATEGIES, layout
 from esmshard.parallel.load import RowsOf, materialise, own_part
 from esmshard.parallel.process_group import World, world
@@ -37,10 +37,10 @@ def read_from(path: str) -> dict[str, dict[str, Any]]:
         for strategy in STRATEGIES:
             if strategy == "hybrid_shard" and ranks.size < 4:
                 continue
-            stored, asked = open_weights.read(path), []
+            stored, asked = weights.read(path), []
 
             def rows_of(
-                name: str, rows: slice, stored: open_weights.Weights = stored, asked: list[int] = asked
+                name: str, rows: slice, stored: weights.Weights = stored, asked: list[int] = asked
             ) -> torch.Tensor:
                 tensor = stored.rows(name, rows)
                 asked.append(tensor.numel())
@@ -58,7 +58,7 @@ def failing(kind: str, folder: str) -> list[str]:
     said = []
     with world() as ranks:
         last = ranks.rank == ranks.size - 1
-        base = open_weights.fresh(SIZES["nano"], 7 if kind == "seed" and last else 3)
+        base = weights.fresh(SIZES["nano"], 7 if kind == "seed" and last else 3)
 
         def rows_of(name: str, rows: slice) -> torch.Tensor:
             if kind == "unreadable" and last and name == "layers.1.fc1.weight":
@@ -77,7 +77,7 @@ def failing(kind: str, folder: str) -> list[str]:
 
 def too_early() -> list[str]:
     """What the guard says of optimizers made before sharding, before materialising, and after it."""
-    base = open_weights.fresh(SIZES["nano"], 3)
+    base = weights.fresh(SIZES["nano"], 3)
     said = []
     with world() as ranks:
         laid = work.laid(ranks)
@@ -114,7 +114,7 @@ def forgetful() -> str:
 
 def offloaded() -> dict[str, Any]:
     """Where things lie under CPU offload (of a CPU), and the buffers' values."""
-    base = open_weights.fresh(SIZES["nano"], 3)
+    base = weights.fresh(SIZES["nano"], 3)
     with world(alone_too=True) as ranks:
         model = trunk(ranks, base.rows, cpu_offload=True)
         rotary = [work.full(b) for n, b in model.named_buffers() if n.endswith("inv_freq")]

@@ -15,7 +15,7 @@ from esmshard.embed.store.part_plan import Spec
 from esmshard.embed.workers.sharded_worker import Lockstep, joined, sharded
 from esmshard.errors import InputError
 from esmshard.joined_chains import Chains
-from esmshard.model.weights import open_weights
+from esmshard.model import weights
 from esmshard.parallel.shard import groups, local
 from esmshard.progress import Progress
 from esmshard.vocab import encode
@@ -28,7 +28,7 @@ def embedded(model: str, fasta: str, out: str, how: dict[str, Any], part_tokens:
 
 
 def lockstep(model: str, pools: list[str], ranks: Any) -> Lockstep:
-    found = open_weights.read(model)
+    found = weights.read(model)
     outputs = choose(pools, None, found.config, model)
     spec = Spec("", outputs, found.config.dim, "fp32", "fp32", Long(), Chains())
     esm = sharded(found, spec, ranks)

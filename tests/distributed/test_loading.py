@@ -12,25 +12,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 import loading
 from ranks import run_ranks
 
-from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.export import write_transformers
+from esmshard.model import weights
+from esmshard.model.export import write_transformers
+from esmshard.model.families.family_registry import SIZES, n_parameters
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The nano model with random weights, as one safetensors file."""
     directory, config = tmp_path_factory.mktemp("stored"), SIZES["nano"]
-    base = open_weights.fresh(config, 3)
-    write_transformers(directory, config, open_weights.shapes(config), lambda names: {n: base[n] for n in names})
+    base = weights.fresh(config, 3)
+    write_transformers(directory, config, weights.shapes(config), lambda names: {n: base[n] for n in names})
     return directory
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_read_their_own_rows_and_make_the_stored_model(stored: Path, tmp_path: Path, size: int) -> None:
-    sizes = {name: shape for name, shape in open_weights.shapes(SIZES["nano"]).items() if name != "lm_head.weight"}
+    sizes = {name: shape for name, shape in weights.shapes(SIZES["nano"]).items() if name != "lm_head.weight"}
     firsts = sum(shape[1:].numel() for shape in sizes.values())  # a row of each tensor, for the comparison
-    expected = open_weights.read(str(stored))
+    expected = weights.read(str(stored))
     for found in run_ranks("loading:read_from", size, tmp_path, str(stored)):
         assert len(found) == (4 if size == 4 else 3)
         for strategy, result in found.items():
@@ -42,7 +42,7 @@ def test_ranks_read_their_own_rows_and_make_the_stored_model(stored: Path, tmp_p
 
 
 def test_of_a_file_only_the_rows_are_read(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = open_weights.read(str(stored))["layers.1.fc1.weight"]
+    whole = weights.read(str(stored))["layers.1.fc1.weight"]
 
     class NoWhole:
         def __init__(self, *rest: object, **options: object) -> None:
@@ -60,7 +60,7 @@ def test_of_a_file_only_the_rows_are_read(stored: Path, monkeypatch: pytest.Monk
         def get_tensor(self, key: str) -> object:
             raise AssertionError(f"all of {key} is read")
 
-    found = open_weights.read(str(stored))
+    found = weights.read(str(stored))
     monkeypatch.setattr("esmshard.model.weight_reader.safe_open", NoWhole)
     assert torch.equal(found.rows("layers.1.fc1.weight", slice(3, 50)), whole[3:50])
     assert torch.equal(found.rows("lm_head.weight", slice(0, 1)), found.rows("embed_tokens.weight", slice(0, 1)))
@@ -117,7 +117,7 @@ def test_the_15b_model_over_64_ranks(
 ) -> None:
     """Without one number of it in memory."""
     found = run_ranks("loading:as_one_of_many", 1, tmp_path, "esm2_t48_15B_UR50D", 64, settings, rank)[0]
-    share = SIZES["esm2_t48_15B_UR50D"].n_parameters / (8 if settings["strategy"] == "hybrid_shard" else 64)
+    share = n_parameters(SIZES["esm2_t48_15B_UR50D"]) / (8 if settings["strategy"] == "hybrid_shard" else 64)
     assert found["held"] == pytest.approx(share, rel=1e-3)
     assert (found["embedding"], found["fc1"], found["groups"]) == (embedding, fc1, 49)
 
@@ -126,5 +126,5 @@ def test_esmc_6b_over_64_ranks(tmp_path: Path) -> None:
     """Without one number of it in memory. 64 rows of the embedding are one a rank, 6,912 rows of a gate are 108."""
     settings: dict[str, object] = {"strategy": "full_shard"}
     found = run_ranks("loading:as_one_of_many", 1, tmp_path, "esmc_6b", 64, settings, 63)[0]
-    assert found["held"] == pytest.approx(SIZES["esmc_6b"].n_parameters / 64, rel=1e-3)
+    assert found["held"] == pytest.approx(n_parameters(SIZES["esmc_6b"]) / 64, rel=1e-3)
     assert (found["embedding"], found["fc1"], found["groups"]) == (slice(63, 64), slice(6804, 6912), 81)

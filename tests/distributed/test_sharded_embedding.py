@@ -24,7 +24,7 @@ from esmshard.embed.job.embed_request import request
 from esmshard.embed.store import part_plan
 from esmshard.embed.store.embedding_store import EmbeddingStore
 from esmshard.errors import UsageError
-from esmshard.model.weights import open_weights
+from esmshard.model import weights
 from esmshard.vocab import RESIDUES
 
 EVERY = {"pools": ["mean", "max", "cls", "residue", "logits", "contacts", "attentions"]}
@@ -116,7 +116,7 @@ def test_more_ranks_than_sequences(tiny: str, tmp_path: Path) -> None:
 
 
 def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
-    config = open_weights.read("starter").config
+    config = weights.read("starter").config
     width = config.dim
     layer = 12 * width**2 + 13 * width  # three projections, output, two of 4 D; their biases; two LayerNorms
     rest = 33 * width + 2 * width + width**2 + width + 2 * width + 33  # embedding, last norm, LM head

@@ -10,10 +10,10 @@ import work
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack
+from esmshard.model import weights
 from esmshard.model.families import family_registry
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
-from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
@@ -63,7 +63,7 @@ def built(ranks: World | None, laid: Layout) -> FineTuner:
     """The smallest ESM3, all of which learns that learns with these tracks; with a rough output of geometric attention,
     behind which no gradient vanishes.
     """
-    base = open_weights.fresh(SIZES["esm3_nano"], 3)
+    base = weights.fresh(SIZES["esm3_nano"], 3)
     with torch.device("meta"):
         model = FineTuner(family_registry.build(base.config), LanguageModelHead())
     model.adapt(AdaptSettings(), 0, TRACKS)

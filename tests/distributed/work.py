@@ -12,10 +12,10 @@ from esmshard.checkpoint import sharded
 from esmshard.data.batching.packing import StepPlan, assign
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
+from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout, layout
 from esmshard.parallel.load import RowsOf, materialise
 from esmshard.parallel.process_group import World, world
@@ -67,7 +67,7 @@ def sharded_model(recipe: Recipe, ranks: World, laid_: Layout | None = None) -> 
     """As the main job builds it."""
     laid_ = laid_ or laid_out(recipe, ranks)
     task = ContactTask(recipe.task, {})
-    base = open_weights.fresh(SIZES[recipe.model.name], recipe.train.seed)
+    base = weights.fresh(SIZES[recipe.model.name], recipe.train.seed)
     with torch.device("meta"):
         model = FineTuner(ESM2(base.config), task.head(base.config))
     model.adapt(recipe.adapt, recipe.train.seed)
@@ -78,14 +78,14 @@ def sharded_model(recipe: Recipe, ranks: World, laid_: Layout | None = None) -> 
     return model.train(), task
 
 
-def rough_head(recipe: Recipe, task: Task, base: open_weights.Weights) -> dict[str, torch.Tensor]:
+def rough_head(recipe: Recipe, task: Task, base: weights.Weights) -> dict[str, torch.Tensor]:
     """A new head with a large last layer: behind a tiny one all other gradients vanish, and any two are equal."""
     state = new_head(recipe, task, base)[0].state_dict()
     last = [name for name in state if name.endswith(("out.weight", "regression.weight"))]
     return state | {name: torch.randn(state[name].shape, generator=torch.Generator().manual_seed(1)) for name in last}
 
 
-def rough_rows(model: FineTuner, base: open_weights.Weights, head: torch.nn.Module) -> RowsOf:
+def rough_rows(model: FineTuner, base: weights.Weights, head: torch.nn.Module) -> RowsOf:
     """`model.rows_of` with a large B for each LoRA: behind zeros all gradients of A vanish."""
     read = model.rows_of(base, head)
 

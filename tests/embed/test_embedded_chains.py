@@ -20,7 +20,7 @@ from esmshard.embed.job.embed_request import request
 from esmshard.embed.store.embedding_store import EmbeddingStore
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import Chains
-from esmshard.model.weights import open_weights
+from esmshard.model import weights
 from esmshard.vocab import encode
 
 A, B, C = "MKTAYIAKQRQISFVKSHFSRQ", "GQISFVKSHFSRQLEERLGL", "MLW"
@@ -116,7 +116,7 @@ def test_windows_are_of_the_joined_sequence(
     written: Written, window: int, memory: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As asked for, and for lack of memory."""
-    model = open_weights.load_model(written.model).eval()
+    model = weights.load_model(written.model).eval()
     outputs = (Output("residue", 2), Output("mean", 2), Output("contacts", None))
     tokens = [encode(f"{A}:{B}"), encode(A + "G" * 25 + B)]
     if memory is not None:

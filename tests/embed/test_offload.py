@@ -14,12 +14,12 @@ from esmshard.batch import TokenBatch
 from esmshard.embed.compute import offload
 from esmshard.embed.compute.offload import offloaded
 from esmshard.errors import InputError, UsageError
+from esmshard.model import weights
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
-from esmshard.model.families.family_registry import FAMILIES
+from esmshard.model.families.family_registry import FAMILIES, n_parameters
 from esmshard.model.weight_reader import WeightReader
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHM", "ACDEFGHIKLMNPQRSTVWYACDEFG"]
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def bytes_of(config: EsmConfig, n_layers: int) -> int:
 @pytest.fixture(params=SMALL)
 def found(request: pytest.FixtureRequest, tmp_path: Path) -> Weights:
     config = SMALL[request.param]
-    return open_weights.read(str(write_transformers(tmp_path / "model", ours(fair_esm(config), config), config)))
+    return weights.read(str(write_transformers(tmp_path / "model", ours(fair_esm(config), config), config)))
 
 
 def offloaded_with(memory: int, found: Weights, folder: Path, dtype: torch.dtype = torch.float32) -> ESM2:
@@ -52,7 +52,7 @@ def offloaded_with(memory: int, found: Weights, folder: Path, dtype: torch.dtype
 
 def esm2(tmp_path: Path) -> Weights:
     config = SMALL["ESM-2"]
-    return open_weights.read(str(write_transformers(tmp_path / "model", ours(fair_esm(config), config), config)))
+    return weights.read(str(write_transformers(tmp_path / "model", ours(fair_esm(config), config), config)))
 
 
 def numbers(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ def test_the_numbers_are_those_of_the_plain_model(
     # Six linear layers and two norms of each layer, weight and bias.
     assert len(list(folder.glob("*.dat"))) == 16 * (3 - in_memory)
     _, batch = tokenise(SEQUENCES)
-    plain = open_weights.build(found, CPU).eval()
+    plain = weights.build(found, CPU).eval()
     for _ in range(2):
         for mine, theirs in zip(numbers(model, batch), numbers(plain, batch), strict=True):
             assert torch.equal(mine, theirs)
@@ -98,11 +98,11 @@ def test_half_precision_keeps_rotary_angles(tmp_path: Path) -> None:
     assert on_meta(model) == [True] * 3
     file = tmp_path / "folder" / "layers.1.fc1.weight.dat"
     assert file.stat().st_size == 2 * 4 * 64 * 64
-    for layer, plain in zip(model.layers, open_weights.build(found, CPU).layers, strict=True):
+    for layer, plain in zip(model.layers, weights.build(found, CPU).layers, strict=True):
         assert torch.equal(layer.self_attn.rot_emb.inv_freq, plain.self_attn.rot_emb.inv_freq)
         assert layer.self_attn.rot_emb.inv_freq.dtype == torch.float32
     _, batch = tokenise(SEQUENCES)
-    plain = open_weights.build(found, CPU, torch.bfloat16).eval()
+    plain = weights.build(found, CPU, torch.bfloat16).eval()
     for mine, theirs in zip(numbers(model, batch), numbers(plain, batch), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -111,7 +111,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
     """A layer that one thread has sent back to disk is not there for another."""
     found = esm2(tmp_path)
     model = offloaded_with(0, found, tmp_path / "folder")
-    plain = open_weights.build(found, CPU).eval()
+    plain = weights.build(found, CPU).eval()
     batches = [tokenise([sequence])[1] for sequence in SEQUENCES * 4]
 
     def last(one: TokenBatch) -> torch.Tensor:
@@ -155,7 +155,7 @@ def test_one_tensor_at_a_time_is_read(tmp_path: Path) -> None:
     assert most <= 1
     assert len(alive) == 48
     model(tokenise(SEQUENCES)[1])
-    assert sorted(asked) == sorted(open_weights.shapes(found.config).keys() - {"lm_head.weight"})
+    assert sorted(asked) == sorted(weights.shapes(found.config).keys() - {"lm_head.weight"})
 
 
 def test_what_fits_goes_nowhere(tmp_path: Path) -> None:
@@ -164,12 +164,12 @@ def test_what_fits_goes_nowhere(tmp_path: Path) -> None:
     assert on_meta(model) == [False] * 3
     assert not (tmp_path / "folder").exists()
     _, batch = tokenise(SEQUENCES)
-    for mine, theirs in zip(numbers(model, batch), numbers(open_weights.build(found, CPU).eval(), batch), strict=True):
+    for mine, theirs in zip(numbers(model, batch), numbers(weights.build(found, CPU).eval(), batch), strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = open_weights.fresh(SMALL["ESM-2"], 0)
+    found = weights.fresh(SMALL["ESM-2"], 0)
     folder = tmp_path / "folder"
     monkeypatch.setattr(offload.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 3 * LAYER - 1}))
     with pytest.raises(InputError, match=r"GB of layers go to disk, and 0.0 GB are free there; write the output to"):
@@ -182,9 +182,9 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "esm2"])
 def test_other_families_and_their_tracks(family: str, tmp_path: Path) -> None:
-    config = min(FAMILIES[family].sizes.values(), key=lambda config: config.n_parameters)
-    found = open_weights.fresh(config, 0)
-    model, plain = offloaded_with(0, found, tmp_path / "folder"), open_weights.build(found, CPU).eval()
+    config = min(FAMILIES[family].sizes.values(), key=n_parameters)
+    found = weights.fresh(config, 0)
+    model, plain = offloaded_with(0, found, tmp_path / "folder"), weights.build(found, CPU).eval()
     assert on_meta(model) == [True] * config.n_layers
     generator = torch.Generator().manual_seed(0)
     _, batch = tokenise(SEQUENCES)

@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model import weight_reader
+from esmshard.model import weight_reader, weights
 from esmshard.model.families.esm2 import FAMILY, EsmConfig
 from esmshard.model.families.esm_base import TIED
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.parallel.process_group import World
 from esmshard.vocab import MASK, STANDARD, encode
 
@@ -102,7 +101,7 @@ def random_weights(config: EsmConfig, seed: int = 0) -> Weights:
     swapped would show. Attention is sharpened, so that its maps differ from pair to pair, and the embedding is larger
     than a fresh one. `inv_freq` is rounded as in released files.
     """
-    base, generator = open_weights.fresh(config, seed), torch.Generator().manual_seed(seed)
+    base, generator = weights.fresh(config, seed), torch.Generator().manual_seed(seed)
     state: dict[str, torch.Tensor] = {}
     for name, read in base.read.items():
         if name == TIED:

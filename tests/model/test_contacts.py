@@ -12,12 +12,11 @@ from model_files import fair_esm, ours, tokenise
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from esmshard.model import attention
+from esmshard.model import attention, weights
 from esmshard.model import contacts as contacts_module
 from esmshard.model.attention import attention_map
 from esmshard.model.contacts import ContactAccumulator, corrected_maps, predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
-from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
@@ -259,7 +258,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
 def test_memory_for_contacts_is_a_small_part_of_the_maps(train: bool) -> None:
     """Above what the trunk needs. Maps of 6 layers of 20 heads for 512 residues are 127 MB."""
     config = EsmConfig(n_layers=6, dim=320, n_heads=20)
-    model = open_weights.build(open_weights.fresh(config, 0), torch.device("cpu"))
+    model = weights.build(weights.fresh(config, 0), torch.device("cpu"))
     _, batch = tokenise(["MKTAYIAK" * 64])
 
     def trunk() -> None:

@@ -14,7 +14,7 @@ from esmshard.batch import TokenBatch
 from esmshard.model.attention import attention_map, inverse_frequencies, rotate
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
-from esmshard.model.weights.open_weights import load_model
+from esmshard.model.weights import load_model
 
 CPU = torch.device("cpu")
 NEAR = 0.999

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from transformers import EsmcForMaskedLM
 
 from esmshard.batch import TokenBatch
+from esmshard.model import export, weights
+from esmshard.model.adapters import adapter_config, write_adapter
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.lora import add_lora
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights import export, open_weights
-from esmshard.model.weights.adapter import adapter_config, write_adapter
 
 CONFIG = SIZES["esmc_nano"]
 RANK, ALPHA = 3, 6.0
@@ -30,11 +30,11 @@ def logits(model: Trunk, batch: TokenBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize(("targets", "bias"), [(EVERY, "all"), (("q", "v"), "none"), (("fc1",), "none")], ids=str)
 def test_peft_computes_what_we_compute(tmp_path: Path, targets: tuple[str, ...], bias: str) -> None:
-    base = open_weights.fresh(CONFIG, 0)
-    sizes = {n: s for n, s in open_weights.stored_shapes(CONFIG).items() if not n.startswith("contact_head.")}
+    base = weights.fresh(CONFIG, 0)
+    sizes = {n: s for n, s in weights.stored_shapes(CONFIG).items() if not n.startswith("contact_head.")}
     (tmp_path / "base").mkdir()
     export.write_transformers(tmp_path / "base", CONFIG, sizes, lambda names: {name: base[name] for name in names})
-    model = open_weights.build(open_weights.read(str(tmp_path / "base")), torch.device("cpu")).eval()
+    model = weights.build(weights.read(str(tmp_path / "base")), torch.device("cpu")).eval()
     block, batch = tokenise(["MKTAYIAKQRQISFVKSHFSRQ", "GSHM<mask>"])
     before = logits(model, batch)
     added = add_lora(model.layers, CONFIG.matrices, RANK, ALPHA, targets)
@@ -52,7 +52,7 @@ def test_peft_computes_what_we_compute(tmp_path: Path, targets: tuple[str, ...],
     (tmp_path / "adapter").mkdir()
     settings = adapter_config(str(tmp_path / "base"), CONFIG, RANK, ALPHA, targets, bias)
     write_adapter(tmp_path / "adapter", settings, CONFIG, targets, {name: state[name] for name in trained})
-    again = open_weights.load_model(str(tmp_path / "adapter"))
+    again = weights.load_model(str(tmp_path / "adapter"))
     assert (logits(again, batch) - mine).abs().max() < 1e-5, "the adapter is merged when it is read"
 
     theirs = PeftModel.from_pretrained(EsmcForMaskedLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()

@@ -12,8 +12,8 @@ from transformers import EsmcForMaskedLM
 
 from esmshard.batch import pack
 from esmshard.errors import InputError
+from esmshard.model import weights
 from esmshard.model.families.esmc import EsmcConfig
-from esmshard.model.weights import open_weights
 from esmshard.vocab import encode
 
 
@@ -23,9 +23,7 @@ def reference() -> EsmcForMaskedLM:
 
 
 def test_all_four_layouts_hold_the_same_tensors(reference: EsmcForMaskedLM, tmp_path: Path) -> None:
-    found = {
-        layout: open_weights.read(str(esmc_files.write(tmp_path / layout, layout, reference))) for layout in "ABCD"
-    }
+    found = {layout: weights.read(str(esmc_files.write(tmp_path / layout, layout, reference))) for layout in "ABCD"}
     state = reference.state_dict()
     # These names are written down here, whatever the map of the package says.
     same = {
@@ -42,14 +40,14 @@ def test_all_four_layouts_hold_the_same_tensors(reference: EsmcForMaskedLM, tmp_
         "embed_tokens.weight": "esmc.embed_tokens.weight",
         "lm_head.decoder.bias": "lm_head.decoder.bias",
     }
-    for layout, weights in found.items():
-        assert weights.config == EsmcConfig(n_layers=LAYERS, dim=WIDTH, n_heads=HEADS), layout
-        assert weights.config.ffn_width == FFN
-        assert weights.absent == ("contact_head",), "no ESM-C has a contact regression"
+    for layout, read in found.items():
+        assert read.config == EsmcConfig(n_layers=LAYERS, dim=WIDTH, n_heads=HEADS), layout
+        assert read.config.ffn_width == FFN
+        assert read.absent == ("contact_head",), "no ESM-C has a contact regression"
         for ours, theirs in same.items():
-            assert torch.equal(weights[ours], state[theirs]), (layout, ours)
-        for name in open_weights.stored_shapes(weights.config):
-            assert torch.equal(weights[name], found["A"][name]), (layout, name)
+            assert torch.equal(read[ours], state[theirs]), (layout, ours)
+        for name in weights.stored_shapes(read.config):
+            assert torch.equal(read[name], found["A"][name]), (layout, name)
 
 
 def test_every_layout_says_the_logits_of_transformers(reference: EsmcForMaskedLM, tmp_path: Path) -> None:
@@ -59,9 +57,7 @@ def test_every_layout_says_the_logits_of_transformers(reference: EsmcForMaskedLM
     with torch.no_grad():
         expected = reference(ids, attention_mask=torch.ones_like(ids)).logits[0]
         for layout in "ABCD":
-            model = open_weights.load_model(
-                str(esmc_files.write(tmp_path / layout, layout, reference)), torch.device("cpu")
-            )
+            model = weights.load_model(str(esmc_files.write(tmp_path / layout, layout, reference)), torch.device("cpu"))
             found = model(pack([tokens]), logits_at=torch.arange(len(tokens))).logits_PV
             assert (found - expected).abs().max() <= 1e-5, layout
 
@@ -78,7 +74,7 @@ def test_a_configuration_with_unknown_names_of_sizes_is_refused(
             raw[new] = raw.pop(old)
     path.write_text(json.dumps(raw))
     with pytest.raises(InputError, match=r"config\.json: not a model that can be read: '\w*layers' is missing"):
-        open_weights.read(str(directory))
+        weights.read(str(directory))
 
 
 @pytest.mark.parametrize("layout", "ABD")
@@ -94,7 +90,7 @@ def test_a_file_that_lacks_a_joined_tensor_is_refused(layout: str, reference: Es
     del state[key]
     save_file(state, file)
     with pytest.raises(InputError, match=r"layers\.1\.self_attn\..*are missing"):
-        open_weights.read(str(directory))
+        weights.read(str(directory))
 
 
 def test_an_esm_plusplus_under_the_type_of_an_esm2_is_refused(reference: EsmcForMaskedLM, tmp_path: Path) -> None:
@@ -102,4 +98,4 @@ def test_an_esm_plusplus_under_the_type_of_an_esm2_is_refused(reference: EsmcFor
     raw = json.loads((directory / "config.json").read_text()) | {"model_type": "esm"}
     (directory / "config.json").write_text(json.dumps(raw))
     with pytest.raises(InputError, match="vocab_size is 64, not 33"):
-        open_weights.read(str(directory))
+        weights.read(str(directory))

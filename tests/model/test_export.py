@@ -16,10 +16,10 @@ from transformers import EsmForMaskedLM
 
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError, UsageError
+from esmshard.model import export, hub, weights
 from esmshard.model.families.esm2 import FAMILY
 from esmshard.model.families.esm_base import TIED
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import export, hub, open_weights
 
 NAMES = {"ESM-2": "esm2_it", "ESM-1b": "esm1b_it", "ESM-1v": "esm1v_it"}
 HEAD = {"out.weight": torch.arange(6.0).view(2, 3), "out.bias": torch.ones(2)}
@@ -27,7 +27,7 @@ HEAD = {"out.weight": torch.arange(6.0).view(2, 3), "out.bias": torch.ones(2)}
 
 def same(reference: FairEsm, model: str | Path, dtype: torch.dtype = torch.float32) -> None:
     """Every tensor of a model as we read it, and no other."""
-    found, expected = open_weights.read(str(model)), reference.state_dict()
+    found, expected = weights.read(str(model)), reference.state_dict()
     assert found.absent == found.left_out == ()
     assert found.read.keys() | {"lm_head.weight"} == expected.keys()
     for name, tensor in expected.items():
@@ -129,10 +129,10 @@ def test_a_model_in_half_precision_and_in_several_files(dtype: str, torch_dtype:
     out = consolidate(file, tmp_path / "out", dtype=dtype, max_file_bytes=20_000)
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
     same(reference, out, torch_dtype)
-    stored = {reader().dtype for name, reader in open_weights.read(str(out)).read.items() if "inv_freq" not in name}
+    stored = {reader().dtype for name, reader in weights.read(str(out)).read.items() if "inv_freq" not in name}
     assert stored == {torch_dtype}
     assert by_transformers(out).dtype == torch_dtype
-    assert "are missing" in str(refused(lambda: open_weights.read(str(next(iter(out.glob("*00001-of*")))))))
+    assert "are missing" in str(refused(lambda: weights.read(str(next(iter(out.glob("*00001-of*")))))))
     whole = consolidate(file, tmp_path / "whole", to="fair-esm", dtype=dtype)
     same(reference, whole / "esm2_whole.pt", torch_dtype)
 
@@ -158,7 +158,7 @@ def test_a_fine_tuned_model_keeps_its_head_and_what_is_known_of_it(
 ) -> None:
     out = consolidate(fine_tuned if source == "directory" else fine_tuned / "model.safetensors", tmp_path / "out")
     same(fair_esm(TINY), out)
-    found = open_weights.read(str(out))
+    found = weights.read(str(out))
     assert found.head.keys() == HEAD.keys()
     for name, tensor in HEAD.items():
         assert torch.equal(found.head[name](), tensor)
@@ -210,7 +210,7 @@ def test_what_a_model_lacks_is_said_and_not_made_up(part: str, tmp_path: Path) -
     said: list[str] = []
     out = consolidate(directory, tmp_path / "out", warn=said.append)
     assert said == [], "nothing random was written"
-    assert open_weights.read(str(out)).absent == (part,)
+    assert weights.read(str(out)).absent == (part,)
     consolidate(directory, tmp_path / "esm2_it", to="fair-esm", warn=said.append)
     assert said == [f"{directory}: has no {part}; what it says is random"]
     by_fair_esm(tmp_path / "esm2_it" / "esm2_it.pt")
@@ -258,14 +258,14 @@ def index(file: Path) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("value", "dtype", "says"),
     [
-        (float("nan"), torch.float32, "w holds a value that is not finite; the run that made it diverged"),
-        (float("-inf"), torch.bfloat16, "w holds a value that is not finite; the run that made it diverged"),
-        (-7e4, torch.float16, "w holds -7e+04, which is beyond the largest float16, 65504; write it as fp32 or bf16"),
-        (7e4, torch.float16, "w holds 7e+04, which is beyond the largest float16, 65504; write it as fp32 or bf16"),
+        (float("nan"), torch.float32, "w holds a value that is not finite"),
+        (float("-inf"), torch.bfloat16, "w holds a value that is not finite"),
+        (-7e4, torch.float16, "too large for torch.float16"),
+        (7e4, torch.float16, "too large for torch.float16"),
     ],
 )
 def test_what_cannot_be_written_is_said(value: float, dtype: torch.dtype, says: str) -> None:
     with pytest.raises(FloatingPointError) as caught:
         export.cast("w", torch.tensor([[1.0, 2.0], [value, 3.0]]), dtype)
-    assert str(caught.value) == says
+    assert says in str(caught.value)
     assert export.cast("rot_emb.inv_freq", torch.tensor([7e4]), torch.float16).dtype == torch.float32

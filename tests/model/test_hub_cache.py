@@ -1,6 +1,5 @@
 """Released models in the local caches: what counts as one, and which of several is taken."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -8,10 +7,11 @@ import torch
 from hub_server import NAME, own_caches, snapshot
 from model_files import TINY, fair_esm, write_fair_esm
 
-from esmshard.model.weights import hub
-from esmshard.model.weights.open_weights import load_model
+from esmshard.model import hub
+from esmshard.model.weights import load_model
 
-CONFIG, VOCAB, INDEX = b"{}", b"L\nA\n", b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
+FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+CONFIG, VOCAB, INDEX = b"{}", b"L\nA\n", b"{}"
 
 
 @pytest.fixture
@@ -27,16 +27,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"config.json": CONFIG, "tf_model.h5": b""}, False),
         ({"config.json": CONFIG, "model.safetensors": b""}, True),
         ({"config.json": CONFIG, "pytorch_model.bin": b""}, True),
-        ({"config.json": CONFIG, "pytorch_model.bin.index.json": INDEX, "one.safetensors": b""}, False),
-        ({"config.json": CONFIG, "model.safetensors.index.json": INDEX, "one.safetensors": b""}, False),
-        ({"config.json": CONFIG, "model.safetensors.index.json": b"{", "one.safetensors": b""}, False),
-        ({"config.json": CONFIG, "model.safetensors.index.json": b'{"weight_map": {}}'}, False),
+        (
+            {"config.json": CONFIG, "pytorch_model.bin.index.json": INDEX, FIRST: b""},
+            False,
+        ),
+        (
+            {"config.json": CONFIG, "model.safetensors.index.json": INDEX, FIRST: b""},
+            False,
+        ),
         (
             {
                 "config.json": CONFIG,
                 "model.safetensors.index.json": INDEX,
-                "one.safetensors": b"",
-                "two.safetensors": b"",
+                FIRST: b"",
+                SECOND: b"",
             },
             True,
         ),
@@ -51,18 +55,6 @@ def test_a_link_whose_blob_is_gone_is_no_weight_file(cache: Path, tmp_path: Path
     directory = snapshot(cache, {"config.json": CONFIG})
     (directory / "model.safetensors").symlink_to(tmp_path / "gone")
     assert hub.find(NAME) is None
-
-
-def test_the_snapshot_of_main_goes_before_a_newer_one_if_it_is_whole(cache: Path) -> None:
-    whole = {"config.json": CONFIG, "model.safetensors": b""}
-    main, newer = snapshot(cache, whole, "a" * 40), snapshot(cache, whole, "b" * 40)
-    os.utime(main, (1, 1))
-    assert hub.find(NAME) == newer
-    (main.parent.parent / "refs").mkdir()
-    (main.parent.parent / "refs" / "main").write_text("a" * 40)
-    assert hub.find(NAME) == main
-    (main / "model.safetensors").unlink()
-    assert hub.find(NAME) == newer
 
 
 def test_a_file_of_fair_esm_in_torch_hubs_cache_goes_first(cache: Path, tmp_path: Path) -> None:

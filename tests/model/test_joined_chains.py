@@ -9,14 +9,14 @@ import torch
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.joined_chains import Chains, read_chains
+from esmshard.model import weights
 from esmshard.model.config import ModelConfig
+from esmshard.model.export import write_transformers
 from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.families.esmc import EsmcConfig
 from esmshard.model.families.family import Family
-from esmshard.model.families.family_registry import FAMILIES, build, recorded_config, transformers_config
+from esmshard.model.families.family_registry import FAMILIES, build, n_parameters, recorded_config, transformers_config
 from esmshard.model.trunk import Trunk, as_read
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.export import write_transformers
 from esmshard.vocab import encode
 
 TINY = EsmConfig(n_layers=2, dim=32, n_heads=4)
@@ -29,7 +29,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 def opened(config: ModelConfig) -> Trunk:
-    model = open_weights.build(open_weights.fresh(config, 0), torch.device("cpu")).eval()
+    model = weights.build(weights.fresh(config, 0), torch.device("cpu")).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -45,7 +45,7 @@ def everything(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
 
 
 def test_a_linker_is_read_as_glycines(family: Family) -> None:
-    model = opened(min(family.sizes.values(), key=lambda config: config.n_parameters))
+    model = opened(min(family.sizes.values(), key=n_parameters))
     joined = pack([encode(f"{A}:{B}:{C}", linker=7), encode(B)])
     plain = pack([encode(A + "G" * 7 + B + "G" * 7 + C), encode(B)])
     for ours, theirs in zip(everything(model, joined), everything(model, plain), strict=True):
@@ -77,7 +77,7 @@ def test_a_gap_gives_what_these_positions_give() -> None:
 
 
 def test_a_chain_break_stays_the_token_of_models_that_have_it(family: Family) -> None:
-    config = min(family.sizes.values(), key=lambda config: config.n_parameters)
+    config = min(family.sizes.values(), key=n_parameters)
     if not config.chain_break:
         with pytest.raises(ValueError, match="linker:break is for models with a token of a chain break"):
             replace(config, chains=Chains("break"))
@@ -108,7 +108,7 @@ def test_the_model_records_how_chains_are_joined(tmp_path: Path) -> None:
         {name: tensor.shape for name, tensor in model.state_dict().items()},
         lambda names: {name: model.state_dict()[name] for name in names},
     )
-    assert open_weights.read(str(tmp_path)).config.chains == Chains(25, 512)
+    assert weights.read(str(tmp_path)).config.chains == Chains(25, 512)
     assert transformers_config(
         {**FAMILIES["esm2"].files.write_config(TINY), "joined_chains": "linker:3"}
     ).chains == Chains(3)

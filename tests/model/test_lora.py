@@ -15,11 +15,11 @@ from torch import nn
 from transformers import EsmForMaskedLM, EsmModel
 
 from esmshard.batch import TokenBatch
+from esmshard.model import weights
+from esmshard.model.adapters import adapter_config, peft_name, write_adapter
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.lora import LoraLinear, add_lora, lora_names, merged
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.adapter import adapter_config, peft_name, write_adapter
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHM", "ACDEFGHIKLMNPQRSTVWYACDEFG"]
 TARGETS = ("q", "k", "v", "out", "fc1", "fc2")
@@ -34,7 +34,7 @@ def adapted(family: str, targets: Collection[str]) -> tuple[ESM2, ESM2]:
     added = add_lora(model.layers, model.config.matrices, RANK, ALPHA, targets)
     state = model.state_dict()
     with torch.no_grad():
-        for name, reader in open_weights.drawn(SMALL[family], added, seed=5).items():
+        for name, reader in weights.drawn(SMALL[family], added, seed=5).items():
             state[name].copy_(reader())
     return model, base
 
@@ -169,17 +169,15 @@ def test_names_and_shapes_and_first_values() -> None:
     assert after.keys() == before.keys() | added.keys()
     assert all(after[name] is before[name] for name in before), "no weight has another name or is another tensor"
     assert {p.device.type for p in after.values()} == {"meta"}
-    drawn = open_weights.drawn(config, added, seed=7)
+    drawn = weights.drawn(config, added, seed=7)
     a = drawn["layers.0.fc2.lora_A.weight"]
     assert torch.equal(a(slice(1, 3)), a()[1:3])
-    assert torch.equal(
-        a(), open_weights.drawn(config, {"layers.0.fc2.lora_A.weight": added[a_name()]}, seed=7)[a_name()]()
-    )
-    assert not torch.equal(a(), open_weights.drawn(config, added, seed=8)[a_name()]())
+    assert torch.equal(a(), weights.drawn(config, {"layers.0.fc2.lora_A.weight": added[a_name()]}, seed=7)[a_name()]())
+    assert not torch.equal(a(), weights.drawn(config, added, seed=8)[a_name()]())
     assert not torch.equal(a(), drawn["layers.1.fc2.lora_A.weight"]())
     assert all((reader() == 0).all() for name, reader in drawn.items() if "lora_B" in name)
     # Kaiming-uniform with a = sqrt 5: uniform within 1 / sqrt(inputs).
-    wide = open_weights.drawn(config, {"layers.0.fc2.lora_A.weight": torch.Size((64, 128))}, 0)[a_name()]()
+    wide = weights.drawn(config, {"layers.0.fc2.lora_A.weight": torch.Size((64, 128))}, 0)[a_name()]()
     assert wide.abs().max() < 1 / math.sqrt(128)
     assert wide.abs().max() > 0.99 / math.sqrt(128)
     assert abs(float(wide.mean())) < 0.02 / math.sqrt(128)
@@ -213,7 +211,7 @@ def test_peft_reads_what_we_write(targets: Collection[str], bias: str, tmp_path:
     (tmp_path / "adapter").mkdir()
     write_adapter(tmp_path / "adapter", settings, config, targets, trained | head)
     assert load_file(tmp_path / "adapter" / "head.safetensors") == head
-    again = open_weights.load_model(str(tmp_path / "adapter"))
+    again = weights.load_model(str(tmp_path / "adapter"))
     assert (logits(again, batch) - mine).abs().max() < 1e-5
 
     theirs = PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()

@@ -11,11 +11,11 @@ from model_files import SMALL, TINY, edit_pt, edit_tensors, fair_esm, tokenise, 
 from safetensors.torch import load, save_file
 
 from esmshard.errors import InputError
+from esmshard.model import weights
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.esm_base import TIED
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.open_weights import load_model
+from esmshard.model.weights import load_model
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def file(tmp_path: Path, reference: FairEsm) -> Path:
 def test_the_untouched_files_are_read(directory: Path, file: Path, reference: FairEsm) -> None:
     """Without this, each refusal elsewhere could have another reason."""
     for path in (directory, file):
-        found = open_weights.read(str(path))
+        found = weights.read(str(path))
         assert (found.config, found.absent, dict(found.head)) == (TINY, (), {})
         for name, tensor in reference.state_dict().items():
             assert torch.equal(found[name], tensor), name
@@ -52,7 +52,7 @@ def test_a_fair_esm_file_is_read_under_each_prefix(
     prefixes: tuple[str, str], tmp_path: Path, reference: FairEsm
 ) -> None:
     path = write_fair_esm(tmp_path / "esm2_tiny.pt", reference, prefixes)
-    assert open_weights.read(str(path)).absent == ()
+    assert weights.read(str(path)).absent == ()
     model = load_model(str(path))
     assert model.lm_head.weight is model.embed_tokens.weight
     assert not model.training
@@ -91,7 +91,7 @@ def test_a_missing_head_is_recorded_and_drawn_anew(
     else:
         edit_tensors(directory, lose)
     path = str(file if form == "fair-esm" else directory)
-    assert open_weights.read(path).absent == parts
+    assert weights.read(path).absent == parts
     state, again = load_model(path).state_dict(), load_model(path).state_dict()
     for name, tensor in reference.state_dict().items():
         assert torch.equal(state[name], again[name])
@@ -108,7 +108,7 @@ def test_half_precision_files_become_fp32(directory: Path, reference: FairEsm) -
 
 def test_the_task_head_is_kept_apart(tmp_path: Path, reference: FairEsm) -> None:
     head = {"out.weight": torch.arange(3.0), "norm.LayerNorm.bias": torch.ones(2)}
-    found = open_weights.read(str(write_transformers(tmp_path / "model", reference, TINY, head)))
+    found = weights.read(str(write_transformers(tmp_path / "model", reference, TINY, head)))
     assert found.head.keys() == head.keys()
     for name, tensor in head.items():
         assert torch.equal(found.head[name](), tensor)
@@ -119,10 +119,10 @@ def test_the_task_head_is_kept_apart(tmp_path: Path, reference: FairEsm) -> None
 
 
 def test_fresh_weights_depend_on_seed_and_name_only() -> None:
-    small, big = open_weights.fresh(TINY, 1), open_weights.fresh(EsmConfig(n_layers=3, dim=32, n_heads=4), 1)
-    other = open_weights.fresh(TINY, 2)
+    small, big = weights.fresh(TINY, 1), weights.fresh(EsmConfig(n_layers=3, dim=32, n_heads=4), 1)
+    other = weights.fresh(TINY, 2)
     torch.manual_seed(7)
-    names = [n for n in open_weights.shapes(TINY) if n.endswith(".weight") and "norm" not in n and n != TIED]
+    names = [n for n in weights.shapes(TINY) if n.endswith(".weight") and "norm" not in n and n != TIED]
     assert len(names) == 2 * 6 + 3
     for name in names:
         assert torch.equal(small[name], small[name])
@@ -135,11 +135,11 @@ def test_fresh_weights_depend_on_seed_and_name_only() -> None:
 
 def test_fresh_weights_are_complete_and_of_the_right_size() -> None:
     config = EsmConfig(n_layers=2, dim=128, n_heads=4)
-    found = open_weights.fresh(config, 0)
-    assert found.read.keys() == open_weights.shapes(config).keys()
+    found = weights.fresh(config, 0)
+    assert found.read.keys() == weights.shapes(config).keys()
     with torch.device("meta"):
         model = ESM2(config)
-    open_weights.materialise(model, found, torch.device("cpu"))
+    weights.materialise(model, found, torch.device("cpu"))
     torch.manual_seed(0)
     like = FairEsm(2, 128, 4).state_dict()
     compared = 0
@@ -169,8 +169,8 @@ def test_fresh_weights_are_complete_and_of_the_right_size() -> None:
 def test_fresh_weights_of_learned_positions(family: str) -> None:
     """Small, so that residues are not lost in them; the LayerNorm on their sum does nothing yet."""
     config = SMALL[family]
-    found = open_weights.fresh(config, 0)
-    assert found.read.keys() == open_weights.shapes(config).keys()
+    found = weights.fresh(config, 0)
+    assert found.read.keys() == weights.shapes(config).keys()
     assert found["embed_positions.weight"].shape == (1026, config.dim)
     assert float(found["embed_positions.weight"].std()) == pytest.approx(0.02, rel=0.05)
     assert not torch.equal(found["embed_positions.weight"][:33], found["embed_tokens.weight"])
@@ -188,13 +188,13 @@ def test_a_model_without_its_contact_regression_warns_that_contacts_are_random(t
 
 def test_a_size_of_ours_has_no_weights_to_download() -> None:
     with pytest.raises(InputError, match="mini: a size without trained weights"):
-        open_weights.read("mini")
+        weights.read("mini")
 
 
 def test_a_classifier_of_transformers_is_left_out_with_a_word(tmp_path: Path) -> None:
     directory = write_transformers(tmp_path / "model", fair_esm(TINY), TINY)
     tensors = load((directory / "model.safetensors").read_bytes())
     save_file(tensors | {"classifier.dense.weight": torch.zeros(2, 2)}, directory / "model.safetensors")
-    assert open_weights.read(str(directory)).left_out == ("classifier",)
+    assert weights.read(str(directory)).left_out == ("classifier",)
     with pytest.warns(UserWarning, match="its classifier is of another task and left out"):
         load_model(str(directory))

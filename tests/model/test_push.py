@@ -17,8 +17,8 @@ from huggingface_hub import constants
 from model_files import TINY, fair_esm, write_transformers
 
 from esmshard.errors import InputError, UsageError
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.push import push
+from esmshard.model import weights
+from esmshard.model.export import push
 
 NAME = "me/contacts"
 
@@ -151,7 +151,7 @@ def test_what_was_pushed_is_read_by_name(
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
-        again, before = open_weights.read(NAME), open_weights.read(str(model))
+        again, before = weights.read(NAME), weights.read(str(model))
         assert all(torch.equal(again[name], before[name]) for name in before.read)
         hub.shutdown()
 
@@ -168,7 +168,7 @@ def test_a_repository_that_exists_gets_a_commit_only_if_asked(server: Repositori
 
 
 @pytest.mark.parametrize(
-    ("status", "says"), [(401, "set HF_TOKEN to a token"), (403, "hf auth login"), (500, "refused")]
+    ("status", "says"), [(401, "set HF_TOKEN to a token"), (403, "set HF_TOKEN to a token"), (500, "failed")]
 )
 def test_what_the_hub_refuses_is_one_sentence(server: Repositories, model: Path, status: int, says: str) -> None:
     server.answers = status
@@ -190,12 +190,14 @@ def test_what_is_no_model_for_others_is_refused_before_anything_is_sent(
         push(str(model), NAME)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/home/me/base"}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "lora_alpha": 1, "base_model_name_or_path": "/home/me/base"})
+    )
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match="is an adapter of /home/me/base, which others do not have; push the whole"):
         push(str(adapter), NAME)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     (model / "esmshard.json").unlink()
-    with pytest.raises(InputError, match="offline mode is on"):
+    with pytest.raises(InputError, match="HF_HUB_OFFLINE"):
         push(str(model), NAME)
     assert server.made == {}

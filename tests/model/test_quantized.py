@@ -17,11 +17,11 @@ from esmshard.errors import UsageError
 from esmshard.model import quantized
 from esmshard.model.config import Matrix, ModelConfig
 from esmshard.model.families.family import Family
-from esmshard.model.families.family_registry import FAMILIES, SIZES, build
+from esmshard.model.families.family_registry import FAMILIES, SIZES, build, n_parameters
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.lora import LoraLinear
 from esmshard.model.quantized import PackedMatrix, QuantizedLinear, frozen_product, packed_of
-from esmshard.model.weights import open_weights
+from esmshard.model.weights import Weights, fresh
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World
@@ -94,10 +94,10 @@ def test_the_backward_pass_of_a_product_keeps_nothing_and_has_exact_gradients(ki
 
 
 def smallest(family: Family) -> ModelConfig:
-    return min(family.sizes.values(), key=lambda config: config.n_parameters)
+    return min(family.sizes.values(), key=n_parameters)
 
 
-def built(weights: open_weights.Weights, adapt: AdaptSettings, kind: Any, laid: Layout = PLAIN) -> FineTuner:
+def built(weights: Weights, adapt: AdaptSettings, kind: Any, laid: Layout = PLAIN) -> FineTuner:
     """As the main job builds it, with rough values of B."""
     with torch.device("meta"):
         model = FineTuner(build(weights.config), LanguageModelHead())
@@ -134,7 +134,7 @@ ADAPT = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_learns_as_one_of_the_unpacked_matrices(family: str, kind: Any, adapt: str) -> None:
-    weights = open_weights.fresh(smallest(FAMILIES[family]), 1)
+    weights = fresh(smallest(FAMILIES[family]), 1)
     logits_PV, gradients = learned(built(weights, ADAPT[adapt], kind))
     plain_PV, expected = learned(built(unpacked(weights, kind), ADAPT[adapt], None))
     assert torch.allclose(logits_PV, plain_PV, atol=1e-5)
@@ -148,7 +148,7 @@ def test_a_model_learns_as_one_of_the_unpacked_matrices(family: str, kind: Any, 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 def test_checkpointing_changes_no_gradient(checkpointing: Any) -> None:
-    weights = open_weights.fresh(SIZES["nano"], 1)
+    weights = fresh(SIZES["nano"], 1)
     logits_PV, gradients = learned(built(weights, ADAPT["all"], "nf4"))
     laid = Layout(activation_checkpointing=checkpointing)
     again_PV, again = learned(built(weights, ADAPT["all"], "nf4", laid))
@@ -161,7 +161,7 @@ def test_matrices_are_unpacked_in_the_precision_of_the_arithmetic(kind: Any, mon
     asked = []
     unpack = PackedMatrix.matrix
     monkeypatch.setattr(PackedMatrix, "matrix", lambda self, dtype: asked.append(dtype) or unpack(self, dtype))  # type: ignore[func-returns-value]
-    weights = open_weights.fresh(SIZES["nano"], 1)
+    weights = fresh(SIZES["nano"], 1)
     logits_PV, gradients = learned(built(weights, ADAPT["all"], kind, Layout(precision="bf16")))
     assert set(asked) == {torch.bfloat16}
     assert len(asked) == 2 * 6 * SIZES["nano"].n_layers, "forward and backward, each matrix once"

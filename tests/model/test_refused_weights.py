@@ -14,10 +14,10 @@ from model_files import SMALL, TINY, edit_config, edit_pt, edit_tensors, fair_es
 from safetensors.torch import load
 
 from esmshard.errors import InputError
+from esmshard.model import hub, weights
 from esmshard.model.families.esm2 import fair_esm_settings
 from esmshard.model.families.family_registry import RELEASED, SIZES
-from esmshard.model.weights import hub, open_weights
-from esmshard.model.weights.open_weights import load_model
+from esmshard.model.weights import load_model
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 31384421\n"
 PAGE = "\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
@@ -72,7 +72,7 @@ def test_a_released_name_whose_file_is_of_another_model(
     monkeypatch.setattr(hub, "fetch", lambda asked: {name: file}[asked])
     assert name in RELEASED
     with pytest.raises(InputError) as caught:
-        open_weights.read(name)
+        weights.read(name)
     assert str(caught.value).startswith(f"{file}: not {name}, whose shape is another")
 
 
@@ -81,7 +81,7 @@ def test_a_released_name_whose_file_is_its_own(file: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "fetch", lambda _: file)
     monkeypatch.setitem(SIZES, "esm2_t6_8M_UR50D", TINY)
-    assert open_weights.read("esm2_t6_8M_UR50D").config == TINY
+    assert weights.read("esm2_t6_8M_UR50D").config == TINY
 
 
 # config.json
@@ -214,7 +214,7 @@ def test_a_value_that_is_not_finite_in_a_pt_file_and_in_its_regression(file: Pat
 
 def test_a_value_that_is_not_finite_in_a_task_head(tmp_path: Path, reference: FairEsm) -> None:
     head = {"out.weight": torch.tensor([1.0, torch.nan]), "out.bias": torch.zeros(2)}
-    found = open_weights.read(str(write_transformers(tmp_path / "model", reference, TINY, head)))
+    found = weights.read(str(write_transformers(tmp_path / "model", reference, TINY, head)))
     assert torch.equal(found.head["out.bias"](), torch.zeros(2))
     with pytest.raises(InputError, match=r"model: head\.out\.weight holds a value that is not finite"):
         found.head["out.weight"]()

@@ -11,10 +11,10 @@ import torch
 from esmshard.batch import Inputs, pack
 from esmshard.data.labels.coordinates import UNRESOLVED
 from esmshard.data.structures.contact_labels import contact_labels
+from esmshard.model import weights
 from esmshard.model.config import SHIPPED
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import open_weights
 from esmshard.recipe import recipe_file
 from esmshard.shipped import shipped
 from esmshard.tasks.contact import base_rate, contact_precision
@@ -29,12 +29,12 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("name", "task", "absent"), [("starter", "contact", ()), ("demo", "mlm", ("contact_head",))])
 def test_it_is_whole_and_small(name: str, task: str, absent: tuple[str, ...]) -> None:
-    found = open_weights.read(name)
+    found = weights.read(name)
     assert found.config == SIZES[name]
     assert tuple(found.absent) == absent, "trunk, LM head, and for the starter a contact regression are there"
     assert bool(found.head) == (task == "contact")
-    assert sum(path.stat().st_size for path in open_weights.place(name).iterdir()) < 10_000_000
-    about = json.loads((open_weights.place(name) / "esmshard.json").read_text())
+    assert sum(path.stat().st_size for path in weights.place(name).iterdir()) < 10_000_000
+    about = json.loads((weights.place(name) / "esmshard.json").read_text())
     assert about["recipe"]["task"]["name"] == task
     assert not any(part.startswith("/") for part in _texts(about)), "no path of the machine that made it"
 
@@ -47,18 +47,18 @@ def _texts(node: object) -> list[str]:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_its_card_says_what_it_is_not(name: str) -> None:
-    card = (open_weights.place(name) / "README.md").read_text()
+    card = (weights.place(name) / "README.md").read_text()
     assert "not an ESM-2" in card
     assert "MIT" in card
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_directory_of_that_name_comes_first(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert open_weights.place(name) == shipped("data") / name / "model"
+    assert weights.place(name) == shipped("data") / name / "model"
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()
-    assert open_weights.place(name) == Path(name)
-    assert open_weights.place("other") == Path("other")
+    assert weights.place(name) == Path(name)
+    assert weights.place("other") == Path("other")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_its_contact_head_has_learned(chains: Chains) -> None:
 def test_a_recipe_goes_on_with_the_head_of_the_starter() -> None:
     size = ["task.channels=16", "task.blocks=4"]
     recipe = recipe_file.load(recipe_file.resolve("contact"), ["model.name=starter", *size])
-    found = open_weights.read("starter")
+    found = weights.read("starter")
     head, told = new_head(recipe, new_task(recipe.task, {}), found)
     assert told is not None
     assert told.startswith("the head goes on from the contact head of ")
@@ -102,18 +102,18 @@ def test_a_recipe_goes_on_with_the_head_of_the_starter() -> None:
 def test_the_contact_recipe_starts_from_a_model_that_has_seen_no_contact_and_none_of_the_sample() -> None:
     recipe = recipe_file.load(recipe_file.resolve("contact"))
     assert (recipe.model.name, recipe.init) == ("demo", "pretrained")
-    _, told = new_head(recipe, new_task(recipe.task, {}), open_weights.read("demo"))
+    _, told = new_head(recipe, new_task(recipe.task, {}), weights.read("demo"))
     assert told is None, "its head is new"
     job = prepare(recipe, 1, 1, CPU)
     assert leakage_notices(job)[-1] == (
-        f"leakage: {open_weights.place('demo')} was trained before on 52149 records of sequences.fasta.gz (task mlm), "
+        f"leakage: {weights.place('demo')} was trained before on 52149 records of sequences.fasta.gz (task mlm), "
         "by a run that had the same valid and test set"
     )
 
 
 def test_its_contact_regression_was_fitted(chains: Chains) -> None:
     """It knows little: the starter learned contacts through its contact head, and not as attention."""
-    trunk = open_weights.load_model("starter", CPU)
+    trunk = weights.load_model("starter", CPU)
     with torch.no_grad():
         rows = [contact_precision(predict_contacts(trunk, pack([t]))[0].numpy(), y) for t, y in chains]
     assert mean(rows, "all P@L/5") > 1.5 * mean([base_rate(y) for _, y in chains], "all P@L/5")
@@ -122,7 +122,7 @@ def test_its_contact_regression_was_fitted(chains: Chains) -> None:
 @pytest.mark.filterwarnings("ignore:.*contact")
 @pytest.mark.parametrize("name", SHIPPED)
 def test_its_lm_head_knows_more_than_frequencies(name: str, chains: Chains) -> None:
-    trunk = open_weights.load_model(name, CPU)
+    trunk = weights.load_model(name, CPU)
     loss = count = 0.0
     for n, (tokens, _) in enumerate(chains):
         hidden, at_P = corrupt(tokens, 0.15, f"test:{n}")

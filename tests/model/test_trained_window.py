@@ -11,9 +11,9 @@ from esmshard.checkpoint.consolidate import consolidate
 from esmshard.embed.compute.outputs import Long
 from esmshard.embed.job.embed_request import request
 from esmshard.errors import InputError
+from esmshard.model import export, hub, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import FAMILIES, SIZES, recorded_config, window_of
-from esmshard.model.weights import export, hub, open_weights, origin
 from esmshard.tasks.marginals import log_probabilities
 
 BASE = "amplify_120m_base"
@@ -21,8 +21,8 @@ BASE = "amplify_120m_base"
 
 def write(directory: Path, config: ModelConfig) -> Path:
     directory.mkdir()
-    found = open_weights.fresh(config, 0)
-    sizes = open_weights.stored_shapes(config)
+    found = weights.fresh(config, 0)
+    sizes = weights.stored_shapes(config)
     export.write_transformers(directory, config, sizes, lambda names: ((name, found[name]) for name in names))
     return directory
 
@@ -47,14 +47,14 @@ def test_what_is_made_from_a_model_keeps_it(family: str, tmp_path: Path) -> None
     first = write(tmp_path / "first", config)
     assert json.loads((first / "config.json").read_text())["trained_window"] == 40
     again = consolidate(str(first), tmp_path / "again")
-    found = open_weights.read(str(again))
+    found = weights.read(str(again))
     assert (found.config.window, found.config) == (40, config)
     assert request(str(again), tmp_path / "x.npy").spec.long == Long("full", 40)
     plain = write(tmp_path / "plain", replace(config, window=None))
     assert "trained_window" not in json.loads((plain / "config.json").read_text())
-    known = open_weights.read(str(plain))
-    origin.check(origin.identity(found, "a"), origin.identity(known, "b"), "here")
-    assert origin.model_hash(found) == origin.model_hash(known), "the window changes no embedding"
+    known = weights.read(str(plain))
+    weights.check(weights.identity(found, "a"), weights.identity(known, "b"), "here")
+    assert weights.model_hash(found) == weights.model_hash(known), "the window changes no embedding"
 
 
 def test_a_released_name_says_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,14 +63,14 @@ def test_a_released_name_says_the_window(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(SIZES, BASE, replace(tiny, window=510))
     there = write(tmp_path / "there", tiny)
     monkeypatch.setattr(hub, "fetch", lambda name: there)
-    assert open_weights.read(BASE).config.window == 510
-    assert open_weights.read("chandar-lab/AMPLIFY_120M_base").config.window == 510
-    assert open_weights.read(str(there)).config.window is None
+    assert weights.read(BASE).config.window == 510
+    assert weights.read("chandar-lab/AMPLIFY_120M_base").config.window == 510
+    assert weights.read(str(there)).config.window is None
 
 
 def test_scores_see_the_window_of_the_model() -> None:
     config = replace(SIZES["amplify_nano"], window=20)
-    model = open_weights.build(open_weights.fresh(config, 0), torch.device("cpu")).eval()
+    model = weights.build(weights.fresh(config, 0), torch.device("cpu")).eval()
     protein = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDG"
     by_default = log_probabilities(model, protein, [30])
     assert (by_default == log_probabilities(model, protein, [30], window=20)).all()
@@ -83,4 +83,4 @@ def test_a_window_that_is_none_is_refused(window: object, tmp_path: Path) -> Non
     about = json.loads((model / "config.json").read_text()) | {"trained_window": window}
     (model / "config.json").write_text(json.dumps(about))
     with pytest.raises(InputError, match="window must be a positive whole number"):
-        open_weights.read(str(model))
+        weights.read(str(model))

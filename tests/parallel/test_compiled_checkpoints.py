@@ -7,10 +7,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model import attention
+from esmshard.model import attention, weights
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.esm_base import TransformerLayer
-from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
@@ -46,7 +45,7 @@ def gradients(model: ESM2, texts: list[str]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_blocks_are_compiled_once_for_all_packs(checkpointing: str) -> None:
     config = EsmConfig(n_layers=3, dim=32, n_heads=4)
-    model, plain = (open_weights.build(open_weights.fresh(config, 0), ALONE.device) for _ in range(2))
+    model, plain = (weights.build(weights.fresh(config, 0), ALONE.device) for _ in range(2))
     shard(model, Layout(activation_checkpointing=checkpointing, compile=True), ALONE)  # type: ignore[arg-type]
     gradients(model, PACKS[0])
     assert counters["stats"]["unique_graphs"] == 1, "of all three blocks; 0 would mean that nothing is compiled"

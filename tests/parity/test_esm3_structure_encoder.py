@@ -12,18 +12,18 @@ import pytest
 import torch
 from command import esmshard
 from esm3_encoder_golden import LENGTHS, proteins
-from esm3_golden import weights
+from esm3_golden import weights as golden_weights
 from safetensors import safe_open
 from safetensors.torch import load_file
 from structure_texts import chain, cif, pdb
 
 from esmshard.data.structures.chains import read_chains
 from esmshard.errors import InputError, UsageError
+from esmshard.model import weights
+from esmshard.model.export import write_transformers
 from esmshard.model.families import esm3_structure
 from esmshard.model.families.esm3_structure import structure_tokens
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.export import write_transformers
 from esmshard.predict.track_codes import write_codes
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "esm3_structure_encoder.safetensors"
@@ -31,7 +31,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "esm3_structure_encoder.safetens
 
 def authors_state() -> dict[str, torch.Tensor]:
     with safe_open(GOLDEN, framework="pt") as file:
-        drawn = weights(json.loads(file.metadata()["shapes"]))
+        drawn = golden_weights(json.loads(file.metadata()["shapes"]))
         return drawn | {"codebook.embeddings": file.get_tensor("codes")}
 
 
@@ -80,9 +80,7 @@ def test_the_released_encoder_has_so_many_parameters() -> None:
 def test_other_files_are_refused_with_the_fix(tmp_path: Path) -> None:
     path = tmp_path / "encoder.pth"
     torch.save({"decoder.weight": torch.ones(2)}, path)
-    with pytest.raises(
-        InputError, match=r"has no relative_positional_embedding.*; give esm3_structure_encoder_v0\.pth"
-    ):
+    with pytest.raises(InputError, match=r"positions.*; give esm3_structure_encoder_v0\.pth"):
         structure_tokens(path, np.zeros((2, 3, 3), dtype=np.float32))
     for name in ("transformer.blocks.1.geom_attn.proj.bias", "transformer.blocks.0.ffn.1.weight"):
         torch.save({key: tensor for key, tensor in authors_state().items() if key != name}, path)
@@ -123,8 +121,8 @@ def test_structure_files_become_a_track_that_embed_reads(published: Path, struct
     (tmp_path / "chains.fasta").write_text(fasta)
     model = tmp_path / "esm3"
     model.mkdir()
-    fresh = open_weights.fresh(SIZES["esm3_nano"], 0)
-    sizes = open_weights.stored_shapes(fresh.config)
+    fresh = weights.fresh(SIZES["esm3_nano"], 0)
+    sizes = weights.stored_shapes(fresh.config)
     write_transformers(model, fresh.config, sizes, lambda names: {name: fresh[name] for name in names})
     found = {}
     for word, options in (("alone", []), ("tokens", ["--track", f"structure_tokens={out}"])):

@@ -17,7 +17,7 @@ from esmshard.errors import InputError
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.trunk import TrunkOutput
-from esmshard.model.weights.open_weights import load_model
+from esmshard.model.weights import load_model
 from esmshard.vocab import MASK, PAD, STANDARD
 
 LENGTHS = {"ESM-2": (30, 1, 1500, 2, 271, 3, 1022), "ESM-1b": (30, 1, 1022, 2, 271, 3), "ESM-1v": (271, 1022, 1, 30)}

@@ -23,13 +23,13 @@ from transformers import AutoTokenizer, EsmConfig, EsmForMaskedLM, EsmTokenizer
 from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError
+from esmshard.model import weights
+from esmshard.model.adapters import adapter_config, write_adapter
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.family_registry import SIZES, released_name, transformers_config
+from esmshard.model.families.family_registry import SIZES, n_parameters, released_name, transformers_config
 from esmshard.model.families.saprot import FAMILY, SaprotConfig
 from esmshard.model.lora import add_lora
 from esmshard.model.trunk import ABSENT, Trunk
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.adapter import adapter_config, write_adapter
 from esmshard.vocab import CLS, EOS, MASK, STANDARD, TOKENS, UNK, encode
 
 # The authors' `utils/esm_loader.py` and `utils/constants.py`, commit e91e485.
@@ -113,9 +113,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture(scope="module")
 def model(saved: Saved) -> Trunk:
-    found = open_weights.read(str(saved.directory))
+    found = weights.read(str(saved.directory))
     assert (found.config.family, found.absent) == ("saprot", ())
-    return open_weights.build(found, torch.device("cpu")).eval()
+    return weights.build(found, torch.device("cpu")).eval()
 
 
 def test_every_layer_and_the_summed_probabilities_are_those_of_transformers(saved: Saved, model: Trunk) -> None:
@@ -151,7 +151,7 @@ def test_contacts_are_those_of_transformers(saved: Saved, model: Trunk) -> None:
 
 def test_gradients_are_those_of_transformers(saved: Saved) -> None:
     """Of the sum of the probabilities of the pairs of an amino acid."""
-    mine = open_weights.build(open_weights.read(str(saved.directory)), torch.device("cpu")).train()
+    mine = weights.build(weights.read(str(saved.directory)), torch.device("cpu")).train()
     logits = mine(saved.batch, logits_at=torch.arange(saved.batch.bounds[-1])).logits_PV
     columns = [TOKENS.index(letter) for letter in STANDARD + "X"]
     target_P = torch.arange(len(logits)) % 21
@@ -248,8 +248,8 @@ def test_token_dropout_is_as_the_configuration_says(saved: Saved) -> None:
 
 
 def test_an_adapter_loads_in_peft(saved: Saved, tmp_path: Path) -> None:
-    base = open_weights.read(str(saved.directory))
-    model = open_weights.build(base, torch.device("cpu")).eval()
+    base = weights.read(str(saved.directory))
+    model = weights.build(base, torch.device("cpu")).eval()
     add_lora(model.layers, model.config.matrices, 3, 6.0, ("q", "v", "fc1"))
     state, generator = model.state_dict(), torch.Generator().manual_seed(1)
     trained = {name: state[name] for name in state if "lora_" in name}
@@ -283,8 +283,8 @@ def test_the_authors_file_gives_the_numbers_of_fair_esm(tmp_path: Path) -> None:
     sizes = {"num_layers": 2, "embed_dim": 32, "attention_heads": 4, "token_dropout": True}
     torch.save({"config": sizes, "model": theirs.state_dict()}, tmp_path / "SaProt.pt")
     with pytest.raises(InputError, match=r"give it as \S+SaProt.pt@saprot_nano$"):
-        open_weights.read(str(tmp_path / "SaProt.pt"))
-    mine = open_weights.load_model(f"{tmp_path / 'SaProt.pt'}@saprot_nano")
+        weights.read(str(tmp_path / "SaProt.pt"))
+    mine = weights.load_model(f"{tmp_path / 'SaProt.pt'}@saprot_nano")
     for residues, structure in PAIRS.values():
         pairs = map("".join, zip(text(residues, structure)[::2], structure, strict=True))
         block = torch.tensor([[0, *(VOCABULARY.index(pair) for pair in pairs), 2]])
@@ -303,4 +303,4 @@ def test_names_and_sizes_of_the_released_models() -> None:
     # ESM-2's numbers, with 413 rows and biases more.
     for ours, esm2 in (("35m_af2", "t12_35M"), ("650m_af2", "t33_650M"), ("650m_pdb", "t33_650M")):
         mine, other = SIZES[f"saprot_{ours}"], SIZES[f"esm2_{esm2}_UR50D"]
-        assert mine.n_parameters - other.n_parameters == 413 * (mine.dim + 1)
+        assert n_parameters(mine) - n_parameters(other) == 413 * (mine.dim + 1)

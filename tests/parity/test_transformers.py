@@ -18,12 +18,12 @@ from transformers import EsmForMaskedLM, EsmModel
 
 import esmshard
 from esmshard.batch import TokenBatch
+from esmshard.model import weights
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, FAMILY, EsmConfig
 from esmshard.model.families.esm_base import TIED
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.open_weights import load_model
+from esmshard.model.weights import load_model
 
 CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)
 TOLERANCE = 1e-5
@@ -130,7 +130,7 @@ def test_every_layout_gives_the_numbers_of_transformers(saved: Saved, tmp_path: 
     state = make(saved.state)
     assert keys <= state.keys()
     path = rewrite(saved, tmp_path / "model", state)
-    assert open_weights.read(path).absent == ()
+    assert weights.read(path).absent == ()
     model = load_model(path)
     for layer in model.layers:
         assert torch.equal(layer.self_attn.rot_emb.inv_freq, INV_FREQ)
@@ -201,14 +201,14 @@ def test_a_bare_model_has_no_lm_head_and_says_so(saved: Saved, tmp_path: Path) -
     keys = load_file(tmp_path / "model.safetensors").keys()
     assert not any(key.startswith("esm.") for key in keys)
     assert "pooler.dense.weight" in keys
-    assert open_weights.read(str(tmp_path)).absent == ("lm_head",)
+    assert weights.read(str(tmp_path)).absent == ("lm_head",)
     found = differences(saved, load_model(str(tmp_path)))
     assert max(found["hidden"], found["contacts"]) <= TOLERANCE
     assert found["logits"] > 1e-2, "its LM head is a new one"
 
 
 def test_our_names_are_those_of_transformers(saved: Saved) -> None:
-    ours = {FAMILY.key(name) for name in open_weights.shapes(CONFIG) if not name.endswith("inv_freq")}
+    ours = {FAMILY.key(name) for name in weights.shapes(CONFIG) if not name.endswith("inv_freq")}
     theirs = {name for name, _ in saved.model.named_parameters(remove_duplicate=False)}
     assert len(ours) > 50
     assert ours - {FAMILY.key(TIED)} == theirs - {"lm_head.decoder.weight"}

@@ -10,9 +10,9 @@ import torch
 from command import esmshard
 
 from esmshard.errors import InputError, UsageError
+from esmshard.model import hub
 from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
-from esmshard.model.weights import hub
 from esmshard.parallel.layout import Layout
 from esmshard.planner import plan as plans
 from esmshard.planner.cost import Work, cost

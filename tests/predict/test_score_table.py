@@ -15,8 +15,8 @@ from scipy import stats
 
 from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError, UsageError
+from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
-from esmshard.model.weights import open_weights
 from esmshard.predict.zero_shot import METHODS, score, score_table
 
 WT = "MKTAYIAKQRQISFVKSHFSRQLE"
@@ -37,7 +37,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(directory: Path) -> ESM2:
-    return open_weights.build(open_weights.read(str(directory / "model")), torch.device("cpu")).eval()
+    return weights.build(weights.read(str(directory / "model")), torch.device("cpu")).eval()
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from torch import nn
 from esmshard.batch import pack
 from esmshard.data.variants.substitutions import Mutation
 from esmshard.errors import UsageError
+from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weights import open_weights
 from esmshard.predict.zero_shot import METHODS, all_singles, score
 from esmshard.tasks import marginals
 from esmshard.tasks.marginals import log_probabilities
@@ -22,7 +22,7 @@ NUMBER = {aa: int(encode(aa)[1]) for aa in STANDARD}
 
 @pytest.fixture(scope="module")
 def model() -> ESM2:
-    found = open_weights.build(open_weights.fresh(SIZES["nano"], 0), torch.device("cpu"))
+    found = weights.build(weights.fresh(SIZES["nano"], 0), torch.device("cpu"))
     torch.manual_seed(0)
     for parameter in found.parameters():
         nn.init.normal_(parameter, std=0.3)  # new weights say nearly the same everywhere

@@ -17,12 +17,12 @@ from torch import nn
 
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
+from esmshard.model import weights
 from esmshard.model.dropout import RecordDropout
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.lora import LoraLinear
-from esmshard.model.weights import open_weights
 from esmshard.parallel.layout import Layout
 from esmshard.recipe.recipe_file import load
 from esmshard.recipe.sections import Recipe
@@ -225,7 +225,7 @@ def weight_of_zero_shot(recipe: Recipe) -> list[float]:
 
 def groups(recipe: Recipe) -> list[dict[str, Any]]:
     config = SIZES["nano"]
-    model = FineTuner(open_weights.build(open_weights.fresh(config, 0), CPU), new_task(recipe.task, {}).head(config))
+    model = FineTuner(weights.build(weights.fresh(config, 0), CPU), new_task(recipe.task, {}).head(config))
     return [{k: v for k, v in g.items() if k != "params"} for g in adamw(model, recipe.optim).param_groups]
 
 

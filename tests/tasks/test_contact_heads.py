@@ -11,13 +11,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model import weight_reader
+from esmshard.model import weight_reader, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
@@ -170,7 +169,7 @@ def test_the_attention_head_says_what_the_models_own_contact_head_says(trunk: ES
 
 def test_a_head_without_a_regression_to_start_from_starts_at_the_prior(trunk: ESM2) -> None:
     state = weight_reader.tensors(trunk.state_dict())
-    fresh = open_weights.fresh(TINY, 0)
+    fresh = weights.fresh(TINY, 0)
     absent = Weights(TINY, "ESM-1v", state, absent=("contact_head",))
     for name in ("attention", "both"):
         for found in (fresh, absent):
@@ -244,9 +243,7 @@ def test_pairs_are_multiplied_both_ways_round(trunk: ESM2) -> None:
 @pytest.mark.parametrize("blocks", [0, 1, 4])
 def test_a_new_head_starts_near_the_share_of_contacts_and_tells_pairs_apart(head: str, blocks: int) -> None:
     torch.manual_seed(0)
-    tuner = FineTuner(
-        open_weights.build(open_weights.fresh(TINY, 0), torch.device("cpu")), new_head(settings(head), TINY)
-    )
+    tuner = FineTuner(weights.build(weights.fresh(TINY, 0), torch.device("cpu")), new_head(settings(head), TINY))
     (logits_LL,) = tuner(pack([encode("MKTAYIAKMKWW")]))
     assert torch.allclose(logits_LL.sigmoid(), torch.full((12, 12), PRIOR), rtol=0, atol=PRIOR / 4)
     assert len(logits_LL.unique()) > 50

@@ -13,9 +13,9 @@ from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import UsageError
+from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights import open_weights
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings, Recipe
 from esmshard.tasks.base import Task, collate
@@ -95,7 +95,7 @@ def test_every_task_and_its_baselines_read_tracks(name: str) -> None:
     task: Any = new_task(recipe.task, {}).learn(train)
     shortest = [train.get(int(n)) for n in np.argsort(train.tokens, kind="stable")[:12]]
     config = SIZES["saprot_nano"]
-    model = FineTuner(open_weights.build(open_weights.fresh(config, 0), torch.device("cpu")), task.head(config)).eval()
+    model = FineTuner(weights.build(weights.fresh(config, 0), torch.device("cpu")), task.head(config)).eval()
     perturb(model, deviation=0.3)
     outputs, fitted, base_outputs = [], [], []
     for shift in (0, 1):

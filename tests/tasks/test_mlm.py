@@ -14,7 +14,7 @@ from esmshard.data.store.ingestion import ingest
 from esmshard.errors import InputError
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
-from esmshard.model.weights.open_weights import build, fresh
+from esmshard.model.weights import build, fresh
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.tasks.base import collate
 from esmshard.tasks.mlm import MlmSettings, MlmTask

@@ -148,13 +148,3 @@ def test_what_cannot_be_used_is_refused_with_the_reason(directory: Path) -> None
     ):
         assert part in said
     assert said.count("accepted") == 1
-
-
-def test_a_model_whose_task_is_not_installed_names_the_task(directory: Path) -> None:
-    (directory / "model").mkdir()
-    (directory / "model" / "esmshard.json").write_text(json.dumps({"recipe": {"task": {"name": "gone"}}}))
-    code = "from esmshard.tasks.finetuned import load_finetuned\nload_finetuned('model')"
-    done = python(code, directory)
-    assert (
-        "no installed package registers the task gone; install the one that the model was trained with" in done.stderr
-    )

@@ -20,10 +20,10 @@ from esmshard.data.splits.variant_records import VariantLabels, VariantRecords
 from esmshard.data.variants.mutations import read_variants
 from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError
+from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights import open_weights
 from esmshard.predict.zero_shot import score
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks.base import collate
@@ -63,7 +63,7 @@ def example(name: str, *values: float) -> Example:
 @pytest.fixture(scope="module")
 def trunk() -> ESM2:
     """One whose LM head says different things everywhere."""
-    found = open_weights.build(open_weights.fresh(NANO, 0), torch.device("cpu"))
+    found = weights.build(weights.fresh(NANO, 0), torch.device("cpu"))
     torch.manual_seed(0)
     for parameter in found.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -198,7 +198,7 @@ def test_letters_other_than_the_20_have_no_log_odds(trunk: ESM2, pool: str) -> N
 
 
 def test_the_zero_shot_term_needs_an_lm_head_that_has_learned() -> None:
-    fresh, made, without = open_weights.fresh(NANO, 0), task(), task(zero_shot=False)
+    fresh, made, without = weights.fresh(NANO, 0), task(), task(zero_shot=False)
     with pytest.raises(InputError, match=r"has no trained LM head.*set task\.zero_shot=false"):
         made.start(made.head(NANO), fresh)
     assert without.start(without.head(NANO), fresh) is None
@@ -507,7 +507,7 @@ def test_features_are_computed_once(trunk: ESM2, tmp_path: Path, monkeypatch: py
     more, passed = ask_frozen(trunk, [*MANY, "E24W"])
     assert passed <= 1 + 2, "the new one, with the wild type beside it"
     assert np.array_equal(more[:-1], first)
-    other = open_weights.build(open_weights.fresh(NANO, 1), torch.device("cpu")).eval()
+    other = weights.build(weights.fresh(NANO, 1), torch.device("cpu")).eval()
     assert ask_frozen(other, MANY)[1] > len(MANY), "another model says other things"
 
 

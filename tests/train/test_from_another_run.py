@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from esmshard.api.runs import Run, finetune
-from esmshard.model.weights import open_weights
+from esmshard.model import weights
 from esmshard.recipe import recipe_file
 from esmshard.tasks.finetuned import new_head
 from esmshard.tasks.registry import new_task
@@ -65,7 +65,7 @@ def started(resolved: recipe_file.Recipe) -> tuple[torch.nn.Module, str | None]:
 
 def test_the_head_goes_on(first: Run, tmp_path: Path) -> None:
     head, said = started(second(first, tmp_path))
-    before = open_weights.read(str(first.path)).head
+    before = weights.read(str(first.path)).head
     assert all(torch.equal(tensor, before[name]()) for name, tensor in head.state_dict().items())
     assert said is not None
     assert said.startswith(f"the head goes on from the sequence head of {first.path / 'model'}")
@@ -73,7 +73,7 @@ def test_the_head_goes_on(first: Run, tmp_path: Path) -> None:
 
 
 def test_a_head_that_means_something_else_is_left_out(first: Run, tmp_path: Path) -> None:
-    before = open_weights.read(str(first.path)).head
+    before = weights.read(str(first.path)).head
     model = first.path / "model"
     for given, why in (
         ({"target": "OTHER"}, "for other classes or targets"),
@@ -87,7 +87,7 @@ def test_a_head_that_means_something_else_is_left_out(first: Run, tmp_path: Path
             name not in before or not torch.equal(tensor, before[name]()) for name, tensor in head.state_dict().items()
         )
     contact = recipe_file.load(recipe_file.resolve("contact"), [f"model.name={first.path}"])
-    _, said = new_head(contact, new_task(contact.task, {}), open_weights.read(str(first.path)))
+    _, said = new_head(contact, new_task(contact.task, {}), weights.read(str(first.path)))
     assert said == f"{model}: its head is of task sequence and is left out; the head is new"
 
 

@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.consolidate import consolidate_adapter
 from esmshard.errors import UsageError
-from esmshard.model import quantized
+from esmshard.model import quantized, weights
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.lora import merged
-from esmshard.model.weights import open_weights
 from esmshard.parallel.load import materialise
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
@@ -68,7 +67,7 @@ def test_a_run_goes_on_bit_for_bit_and_ends_as_the_base_with_its_lora(few: Path)
     (trained, read), start = sharded.reader(checkpoint), "model.trunk."
     assert not any("packed" in name for name in trained)
     tensors = {n: read(n) for n in trained if n.startswith(start) and "lora_" in n}
-    base = open_weights.fresh(SIZES["nano"], 3)
+    base = weights.fresh(SIZES["nano"], 3)
     name, lora = "layers.1.fc1.weight", {n.removeprefix(start): tensor for n, tensor in tensors.items()}
     expected = merged(name, lora | {name: base[name]}, 0.25)
     assert (expected - base[name]).abs().max() > 1e-4

@@ -16,6 +16,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.files import replace_text
 from esmshard.parallel.preemption import Preempted
 from esmshard.train.run_dir import (
+    EXIT_CODES,
     LOCK,
     METRICS,
     STATUS,
@@ -25,11 +26,11 @@ from esmshard.train.run_dir import (
     cut,
     goodput,
     goodput_text,
+    joint_state,
     last_word,
     metrics_of,
     read_status,
     standings,
-    status_exit_code,
     status_json,
     status_text,
 )
@@ -54,11 +55,11 @@ def test_a_run_of_this_machine(tmp_path: Path) -> None:
     with Lock(tmp_path):
         found = one(tmp_path)
         assert [found[key] for key in ("state", "step", "attempt")] == ["running", 200, 2]
-        assert status_exit_code([found]) == 3
+        assert EXIT_CODES[joint_state([found])] == 3
         assert abs(found["last_seen"] - time.time()) < 100
         assert f"(process {os.getpid()}" in found["holder"]
     found = one(tmp_path)  # it left without a word
-    assert (found["state"], found["last_seen"], status_exit_code([found])) == ("failed", None, 1)
+    assert (found["state"], found["last_seen"], EXIT_CODES[joint_state([found])]) == ("failed", None, 1)
     assert "ended without a word after step 200; go on with --resume auto" in found["message"]
     assert json.loads((tmp_path / STATUS).read_text())["state"] == "running", "reading writes nothing"
 
@@ -77,7 +78,7 @@ def test_a_process_that_was_killed(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     found = one(tmp_path)
-    assert (found["state"], status_exit_code([found])) == ("failed", 1)
+    assert (found["state"], EXIT_CODES[joint_state([found])]) == ("failed", 1)
     assert found["last_seen"] is not None, "it says when the run was last seen"
     assert found["holder"] is not None
 
@@ -113,16 +114,16 @@ def test_several_runs_and_their_exit_code(tmp_path: Path) -> None:
     run(tmp_path / "seed-0", state="done", exit_code=0)
     run(tmp_path / "seed-1", state="preempted", exit_code=75)
     found = standings(tmp_path)
-    assert status_exit_code(found) == 75
+    assert EXIT_CODES[joint_state(found)] == 75
     assert status_text(found).splitlines() == [
         "seed-0  done       step 200 of 380",
         "seed-1  preempted  step 200 of 380",
     ]
     run(tmp_path / "seed-2")
-    assert status_exit_code(standings(tmp_path)) == 1
+    assert EXIT_CODES[joint_state(standings(tmp_path))] == 1
     assert json.loads(status_json(standings(tmp_path)))["state"] == "failed"
     with Lock(tmp_path / "seed-2"):
-        assert status_exit_code(standings(tmp_path)) == 3
+        assert EXIT_CODES[joint_state(standings(tmp_path))] == 3
     with pytest.raises(UsageError, match="no run has begun there"):
         standings(tmp_path / "nowhere")
 
@@ -281,7 +282,6 @@ def test_goodput_of_an_unbroken_run() -> None:
         "useful_s": 14.0,
         "allocated_s": 120.0,
         "goodput": 14 / 120,
-        "restart_s": [10.0],
     }
     assert goodput(KILLED)["allocated_s"] == 100.0, "a running attempt counts as far as it came"
 
@@ -300,7 +300,6 @@ def test_goodput_of_a_killed_run_that_goes_on() -> None:
         "useful_s": 15.0,
         "allocated_s": 120.0,
         "goodput": 15 / 120,
-        "restart_s": [10.0, 11.0],
     }
     assert goodput_text(goodput(lines)).startswith("goodput 12%: 15s of 2m00s in steps that count; 2 attempts, 2 steps")
 

@@ -19,7 +19,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.model.attention import OnAttention
 from esmshard.model.families import family_registry
 from esmshard.model.trunk import Trunk, TrunkOutput
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.progress import say
 
 SHARE = 0.8
@@ -39,10 +39,10 @@ def offloaded(found: Weights, folder: Path, dtype: torch.dtype, device: torch.de
     than its share, and the disk holds one copy in `dtype`.
 
     Args:
-        found: the weights of the model, see `esmshard.model.weights.open_weights.read`.
+        found: the weights of the model, see `esmshard.model.weights.read`.
         folder: an empty directory for the layers on disk; created if any are there. It must exist as long as the model
             is used. The caller removes it.
-        dtype: dtype of weights and arithmetic, as for `open_weights.build`.
+        dtype: dtype of weights and arithmetic, as for `weights.build`.
         device: the computing device. `cuda` without a number means all GPUs: each computes the layers that it stores.
 
     Raises:

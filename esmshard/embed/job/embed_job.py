@@ -30,7 +30,7 @@ from esmshard.embed.workers.local_workers import run_local
 from esmshard.embed.workers.remote_claims import worker_of
 from esmshard.errors import InputError, UsageError
 from esmshard.files import cache_directory, check_replaced
-from esmshard.model.weights import recorded
+from esmshard.model import weights
 from esmshard.parallel.layout import check_tensor
 from esmshard.parallel.process_group import is_launched, own_device, processes_of, processes_per_machine
 from esmshard.progress import Progress, rate, say
@@ -178,7 +178,7 @@ def _prepare(job: EmbedJob) -> EmbedReport | dict[str, Any]:
         Reuse(job.reuse, asked.spec)
     for notice in asked.notices:
         say(notice)
-    if changed := recorded.altered(asked.found.files):
+    if changed := weights.altered(asked.found.files):
         say(changed)
     if job.resume and going_on and not directory.exists() and asked.out.exists():  # another worker has finished
         return finished(asked, job.fasta)

@@ -17,10 +17,9 @@ from esmshard.embed.store.row_index import RowIndex
 from esmshard.errors import UsageError
 from esmshard.files import check_replaced
 from esmshard.joined_chains import join_option
+from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.open_weights import Weights
-from esmshard.model.weights.origin import model_hash
+from esmshard.model.weights import Weights, model_hash
 from esmshard.parallel.process_group import precision_on
 from esmshard.tasks.finetuned import without_tracks
 
@@ -95,7 +94,7 @@ def request(
     """Check a request, and find the model.
 
     Args:
-        model: see `esmshard.model.weights.open_weights.read`.
+        model: see `esmshard.model.weights.read`.
         out: file or directory to write.
         fmt: a key of FORMATS, or `parts`; by default from the ending of `out`, and `parts` if there is none.
         pools: see `Output`; by default the usual pool of the format.
@@ -118,7 +117,7 @@ def request(
         raise UsageError(f"{out}: no format '{fmt}'; there are {known} (by ending, or --format)")
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: one of {', '.join(DTYPES)} is expected")
-    found = open_weights.joining(open_weights.read(model), join_option(join), f"--join: {model}")
+    found = weights.joining(weights.read(model), join_option(join), f"--join: {model}")
     usual = "mean" if fmt == PARTS else FORMATS[fmt].default_pool
     outputs = choose(list(pools) or [usual], list(layers), found.config, model, heads)
     for pool, part in (("logits", "lm_head"), ("contacts", "contact_head")):

@@ -21,7 +21,7 @@ from esmshard.embed.store.remote_store import OURS, RemoteStore
 from esmshard.embed.store.reuse import Reuse
 from esmshard.embed.workers.remote_claims import at_work_in_bucket, worker_of
 from esmshard.errors import InputError, UsageError
-from esmshard.model.weights import recorded
+from esmshard.model import weights
 from esmshard.progress import say
 from esmshard.remote import RemoteDirectory
 
@@ -61,7 +61,7 @@ def _embed(job: EmbedJob, store: RemoteStore, url: str) -> EmbedReport:
         Reuse(job.reuse, job.asked.spec)
     for notice in job.asked.notices:
         say(notice)
-    if changed := recorded.altered(job.asked.found.files):
+    if changed := weights.altered(job.asked.found.files):
         say(changed)
     plan = embed_job.begin(job)
     if job.asked.fmt != PARTS:

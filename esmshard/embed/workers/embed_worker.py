@@ -28,11 +28,10 @@ from esmshard.embed.store.row_index import RowIndex
 from esmshard.embed.workers.claims import Worker, publish
 from esmshard.embed.workers.remote_claims import worker_of
 from esmshard.errors import InputError
+from esmshard.model import weights
 from esmshard.model.attention import kernel_name
 from esmshard.model.families.family_registry import family_of
-from esmshard.model.weights import open_weights
-from esmshard.model.weights.open_weights import Weights
-from esmshard.model.weights.origin import model_hash
+from esmshard.model.weights import Weights, model_hash
 from esmshard.progress import say
 from esmshard.vocab import CLS, EOS
 
@@ -176,7 +175,7 @@ def make_embedder(
     spec, found = Spec.of(plan), checked_model(plan)
     dtype = TORCH[spec.compute]
     if offload is None:
-        esm = open_weights.build(found, device, dtype).eval()
+        esm = weights.build(found, device, dtype).eval()
         return Embedder(esm, spec.outputs, dtype=spec.dtype, long=spec.long, tokens=tokens)
     from esmshard.embed.compute.offload import offloaded
 
@@ -188,11 +187,11 @@ def make_embedder(
 
 def checked_model(plan: Mapping[str, Any]) -> Weights:
     """Open the weights of a plan's model. `InputError` if they are not those that the plan was made for."""
-    found = open_weights.read(plan["facts"]["model"])
+    found = weights.read(plan["facts"]["model"])
     spec = Spec.of(plan)
     if model_hash(found) != spec.model_hash:
         raise InputError(f"{found.source}: its weights were changed since; --overwrite starts over")
-    return open_weights.joining(found, spec.chains, "--join")
+    return weights.joining(found, spec.chains, "--join")
 
 
 def main() -> None:

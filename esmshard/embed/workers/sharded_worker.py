@@ -31,7 +31,7 @@ from esmshard.embed.workers.embed_worker import checked_model, work
 from esmshard.errors import InputError, LostProcess, UsageError
 from esmshard.model.families import family_registry
 from esmshard.model.trunk import ContactRegression, Trunk
-from esmshard.model.weights.open_weights import Weights
+from esmshard.model.weights import Weights
 from esmshard.parallel.launch import follow_launcher
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise

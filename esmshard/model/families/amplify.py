@@ -74,26 +74,6 @@ class AmplifyConfig(GatedConfig):
         """Nothing is scaled."""
         return 1.0
 
-    @property
-    def layer_parameters(self) -> int:
-        """Matrices and two norms, all without biases."""
-        return sum(matrix.rows * matrix.columns for matrix in self.matrices) + 2 * self.dim
-
-    @property
-    def layer_biases(self) -> int:
-        """None."""
-        return 0
-
-    @property
-    def embedding_parameters(self) -> int:
-        """The token embedding."""
-        return len(VOCABULARY) * self.dim
-
-    @property
-    def lm_head_parameters(self) -> int:
-        """One matrix, which is not the embedding's, with a bias."""
-        return len(VOCABULARY) * (self.dim + 1)
-
 
 class AmplifyHead(nn.Module):
     """The LM head: one linear layer, whose columns are put into the order of `esmshard.vocab`."""

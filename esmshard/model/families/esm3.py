@@ -87,27 +87,9 @@ class Esm3Config(GatedConfig):
         if self.dim % FUNCTIONS:
             raise ValueError(f"dim {self.dim} must be a multiple of {FUNCTIONS}: so many function tokens share it")
 
-    @property
-    def geometric_parameters(self) -> int:
-        """Parameters of geometric attention: two matrices, a LayerNorm without bias, and two scales for each head."""
-        return 18 * self.v_heads * self.dim + self.dim + 2 * self.v_heads
-
-    def learned_with(self, track: str) -> int:
-        """Geometric attention learns with coordinates, and the table of structure tokens with structure tokens."""
-        tokens = self.dim * TABLES["structure_tokens_embed"]
-        return {COORDINATES: self.geometric_parameters, STRUCTURE: tokens}.get(track, 0)
-
     def kept_with(self, track: str) -> int:
         """Geometric attention keeps its input, the same normalised, its vectors, and the input of the last matrix."""
         return 2 * self.dim + 18 * self.v_heads if track == COORDINATES else 0
-
-    @property
-    def frozen_parameters(self) -> int:
-        """The contact regression, geometric attention, and encoders and heads of the other tracks."""
-        d = self.dim
-        tracks = d * (sum(TABLES.values()) + FUNCTION_ROWS + 2 * (PLDDT_BINS + 1))
-        heads = sum(d * d + 3 * d + rows * (d + 1) for rows in HEADS.values())
-        return super().frozen_parameters + self.geometric_parameters + tracks + heads
 
 
 class OtherTracks(nn.Module):

@@ -6,6 +6,7 @@ distance counts against the other residue. What is gathered is turned back into 
 The reference is `GeometricReasoningOriginalImpl` in `esm/layers/geom_attention.py` of `esm` 3.4.1.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -129,15 +130,6 @@ FARTHEST_POSITION = 32
 RESIDUES_AT_ONCE = 256
 """Residues whose surroundings are computed at once: 128 MiB for the widest matrix of the released encoder."""
 
-_NAMES = {
-    "relative_positional_embedding.embedding.": "positions.",
-    "transformer.blocks.": "blocks.",
-    "codebook.embeddings": "codes_CZ",
-}
-"""Beginnings of the names in the authors' file, and ours."""
-_OF_TRAINING = ("codebook.N", "codebook.z_avg")
-_FIRST = ("relative_positional_embedding.embedding.weight", "codebook.embeddings", "pre_vq_proj.weight")
-
 
 class _EncoderBlock(nn.Module):
     """Geometric attention and a gated feed-forward part, under the authors' names."""
@@ -226,29 +218,26 @@ def read_encoder(path: Path) -> StructureEncoder:
     Raises:
         InputError: the file cannot be read, or holds something else.
     """
-    found = {name: reader() for name, reader in weight_reader.read_state_dict(path).items() if name not in _OF_TRAINING}
-    fix = "give esm3_structure_encoder_v0.pth of the repository biohub/esm3-sm-open-v1"
-    blocks = [f"transformer.blocks.{n}" for n in range(sum(name.endswith(".ffn.3.weight") for name in found))]
-    needed = [
-        *_FIRST,
-        "transformer.blocks.0.geom_attn.distance_scale_per_head",
-        *(f"{one}.ffn.1.weight" for one in blocks),
-    ]
-    if missing := [name for name in needed if name not in found]:
-        raise InputError(f"{path}: not an encoder of structure tokens, since it has no {missing[0]}; {fix}")
-    positions, codes = found[_FIRST[0]], found[_FIRST[1]]
-    encoder = StructureEncoder(
-        positions.shape[1],
-        v_heads=len(found["transformer.blocks.0.geom_attn.distance_scale_per_head"]),
-        ffn_width=len(found["transformer.blocks.0.ffn.1.weight"]) // 2,
-        n_layers=len(blocks),
-        codes=(codes.shape[0], codes.shape[1]),
-    )
+    tensors = {
+        re.sub(r"^relative_positional_embedding\.embedding\.", "positions.", name)
+        .replace("transformer.blocks.", "blocks.")
+        .replace("codebook.embeddings", "codes_CZ"): reader()
+        for name, reader in weight_reader.read_state_dict(path).items()
+        if name not in ("codebook.N", "codebook.z_avg")  # They are of training.
+    }
     try:
-        encoder.load_state_dict({_our_name(name): tensor for name, tensor in found.items()})
-    except RuntimeError as error:
+        encoder = StructureEncoder(
+            tensors["positions.weight"].shape[1],
+            v_heads=len(tensors["blocks.0.geom_attn.distance_scale_per_head"]),
+            ffn_width=len(tensors["blocks.0.ffn.1.weight"]) // 2,
+            n_layers=sum(name.endswith(".ffn.3.weight") for name in tensors),
+            codes=(tensors["codes_CZ"].shape[0], tensors["codes_CZ"].shape[1]),
+        )
+        encoder.load_state_dict(tensors)
+    except (KeyError, RuntimeError) as error:  # A tensor is missing, is of another shape, or has no place.
         raise InputError(
-            f"{path}: not an encoder of structure tokens ({str(error).splitlines()[1].strip()}); {fix}"
+            f"{path}: not an encoder of structure tokens ({' '.join(str(error).split())}); give "
+            "esm3_structure_encoder_v0.pth of the repository biohub/esm3-sm-open-v1"
         ) from None
     return encoder.float().eval().requires_grad_(False)
 
@@ -271,10 +260,3 @@ def structure_tokens(
     with torch.no_grad():
         tokens_L: npt.NDArray[np.int64] = read_encoder(path).to(device)(coordinates_L33).cpu().numpy()
     return tokens_L
-
-
-def _our_name(name: str) -> str:
-    for theirs, ours in _NAMES.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name

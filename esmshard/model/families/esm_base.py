@@ -93,36 +93,6 @@ class EsmShape(ModelConfig):
         d = self.dim
         return (*self.projections, Matrix("fc1", "fc1", d, 4 * d, "fc1"), Matrix("fc2", "fc2", 4 * d, d, "fc2"))
 
-    @property
-    def layer_parameters(self) -> int:
-        """Matrices with their biases, and two LayerNorms."""
-        return sum(matrix.rows * (matrix.columns + 1) for matrix in self.matrices) + 4 * self.dim
-
-    @property
-    def layer_biases(self) -> int:
-        """Biases of the matrices and of two LayerNorms."""
-        return sum(matrix.rows for matrix in self.matrices) + 2 * self.dim
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Tokens, and learned positions."""
-        return self.dim * (len(self.vocabulary) + (0 if self.rotary else self.position_rows))
-
-    @property
-    def end_parameters(self) -> int:
-        """The LayerNorm after the blocks, and the one before them."""
-        return 2 * self.end_biases
-
-    @property
-    def end_biases(self) -> int:
-        """Biases of these LayerNorms."""
-        return self.dim * (1 + self.emb_layer_norm_before)
-
-    @property
-    def lm_head_parameters(self) -> int:
-        """A dense layer, a LayerNorm and a bias for each token. The last matrix is the embedding's."""
-        return self.dim * self.dim + 3 * self.dim + len(self.vocabulary)
-
 
 class TransformerLayer(TrunkBlock):
     """A pre-LayerNorm block. `final_layer_norm`, fair-esm's name, comes before the feed-forward part."""

@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from esmshard.errors import UsageError
 from esmshard.joined_chains import Chains, read_chains
@@ -48,6 +51,13 @@ def build(config: ModelConfig) -> Trunk:
     Under `torch.device("meta")` it takes no memory.
     """
     return family_of(config).trunk(config)
+
+
+@cache
+def n_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters of a model, which is built without memory for it. A tied one counts once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(config).parameters())
 
 
 def recorded_config(record: Mapping[str, Any]) -> ModelConfig:

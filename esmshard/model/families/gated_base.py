@@ -66,36 +66,6 @@ class GatedConfig(ModelConfig):
         gate_up = (Matrix("fc1", "gate", d, f, "fc1"), Matrix("fc1", "up", d, f, "fc1"))
         return (*self.projections, *gate_up, Matrix("fc2", "down", f, d, "fc2"))
 
-    @property
-    def layer_parameters(self) -> int:
-        """Matrices without biases, two LayerNorms with them, and those of queries and keys without."""
-        return sum(matrix.rows * matrix.columns for matrix in self.matrices) + 6 * self.dim
-
-    @property
-    def layer_biases(self) -> int:
-        """Biases of two LayerNorms."""
-        return 2 * self.dim
-
-    @property
-    def embedding_parameters(self) -> int:
-        """The token embedding."""
-        return ROWS * self.dim
-
-    @property
-    def end_parameters(self) -> int:
-        """The LayerNorm after the blocks, which has no bias."""
-        return self.dim
-
-    @property
-    def end_biases(self) -> int:
-        """None."""
-        return 0
-
-    @property
-    def lm_head_parameters(self) -> int:
-        """A dense layer, a LayerNorm, and the last matrix, which is not the embedding's."""
-        return self.dim * self.dim + 3 * self.dim + ROWS * (self.dim + 1)
-
 
 class GatedTrunk(Trunk):
     """A token embedding, gated blocks, a norm, an LM head, and a contact regression, which no released file has.

@@ -1,0 +1,301 @@
+"""LoRA adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`. Names are those of
+`transformers` after PEFT's prefix.
+
+`peft.PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(BASE), DIRECTORY)` loads what is written here and uses
+every key; for an `EsmModel`, add `key_mapping={"^esm.": ""}`. Adapters of others are read too, if they are plain LoRA.
+The tensors in the file decide which layers are adapted, however `target_modules` names them. A setting that would
+change numbers in a way that is not known here is refused, and so are settings of newer versions of PEFT.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from esmshard.errors import InputError
+from esmshard.files import replace_json, sha256
+from esmshard.model import weight_reader
+from esmshard.model.config import ModelConfig
+from esmshard.model.families.family_registry import family_of
+from esmshard.model.hub import ADAPTER_CONFIG, ADAPTERS, LAYOUTS
+from esmshard.model.lora import lora_names, merged
+from esmshard.model.weight_reader import WeightReader
+
+PREFIX = "base_model.model."
+HEAD = "head.safetensors"
+"""The file of a task head beside an adapter, which PEFT ignores."""
+_FIX = "let PEFT merge it (merge_and_unload) and save the model"
+
+# Keys of `LoraConfig` that are read here, or that change nothing once the matrices exist. `fan_in_fan_out` is one of
+# these, since PEFT ignores it for linear layers. `dropout` is for training.
+_KNOWN = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config"),
+    *("exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern"),
+    *("layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_core", "modules_to_save"),
+    *("peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
+    *("target_modules", "task_type", "use_rslora"),
+}
+# Initialisations that do not change the base's own weights. The others (pissa, olora, corda, loftq, ...) subtract from
+# the base what the matrices hold at first, so that the file fits no base on disk.
+_INIT = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+
+
+def is_adapter(path: Path) -> bool:
+    """Return whether a directory holds an adapter and no model."""
+    return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in LAYOUTS)
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """Read `adapter_config.json`, and refuse adapters other than plain LoRA."""
+    path = directory / ADAPTER_CONFIG
+    settings = weight_reader.read_json(path)
+    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
+        raise InputError(f"{path}: its peft_type is not LORA, and only this can be read; {_FIX}")
+    if unknown := [key for key, value in settings.items() if key not in _KNOWN and value]:
+        raise InputError(f"{path}: {unknown[0]} is set, which is not a plain LoRA and cannot be read; {_FIX}")
+    if settings.get("init_lora_weights") not in _INIT:
+        raise InputError(
+            f"{path}: init_lora_weights is {settings['init_lora_weights']!r}, which changes the base model too and "
+            f"cannot be read; {_FIX}, or have PEFT convert it on saving (path_initial_model_for_weight_conversion)"
+        )
+    base, alpha, pattern = (settings.get(key) for key in ("base_model_name_or_path", "lora_alpha", "alpha_pattern"))
+    alphas = [alpha, *pattern.values()] if isinstance(pattern, dict) else [alpha, *([pattern] if pattern else [])]
+    if wrong := [value for value in alphas if type(value) not in (int, float) or not 0 < value < math.inf]:
+        raise InputError(f"{path}: lora_alpha or alpha_pattern is {wrong[0]!r}, no positive number; save it again")
+    if not isinstance(base, str) or not base:
+        raise InputError(f"{path}: names no base model; write its place as base_model_name_or_path there")
+    return settings
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The tensors of a base model with an adapter put in, and what else lies in the adapter's directory."""
+
+    read: Mapping[str, WeightReader]
+    head: Mapping[str, WeightReader]
+    """Tensors of a task head, without the prefix `head.`."""
+    scales: Mapping[str, float]
+    """The factor of B A, by the name of each weight that has a LoRA."""
+    left_out: frozenset[str]
+    """Heads of another task in the file, which nothing here reads."""
+    files: tuple[Path, ...]
+
+
+def read(
+    directory: Path,
+    settings: Mapping[str, Any],
+    config: ModelConfig,
+    base: Mapping[str, WeightReader],
+    tied: Mapping[str, str],
+) -> Adapter:
+    """Put an adapter in the tensors of its base. Each LoRA is added in fp32 when its weight is read.
+
+    Args:
+        directory: directory of the adapter.
+        settings: see `read_settings`.
+        config: architecture of the base.
+        base: the tensors of the base, by our names.
+        tied: names of tensors that are another tensor of the model, with the name of this other one.
+
+    Raises:
+        InputError: the adapter is not complete, does not fit the base, or cannot be read.
+    """
+    file = next((directory / name for name in ADAPTERS if (directory / name).is_file()), None)
+    if file is None:
+        raise InputError(f"{directory}: holds no {ADAPTERS[0]}; it is not a complete adapter, copy it again")
+    readers = weight_reader.read_safetensors if file.suffix == ".safetensors" else weight_reader.read_state_dict
+    files = family_of(config).files
+    halves: dict[str, dict[str, WeightReader]] = {"lora_A": {}, "lora_B": {}}
+    modules: dict[str, str] = {}
+    whole: dict[str, WeightReader] = {}
+    left_out: set[str] = set()
+    for key, reader in readers(file).items():
+        name = key.removeprefix(PREFIX)
+        if name.startswith(("classifier.", "score.")):
+            left_out.add(name.split(".")[0])
+        elif half := re.fullmatch(r"(.+)\.(lora_A|lora_B)\.weight", name):
+            # This loop is empty for the pooler, which nothing reads.
+            for piece in files.pieces(f"{half[1]}.weight", config):
+                modules[piece.name] = half[1]
+                halves[half[2]][piece.name] = reader if half[2] == "lora_A" else reader.part(piece.rows)
+        elif ".lora_" in name:
+            raise InputError(f"{file}: {key} is no part of a plain LoRA of linear layers and cannot be read; {_FIX}")
+        else:
+            pieces = files.pieces(name.replace(".base_layer.", "."), config)
+            whole |= {piece.name: reader.part(piece.rows) for piece in pieces}
+    a_of, b_of = halves["lora_A"], halves["lora_B"]
+    if not a_of or a_of.keys() != b_of.keys():
+        raise InputError(f"{file}: a LoRA lacks one of its two matrices, or there is none; copy the adapter again")
+    if touched := [name for name in (*a_of, *whole) if name in (*tied.keys(), *tied.values())]:
+        raise InputError(
+            f"{file}: changes {touched[0]}, but the token embedding and the LM head's matrix are one tensor here and "
+            "two in this adapter; leave word_embeddings, decoder and lm_head out of target_modules and modules_to_save"
+        )
+    shapes = {name: reader.shape for name, reader in base.items()}
+    fits = {name: shapes.get(name) == reader.shape for name, reader in whole.items()}
+    for name, a in a_of.items():
+        b = b_of[name]
+        fits[name] = shapes.get(name) == (b.shape[0], a.shape[1]) and 0 < a.shape[0] == b.shape[1]
+    if wrong := [name for name, fit in fits.items() if not fit]:
+        raise InputError(
+            f"{file}: {wrong[0]} does not fit the base model; write the base that was adapted as "
+            f"base_model_name_or_path into {directory / ADAPTER_CONFIG}"
+        )
+
+    adapted, scales = dict(base), dict[str, float]()
+    for name, reader in whole.items():
+        adapted[name] = reader.finite(f"{file}: {name}")
+    for name, a in a_of.items():
+        scales[name] = _scale(directory, settings, modules[name], a.shape[0])
+        where = f"{file}: {name}"
+        adapted[name] = _with_lora(name, base[name], a.finite(where), b_of[name].finite(where), scales[name])
+    head_file = directory / HEAD
+    head = weight_reader.read_safetensors(head_file) if head_file.is_file() else {}
+    return Adapter(
+        adapted,
+        {name.removeprefix("head."): reader.finite(f"{head_file}: {name}") for name, reader in head.items()},
+        scales,
+        frozenset(left_out),
+        (file, *([head_file] if head else [])),
+    )
+
+
+def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int) -> float:
+    """Return the factor of B A: alpha / rank, with rsLoRA alpha / sqrt(rank).
+
+    PEFT matches the keys of `alpha_pattern` as regular expressions, and the first one counts. Here they are names, with
+    or without a backslash before each dot, since an expression of somebody else may take for ever.
+    """
+    alpha: float = settings["lora_alpha"]
+    for key, of_key in reversed((settings.get("alpha_pattern") or {}).items()):
+        name = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
+        if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+            where = directory / ADAPTER_CONFIG
+            raise InputError(f"{where}: alpha_pattern: {key!r} is no name of layers, and nothing else is read; {_FIX}")
+        if module == name or (module.endswith(f".{name}") and not key.startswith("^")):
+            alpha = of_key
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def _with_lora(name: str, base: WeightReader, a: WeightReader, b: WeightReader, scale: float) -> WeightReader:
+    a_name, b_name = lora_names(name)
+
+    def rows(rows: slice) -> torch.Tensor:
+        return merged(name, {name: base(rows), a_name: a(), b_name: b(rows)}, scale)
+
+    return WeightReader(base.shape, rows)
+
+
+def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
+    """Return the key in `adapter_model.safetensors` of one of our tensors.
+
+    If all biases are trained, PEFT keeps them in the same file; the bias of an adapted layer belongs to the layer that
+    PEFT wrapped, `base_layer`.
+
+    >>> from esmshard.model.families.family_registry import SIZES
+    >>> size = SIZES["esm2_t6_8M_UR50D"]
+    >>> peft_name("layers.3.self_attn.q_proj.lora_A.weight", size, ["q"])
+    'base_model.model.esm.encoder.layer.3.attention.self.query.lora_A.weight'
+    >>> peft_name("layers.3.self_attn.q_proj.bias", size, ["q"])
+    'base_model.model.esm.encoder.layer.3.attention.self.query.base_layer.bias'
+    >>> peft_name("layers.3.fc1.bias", size, ["q"])
+    'base_model.model.esm.encoder.layer.3.intermediate.dense.bias'
+    """
+    files = family_of(config).files
+    for part in (".lora_A.weight", ".lora_B.weight"):
+        if name.endswith(part):
+            return PREFIX + str(files.key(name.replace(part, ".weight"))).removesuffix(".weight") + part
+    theirs = PREFIX + str(files.key(name))
+    if name.endswith(tuple(f".{matrix.path}.bias" for matrix in config.matrices if matrix.target in targets)):
+        return theirs.removesuffix("bias") + "base_layer.bias"
+    return theirs
+
+
+def adapter_config(
+    base: str, config: ModelConfig, rank: int, alpha: float, targets: Collection[str], bias: str
+) -> dict[str, Any]:
+    """Return the content of `adapter_config.json`.
+
+    Args:
+        base: name or path of the base model.
+        config: its architecture. Each adapted layer has its full name, since `dense` alone would include the LM head.
+        rank: rank of the matrices.
+        alpha: the LoRA is scaled by alpha / rank.
+        targets: as in a recipe's `adapt.targets`.
+        bias: `none` or `all`.
+    """
+    files = family_of(config).files
+    # AutoPeftModel asks for the class of the base. A family that `transformers` does not have is read by esmshard only.
+    classes = {"base_model_class": files.model_class, "parent_library": files.model_module}
+    paths = [matrix.path for matrix in config.matrices if matrix.target in targets]
+    weights = [str(files.key(f"layers.{n}.{path}.weight")) for n in range(config.n_layers) for path in paths]
+    counts = Counter(weight.removeprefix(files.prefix).removesuffix(".weight") for weight in weights)
+    joined = {module: count for module, count in counts.items() if count > 1}
+    return {
+        "auto_mapping": classes if files.model_class else None,
+        "base_model_name_or_path": base,
+        "bias": bias,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": {module: rank * count for module, count in joined.items()},
+        "alpha_pattern": {module: alpha * count for module, count in joined.items()},
+        "target_modules": list(counts),
+        "task_type": None,
+    }
+
+
+def write_adapter(
+    directory: Path,
+    settings: Mapping[str, Any],
+    config: ModelConfig,
+    targets: Collection[str],
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, str]:
+    """Write an adapter, and beside it the task head.
+
+    Of the matrices that the file joins in one, A lies one below the other and B along the diagonal of zeros, so that
+    B A holds the product of each in its rows.
+
+    Args:
+        directory: an existing directory.
+        settings: see `adapter_config`.
+        config: architecture of the base model.
+        targets: as in a recipe's `adapt.targets`.
+        tensors: everything that was trained, by our names: LoRA matrices, biases, `head.*`.
+
+    Returns:
+        sha256 of each file of weights, by file name.
+    """
+    head = {name: tensor.contiguous() for name, tensor in tensors.items() if name.startswith("head.")}
+    groups: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if name not in head:
+            groups[peft_name(name, config, targets)][name] = tensor
+    joined: dict[str, torch.Tensor] = {}
+    for key, group in groups.items():
+        module, _, part = key.removeprefix(PREFIX).rpartition(".lora_")
+        pieces = family_of(config).files.pieces(f"{module}.weight", config) if module else ()
+        rows = {piece.name.removesuffix("weight") + f"lora_{part}": piece.rows for piece in pieces}
+        if len(pieces) < 2:
+            joined[key] = next(iter(group.values())).contiguous()
+        elif part == "A.weight":
+            joined[key] = torch.cat([group[name] for name in rows if name in group])
+        else:  # A matrix without a LoRA has rows of zeros.
+            parts = [group.get(name, torch.empty(its.stop - its.start, 0)) for name, its in rows.items()]
+            joined[key] = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
+    replace_json(directory / ADAPTER_CONFIG, settings)
+    for file, state in ((ADAPTERS[0], joined), (HEAD, head)):
+        save_file(state, directory / file, {"format": "pt"})
+    return {file: sha256(directory / file) for file in (ADAPTERS[0], HEAD)}

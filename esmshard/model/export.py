@@ -1,0 +1,187 @@
+"""Writes a model in `transformers`' layout, or as the file of its authors' own code, and uploads model directories.
+
+Files of weights are written one after the other, so that the tensors of one file are in memory at a time.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from esmshard.errors import InputError, UsageError
+from esmshard.files import is_hub_name, replace_json, sha256, size_text
+from esmshard.joined_chains import Chains
+from esmshard.model import adapters, hub, weights
+from esmshard.model.config import ModelConfig
+from esmshard.model.families.family import AuthorsFile
+from esmshard.model.families.family_registry import CHAINS, RELEASED, WINDOW, family_of
+from esmshard.progress import say
+
+MAX_FILE_BYTES = 5_000_000_000
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Source = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
+"""A function that reads the tensors of these names: our names for the trunk, `head.*` for a task head."""
+
+
+def write_transformers(
+    directory: Path,
+    config: ModelConfig,
+    sizes: Mapping[str, torch.Size],
+    source: Source,
+    dtype: torch.dtype = torch.float32,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> dict[str, str]:
+    """Write `model.safetensors`, `config.json` and tokenizer files for the class of `transformers`.
+
+    Args:
+        directory: an existing, empty directory.
+        config: architecture of the trunk.
+        sizes: shape of every tensor to write, by name, without tied ones.
+        source: reads tensors.
+        dtype: type of the written weights. Rotary frequencies stay fp32.
+        max_file_bytes: larger weights are split over several files with an index.
+
+    Returns:
+        sha256 of each weight file, by file name.
+
+    Raises:
+        FloatingPointError: a weight is not finite, or too large for `dtype`.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards  # It reads its variables when it is imported.
+
+    theirs = family_of(config).files
+    keys: dict[str, list[str]] = {}
+    for name in sorted(sizes):
+        if (key := theirs.key(name)) is not None:
+            keys.setdefault(key, []).append(name)
+    for key, names in keys.items():
+        if len(names) > 1:  # The file joins these tensors in one, in the order of its pieces.
+            names.sort(key=[piece.name for piece in theirs.pieces(key, config)].index)
+    planned = {
+        key: torch.empty(sum(sizes[name].numel() for name in names), dtype=stored_dtype(names[0], dtype), device="meta")
+        for key, names in keys.items()
+    }
+    plan = split_torch_state_dict_into_shards(planned, max_shard_size=max_file_bytes)
+    for file, of_file in plan.filename_to_tensors.items():
+        state = _read({key: keys[key] for key in of_file}, source, dtype)
+        save_file(state, directory / file, {"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        replace_json(directory / "model.safetensors.index.json", index)
+    about = theirs.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    if config.window is not None:
+        about[WINDOW] = config.window
+    if config.chains != Chains():
+        about[CHAINS] = config.chains.text
+    replace_json(directory / "config.json", about)
+    theirs.write_tokenizer(directory)
+    return {file: sha256(directory / file) for file in plan.filename_to_tensors}
+
+
+def write_pickle(
+    path: Path,
+    kind: AuthorsFile,
+    config: ModelConfig,
+    sizes: Mapping[str, torch.Size],
+    source: Source,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, str]:
+    """Write the file of a family's own code, at `kind.path(...)`.
+
+    What it cannot hold, such as a task head, is left out. Other arguments, result and errors are as in
+    `write_transformers`. `torch.save` needs all tensors at once, so the whole model is in memory.
+    """
+    joined = {key: [*names] for key, names in kind.joined(config).items()}
+    parts = {name for names in joined.values() for name in names}
+    single = {name: [name] for name in sizes if name not in parts and not name.startswith(kind.lacks)}
+    return {file.name: sha256(file) for file in kind.write(path, config, _read(single | joined, source, dtype))}
+
+
+def _read(keys: Mapping[str, Sequence[str]], source: Source, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Read the tensors that `keys` names for each key of a file, joined along the rows."""
+    state: dict[str, torch.Tensor] = {}
+    for key, names in keys.items():
+        tensors = source(names)
+        parts = [cast(name, tensors[name], dtype) for name in names]
+        state[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return state
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which a tensor of a model of this precision is written."""
+    return torch.float32 if name.endswith("inv_freq") else dtype
+
+
+def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert a tensor to the type in which it is written.
+
+    Raises:
+        FloatingPointError: a value is not finite, or too large for `dtype`.
+    """
+    written = tensor.to(stored_dtype(name, dtype)).contiguous()
+    # NaN and infinity appear as least or largest value; a mask or a copy of a tensor may be too large.
+    if written.numel() and not torch.isfinite(torch.stack(torch.aminmax(written))).all():
+        largest = float(tensor.abs().max())
+        if largest < float("inf"):
+            raise FloatingPointError(f"{name} holds {largest:.3g}, which is too large for {dtype}; write fp32 or bf16")
+        raise FloatingPointError(f"{name} holds a value that is not finite; the run that made it diverged")
+    return written
+
+
+def push(model: str, name: str, *, private: bool = False, overwrite: bool = False) -> str:
+    """Upload the files of a model directory as one commit, and return the address of the repository.
+
+    Args:
+        model: a run that has a model, a directory that `consolidate` wrote, or an adapter's.
+        name: OWNER/NAME on the hub.
+        private: make a new repository private.
+        overwrite: add a commit to a repository that exists.
+
+    Raises:
+        UsageError: `name` is not OWNER/NAME, or the repository exists already.
+        InputError: the directory is no complete model, its weights are not the recorded ones, its base lies on this
+            machine only, or the hub refuses.
+    """
+    if not is_hub_name(name):
+        raise UsageError(f"{name}: OWNER/NAME is expected, such as me/{name.strip('/').rpartition('/')[2] or 'model'}")
+    path = weights.place(model)
+    if not path.is_dir():
+        raise InputError(f"{model}: is not the directory of a model; give a run, or what `esmshard consolidate` wrote")
+    if adapters.is_adapter(path):
+        base = adapters.read_settings(path)["base_model_name_or_path"]
+        if not is_hub_name(base) and base not in RELEASED:
+            command = shlex.join(["esmshard", "consolidate", "RUN", "-o", str(path), "--adapter", "--base"])
+            raise InputError(
+                f"{path}: is an adapter of {base}, which others do not have; push the whole model, or name a base on "
+                f"the hub with `{command} OWNER/NAME --overwrite`"
+            )
+    if changed := weights.altered(weights.read(str(path)).files):
+        raise InputError(changed)
+    files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    size = sum(file.stat().st_size for file in files)
+    say(f"{name}: uploading {size_text(size)} to {constants.ENDPOINT}: {', '.join(file.name for file in files)}")
+    api = HfApi()
+    try:
+        address = str(api.create_repo(name, private=private or None, exist_ok=overwrite))
+        api.upload_folder(
+            repo_id=name,
+            folder_path=path,
+            allow_patterns=[file.name for file in files],
+            commit_message=f"Model of {Path(model).name}",
+        )
+    except Exception as error:  # requests, httpx and hf_xet have no common exception type.
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        if status == 409:
+            raise UsageError(
+                f"{name}: exists already on {constants.ENDPOINT}; choose another name or pass --overwrite"
+            ) from None
+        hint = "try again" if status not in (401, 403) else "set HF_TOKEN to a token with the right to write"
+        raise InputError(f"{name}: the upload to {constants.ENDPOINT} failed ({hub.reason(error)}); {hint}") from None
+    return address

@@ -1,0 +1,640 @@
+"""Weights of models from files, directories, the Hugging Face hub or random draws, and models made of them.
+
+All functions use `Weights`: tensors by our names, read one at a time, so that no second copy of the model is needed.
+Every key of a file must be known. What a file of a family looks like is in `esmshard.model.families`. The end of this
+file is about identity: the sha256 that `esmshard.json` records of weight files, and that of the base of an adapter.
+"""
+
+import hashlib
+import json
+import math
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from esmshard import remote
+from esmshard.devices import chosen_device
+from esmshard.errors import InputError, UsageError, reading
+from esmshard.files import found_place, is_hub_name, read_json, remembered_sha256
+from esmshard.joined_chains import Chains
+from esmshard.model import adapters, hub, weight_reader
+from esmshard.model.config import SHIPPED, ModelConfig
+from esmshard.model.families import family_registry
+from esmshard.model.families.family import Piece
+from esmshard.model.families.family_registry import RELEASED, SIZES
+from esmshard.model.trunk import Trunk
+from esmshard.model.weight_reader import ALL, WeightReader
+from esmshard.progress import say
+from esmshard.shipped import shipped
+
+ABOUT = "esmshard.json"
+"""The file beside weights that esmshard wrote: their sha256, and for a fine-tuned model its recipe, data and base."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors of one model by our names. Each tensor is read from disk when it is used."""
+
+    config: ModelConfig
+    source: str
+    """Source of the weights, for messages."""
+    read: Mapping[str, WeightReader]
+    head: Mapping[str, WeightReader] = field(default_factory=dict)
+    """Tensors of a fine-tuned task head, without the prefix `head.`."""
+    absent: tuple[str, ...] = ()
+    """Parts that the file does not have and that were drawn at random: `lm_head`, `contact_head`."""
+    left_out: tuple[str, ...] = ()
+    """Heads of another task in the file, which nothing here reads, such as `classifier` of `transformers`."""
+    files: tuple[Path, ...] = ()
+    """The weight files, for `identity` and `altered`; none for fresh weights."""
+    seed: int | None = None
+    """Seed of fresh weights; None for weights from files."""
+    made: str = ""
+    """For an adapter, a digest of the inputs of its values other than files: scales, and the seed of a random base."""
+
+    @property
+    def unlearned(self) -> tuple[str, ...]:
+        """Parts that no training has changed: parts drawn at random or, for fresh weights, parts that most tasks do not
+        train.
+        """
+        return self.absent if self.seed is None else ("lm_head", "contact_head")
+
+    @property
+    def notices(self) -> list[str]:
+        """Sentences that the user should read about this file, whatever is computed."""
+        return [f"{self.source}: its {part} is of another task and left out" for part in self.left_out]
+
+    def lacking(self, *parts: str) -> list[str]:
+        """Return sentences about those of these parts that the file does not have, for a caller that uses them."""
+        return [f"{self.source}: has no {part}; what it says is random" for part in self.absent if part in parts]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.rows(name, ALL)
+
+    def rows(self, name: str, rows: slice) -> torch.Tensor:
+        """Read some rows of a tensor. From a safetensors file only these rows are read."""
+        return self.read[tied(self.config).get(name, name)](rows)
+
+
+@lru_cache(maxsize=8)
+def _sized(config: ModelConfig) -> tuple[dict[str, torch.Size], Mapping[str, str]]:
+    with torch.device("meta"):
+        trunk = family_registry.build(config)
+    return {name: tensor.shape for name, tensor in trunk.state_dict().items()}, trunk.tied
+
+
+def shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Return the shape of every tensor of a model by name, buffers included. No memory is used."""
+    return dict(_sized(config)[0])
+
+
+def tied(config: ModelConfig) -> Mapping[str, str]:
+    """Return the names that mean the tensor of another name, with this other name."""
+    return _sized(config)[1]
+
+
+def stored_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Return the shape of every tensor that files and checkpoints hold: a tied tensor once, under its first name."""
+    return {name: shape for name, shape in shapes(config).items() if name not in tied(config)}
+
+
+def fresh(config: ModelConfig, seed: int) -> Weights:
+    """Make new random weights. Each tensor depends on the seed and its name only, so that every rank can draw its own
+    part. The distributions are those of the family (`esmshard.model.families.family.Family.initial`).
+    """
+    return Weights(config, f"fresh weights, seed {seed}", drawn(config, shapes(config), seed), seed=seed)
+
+
+def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> dict[str, WeightReader]:
+    """Return readers of random values, as in `fresh`. In a LoRA, A is Kaiming-uniform as in PEFT and B is 0."""
+
+    # Rows are taken from the whole tensor, which is drawn once for successive calls.
+    @lru_cache(maxsize=1)
+    def draw(name: str, shape: torch.Size) -> torch.Tensor:
+        if name.endswith("lora_B.weight"):
+            return torch.zeros(shape)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        if name.endswith("lora_A.weight"):
+            bound = 1 / math.sqrt(shape[1])  # kaiming_uniform_(a=sqrt(5))
+            return torch.rand(shape, generator=generator) * 2 * bound - bound
+        return family_registry.family_of(config).initial(config, name, shape, generator)
+
+    def rows(name: str, rows: slice) -> torch.Tensor:
+        return draw(name, wanted[name])[rows]
+
+    return {name: WeightReader(shape, partial(rows, name)) for name, shape in wanted.items()}
+
+
+def place(model: str | Path) -> Path:
+    """Return the file or directory that a model's name means: a shipped model's, the model of a run, the copy of one in
+    a bucket, else the path itself.
+    """
+    path = _copy_of(url) if (url := remote.address(model)) is not None else Path(model).expanduser()
+    if str(model) in SHIPPED and not path.exists():
+        return shipped("data") / str(model) / "model"
+    of_run = path / "model"
+    return of_run if not _has_config(path) and _has_config(of_run) else path
+
+
+@cache
+def _copy_of(url: str) -> Path:
+    """Return the copy of a model in a bucket. Of a run only its model is copied."""
+    of_run = f"{url}/model"
+    is_run = not remote.exists(f"{url}/config.json") and remote.exists(f"{of_run}/config.json")
+    return remote.local(of_run if is_run else url)
+
+
+def directory(model: str | Path) -> Path:
+    """Return what `place` returns; for a repository of the hub its copy in the cache, which is downloaded if need be.
+
+    Raises:
+        InputError: the repository cannot be downloaded.
+    """
+    path = place(model)
+    return hub.fetch(str(model)) if not path.exists() and is_hub_name(str(model)) else path
+
+
+def _file_and_size(model: str) -> tuple[Path, str] | None:
+    """Split `FILE@SIZE`; None if there is no such file. Whether the size is known is not checked."""
+    file, at, size = model.rpartition("@")
+    path = Path(file).expanduser()
+    return (path, size) if at and size and path.is_file() else None
+
+
+def is_far(model: str) -> bool:
+    """Return whether a model would be read from a bucket or downloaded from the hub. Nothing is asked for."""
+    if remote.address(model) is not None:
+        return True
+    released = family_registry.released_name(model)
+    of_hub = (released is not None or is_hub_name(model)) and not place(model).exists()
+    return of_hub and hub.find(released or model) is None
+
+
+def is_model(name: str) -> bool:
+    """Return whether a name means a model although no file or directory has it: a size, FILE@SIZE, or OWNER/NAME."""
+    return name in SIZES or is_hub_name(name) or _file_and_size(name) is not None
+
+
+def read(model: str) -> Weights:
+    """Open the weights of a model.
+
+    Args:
+        model: a file of the authors' own code, such as fair-esm's `.pt`; a directory in `transformers`' layout (ours
+            are such directories); a copy of a repository with `data/weights/*.pth`, or one of these files (ESM3, ESM-C
+            of 2024-12); a run that has a model; the `.safetensors` in a directory; an adapter's directory, ours or
+            PEFT's (`esmshard.model.adapters`); `FILE@SIZE` for a file of tensors alone, such as the result of
+            `model.state_dict()`; a released name such as `esm2_t33_650M_UR50D`, or OWNER/NAME for any repository of the
+            Hugging Face hub, which are searched in the local caches and else downloaded (`esmshard.model.hub`); the
+            address of such a file or directory in a bucket (`esmshard.remote`); or `starter` or `demo`, which come with
+            the package.
+
+    Raises:
+        InputError: the model cannot be read; the message names the file and what is wrong.
+    """
+    path = place(model)
+    if path.is_dir():
+        return _read_directory(path)
+    if path.is_file():
+        return _read_file(path)
+    if (split := _file_and_size(model)) is not None:
+        return _read_tensors(*split)
+    if model in RELEASED or is_hub_name(model):
+        opened = read(str(hub.fetch(model)))
+        name = family_registry.released_name(model)
+        if name is None:
+            return opened
+        if opened.config != SIZES[name]:
+            raise InputError(f"{opened.source}: not {name}, whose shape is another; download it again")
+        return replace(opened, config=SIZES[name])  # The name says the window, too.
+    if model in SIZES:
+        raise InputError(f"{model}: a size without trained weights; give a trained model's path, or init: random")
+    raise InputError(
+        f"{model}: no such file or directory, and no name of a model, of which {_nearest(model)} are the nearest, or "
+        "OWNER/NAME on the Hugging Face hub; `esmshard finetune` writes the model of a run to OUT/model"
+    )
+
+
+def _nearest(size: str) -> str:
+    return ", ".join(get_close_matches(size, SIZES, n=5, cutoff=0.0))
+
+
+def _has_config(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def _read_directory(path: Path) -> Weights:
+    if adapters.is_adapter(path):
+        return _read_adapter(path)
+    if not _has_config(path) and ((path / "checkpoints").is_dir() or re.fullmatch(r"step_\d+", path.name)):
+        raise InputError(f"{path}: holds no model yet; make one of it with `esmshard consolidate {path} -o MODEL`")
+    published = path / "data" / "weights"
+    if published.is_dir() and (not _has_config(path) or weight_reader.read_json(path / "config.json") == {}):
+        # An ESM3 or an ESM-C of 2024-12, beside models that decode structures.
+        file = hub.authors_weights([f"data/weights/{file.name}" for file in published.iterdir()])
+        if file is None:
+            raise InputError(f"{published}: does not hold one language model alone; give the path of its .pth file")
+        return _read_file(path / file)
+    return _read_transformers(str(path), path)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """Return the files of one model, safetensors before pickles. The 3B and 15B models were released as several
+    pickles.
+    """
+    for file in (path / name for name in hub.LAYOUTS):
+        if file.is_file() and file.name.endswith(".index.json"):
+            with reading(f"{file}", "copy or download the model again"):
+                return sorted({path / Path(shard).name for shard in read_json(file)["weight_map"].values()})
+        if file.is_file():
+            return [file]
+    raise InputError(f"{path}: holds no model.safetensors and no pytorch_model.bin; it is not a complete model")
+
+
+def _read_transformers(source: str, path: Path, single: Path | None = None) -> Weights:
+    try:
+        config = family_registry.transformers_config(weight_reader.read_json(path / "config.json"))
+    except ValueError as error:
+        raise InputError(f"{path / 'config.json'}: not a model that can be read: {error}") from None
+    files = _weight_files(path) if single is None else [single]
+    readers: dict[str, WeightReader] = {}
+    for file in files:
+        safe = file.suffix == ".safetensors"
+        readers |= weight_reader.read_safetensors(file) if safe else weight_reader.read_state_dict(file)
+    return _by_our_names(config, source, readers, files)
+
+
+def _read_file(path: Path) -> Weights:
+    """Read one file: a part of a directory in `transformers`' layout, or a file of any authors' own code."""
+    if path.suffix == ".safetensors" or (path.suffix == ".bin" and _has_config(path.parent)):
+        return _read_transformers(str(path), path.parent, path)
+    if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
+        raise InputError(
+            f"{path}: not a model; expected a fair-esm .pt file, a .safetensors file with its config.json beside it, "
+            "or a directory in transformers' layout"
+        )
+    data = weight_reader.read_pickle(path)
+    state = _state_dict(data)
+    try:
+        # Files of the authors name their sizes beside the weights, or have names from which sizes follow.
+        opened = family_registry.read_pickle(data, path) if state is None or state is data else None
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{path}: not a model that can be read: {error}") from None
+    if opened is not None:
+        config, readers, files = opened
+        return replace(_complete(config, str(path), readers, {}), files=files)
+    if state is not None:
+        raise InputError(f"{path}: holds tensors only and does not say the size of their model; give it as FILE@SIZE")
+    titles = ", ".join(family.title for family in family_registry.FAMILIES.values() if family.reads_pickles)
+    raise InputError(f"{path}: not a model file of the authors' code of {titles} (a 'model' holds no weights)")
+
+
+_AROUND = ("state_dict", "model_state_dict", "model")
+"""Keys under which training programs, such as Lightning, put the tensors. Beside them lies what is not read here."""
+_WRAPPERS = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+")
+"""Prefixes of DataParallel, of a Lightning module that holds the model, and of `torch.compile`."""
+
+
+def _state_dict(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the tensors of a file that says nothing about sizes; None if it holds something else.
+
+    They are the content itself if it is tensors only, else what lies under a key of training programs.
+    """
+    kinds = (torch.Tensor, WeightReader)
+    places = [data] if "cfg" in data or "args" in data else [data, *(data.get(key) for key in _AROUND)]
+    for state in places:  # A file of fair-esm, which has cfg or args, says its sizes.
+        if isinstance(state, dict) and state and all(isinstance(value, kinds) for value in state.values()):
+            return state
+    return None
+
+
+def _read_tensors(path: Path, size: str) -> Weights:
+    """Read `FILE@SIZE`: a file of tensors alone, by our names, which are fair-esm's, or by those of `transformers`."""
+    if size not in SIZES:
+        raise InputError(f"{path}@{size}: {size} is no model size, of which {_nearest(size)} are the nearest")
+    state = _state_dict(
+        weight_reader.read_safetensors(path) if path.suffix == ".safetensors" else weight_reader.read_pickle(path)
+    )
+    if state is None:
+        raise InputError(f"{path}: is no file of tensors alone, so that it says its sizes itself; leave @{size} out")
+    plain = {_WRAPPERS.sub("", str(key)): value for key, value in state.items()}
+    readers = weight_reader.tensors(plain) | {k: v for k, v in plain.items() if isinstance(v, WeightReader)}
+    return _by_our_names(SIZES[size], str(path), readers, [path], shapes(SIZES[size]))
+
+
+def _by_our_names(
+    config: ModelConfig,
+    source: str,
+    readers: Mapping[str, WeightReader],
+    files: Sequence[Path],
+    ours: Collection[str] = (),
+) -> Weights:
+    """Sort the tensors of files into trunk and heads. `ours` are keys that are names of ours already."""
+    head = {key.removeprefix("head."): reader for key, reader in readers.items() if key.startswith("head.")}
+    left_out = tuple(sorted({key.split(".")[0] for key in readers if key.startswith("classifier.")}))
+    pieces = family_registry.family_of(config).files.pieces
+    trunk = {
+        piece.name: reader.part(piece.rows)
+        for key, reader in readers.items()
+        if not key.startswith(("head.", "classifier."))
+        for piece in ((Piece(key),) if key in ours else pieces(key, config))
+    }
+    return replace(_complete(config, source, trunk, head), left_out=left_out, files=tuple(files))
+
+
+def _complete(
+    config: ModelConfig, source: str, readers: dict[str, WeightReader], head: Mapping[str, WeightReader]
+) -> Weights:
+    """Check every key. An LM head or contact regression may be missing; it is listed and drawn at random."""
+    _compare_sizes(config, source, readers)  # before a model of the claimed size is built on the meta device
+    for name, first in tied(config).items():
+        its, shared = readers.pop(name, None), readers.get(first)
+        if its is None or shared is None or its.shape != shared.shape:
+            continue
+        if not torch.equal(its().nan_to_num(), shared().nan_to_num()):  # Its logits would be others than here.
+            raise InputError(f"{source}: {name} is not {first}, and the two are one tensor in such a model")
+    wanted = stored_shapes(config)
+    if unexpected := sorted(readers.keys() - wanted.keys()):
+        raise InputError(f"{source}: {some(unexpected)} do not belong to a model of {config.n_layers} such layers")
+    missing = sorted(wanted.keys() - readers.keys())
+    absent = {part for part in ("lm_head", "contact_head") if not any(name.startswith(f"{part}.") for name in readers)}
+    computed = family_registry.family_of(config).computed
+    if lost := [name for name in missing if not computed(name) and name.split(".")[0] not in absent]:
+        raise InputError(f"{source}: {some(lost)} are missing; the file is not a complete model")
+    for name, reader in readers.items():
+        if reader.shape != wanted[name]:
+            raise InputError(f"{source}: {name} is {list(reader.shape)}, {list(wanted[name])} was expected")
+    tensors = {name: reader.finite(f"{source}: {name}") for name, reader in readers.items()}
+    tensors |= drawn(config, {name: wanted[name] for name in missing}, seed=0)
+    head = {name: reader.finite(f"{source}: head.{name}") for name, reader in head.items()}
+    parts = tuple(part for part in ("lm_head", "contact_head") if any(n.startswith(f"{part}.") for n in missing))
+    return Weights(config, source, tensors, head, parts)
+
+
+def _compare_sizes(config: ModelConfig, source: str, readers: Mapping[str, WeightReader]) -> None:
+    """Check that the sizes in a configuration are not larger than those of the tensors beside it."""
+    layers = 1 + max((int(m[1]) for name in readers if (m := re.match(r"layers\.(\d{1,9})\.", name))), default=-1)
+    if layers < config.n_layers:
+        raise InputError(
+            f"{source}: its configuration says {config.n_layers:,} layers and its weights have {layers:,}, so "
+            f"layers.{layers}.* are missing; the file is not a complete model, or the configuration is another model's"
+        )
+    table = readers.get("embed_tokens.weight")
+    if table is not None and table.shape[1:] != (config.dim,):
+        raise InputError(
+            f"{source}: embed_tokens.weight is {list(table.shape)}, and a width of {config.dim} was expected"
+        )
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Name the first few tensors, and count the others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more tensor{'s' if more > 1 else ''}" if more > 0 else "")
+
+
+def _read_adapter(path: Path) -> Weights:
+    """Open the base of an adapter with the trained tensors put in.
+
+    `adapter_config.json` names the base: any name that `read` takes; a path is relative to the working directory, as
+    for PEFT, or to the adapter. A base that was recorded in `esmshard.json` is compared by hash.
+    """
+    settings = adapters.read_settings(path)
+    about = weight_reader.read_json(path / ABOUT) if (path / ABOUT).is_file() else {}
+    name = settings["base_model_name_or_path"]
+    with reading(f"{path / ABOUT}", "consolidate the run again"):
+        known, unlearned = about.get("base"), about.get("unlearned")
+        seed = known["seed"] if known else None
+        config = family_registry.recorded_config(known["config"]) if known else None
+    if config is not None and seed is not None:
+        base = fresh(config, seed)
+    else:
+        fix = f"put it there, or write where it lies as base_model_name_or_path into {path / hub.ADAPTER_CONFIG}"
+        places = (found_place(name, path), name, str(path / name))
+        here = next((each for each in places if place(each).exists() or _file_and_size(each)), None)
+        released = family_registry.released_name(name)
+        if here is None and released is None and not is_hub_name(name):
+            raise InputError(f"{path}: adapts {name}, which is not there; {fix}")
+        if directory(here or released or name).resolve() == path.resolve():
+            raise InputError(f"{path}: is named as its own base model; {fix}")
+        base = read(here or released or name)
+        if known:
+            check(identity(base, name), known, str(path), fix)
+    adapter = adapters.read(path, settings, base.config, base.read, tied(base.config))
+    origin = json.dumps([base.made, base.seed, adapter.scales], sort_keys=True)
+    return replace(
+        base,
+        source=str(path),
+        read=adapter.read,
+        head=adapter.head,
+        absent=base.unlearned if unlearned is None else tuple(unlearned),
+        left_out=tuple(sorted({*base.left_out, *adapter.left_out})),
+        files=(*base.files, *adapter.files),
+        seed=None,
+        made=hashlib.sha256(origin.encode()).hexdigest(),
+    )
+
+
+def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
+    """Let a model read several chains as is asked for; if it is not, as the model's file or its default says.
+
+    Args:
+        weights: the weights.
+        chains: how chains are joined.
+        where: what asks for it, for messages.
+
+    Raises:
+        UsageError: the model cannot read chains so.
+    """
+    if chains is None:
+        return weights
+    try:
+        return replace(weights, config=replace(weights.config, chains=chains))
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def build(weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> Trunk:
+    """Build a model with these weights on one device. No warning is given about parts that the file does not have."""
+    with torch.device("meta"):
+        trunk = family_registry.build(weights.config)
+    materialise(trunk, weights, device, dtype)
+    return trunk
+
+
+def materialise(model: Trunk, weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    """Fill a model that was built on the meta device with weights, on one device. Every tensor must be in the
+    weights.
+    """
+    model.to(dtype).to_empty(device=device)
+    model.tie_weights()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(weights[name])
+
+
+def load_model(model: str, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Trunk:
+    """Load a language model on one device, in evaluation mode.
+
+    Args:
+        model: see `read`.
+        device: by default the first GPU, else the CPU.
+        dtype: type of weights and arithmetic. Rotary angles and contact maps are always fp32.
+
+    Warns if the file has no LM head or no contact regression, so that logits or contacts are random, and if a file is
+    not the one that the `esmshard.json` beside it records.
+    """
+    weights = read(model)
+    changed = altered(weights.files)
+    for notice in [*weights.lacking("lm_head", "contact_head"), *weights.notices, *([changed] if changed else [])]:
+        warnings.warn(notice, stacklevel=2)
+    return build(weights, chosen_device(device), dtype).eval()
+
+
+def record(digests: Mapping[str, str]) -> dict[str, Any]:
+    """Return the entries of `esmshard.json` about the weight files.
+
+    Args:
+        digests: sha256 of each file, by name, in the order in which the files were written.
+    """
+    together = hashlib.sha256(b"".join(map(bytes.fromhex, digests.values()))).hexdigest()
+    return {"weights_sha256": together, "files": dict(digests)}
+
+
+def altered(files: Sequence[Path]) -> str | None:
+    """Describe in one sentence which weight file is not the recorded one; None if all files are.
+
+    Files without a record beside them, such as released ones, are not checked.
+
+    Args:
+        files: files of one model; an adapter and its base lie in two directories.
+    """
+    for folder, known in _records(files):
+        here = [file for file in files if file.parent == folder]
+        if isinstance(known.get("files"), dict):
+            wrong = [file for file in here if known["files"].get(file.name) != remembered_sha256(file)]
+        elif isinstance(known.get("weights_sha256"), str):  # A shipped model's record has the hash of its only file.
+            wrong = here[:1] if known["weights_sha256"] != remembered_sha256(here[0]) else []
+        else:
+            continue
+        if wrong:
+            return (
+                f"{wrong[0]}: is not the file that {folder / ABOUT} records (its sha256 is another), so that the model "
+                "may say something else than it did; copy it again, or consolidate the run again"
+            )
+    return None
+
+
+def report_altered(files: Sequence[Path]) -> None:
+    """Write the sentence of `altered` to stderr, if there is one."""
+    if sentence := altered(files):
+        say(sentence)
+
+
+def is_finetuned(folder: Path) -> bool:
+    """Return whether a model directory records a recipe, and not only the sha256 of a model that was converted."""
+    return (folder / ABOUT).is_file() and "recipe" in weight_reader.read_json(folder / ABOUT)
+
+
+def task_of(files: Sequence[Path]) -> tuple[str, dict[str, Any]] | None:
+    """Return the name of the task that weight files with a head were trained for, and the facts of its labels.
+
+    None if no `esmshard.json` beside the files says it, as for weights that another program wrote.
+    """
+    for _, about in _records(files):
+        if "recipe" in about:
+            return about["recipe"]["task"]["name"], about.get("facts", {})
+    return None
+
+
+def data_of(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Return what the `esmshard.json` beside weight files says of the data of each split; empty if there is nothing."""
+    return next((about["data"] for _, about in _records(files) if "data" in about), {})
+
+
+def _records(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield each directory of weight files with its record. A damaged record is reported where it is needed."""
+    for folder in dict.fromkeys(file.parent for file in files):
+        try:
+            about = read_json(folder / ABOUT)
+        except (OSError, ValueError):
+            continue
+        if isinstance(about, dict):
+            yield folder, about
+
+
+def identity(weights: Weights, name: str) -> dict[str, Any]:
+    """Return the identity of a model, as a checkpoint records that of its base.
+
+    A checkpoint of `adapt.method` lora or head does not hold the frozen base, and a LoRA on another base is useless.
+    Fresh weights follow from architecture and seed. For other weights, each weight file is identified by size and
+    sha256.
+
+    Args:
+        weights: the weights.
+        name: name by which `read` finds them, as in the recipe.
+    """
+    known: dict[str, Any] = {"name": name, "config": weights.config.recorded(), "seed": weights.seed, "files": {}}
+    if weights.made:
+        known["made"] = weights.made
+    for file in weights.files:
+        # An adapter on top of an adapter has two files of one name.
+        key = file.name if file.name not in known["files"] else f"{len(known['files'])}/{file.name}"
+        known["files"][key] = {"bytes": file.stat().st_size, "sha256": remembered_sha256(file)}
+    return known
+
+
+def model_hash(weights: Weights) -> str:
+    """Return one sha256, in hexadecimal digits, of architecture and weights, whatever their files are called."""
+    known = identity(weights, "")
+    same = {key: known[key] for key in ("seed", "made") if key in known} | {"files": _hashes(known)}
+    same["config"] = _of_weights(known["config"])
+    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+
+
+def check(
+    now: Mapping[str, Any], before: Mapping[str, Any], where: str, fix: str = "give the model that it was trained on"
+) -> None:
+    """Check that two identities are of the same base model. Its name and place may differ.
+
+    Args:
+        now: identity of the weights at hand.
+        before: identity of the weights that the checkpoint was trained on.
+        where: the checkpoint, for the message.
+        fix: what to do, for the message.
+
+    Raises:
+        InputError: the two are different models.
+    """
+    if _of_weights(now["config"]) != _of_weights(before["config"]):
+        what = "another architecture"
+    elif now["seed"] != before["seed"]:
+        what = "other random weights"
+    elif _hashes(now) != _hashes(before):
+        what = "other weights"
+    elif now.get("made") != before.get("made"):
+        what = "an adapter with other settings"
+    else:
+        return
+    hashes = ", ".join(f"sha256 of {name}: {entry['sha256']}" for name, entry in before["files"].items())
+    raise InputError(
+        f"{where}: holds what was trained on top of {before['name']}, and {now['name']} is {what}; {fix}"
+        f"{hashes and f' ({hashes})'}"
+    )
+
+
+def _of_weights(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the window and how chains are joined, which are no part of the weights."""
+    return {key: value for key, value in config.items() if key not in ("window", "chains")}
+
+
+def _hashes(known: Mapping[str, Any]) -> list[str]:
+    return sorted(str(entry["sha256"]) for entry in known["files"].values())
