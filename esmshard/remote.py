@@ -22,10 +22,12 @@ from typing import Any, NamedTuple
 from esmshard.errors import InputError, UsageError
 from esmshard.files import cache_directory, lives, read_json, replace_json, sha256, size_text
 from esmshard.progress import say
+from esmshard.shipped import shipped
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs"}
 """The package of the extra `cloud` that reads and writes addresses of each kind."""
 _ADDRESS = re.compile(r"(s3|gs):/{1,2}(?=[^/])")
+_ENDING = re.compile(r"\.\w+(\.(gz|bgz|bz2|xz|zst))?$")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or `aws configure`",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
@@ -440,3 +442,22 @@ def as_json(data: bytes, what: str) -> Any:
         return json.loads(data)
     except ValueError:
         raise InputError(f"{what}: damaged (not JSON); start over with --overwrite") from None
+
+
+def data_file(path: str) -> Path:
+    """The file that a data path means; `sample:contact/train` is `contact/train.fasta` of the shipped data, and a name
+    with an ending, such as `sample:contact/labels.csv`, that very file. Of an address in a bucket it is a copy.
+    """
+    if (url := address(path)) is not None:
+        local(f"{_ENDING.sub('', url)}.npz", needed=False)  # the labels of a FASTA file may lie beside it
+        return local(url)
+    if not path.startswith("sample:"):
+        return Path(path)
+    name = path.removeprefix("sample:")
+    file = shipped("data") / (name if Path(name).suffix else f"{name}.fasta")
+    if not file.is_file() or ".." in Path(name).parts:
+        root = shipped("data")
+        known = sorted(str(p.relative_to(root).with_suffix("")) for p in root.glob("*/*.fasta"))
+        known += sorted(str(p.relative_to(root)) for p in root.glob("*/*.csv"))
+        raise InputError(f"{path}: no such sample; there are {', '.join('sample:' + k for k in known)}")
+    return file

@@ -118,7 +118,7 @@ def test_models_and_recipes_at_addresses(server: Buckets, tmp_path: Path) -> Non
     found = weights.read(f"s3://{BUCKET}/run")
     assert found.config == weights.read(str(model)).config
     assert not list((tmp_path / "cache").rglob("big"))
-    path = recipe_file.sample(f"s3://{BUCKET}/x.fasta")
+    path = remote.data_file(f"s3://{BUCKET}/x.fasta")
     assert path.with_suffix(".npz").read_bytes() == b"labels"
     keys = [f"data.train=s3://{BUCKET}/x.fasta", f"model.name=s3://{BUCKET}/run"]
     recipe = recipe_file.load(recipe_file.resolve("contact"), keys)

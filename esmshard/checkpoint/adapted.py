@@ -14,6 +14,7 @@ from esmshard.model.export import Source
 from esmshard.model.families import family_registry
 from esmshard.model.lora import add_lora, lora_names, merged
 from esmshard.recipe.sections import AdaptSettings
+from esmshard.tasks import registry
 
 Sizes = Mapping[str, torch.Size]
 
@@ -130,3 +131,29 @@ def refuse(checkpoint: Path, problems: Mapping[str, Set[str]]) -> None:
                 f"{checkpoint}: {problem} {weights.some(sorted(names))}; it is no checkpoint of its recipe, take "
                 "another"
             )
+
+
+_REGRESSION = "contact_head.regression."
+
+
+def is_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> bool:
+    """Return whether the trained head is a regression over attention maps, and the model has no other that learned."""
+    if (
+        "contact_head" not in state.get("unlearned", ())
+        or not registry.traits(state["recipe"]["task"]["name"]).predicts_contacts
+    ):
+        return False
+    head = {name: size for name, size in sizes.items() if name.startswith("head.")}
+    own = {name: size for name, size in sizes.items() if name.startswith(_REGRESSION)}
+    return head == {name.replace(_REGRESSION, "head.regression."): size for name, size in own.items()}
+
+
+def with_regression(read: Source) -> Source:
+    """Return a function that reads the head's tensors for the contact regression, so that it is part of the model."""
+
+    def read_both(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        theirs = {name: name.replace(_REGRESSION, "head.regression.") for name in names}
+        found = read(sorted(set(theirs.values())))
+        return {name: found[source] for name, source in theirs.items()}
+
+    return read_both

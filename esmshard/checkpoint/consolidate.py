@@ -1,7 +1,7 @@
 """The conversion of a sharded checkpoint, or of a model of the other layout, to one model directory: one process, no
 GPU.
 
-Tensors are copied a few at a time, so the memory needed is that of a few tensors, whatever the model's size.
+The files of weights are written one after the other, so the memory needed is that of one file.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from esmshard import __version__
-from esmshard.checkpoint import adapted, card, manifest, regression_head, sharded
+from esmshard.checkpoint import adapted, card, manifest, sharded
 from esmshard.data.batching.loader import SEEN
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.files import check_replaced, found_place, replace_json, settle, shared_place, whole_directory
@@ -268,8 +268,8 @@ def _open_run(source: Path | str, to: str | None, warn: Callable[[str], None], b
     }
     adapted.refuse(checkpoint, problems)
     about = _described(state)
-    if regression_head.is_regression(state, sizes):
-        read = regression_head.with_regression(read)
+    if adapted.is_regression(state, sizes):
+        read = adapted.with_regression(read)
         about |= {"contact_regression": "head"}
         about["unlearned"] = [part for part in state["unlearned"] if part != "contact_head"]
     sizes = _without(about.get("unlearned", ()), sizes, to)

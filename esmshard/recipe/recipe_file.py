@@ -20,7 +20,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from esmshard import remote
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import UsageError
 from esmshard.files import is_hub_name, shared_place
 from esmshard.recipe.data_section import EVERY, INSIDE
 from esmshard.recipe.sections import Recipe
@@ -47,8 +47,6 @@ ALLOWED = "ESMSHARD_RECIPE_ENV"
 `--env NAME` sets it for a command and the processes that the command starts.
 """
 _HARMLESS = re.compile(r"HOME|USER|SCRATCH|TMPDIR|WORK|SLURM_(?!JWT)\w+")  # SLURM_JWT is a password for Slurm's server
-
-_ENDING = re.compile(r"\.\w+(\.(gz|bgz|bz2|xz|zst))?$")
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
 """The beginning of the first line of a recipe, which names the schema for editors."""
@@ -302,22 +300,3 @@ def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path)
     if not is_name or (is_model and (base / text).exists()):
         text = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # links stay what they are
     node[keys[-1]] = text
-
-
-def sample(path: str) -> Path:
-    """The file that a data path means; `sample:contact/train` is `contact/train.fasta` of the shipped data, and a name
-    with an ending, such as `sample:contact/labels.csv`, that very file. Of an address in a bucket it is a copy.
-    """
-    if (url := remote.address(path)) is not None:
-        remote.local(f"{_ENDING.sub('', url)}.npz", needed=False)  # the labels of a FASTA file may lie beside it
-        return remote.local(url)
-    if not path.startswith("sample:"):
-        return Path(path)
-    name = path.removeprefix("sample:")
-    file = shipped("data") / (name if Path(name).suffix else f"{name}.fasta")
-    if not file.is_file() or ".." in Path(name).parts:
-        root = shipped("data")
-        known = sorted(str(p.relative_to(root).with_suffix("")) for p in root.glob("*/*.fasta"))
-        known += sorted(str(p.relative_to(root)) for p in root.glob("*/*.csv"))
-        raise InputError(f"{path}: no such sample; there are {', '.join('sample:' + k for k in known)}")
-    return file

@@ -4,11 +4,10 @@
       optim.lr: {low: 1.0e-5, high: 1.0e-3, log: true}
       adapt.rank: {choices: [4, 8, 16]}
 
-Its errors are reported as those of a recipe. Every end of a range and every choice is put into the recipe and checked,
-alone and together with those of each other key, before anything is trained.
+Its errors are reported as those of a recipe. Every end of a range and every choice is put into the recipe and checked
+before anything is trained.
 """
 
-import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,18 +22,10 @@ from esmshard.recipe.section_base import Clash, Settings
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.yaml_keys import Tree, read
 
-REFUSED = {
-    "out": "the search gives each trial a directory of its own",
-    "data": "trials are compared on the same data; make one sweep for each of them",
-    "task.name": "tasks have different metrics; make one sweep for each of them",
-    "train.seed": "the best seed is luck, and not a setting; --seeds trains the best settings with several",
-    "train.eval_every": "trials are compared at the same validations; set it in the recipe",
-    **dict.fromkeys(
-        ("track", "checkpoint", "parallel", "batch.tokens_per_rank"),
-        "it changes how a run works, and not what it learns; set it in the recipe",
-    ),
-}
-"""The keys, and sections, that are not searched, with the reason."""
+REFUSED = ("out", "data", "task.name", "train.seed", "train.eval_every", "track", "checkpoint", "parallel")
+"""The keys, and sections, that are not searched: trials have the same task, data and validations, and a directory of
+their own; the best seed is luck, and not a setting.
+"""
 
 MOST_CELLS = 10_000
 """The most trials of a grid."""
@@ -135,18 +126,24 @@ def load(path: Path, recipe: Path, overrides: Sequence[str]) -> SweepSettings:
     """
     tree = read(path, "a sweep", SweepSettings)
     found = tree.checked(SweepSettings)
-    base = recipe_file.opened(recipe, overrides)
-    resolved = recipe_file.load(recipe, overrides)
-    tree.problems = [*_refused(tree, found, base)]
-    if not tree.problems:
-        tree.problems = list(dict.fromkeys(_unfit(tree, found, base)))
-    if not tree.problems:
-        found = found.model_copy(
-            update={"space": {key: _typed(resolved, key, one) for key, one in found.space.items()}}
-        )
-        tree.problems = [*_endless(tree, found)]
+    base, resolved = recipe_file.opened(recipe, overrides), recipe_file.load(recipe, overrides)
+    for key in found.space:
+        at = f"{tree.where(('space', key))}: {key}:"
+        if any(f"{key}.".startswith(f"{name}.") for name in (*REFUSED, "batch.tokens_per_rank")):
+            tree.problems.append(f"{at} cannot be searched; set it in the recipe")
+        if found.metric == "loss" and key.startswith("task."):
+            tree.problems.append(f"{at} may change what the loss is; search it with metric: headline")
+        if tuple(key.split(".")) in base.overrides:
+            tree.problems.append(f"{at} is searched, and {base.overrides[tuple(key.split('.'))]} sets it; remove one")
+    tree.problems += [] if tree.problems else dict.fromkeys(_unfit(tree, found, base))
     if tree.problems:
         raise UsageError(*tree.problems)
+    found = found.model_copy(update={"space": {key: _typed(resolved, key, one) for key, one in found.space.items()}})
+    if found.sampler == "grid" and not 0 < found.cells <= MOST_CELLS:
+        raise UsageError(
+            f"{tree.where(('sampler',))}: sampler: a grid takes choices, or ranges with a step, and has at most "
+            f"{MOST_CELLS:,} combinations; use tpe"
+        )
     return found
 
 
@@ -155,28 +152,13 @@ def override(key: str, value: Any) -> str:
     return f"{key}={json.dumps(value)}"
 
 
-def _refused(tree: Tree, sweep: SweepSettings, base: Tree) -> Iterator[str]:
-    """Yield a sentence for each key that no sweep may have, or that is set on the command line, too."""
-    for key in sweep.space:
-        at = f"{tree.where(('space', key))}: {key}:"
-        for name, reason in REFUSED.items():
-            if f"{key}.".startswith(f"{name}."):
-                yield f"{at} cannot be searched: {reason}"
-        if sweep.metric == "loss" and key.startswith("task."):
-            yield f"{at} cannot be searched with metric: loss, because it may change what the loss is; use the headline"
-        for typed in [text for keys, text in base.overrides.items() if ".".join(keys) == key]:
-            yield f"{at} is searched, and {typed} sets it; remove one of the two"
-
-
 def _unfit(tree: Tree, sweep: SweepSettings, base: Tree) -> Iterator[str]:
-    """Yield a sentence for each value that the recipe refuses, alone or with a value of another key."""
-    ends = {key: space.ends for key, space in sweep.space.items()}
-    pairs = list(itertools.combinations(ends, 2)) or [(key, key) for key in ends]
-    for one, other in pairs:
-        for values in itertools.product(ends[one], ends[other]):
-            chosen = {**{key: found[0] for key, found in ends.items()}, **dict(zip((one, other), values, strict=True))}
-            for key, value in chosen.items():
-                base.put(tuple(key.split(".")), value, tree.where(("space", key), on_value=True))
+    """Yield a sentence for each value that the recipe refuses, beside the first value of each other key."""
+    for key, space in sweep.space.items():
+        for value in space.ends:
+            for name, other in sweep.space.items():
+                chosen = value if name == key else other.ends[0]
+                base.put(tuple(name.split(".")), chosen, tree.where(("space", name), on_value=True))
             try:
                 recipe_file.checked(base)
             except UsageError as error:
@@ -200,16 +182,6 @@ def _typed(recipe: Recipe, key: str, space: SearchSpace) -> SearchSpace:
 def _kinds(annotation: Any) -> set[Any]:
     """Return the types that an annotation is made of."""
     return {annotation}.union(*(_kinds(part) for part in get_args(annotation)))
-
-
-def _endless(tree: Tree, sweep: SweepSettings) -> Iterator[str]:
-    if sweep.sampler != "grid":
-        return
-    for key, space in sweep.space.items():
-        if space.cells is None:
-            yield f"{tree.where(('space', key))}: {key}: a grid takes choices, or a range with a step"
-    if not 0 < sweep.cells <= MOST_CELLS and not any(space.cells is None for space in sweep.space.values()):
-        yield f"{tree.where(('sampler',))}: sampler: the grid has more than {MOST_CELLS:,} combinations; use tpe"
 
 
 def shown(values: Mapping[str, Any]) -> str:

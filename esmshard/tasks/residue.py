@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field, ValidationInfo, field_validator
 from torch import nn
 
+from esmshard import remote
 from esmshard.batch import Inputs, TokenBatch
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.labels.label_sources import label_source
@@ -20,7 +21,6 @@ from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError, UsageError
 from esmshard.model.dropout import RecordDropout, of_tokens
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import LossSum, on_device_of, regression_loss
@@ -160,7 +160,7 @@ class ResidueTask(LabelTask):
             fasta,
             self.settings.kind,
             source,
-            mask=None if data.mask is None else recipe_file.sample(data.mask),
+            mask=None if data.mask is None else remote.data_file(data.mask),
             column=target[0],
             id_column=data.id_column,
             classes="".join(self._classes()),

@@ -186,6 +186,8 @@ def test_a_licence_that_forbids_commercial_use_is_said(
     if kind == "repository":
         cache = own_caches(tmp_path, monkeypatch)
         base = cache / "models--lab--esm2_mine" / "snapshots" / COMMIT
+        (base.parent.parent / "refs").mkdir(parents=True)
+        (base.parent.parent / "refs" / "main").write_text(COMMIT)
     else:
         name = str(base)
     base.mkdir(parents=True)

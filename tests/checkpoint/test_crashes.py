@@ -115,6 +115,14 @@ def test_a_first_save_that_is_killed_leaves_no_checkpoint(tmp_path: Path) -> Non
     assert set(found) == {False, True}
 
 
+def test_tensors_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "FILE_BYTES", 10_000)  # a tensor has 8,000
+    path = write(tmp_path, 1)
+    assert len(list(path.glob("shard-00001-model-*-of-00003.safetensors"))) == 3
+    manifest.verify(path)
+    assert contents(path) == 1
+
+
 def test_the_best_is_spared_and_the_rest_goes(tmp_path: Path) -> None:
     for step in range(1, 5):
         write(tmp_path, step, keep=1, best=step == 2)

@@ -10,7 +10,7 @@ from esmshard.data.labels.coordinates import UNRESOLVED, CoordinateLabels
 from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
-from esmshard.recipe.recipe_file import sample
+from esmshard.remote import data_file
 
 GOOD: dict[str, Any] = {  # not in the order of the FASTA file
     "names": np.array(["c", "a", "b"]),
@@ -42,7 +42,7 @@ def refusal(fasta: Path) -> str:
 
 @pytest.mark.parametrize(("split", "chains"), [("train", 776), ("valid", 99), ("test", 100)])
 def test_every_record_of_the_shipped_sample_has_labels_of_its_length(split: str, chains: int) -> None:
-    fasta = sample(f"sample:contact/{split}")
+    fasta = data_file(f"sample:contact/{split}")
     store = cached(fasta)
     labels = CoordinateLabels(fasta, store)
     cb = [labels[n]["cb"] for n in range(len(store))]

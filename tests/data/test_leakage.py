@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from esmshard.data.splits import leakage
 from esmshard.data.splits.leakage import ComparedRecords, Leakage, Overlap, check, check_variants
 from esmshard.data.store.ingestion import cached
-from esmshard.recipe.recipe_file import sample
+from esmshard.remote import data_file
 from esmshard.vocab import STANDARD, encode_residues
 
 PROTEIN = "ACDEFGHIKLMNPQRSTVWYACEG"
@@ -226,7 +226,7 @@ def test_sentences_of_families() -> None:
 
 
 def test_the_shipped_sample_is_clean() -> None:
-    stores = {name: cached(sample(f"sample:contact/{name}")) for name in ("train", "valid", "test")}
+    stores = {name: cached(data_file(f"sample:contact/{name}")) for name in ("train", "valid", "test")}
     train, valid, test = (ComparedRecords(len(s), s.residues, s.id) for s in stores.values())
     assert check(train, {"valid": valid, "test": test}).notices() == [
         f"leakage: none of 99 valid records and 100 test records is identical or similar to training records ({BLIND})"

@@ -12,9 +12,10 @@ from ruamel.yaml import YAML
 
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe import recipe_file
-from esmshard.recipe.recipe_file import differences, dump, load, resolve, sample, schema
+from esmshard.recipe.recipe_file import differences, dump, load, resolve, schema
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import TaskSettings
+from esmshard.remote import data_file
 from esmshard.shipped import shipped
 from esmshard.tasks.contact import ContactSettings
 from esmshard.tasks.registry import registered
@@ -83,7 +84,7 @@ def test_a_shipped_recipe_loads_anywhere(name: str, path: Path) -> None:
     files = [getattr(recipe.data, key) for key in keys]
     shipped = [file for file in files if file is not None and file.startswith("sample:")]
     assert len(shipped) in ((0, 2) if recipe.task.name == "variant" else (0, 3, 4))
-    assert all(sample(file).is_file() for file in shipped)
+    assert all(data_file(file).is_file() for file in shipped)
     for key in keys:  # a recipe to be copied names files of its user's
         if not str(written["data"].get(key, "sample:")).startswith("sample:"):
             assert loaded["data"].pop(key) == str(resolve(name).parent / written["data"].pop(key))
@@ -457,9 +458,9 @@ def test_an_unknown_recipe_is_refused_with_a_hint(name: str, sentence: str) -> N
 
 
 def test_a_sample_is_a_shipped_file_and_a_path_stays_a_path() -> None:
-    assert sample("sample:contact/train") == shipped("data") / "contact" / "train.fasta"
-    assert sample("sample:contact/train.npz") == shipped("data") / "contact" / "train.npz"
-    assert sample("/data/x.fasta") == Path("/data/x.fasta")
+    assert data_file("sample:contact/train") == shipped("data") / "contact" / "train.fasta"
+    assert data_file("sample:contact/train.npz") == shipped("data") / "contact" / "train.npz"
+    assert data_file("/data/x.fasta") == Path("/data/x.fasta")
 
 
 @pytest.mark.parametrize(
@@ -467,7 +468,7 @@ def test_a_sample_is_a_shipped_file_and_a_path_stays_a_path() -> None:
 )
 def test_an_unknown_sample_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(InputError) as error:
-        sample(name)
+        data_file(name)
     fastas = ("contact/test", "contact/train", "contact/valid", "pairs/test", "pairs/train", "pairs/valid")
     tables = ("contact/labels.csv", "pairs/labels.csv", "variants/landscape.csv", "variants/truth.csv")
     known = ", ".join(f"sample:{one}" for one in (*fastas, "variants/wild_type", *tables))

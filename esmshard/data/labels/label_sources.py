@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import remote
 from esmshard.data.fasta.sequence_tables import read_sequence_table
 from esmshard.data.fasta.sources import is_sequence_table
 from esmshard.data.fasta.symbols import Rules
 from esmshard.data.labels.coordinates import npz_beside, read_arrays
 from esmshard.data.tables import Table, read_table
 from esmshard.errors import InputError, UsageError
-from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 
 _FASTA = re.compile(r"\.(fasta|faa|fa)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
@@ -36,7 +36,7 @@ def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
         if data.target and path.exists() and data.target[0] in (table := read_npz(path)).columns:
             source = table
     else:
-        source = table_or_fasta(recipe_file.sample(data.labels))
+        source = table_or_fasta(remote.data_file(data.labels))
     if data.id_column is not None and not isinstance(source, Table):
         raise UsageError(f"data.id_column: {source or fasta} is no table; remove it, or name a table in data.labels")
     return source
@@ -51,7 +51,7 @@ def rules_of(fasta: Path, data: DataSettings) -> Rules:
 
 def _are_beside(data: DataSettings, fasta: Path) -> bool:
     """Return whether the labels are in the file of the records, or beside it."""
-    return data.labels is None or recipe_file.sample(data.labels) == fasta
+    return data.labels is None or remote.data_file(data.labels) == fasta
 
 
 def table_or_fasta(path: Path) -> Table | Path:

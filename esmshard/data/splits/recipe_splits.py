@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import remote
 from esmshard.data.batching.loader import Examples, Labels
 from esmshard.data.fasta.sources import is_sequence_table
 from esmshard.data.fasta.symbols import Rules
@@ -22,7 +23,6 @@ from esmshard.data.structures import structure_folder
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks
 from esmshard.errors import UsageError
 from esmshard.joined_chains import Chains
-from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings, JoinSettings
 from esmshard.recipe.sections import Recipe
 from esmshard.vocab import SEPARATOR, chain_spans
@@ -53,7 +53,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
         return open_variants(data, name, alone=recipe.task.wild_type_alone, tracks=tracks)
     valid_is_part = data.valid == data.train
     divided = data.folds is not None and (name != "valid" or valid_is_part)
-    path = recipe_file.sample(getattr(data, "train" if divided else name))
+    path = remote.data_file(getattr(data, "train" if divided else name))
     fasta, tokens, outer = _records(path, tracks, data)
     if name == "train" and data.sequence_column is not None and not is_sequence_table(path):
         raise UsageError(f"data.sequence_column: {path} is no table; remove it, or name a table in data.train")
@@ -95,7 +95,7 @@ def open_tested(
         tracks: the tracks of the records.
         complexes: see `recipe.DataSettings.complexes`.
     """
-    path = recipe_file.sample(source)
+    path = remote.data_file(source)
     structure_folder.require_structures(path, complexes)
     where = recipe.data.model_copy(update={"labels": file, "mask": None, "complexes": complexes})
     fasta, tokens, outer = _records(path, tracks, where)
@@ -112,7 +112,7 @@ def open_tested(
 
 
 def _holds_structures(path: str | None) -> bool:
-    return path is not None and structure_folder.holds_structures(recipe_file.sample(path))
+    return path is not None and structure_folder.holds_structures(remote.data_file(path))
 
 
 def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
@@ -157,7 +157,7 @@ def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[
     """
     count = len(store)
     if clusters is not None:
-        groups = read_clusters(recipe_file.sample(clusters), [store.id(n) for n in range(count)]).names
+        groups = read_clusters(remote.data_file(clusters), [store.id(n) for n in range(count)]).names
     else:
         groups = [hashlib.blake2b(_unordered(store.residues(n)), digest_size=16).hexdigest() for n in range(count)]
     return assignment.by_cluster(groups, folds=folds)

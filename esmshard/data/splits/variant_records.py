@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import remote
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
@@ -22,7 +23,6 @@ from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.errors import InputError, UsageError
 from esmshard.files import sha256
-from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.vocab import encode_residues
 
@@ -132,7 +132,7 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
             split.
     """
     assert data.wild_type is not None
-    fasta, outer = outside(recipe_file.sample(data.wild_type), tracks)
+    fasta, outer = outside(remote.data_file(data.wild_type), tracks)
     data = data.model_copy(update={"wild_type": str(fasta)})
     variants = table_of(data)
     fold_N, notices = divide(data)
@@ -166,8 +166,8 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
     lenient = data.unusable == "drop"
     try:
         variants = read_variants(
-            recipe_file.sample(data.table),
-            wild_type=recipe_file.sample(data.wild_type),
+            remote.data_file(data.table),
+            wild_type=remote.data_file(data.wild_type),
             mutant=data.mutant,
             targets=data.target or (),
             offset="auto" if data.offset is None else data.offset,
@@ -193,7 +193,7 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
 def table_of(data: DataSettings) -> Variants:
     """Read the table of a recipe. It is read again only when the table or the wild type has changed."""
     same = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None, "tracks": None})
-    paths = [recipe_file.sample(name) for name in (data.table, data.wild_type) if name is not None]
+    paths = [remote.data_file(name) for name in (data.table, data.wild_type) if name is not None]
     return _read(same, tuple(sha256(path) if path.is_file() else "" for path in paths))
 
 

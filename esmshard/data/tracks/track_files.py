@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard import remote
 from esmshard.data.fasta.fasta_reader import read_fasta
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.store.token_store import TokenStore, is_store
@@ -20,7 +21,6 @@ from esmshard.data.tracks.track_entries import entries
 from esmshard.data.tracks.track_store import TrackStore, cached_track, states
 from esmshard.data.tracks.track_values import in_batches, known_residues
 from esmshard.errors import InputError, UsageError
-from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import INSIDE
 from esmshard.vocab import Track, encode_residues
 
@@ -66,7 +66,7 @@ def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, ke
         raise UsageError(f"{key}{name}: {model} takes no such track; it takes {what}")
     # A shell leaves a ~ after = as it is.
     return [
-        TrackFile(known[name], None if path == INSIDE else recipe_file.sample(path).expanduser())
+        TrackFile(known[name], None if path == INSIDE else remote.data_file(path).expanduser())
         for name, path in named.items()
     ]
 
