@@ -4,6 +4,7 @@ The command line (`esmshard.cli.finetune_commands`) and Python (`esmshard.api.ru
 environment variables and signal handlers are as they were before.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -123,7 +124,8 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
-    with launch.environment({**until, **launch.variables(), **recipe_file.allowing(options.env)}):
+    variables = {**until, **_allocator(), **launch.variables(), **recipe_file.allowing(options.env)}
+    with launch.environment(variables):
         if options.sweep is not None:
             return _sweep(recipe, overrides, options)
         with preemption.Preemption():
@@ -320,6 +322,19 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
             say(notice)
         print(describe(job, processes) + (f"\nruns      {len(to_do)}" if several else ""))
     return _Runs(processes, folds, several, curve, to_do, of_table)
+
+
+def _allocator() -> dict[str, str]:
+    """Return the setting of the GPU allocator for a run; none if the user has configured the allocator.
+
+    The sizes of micro-batches differ by a few tokens. By default each tensor has a segment of its own size. The tensors
+    of a slightly larger micro-batch then fit into no free segment, and a run that plans to fill 90% of the GPU may run
+    out of memory although half of its memory is free. A segment that grows has no such gaps. torch reads the variable
+    when it is loaded: the command line sets it before, and started processes inherit it.
+    """
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _run_here(recipe: Recipe, options: RunOptions) -> None:

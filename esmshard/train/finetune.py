@@ -14,7 +14,6 @@ from esmshard.model.convolutions import exact_convolutions
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weight_reader import read_json
 from esmshard.parallel import launch
-from esmshard.parallel.cuda_allocator import expandable_segments
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.process_group import World, processes_per_machine, world
 from esmshard.parallel.shared_calls import free_layers, refill
@@ -78,7 +77,6 @@ def run(
                 ) as ranks,
                 Control(ranks, dumps) as control,
                 exact_convolutions(ranks.device),
-                expandable_segments(ranks.device),
                 advice_if_out_of_memory(
                     lambda: (
                         f"weights and optimizer state of the model do not fit on {ranks.device}; set "
