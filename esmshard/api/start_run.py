@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from esmshard.errors import InputError, RunFailed, UsageError
-from esmshard.parallel import launchers, preemption, process_environment
+from esmshard.parallel import launch, preemption
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
@@ -124,12 +124,12 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
-    variables = {**until, **_allocator(), **launchers.variables(), **recipe_file.allowing(options.env)}
-    with process_environment.environment(variables):
+    variables = {**until, **_allocator(), **launch.variables(), **recipe_file.allowing(options.env)}
+    with launch.environment(variables):
         if options.sweep is not None:
             return _sweep(recipe, overrides, options)
         with preemption.Preemption():
-            process_environment.follow_launcher()
+            launch.follow_launcher()
             resolved = recipe_file.load(recipe_file.resolve(recipe), overrides)
             recipe_file.check_companions(recipe_file.resolve(recipe), resolved, overrides)
 
@@ -267,12 +267,12 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
             "--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command; a launcher has "
             "started this process already: remove them, or start the command without the launcher"
         )
-    if options.stop_after is not None and process_environment.restarts_allowed():
+    if options.stop_after is not None and launch.restarts_allowed():
         raise UsageError(
             "--stop-after would begin again from zero when the launcher restarts this process; set "
             f"{preemption.STOP_AT}=$(($(date +%s) + {preemption.seconds(options.stop_after)})) for the launcher instead"
         )
-    if process_environment.attempt() and options.resume is None:
+    if launch.attempt() and options.resume is None:
         from esmshard.train.run_dir import begun_by_this_job
 
         # This process was restarted, and the work of its predecessor must be kept. The files that --overwrite should
@@ -358,7 +358,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
     Raises:
         RunFailed: if a process has failed.
     """
-    from esmshard.parallel.local_processes import run_local
+    from esmshard.parallel.launch import run_local
     from esmshard.train.inputs import NOTICES_PRINTED
     from esmshard.train.run_dir import last_word
 
@@ -366,7 +366,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
     for n, own in enumerate(runs.to_do):
         if runs.several:
             say(" ".join(own))
-        with process_environment.environment({NOTICES_PRINTED: "1"} if runs.several and n and runs.of_table else {}):
+        with launch.environment({NOTICES_PRINTED: "1"} if runs.several and n and runs.of_table else {}):
             arguments = ["-m", "esmshard", "finetune", recipe, *overrides, *own, *flags]
             code = run_local(arguments, runs.processes, max_restarts=options.max_restarts)
         if code:

@@ -9,8 +9,8 @@ import torch
 from esmshard.api import start_run
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.sharded import Saver
+from esmshard.devices import is_out_of_memory
 from esmshard.model.convolutions import exact_convolutions
-from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.planner import memory_model
 from esmshard.tasks.base import on_device_of
 
