@@ -7,6 +7,16 @@ from esmshard.errors import UsageError
 DeviceName = str | torch.device | None
 """A device as a user names it, see `chosen_device`; None for the default."""
 
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Texts in the messages of plain RuntimeErrors of the CPU's allocator, of CUDA, and of cuBLAS."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the device or the machine has not enough memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
 
 def chosen_device(name: DeviceName = None) -> torch.device:
     """Return the device of a name; by default the first GPU (CUDA, else Apple's), else the CPU.

@@ -8,34 +8,53 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
 
 
-class InputError(ValueError):
-    """Data, weights or a checkpoint cannot be used. Exit code 1."""
+class ExitCode(IntEnum):
+    """The exit codes of the commands. A signal N that ends a process without saving gives 128 + N."""
 
-    exit_code = 1
+    DONE = 0
+    FAILED = 1
+    """Data, weights or a checkpoint cannot be used, or a run has failed."""
+    USAGE = 2
+    """The command line or the recipe is wrong. Nothing was begun."""
+    RUNNING = 3
+    """`esmshard status`: a run has not ended."""
+    LOST = 69
+    """Another process is gone or stuck (EX_UNAVAILABLE). The run may succeed if it is started again."""
+    CRASHED = 70
+    """A traceback (EX_SOFTWARE): an error of esmshard or of a library, not a mistake of the user. The run may succeed
+    if it is started again.
+    """
+    REQUEUE = 75
+    """The run was asked to stop, has saved, and can continue (EX_TEMPFAIL)."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
+
+
+class InputError(ValueError):
+    """Data, weights or a checkpoint cannot be used."""
+
+    exit_code: int = ExitCode.FAILED
     shared = False
     """Whether every rank raises the same error, so that only the first rank prints it."""
 
 
 class LostProcess(InputError):
-    """Another process of the run is gone or stuck, so that this process cannot go on. Exit code 69.
+    """Another process of the run is gone or stuck, so that this process cannot go on."""
 
-    The same run may succeed if it is started again. Launchers and job scripts recognise that by the exit code
-    (EX_UNAVAILABLE).
-    """
-
-    exit_code = 69
+    exit_code = ExitCode.LOST
 
 
 class UsageError(InputError):
-    """A command line or a recipe cannot be used. Exit code 2.
+    """A command line or a recipe cannot be used.
 
     A recipe may be wrong in several places; `problems` has one sentence for each.
     """
 
-    exit_code = 2
+    exit_code = ExitCode.USAGE
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -48,7 +67,7 @@ class RunFailed(RuntimeError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        """The exit code that `local_processes.run_local` returned: that of the process whose failure was the cause."""
+        """The exit code that `launch.run_local` returned: that of the process whose failure was the cause."""
 
 
 @contextmanager

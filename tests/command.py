@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from forks import IMPORTED, forks
 
-from esmshard.parallel.process_environment import LAUNCHER
+from esmshard.parallel.launch import LAUNCHER
 
 
 def esmshard(
@@ -54,9 +54,9 @@ def python(
 
 
 def _run(command: list[str], cwd: str, environment: Mapping[str, str], out: str, err: str) -> None:
-    from esmshard.parallel import local_processes
+    from esmshard.parallel import launch
 
-    subprocess.Popen = local_processes.Popen = Forked  # type: ignore[assignment,misc]
+    subprocess.Popen = launch.Popen = Forked  # type: ignore[assignment,misc]
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(cwd)
@@ -95,7 +95,7 @@ def _main(command: list[str], environment: Mapping[str, str]) -> int:
 class Rank:
     """A rank for a launcher in the process of the tests, which cannot fork: it has computed, and has threads.
 
-    As much of `subprocess.Popen` as `local_processes` asks for. Where it writes, no test can see.
+    As much of `subprocess.Popen` as `launch` asks for. Where it writes, no test can see.
     """
 
     def __init__(self, args: Sequence[str], env: Mapping[str, str], *, start_new_session: bool) -> None:

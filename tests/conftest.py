@@ -41,7 +41,7 @@ LONG = {
     "attempts",
     "restarts",
 }
-LONG |= {"local_processes"}
+LONG |= {"local_launch"}
 LONG |= {"variants_command", "landscape", "shipped_recipes"}
 LONG |= {"embed_drills", "embed_faults", "embed_verify", "embed_in_bucket"}
 LONG |= {"gpu_runner", "elastic", "slurm_run", "kubernetes", "doctor", "tracker"}
@@ -54,7 +54,7 @@ LENGTHY = {
     "ingest_fuzz": "thousands of generated FASTA files",
 }
 """Files that need no process of their own, and take longer than `make check` has time for. The reason stands beside."""
-STARTERS = {"subprocess", "multiprocessing", "esmshard.parallel.local_processes", "nbclient"}
+STARTERS = {"subprocess", "multiprocessing", "esmshard.parallel.launch", "nbclient"}
 """Modules by which a test starts a process."""
 TESTS = Path(__file__).parent
 

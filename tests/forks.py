@@ -6,7 +6,7 @@ IMPORTED = [
     "esmshard.cli.app",
     "esmshard.embed.job.embed_job",
     "esmshard.predict.predictions",
-    "esmshard.parallel.local_processes",
+    "esmshard.parallel.launch",
     "esmshard.report.text.html_report",
     "esmshard.train.evaluate",
     "esmshard.train.finetune",

@@ -11,7 +11,7 @@ from conftest import LENGTHY, LONG, TESTS, starts_processes
     [
         ("import subprocess", True),
         ("import os\nos.fork()", True),
-        ("from esmshard.parallel import local_processes", True),
+        ("from esmshard.parallel import launch", True),
         ("def test() -> None:\n    from multiprocessing import get_context", True),
         ("from nbclient import NotebookClient", True),
         ("from ranks import run_ranks", True),  # a helper that imports multiprocessing

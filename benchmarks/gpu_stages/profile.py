@@ -1,9 +1,10 @@
 """Stage `profile`: the time of each kernel in training steps and in embedding."""
 
 import functools
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import peers
 import random_models
@@ -13,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 from esmshard.batch import pack
 from esmshard.data.batching.packing import by_length
 from esmshard.model.families.family_registry import SIZES
-from esmshard.monitor.communication import length
 from esmshard.parallel.layout import Layout
 from gpu_stages import training
 from gpu_stages.stage import Context, Figure, Found, Part, Stage, table
@@ -32,6 +32,19 @@ KINDS = {
     "embedding and gather": r"embedding|index|gather|scatter",
 }
 OTHER = "element by element, and the rest"
+
+
+def length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the time that intervals cover together. Time that two intervals share counts once.
+
+    >>> length([(3, 4), (0, 2), (1, 2.5)])
+    3.5
+    """
+    total, covered = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return total
 
 
 def kind_of(kernel: str) -> str:

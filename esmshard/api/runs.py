@@ -15,7 +15,7 @@ import numpy as np
 from ruamel.yaml.error import YAMLError
 
 from esmshard.api import start_run
-from esmshard.errors import InputError, RunFailed, UsageError
+from esmshard.errors import ExitCode, InputError, RunFailed, UsageError
 from esmshard.files import read_json
 from esmshard.parallel.preemption import Preempted
 from esmshard.recipe.yaml_keys import parse_yaml
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from esmshard.api.model import Model
 
-_INTERRUPTED = 130
 _one_at_a_time = threading.Lock()
 
 
@@ -185,9 +184,9 @@ def finetune(
             )
             out = start_run.finetune(file, given, options)
         except RunFailed as failed:
-            if failed.exit_code == Preempted.exit_code:
+            if failed.exit_code == ExitCode.REQUEUE:
                 raise Preempted(str(failed)) from None
-            if failed.exit_code == _INTERRUPTED:
+            if failed.exit_code == ExitCode.INTERRUPTED:
                 raise KeyboardInterrupt(str(failed)) from None
             raise
     return Run(out)

@@ -4,6 +4,7 @@ The command line (`esmshard.cli.finetune_commands`) and Python (`esmshard.api.ru
 environment variables and signal handlers are as they were before.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from esmshard.errors import InputError, RunFailed, UsageError
-from esmshard.parallel import launchers, preemption, process_environment
+from esmshard.parallel import launch, preemption
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
@@ -123,11 +124,12 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
-    with process_environment.environment({**until, **launchers.variables(), **recipe_file.allowing(options.env)}):
+    variables = {**until, **_allocator(), **launch.variables(), **recipe_file.allowing(options.env)}
+    with launch.environment(variables):
         if options.sweep is not None:
             return _sweep(recipe, overrides, options)
         with preemption.Preemption():
-            process_environment.follow_launcher()
+            launch.follow_launcher()
             resolved = recipe_file.load(recipe_file.resolve(recipe), overrides)
             recipe_file.check_companions(recipe_file.resolve(recipe), resolved, overrides)
 
@@ -265,12 +267,12 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
             "--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command; a launcher has "
             "started this process already: remove them, or start the command without the launcher"
         )
-    if options.stop_after is not None and process_environment.restarts_allowed():
+    if options.stop_after is not None and launch.restarts_allowed():
         raise UsageError(
             "--stop-after would begin again from zero when the launcher restarts this process; set "
             f"{preemption.STOP_AT}=$(($(date +%s) + {preemption.seconds(options.stop_after)})) for the launcher instead"
         )
-    if process_environment.attempt() and options.resume is None:
+    if launch.attempt() and options.resume is None:
         from esmshard.train.run_dir import begun_by_this_job
 
         # This process was restarted, and the work of its predecessor must be kept. The files that --overwrite should
@@ -322,6 +324,19 @@ def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: R
     return _Runs(processes, folds, several, curve, to_do, of_table)
 
 
+def _allocator() -> dict[str, str]:
+    """Return the setting of the GPU allocator for a run; none if the user has configured the allocator.
+
+    The sizes of micro-batches differ by a few tokens. By default each tensor has a segment of its own size. The tensors
+    of a slightly larger micro-batch then fit into no free segment, and a run that plans to fill 90% of the GPU may run
+    out of memory although half of its memory is free. A segment that grows has no such gaps. torch reads the variable
+    when it is loaded: the command line sets it before, and started processes inherit it.
+    """
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
 def _run_here(recipe: Recipe, options: RunOptions) -> None:
     """Train in this process, alone or as one of several ranks."""
     from esmshard.train import finetune as training
@@ -343,7 +358,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
     Raises:
         RunFailed: if a process has failed.
     """
-    from esmshard.parallel.local_processes import run_local
+    from esmshard.parallel.launch import run_local
     from esmshard.train.inputs import NOTICES_PRINTED
     from esmshard.train.run_dir import last_word
 
@@ -351,7 +366,7 @@ def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions
     for n, own in enumerate(runs.to_do):
         if runs.several:
             say(" ".join(own))
-        with process_environment.environment({NOTICES_PRINTED: "1"} if runs.several and n and runs.of_table else {}):
+        with launch.environment({NOTICES_PRINTED: "1"} if runs.several and n and runs.of_table else {}):
             arguments = ["-m", "esmshard", "finetune", recipe, *overrides, *own, *flags]
             code = run_local(arguments, runs.processes, max_restarts=options.max_restarts)
         if code:

@@ -26,7 +26,7 @@ from esmshard.cli import (
 )
 from esmshard.cli.addresses import with_addresses
 from esmshard.cli.next_steps import with_next_step
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import ExitCode, InputError, UsageError
 from esmshard.progress import say
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _main() -> None:
-    from esmshard.parallel import preemption, process_environment
+    from esmshard.parallel import launch, preemption
 
     try:
         _refuse_former_options(sys.argv[1:])
@@ -118,24 +118,24 @@ def _main() -> None:
         # A wrong command or recipe is wrong on every rank. Only rank 0 prints the message.
         everywhere = error.shared or isinstance(error, UsageError)
         if everywhere and os.environ.get("RANK", "0") != "0":
-            if process_environment.LAUNCHER in os.environ:
+            if launch.LAUNCHER in os.environ:
                 raise SystemExit(error.exit_code) from None
             # If rank 0 finds the same mistake, the launcher ends this process while it waits. Otherwise this process
             # prints the message.
-            process_environment.wait_for_first(error.exit_code)
+            launch.wait_for_first(error.exit_code)
         say(f"error: {error}")
         raise SystemExit(error.exit_code) from None
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         say(f"error: {where}{(error.strerror or str(error)).lower()}")
-        raise SystemExit(1) from None
+        raise SystemExit(ExitCode.FAILED) from None
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(ExitCode.INTERRUPTED) from None
     except Exception:
         traceback.print_exc()
-        raise SystemExit(process_environment.CRASHED) from None
+        raise SystemExit(ExitCode.CRASHED) from None
 
 
 def _refuse_former_options(arguments: list[str]) -> None:

@@ -127,9 +127,9 @@ def doctor(
 ) -> None:
     """Check this machine (versions, GPUs, disks, collectives) and a recipe on it, and print problems with fixes."""
     from esmshard.cluster import doctor as checks
-    from esmshard.parallel import launchers
+    from esmshard.parallel import launch
 
     if nproc is None:
-        launchers.join()
+        launch.join()
     if code := checks.run(recipe, overrides or (), nproc, out, as_json):
         raise SystemExit(code)

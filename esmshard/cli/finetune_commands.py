@@ -17,7 +17,7 @@ from esmshard.cli.shared_options import (
     SweepFile,
     SweepTrials,
 )
-from esmshard.errors import RunFailed, UsageError
+from esmshard.errors import ExitCode, RunFailed, UsageError
 
 _STARTED = time.time()
 """The start of this process, in seconds since 1970. Goodput counts from this time."""
@@ -85,9 +85,9 @@ def finetune(
 ) -> None:
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
     from esmshard.api import start_run
-    from esmshard.parallel import launchers
+    from esmshard.parallel import launch
 
-    launchers.join()
+    launch.join()
     try:
         options = start_run.RunOptions(
             nproc=nproc,
@@ -109,7 +109,7 @@ def finetune(
         )
         start_run.finetune(recipe, overrides or [], options)
     except RunFailed as failed:  # the processes have printed the reason
-        if failed.exit_code == 130:
+        if failed.exit_code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt from None
         raise SystemExit(failed.exit_code) from None
 

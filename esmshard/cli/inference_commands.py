@@ -145,9 +145,9 @@ def embed(
         print(embed_plan.dry_run(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
         return
     if shard and nproc is None:
-        from esmshard.parallel import launchers
+        from esmshard.parallel import launch
 
-        launchers.join()
+        launch.join()
     report = embed_job.embed(
         asked,
         fasta,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from esmshard.errors import ExitCode
 from esmshard.progress import say
 
 
@@ -22,11 +23,11 @@ def with_next_step(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(**values)
         except KeyboardInterrupt:
-            from esmshard.parallel.process_environment import LAUNCHER
+            from esmshard.parallel.launch import LAUNCHER
 
             if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:  # else the launcher prints it
                 say(f"interrupted: {_after_interrupt(command.__name__, values)}")
-            raise SystemExit(130) from None
+            raise SystemExit(ExitCode.INTERRUPTED) from None
         if sys.stderr.isatty() and command.__name__ in STEPS and (step := STEPS[command.__name__](values)):
             say(f"next: {step}")
 

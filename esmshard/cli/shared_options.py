@@ -23,7 +23,7 @@ Device = Annotated[
 
 
 def _allow(ctx: typer.Context, names: list[str] | None) -> list[str] | None:
-    from esmshard.parallel.process_environment import environment
+    from esmshard.parallel.launch import environment
     from esmshard.recipe.recipe_file import allowing
 
     ctx.with_resource(environment(allowing(names or ())))

@@ -94,7 +94,7 @@ def run(
     """
     import torch
 
-    from esmshard.parallel.local_processes import run_local
+    from esmshard.parallel.launch import run_local
     from esmshard.parallel.process_group import is_launched, processes_per_machine
 
     if recipe is None and overrides:

@@ -1,23 +1,17 @@
-"""Self-attention over packed sequences. `esmshard.batch` explains the letters of tensor names; E is S x H x K, for S
-parts: queries, keys and, if they are in the same tensor, values.
+"""Self-attention over packed sequences. `esmshard.batch` explains the letters of tensor names.
 
-Only `attend` chooses kernels, and only `rotate` uses positions. The projections of query and key are read with their
-rows reordered, so that the two numbers which rotary rotates together are adjacent; in some families they are adjacent
-already. Such a pair is a complex number, and one multiplication rotates all of them in place. Attention scores are sums
-over K, so the order does not change them.
+Only `attend` chooses kernels, and only `RotaryEmbedding` uses positions.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from esmshard.batch import TokenBatch
-from esmshard.model.lora import LoraLinear
-from esmshard.model.quantized import frozen_product, packed_of
 
 _EAGER = ("_attend_slices", "_attend_padded", "_hand_out")
 
@@ -109,6 +103,9 @@ def _attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor
 class RotaryEmbedding(nn.Module):
     """Rotary positions (Su et al. 2021, arXiv:2104.09864), base 10000, with an angle for each pair.
 
+    A pair is one number of a head's first half and one of its second half, as in GPT-NeoX; with `interleaved`, it is
+    two neighbours, as in the paper and in Llama.
+
     `inv_freq` is a buffer that checkpoints hold: in released ESM-2 its values are rounded to fp16, and computing them
     anew changes representations by up to 1e-3. The buffer stays fp32 when the model is cast: in bf16, half of 1,024
     positions would be equal.
@@ -116,8 +113,9 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: torch.Tensor
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, head_dim: int, *, interleaved: bool = False) -> None:
         super().__init__()
+        self.interleaved = interleaved
         self.register_buffer("inv_freq", inverse_frequencies(head_dim))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "RotaryEmbedding":
@@ -127,10 +125,22 @@ class RotaryEmbedding(nn.Module):
             self.inv_freq = exact.to(self.inv_freq.device)
         return self
 
-    def forward(self, batch: TokenBatch) -> torch.Tensor:
-        """Return the angle of each token for each pair, in radians, fp32 [T, K / 2]."""
+    def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and signed sine of each token's angles, fp32 [T, 1, K] each, as `rotate` takes them."""
         # Angles stay fp32, whatever the precision of the arithmetic.
-        return batch.position_T[:, None].to(torch.float32) * self.inv_freq
+        angle_TK = batch.position_T[:, None].to(torch.float32) * self.inv_freq
+        cos_TK, sin_TK = angle_TK.cos(), angle_TK.sin()
+        join = partial(torch.stack, dim=-1) if self.interleaved else partial(torch.cat, dim=-1)
+        cos_TK, sin_TK = (join(pair).flatten(1) for pair in ((cos_TK, cos_TK), (-sin_TK, sin_TK)))
+        return cos_TK[:, None], sin_TK[:, None]
+
+    def rotate(self, x_THK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor) -> torch.Tensor:
+        """Rotate queries or keys, in fp32 at least: each number times the cosine, and its partner times the sine."""
+        if self.interleaved:
+            partner_THK = x_THK.view(*x_THK.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        else:
+            partner_THK = x_THK.roll(x_THK.shape[-1] // 2, -1)
+        return torch.addcmul(x_THK * cos_T1K, partner_THK, sin_T1K).to(x_THK.dtype)
 
 
 def inverse_frequencies(head_dim: int) -> torch.Tensor:
@@ -139,64 +149,46 @@ def inverse_frequencies(head_dim: int) -> torch.Tensor:
         return 1.0 / (10000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
 
 
-def rotate(qkv_TE: torch.Tensor, angle_TK: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Rotate the queries and keys, the first two parts of [T, S x H x K], by the angles of their tokens.
-
-    Pairs are adjacent. The width of a head is twice that of `angle_TK`.
-
-    Computed in fp32. On the CPU in fp32 the rotation is in place, except under selective activation checkpointing.
-    """
-    plain = qkv_TE.device.type == "cpu" and qkv_TE.dtype == torch.float32 and not torch.compiler.is_compiling()
-    # A dispatch mode, such as selective activation checkpointing, may keep the unrotated matrix product.
-    if plain and not is_in_torch_dispatch_mode():
-        turn_T11K = torch.polar(torch.ones_like(angle_TK), angle_TK)[:, None, None, :]
-        rotated: torch.Tensor = _RotateInPlace.apply(qkv_TE, turn_T11K, n_heads)  # type: ignore[no-untyped-call]
-        return rotated
-    cos_T11K, sin_T11K = (f(angle_TK)[:, None, None, :] for f in (torch.cos, torch.sin))
-    qkv_TSHK = qkv_TE.view(len(qkv_TE), -1, n_heads, 2 * angle_TK.shape[1])
-    a, b = qkv_TSHK[:, :2].float().view(len(qkv_TE), 2, n_heads, -1, 2).unbind(-1)
-    turned = torch.stack((a * cos_T11K - b * sin_T11K, b * cos_T11K + a * sin_T11K), dim=-1).flatten(-2)
-    return torch.cat((turned.to(qkv_TE.dtype), qkv_TSHK[:, 2:]), dim=1).flatten(1)
+OnQk = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""The type of `on_qk(sequence, q_THK, k_THK)`: `OnAttention` of one layer."""
 
 
-class _RotateInPlace(torch.autograd.Function):
-    """A rotation in place. The linear layer before it does not need its output for the gradient, so no copy has to be
-    kept.
+class PackedAttention(nn.Module):
+    """Attention between the tokens of each sequence of a pack. It has no parameters.
+
+    Where ranks share the heads or the tokens of a layer, `esmshard.parallel` puts a subclass in its place.
     """
 
-    @staticmethod
-    def forward(ctx: Any, qkv_TE: torch.Tensor, turn_T11K: torch.Tensor, n_heads: int) -> torch.Tensor:
-        ctx.n_heads = n_heads
-        ctx.save_for_backward(turn_T11K)  # On ctx itself, activation checkpointing could not free it.
-        ctx.mark_dirty(qkv_TE)
-        _complex(qkv_TE, n_heads, turn_T11K.shape[-1]).mul_(turn_T11K)
-        return qkv_TE
+    compiles = True
+    """Whether the compiler may trace this module."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        grad_TE = grads[0].clone(memory_format=torch.contiguous_format)
-        turn_T11K = ctx.saved_tensors[0]
-        _complex(grad_TE, ctx.n_heads, turn_T11K.shape[-1]).mul_(turn_T11K.conj())
-        return grad_TE, None, None
+    def forward(
+        self,
+        q_THK: torch.Tensor,
+        k_THK: torch.Tensor,
+        v_THK: torch.Tensor,
+        batch: TokenBatch,
+        on_qk: OnQk | None = None,
+    ) -> torch.Tensor:
+        """Return the sums of values [T, H, K]. If `on_qk` is passed, it is called for each sequence."""
+        if on_qk is not None:
+            _hand_out(on_qk, self.whole(q_THK), self.whole(k_THK), batch)
+        return self.attend(q_THK, k_THK, v_THK, batch)
 
+    def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        """See the function `attend`."""
+        return attend(q_THK, k_THK, v_THK, batch)
 
-def _complex(qkv_TE: torch.Tensor, n_heads: int, n_pairs: int) -> torch.Tensor:
-    """Return a view of the queries and keys as complex numbers [T, 2, H, K / 2]."""
-    return torch.view_as_complex(qkv_TE.view(len(qkv_TE), -1, n_heads, n_pairs, 2)[:, :2])
+    def whole(self, q_THK: torch.Tensor) -> torch.Tensor:
+        """Return the queries or keys of all tokens and heads, of which these are a rank's part."""
+        return q_THK
 
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention; parameter names are those of fair-esm.
 
     With `qk_norm`, queries and keys have a LayerNorm without bias over the width of the model, before the heads are cut
-    and the rotation is applied, as in ESM-C. The weights of this norm are read in the order of the reordered rows.
-
-    Rotary pairs each number of a head's first half with one of its second half, as GPT-NeoX does; with `interleaved`,
-    it pairs neighbours, as the paper and Llama do.
-
-    The three projections are separate parameters, as in every checkpoint, but one matrix product: they are joined in
-    each forward pass. For a pack of 1,000 tokens, joining costs about 1% of the time and saves 5%, and sharding,
-    checkpoints and adapters need no second layout.
+    and the rotation is applied, as in ESM-C. See `RotaryEmbedding` for `interleaved`.
     """
 
     def __init__(
@@ -210,167 +202,31 @@ class SelfAttention(nn.Module):
         qk_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.n_heads = n_heads
-        self.reordered = n_heads if rotary and not interleaved else None
-        """The number of heads whose rows are reordered; None if pairs are adjacent already, or nothing is rotated."""
-        self.padded = False
-        """Whether to attend in a padded block on every device, to compare the kernels with each other."""
+        self.head_dim = dim // n_heads
         self.k_proj = nn.Linear(dim, dim, bias=bias)
         self.v_proj = nn.Linear(dim, dim, bias=bias)
         self.q_proj = nn.Linear(dim, dim, bias=bias)
         self.out_proj = nn.Linear(dim, dim, bias=bias)
-        # Where ranks share the heads or the tokens of a layer, `esmshard.parallel` sets other functions.
-        self.attend: Callable[..., torch.Tensor] | None = None
-        """Computes the attention of queries to keys and values in the place of `attend`."""
-        self.norm_of_width: Callable[..., torch.Tensor] = _norm_of_width
-        """The norm of queries and keys."""
-        self.handed_out: Callable[[torch.Tensor], torch.Tensor] = _as_they_are
-        """Takes queries or keys, and returns those of all heads and tokens, for `on_qk`."""
         self.q_norm = nn.LayerNorm(dim, bias=False) if qk_norm else None
         self.k_norm = nn.LayerNorm(dim, bias=False) if qk_norm else None
-        self.rot_emb = RotaryEmbedding(dim // n_heads) if rotary else None
+        self.rot_emb = RotaryEmbedding(self.head_dim, interleaved=interleaved) if rotary else None
+        self.core = PackedAttention()
 
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        batch: TokenBatch,
-        on_qk: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, batch: TokenBatch, on_qk: OnQk | None = None) -> torch.Tensor:
         """Map x [T, D] to [T, D]. If `on_qk` is passed, `on_qk(sequence, q_THK, k_THK)` is called for each sequence."""
-        q_THK, k_THK, v_THK = self._queries_keys_values(x_TD, batch)
-        if on_qk is not None:
-            _hand_out(on_qk, self.handed_out, q_THK, k_THK, batch)
-        options = {"padded": True} if self.padded else {}
-        return self.out_proj((self.attend or attend)(q_THK, k_THK, v_THK, batch, **options).flatten(1))  # type: ignore[no-any-return]
-
-    def _queries_keys_values(
-        self, x_TD: torch.Tensor, batch: TokenBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, [T, H, K] each, as attention takes them."""
-        t = len(x_TD)
-        qkv_TE = self._project(x_TD)
-        if self.q_norm is None or self.k_norm is None:
-            if self.rot_emb is not None:
-                qkv_TE = rotate(qkv_TE, self.rot_emb(batch), self.n_heads)
-            q_THK, k_THK, v_THK = qkv_TE.view(t, 3, self.n_heads, -1).unbind(1)
-            return q_THK, k_THK, v_THK
-        # The norms need their inputs for the gradient. Their joined outputs are new memory, which is rotated in place.
-        q_TD, k_TD, v_TD = torch.chunk(qkv_TE, 3, 1)
-        normed = []
-        for y_TD, norm in ((q_TD, self.q_norm), (k_TD, self.k_norm)):
-            weight_D = norm.weight if self.reordered is None else _paired(norm.weight, self.reordered)
-            normed.append(self.norm_of_width(y_TD, weight_D, None, norm.eps))
-        qk_TE = torch.cat(normed, 1).to(v_TD.dtype)  # Autocast computes norms in fp32, and attention needs one type.
+        q_TD, k_TD, v_TD = self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)
+        if self.q_norm is not None and self.k_norm is not None:
+            # Autocast computes norms in fp32, and attention needs one type.
+            q_TD, k_TD = self.q_norm(q_TD).to(v_TD.dtype), self.k_norm(k_TD).to(v_TD.dtype)
+        q_THK, k_THK, v_THK = (y_TD.unflatten(1, (-1, self.head_dim)) for y_TD in (q_TD, k_TD, v_TD))
         if self.rot_emb is not None:
-            qk_TE = rotate(qk_TE, self.rot_emb(batch), self.n_heads)
-        q_THK, k_THK = qk_TE.view(t, 2, self.n_heads, -1).unbind(1)
-        return q_THK, k_THK, v_TD.view(t, self.n_heads, -1)
-
-    def _project(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Compute queries, keys and values [T, E]: one matrix product, and one more if projections have a LoRA."""
-        qkv_TE = self._project_base(x_TD)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        low_rank = [p for p in projections if isinstance(p, LoraLinear)]
-        if not low_rank:
-            return qkv_TE
-        # The B matrices are blocks along the diagonal. This adds many zeros, but R is small, and there is one sum over
-        # [T, E].
-        none = low_rank[0].lora_B.weight[:, :0]
-        b = [p.lora_B.weight if isinstance(p, LoraLinear) else none for p in projections]
-        b_ER = _join(self.reordered, *torch.block_diag(*b).chunk(3))  # type: ignore[no-untyped-call]
-        h_TR = F.linear(x_TD, torch.cat([p.lora_A.weight for p in low_rank]))
-        return torch.addmm(qkv_TE, h_TR, b_ER.t(), alpha=low_rank[0].scale)
-
-    def _project_base(self, x_TD: torch.Tensor) -> torch.Tensor:
-        if self.q_proj.weight is None:  # All three matrices are packed, or none.
-            packed = [matrix for p in (self.q_proj, self.k_proj, self.v_proj) if (matrix := packed_of(p)) is not None]
-            return frozen_product(
-                x_TD, self._joined("bias"), lambda dtype: _join(self.reordered, *(p.matrix(dtype) for p in packed))
-            )
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # The compiler chooses what to keep
-            return F.linear(x_TD, self._joined("weight"), self._joined("bias"))  # type: ignore[arg-type]
-        q, k, v = self.q_proj, self.k_proj, self.v_proj
-        qkv_TE: torch.Tensor = _Project.apply(  # type: ignore[no-untyped-call]
-            x_TD, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias, self.reordered
-        )
-        return qkv_TE
-
-    def _joined(self, name: str) -> torch.Tensor | None:
-        q, k, v = (getattr(projection, name) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        if q is None:
-            return None
-        return _join(self.reordered, q, k, v)
+            cos_T1K, sin_T1K = self.rot_emb(batch)
+            q_THK, k_THK = (self.rot_emb.rotate(y_THK, cos_T1K, sin_T1K) for y_THK in (q_THK, k_THK))
+        return self.out_proj(self.core(q_THK, k_THK, v_THK, batch, on_qk).flatten(1))  # type: ignore[no-any-return]
 
 
-def _as_they_are(q_THK: torch.Tensor) -> torch.Tensor:
-    return q_THK
-
-
-def _norm_of_width(y_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return F.layer_norm(y_TD, y_TD.shape[1:], weight_D, bias_D, eps)
-
-
-def _join(n_heads: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Join the weights or biases of the three projections along the rows. With `n_heads`, q and k are reordered by
-    `_paired`.
-    """
-    return torch.cat((q, k, v) if n_heads is None else (_paired(q, n_heads), _paired(k, n_heads), v))
-
-
-def _paired(rows: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Reorder the rows of each head from first and second half to pairs: 0, K/2, 1, K/2 + 1, ..."""
-    return rows.view(n_heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-def _unpaired(rows: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Undo `_paired`."""
-    return rows.view(n_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-class _Project(torch.autograd.Function):
-    """The joint matrix product, which saves the three matrices for the backward pass instead of the joint matrix.
-
-    The joint matrix would be 3 D^2 numbers a layer that no sharding divides: 7.5 GB on every GPU for the 15B model in
-    bf16.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: torch.Tensor, *weights: Any) -> torch.Tensor:
-        *six, ctx.n_heads = weights
-        ctx.x_dtype, ctx.w_dtype = x_TD.dtype, six[0].dtype
-        if torch.is_autocast_enabled(x_TD.device.type):
-            x_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
-        ctx.save_for_backward(x_TD if any(ctx.needs_input_grad[1:4]) else None, *six[:3])
-        weight_ED = _join(ctx.n_heads, *six[:3]).to(x_TD.dtype)
-        bias_E = None if six[3] is None else _join(ctx.n_heads, *six[3:]).to(x_TD.dtype)
-        return F.linear(x_TD, weight_ED, bias_E)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_TE, (x_TD, *three), needed = grads[0], ctx.saved_tensors, ctx.needs_input_grad
-        found: list[torch.Tensor | None] = [None] * 8
-        if needed[0]:
-            found[0] = (grad_TE @ _join(ctx.n_heads, *three).to(grad_TE.dtype)).to(ctx.x_dtype)
-        if any(needed[1:4]):
-            found[1:4] = (grad_TE.t() @ x_TD).chunk(3)
-        if any(needed[4:7]):
-            found[4:7] = grad_TE.sum(0).chunk(3)
-        for n, part in enumerate(found[1:7], 1):
-            if part is not None:
-                rows = part if ctx.n_heads is None or n in (3, 6) else _unpaired(part, ctx.n_heads)
-                found[n] = rows.to(ctx.w_dtype) if needed[n] else None
-        return tuple(found)
-
-
-def _hand_out(
-    on_qk: Callable[[int, torch.Tensor, torch.Tensor], None],
-    every: Callable[[torch.Tensor], torch.Tensor],
-    q_THK: torch.Tensor,
-    k_THK: torch.Tensor,
-    batch: TokenBatch,
-) -> None:
-    counts = batch.token_counts
-    split_qk = (torch.split(every(x_THK), counts) for x_THK in (q_THK, k_THK))
+def _hand_out(on_qk: OnQk, q_THK: torch.Tensor, k_THK: torch.Tensor, batch: TokenBatch) -> None:
+    split_qk = (torch.split(x_THK, batch.token_counts) for x_THK in (q_THK, k_THK))
     for n, (q, k) in enumerate(zip(*split_qk, strict=True)):
         on_qk(n, q, k)
 
@@ -403,7 +259,7 @@ class TrunkBlock(nn.Module):
         """
         keep_eager()
         for module in self.modules():
-            if isinstance(module, SelfAttention) and module.attend is not None:
-                module.attend = torch.compiler.disable(module.attend)  # type: ignore[no-untyped-call]
+            if isinstance(module, PackedAttention) and not module.compiles:
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call,method-assign]
         self.add_between = torch.compiler.disable(self.add_between)  # type: ignore[no-untyped-call,method-assign]
         self.forward = torch.compile(self.forward, *args, **kwargs)

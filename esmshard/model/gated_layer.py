@@ -61,7 +61,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        scale_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=torch.float32).square_() / x_TD.shape[-1]
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        scale_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=dtype).square_() / x_TD.shape[-1]
         scale_T1 = scale_T1.add_(eps).rsqrt_()
         ctx.save_for_backward(x_TD, weight_D, scale_T1)
         return (x_TD * scale_T1).to(x_TD.dtype) * weight_D  # type: ignore[no-any-return]
@@ -69,7 +70,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_TD, weight_D, scale_T1 = ctx.saved_tensors
-        y_TD, grad_TD = x_TD * scale_T1, grads[0].float()
+        y_TD, grad_TD = x_TD * scale_T1, grads[0].to(scale_T1.dtype)
         grad_D = (grad_TD * y_TD).sum(0).to(weight_D.dtype) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, grad_D, None

@@ -36,7 +36,7 @@ class LoraLinear(nn.Linear):
         if self.packed is None:
             y_TD = F.linear(x_TD, self.weight, self.bias)
         else:
-            y_TD = frozen_product(x_TD, self.bias, self.packed.matrix)
+            y_TD = frozen_product(x_TD, self.bias, self.packed)
         return torch.addmm(y_TD, F.linear(x_TD, self.lora_A.weight), self.lora_B.weight.t(), alpha=self.scale)
 
 

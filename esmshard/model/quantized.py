@@ -6,7 +6,7 @@ each product, forward and backward, and the unpacked matrix is not kept. All val
 bitsandbytes: `nf4` in blocks of 64 numbers with one fp32 scale, `int8` with one fp32 scale for each row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -79,7 +79,7 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Map x [T, in] to [T, out]."""
-        return frozen_product(x_TD, self.bias, self.packed.matrix)
+        return frozen_product(x_TD, self.bias, self.packed)
 
 
 def quantize(layers: nn.ModuleList, matrices: Sequence[Matrix], kind: Quantization) -> None:
@@ -103,37 +103,27 @@ def packed_of(linear: nn.Module) -> PackedMatrix | None:
     return getattr(linear, "packed", None)
 
 
-def frozen_product(
-    x_TI: torch.Tensor, bias_O: torch.Tensor | None, matrix: Callable[[torch.dtype], torch.Tensor]
-) -> torch.Tensor:
-    """Return x W' + bias, [T, O], for a frozen W [O, I].
-
-    Args:
-        x_TI: the input.
-        bias_O: the bias, which may learn.
-        matrix: returns W in a dtype. It is called again in the backward pass, so that W is not kept until then.
-    """
-    y_TO: torch.Tensor = _FrozenProduct.apply(x_TI, bias_O, matrix)  # type: ignore[no-untyped-call]
+def frozen_product(x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: PackedMatrix) -> torch.Tensor:
+    """Return x W' + bias, [T, O], for a packed W [O, I]. The bias may learn."""
+    y_TO: torch.Tensor = _FrozenProduct.apply(x_TI, bias_O, packed)  # type: ignore[no-untyped-call]
     return y_TO
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product with a frozen matrix. Neither the matrix nor the input is kept for the backward pass."""
+    """The product with a packed matrix. Neither the unpacked matrix nor the input is kept for the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TI: torch.Tensor, bias_O: torch.Tensor | None, matrix: Callable[[torch.dtype], torch.Tensor]
-    ) -> torch.Tensor:
-        ctx.matrix, ctx.x_dtype = matrix, x_TI.dtype
+    def forward(ctx: Any, x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: PackedMatrix) -> torch.Tensor:
+        ctx.packed, ctx.x_dtype = packed, x_TI.dtype
         ctx.bias_dtype = None if bias_O is None else bias_O.dtype
         if torch.is_autocast_enabled(x_TI.device.type):
             x_TI = x_TI.to(torch.get_autocast_dtype(x_TI.device.type))
-        return F.linear(x_TI, matrix(x_TI.dtype), None if bias_O is None else bias_O.to(x_TI.dtype))
+        return F.linear(x_TI, packed.matrix(x_TI.dtype), None if bias_O is None else bias_O.to(x_TI.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_TO,) = grads
-        grad_TI = (grad_TO @ ctx.matrix(grad_TO.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+        grad_TI = (grad_TO @ ctx.packed.matrix(grad_TO.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
         grad_O = grad_TO.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
         return grad_TI, grad_O, None
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from esmshard.batch import TokenBatch
-from esmshard.model.attention import OnAttention, SelfAttention, kernel_name
+from esmshard.model.attention import OnAttention, PackedAttention, SelfAttention, kernel_name
 from esmshard.model.trunk import Trunk
 from esmshard.parallel.shared_tokens import Rows, divide_tokens, trunk_of
 
@@ -38,18 +38,30 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
     divide_tokens(model, rows)
     _own_positions(trunk, rows)
 
-    def attend(q_RHK: torch.Tensor, k_RHK: torch.Tensor, v_RHK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        kv_TE = rows.all(torch.cat((k_RHK, v_RHK), 1).flatten(1))
-        k_THK, v_THK = kv_TE.view(rows.tokens, 2, *k_RHK.shape[1:]).unbind(1)
-        return attend_from(q_RHK, k_THK, v_THK, batch, rows.place.start)
-
-    def handed_out(q_RHK: torch.Tensor) -> torch.Tensor:
-        return rows.all(q_RHK.flatten(1)).view(rows.tokens, *q_RHK.shape[1:])
-
     for block in trunk.layers:
         attention = block.get_submodule("self_attn")
         assert isinstance(attention, SelfAttention)
-        attention.attend, attention.handed_out = attend, handed_out
+        attention.core = _OwnTokens(rows)
+
+
+class _OwnTokens(PackedAttention):
+    """Attention of this rank's tokens to all tokens."""
+
+    compiles = False
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        """Gather keys and values, and attend to them. The arguments are of R tokens."""
+        kv_TE = self.rows.all(torch.cat((k_THK, v_THK), 1).flatten(1))
+        k_all_THK, v_all_THK = kv_TE.view(self.rows.tokens, 2, *k_THK.shape[1:]).unbind(1)
+        return attend_from(q_THK, k_all_THK, v_all_THK, batch, self.rows.place.start)
+
+    def whole(self, q_THK: torch.Tensor) -> torch.Tensor:
+        """Gather the queries or keys of all tokens."""
+        return self.rows.all(q_THK.flatten(1)).view(self.rows.tokens, *q_THK.shape[1:])
 
 
 def _own_positions(trunk: Trunk, rows: Rows) -> None:

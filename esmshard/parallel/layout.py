@@ -21,21 +21,17 @@ def kept_products(matrices: Sequence[Matrix], tensor: int) -> Counter[tuple[int,
     """Return the shapes of the matrix products of a layer that selective checkpointing keeps, and how many it keeps of
     each: inputs x outputs, as one of `tensor` ranks computes them.
 
-    These are q, k and v, which are one product, then `out`, then fc1, in the order of a layer. That of fc2 is not kept,
-    because no gradient needs it and nothing after it is recomputed. Those of a LoRA are not, because they take almost
-    no time. Where ranks divide a layer, `out` gives a part of a sum for all tokens; what is kept is the sum for the
-    rank's own tokens. fc2 comes last, so that the first products of a shape are never fc2, even if fc1 has that shape.
+    These are q, k, v, `out` and fc1. That of fc2 is not kept, because no gradient needs it and nothing after it is
+    recomputed. Those of a LoRA are not, because they take almost no time. Where ranks divide a layer, `out` gives a
+    part of a sum for all tokens; what is kept is the sum for the rank's own tokens. fc2 comes last, so that the first
+    products of a shape are never fc2, even if fc1 has that shape.
 
     Args:
         matrices: those of the model, `ModelConfig.matrices`.
         tensor: the number of ranks that compute a layer together.
     """
-    alone = [matrix for matrix in matrices if matrix.target == "out" and tensor == 1]
-    alone += [matrix for matrix in matrices if matrix.target == "fc1"]
-    kept = Counter((matrix.columns, matrix.rows // tensor) for matrix in alone)
-    joined = [matrix for matrix in matrices if matrix.target in ("q", "k", "v")]
-    kept[joined[0].columns, sum(matrix.rows for matrix in joined) // tensor] += 1
-    return kept
+    left_out = ("fc2",) if tensor == 1 else ("out", "fc2")
+    return Counter((matrix.columns, matrix.rows // tensor) for matrix in matrices if matrix.target not in left_out)
 
 
 @dataclass(frozen=True)

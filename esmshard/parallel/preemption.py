@@ -17,8 +17,8 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
-from esmshard.errors import UsageError
-from esmshard.parallel import process_environment
+from esmshard.errors import ExitCode, UsageError
+from esmshard.parallel import launch
 
 STOP_AT = "ESMSHARD_STOP_AT"
 """The environment variable with the time to stop, in seconds since 1970. Processes that are started again keep it."""
@@ -39,8 +39,7 @@ _installed: "list[Preemption]" = []
 class Preempted(BaseException):
     """The run was asked to stop and can continue later. This is no `Exception`, because it is no failure."""
 
-    exit_code = 75
-    """The exit code EX_TEMPFAIL, which means: try again later."""
+    exit_code = ExitCode.REQUEUE
 
     def __init__(self, message: str, unsaved: int = 0) -> None:
         """Store the message and `unsaved`: the number of a signal that came before training began; 0 otherwise."""
@@ -61,9 +60,9 @@ def leaving_code(unsaved: int = 0) -> int:
     Under torchrun the code is 0, because torchrun would take 75 for a failure and start all ranks again. `status.json`
     then says that the run is preempted.
     """
-    if process_environment.under_torchrun():
+    if launch.under_torchrun():
         return 0
-    if process_environment.LAUNCHER in os.environ or "RANK" not in os.environ:
+    if launch.LAUNCHER in os.environ or "RANK" not in os.environ:
         return Preempted.exit_code
     if os.environ["RANK"] != "0":
         return 0

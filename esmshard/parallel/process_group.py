@@ -2,29 +2,34 @@
 WORLD_SIZE and LOCAL_RANK.
 """
 
+import itertools
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, LostProcess, UsageError
-from esmshard.parallel import address, launchers, process_environment
+from esmshard.parallel import launch
 from esmshard.progress import say
-
-if TYPE_CHECKING:  # torch may be built without this module, and a single process does not need it
-    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
 START_TIMEOUT = 1800
-"""The seconds that a collective waits for a rank before the run ends. The first read of a large model takes long."""
+"""The seconds in which all ranks must have come. A container image or the first read of a large model takes long."""
+
+NCCL_GRACE = 60
+"""The seconds by which NCCL's time-out is later than that of `Control.wait_for_device`. NCCL ends the process without a
+sentence.
+"""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -36,20 +41,33 @@ class World:
     rank: int
     size: int
     device: torch.device
-    mesh: "DeviceMesh | None"
+    mesh: DeviceMesh | None
     """The mesh of all ranks in one dimension; None for a single process that shards nothing."""
     together: int = 1
     """The number of neighbouring ranks that see the same records (`Layout.together`)."""
     group: Any = None
     """The process group for numbers and objects; None for the default group."""
+    timeout: int = START_TIMEOUT
+    """The seconds that a collective waits for a rank."""
+    start: int = 0
+    """How many process groups this process had before."""
 
-    def patient(self) -> "World":
-        """Return the same ranks, which wait for each other for a week. While the first rank fits a regression or writes
-        a model, the others have nothing to do. All ranks call this.
+    @property
+    def holds_store(self) -> bool:
+        """Whether this process holds the store of the run. torchrun and esmshard's launcher hold it elsewhere."""
+        return self.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def connect(self, seconds: float) -> Any:
+        """Return a connection of its own to the store of the run, whose requests wait at most this long."""
+        return _connect(self.rank, self.start, seconds)
+
+    def patient(self, seconds: int = 7 * 86400) -> "World":
+        """Return the same ranks, which exchange numbers and objects with another time-out, a week by default. While the
+        first rank fits a regression or writes a model, the others have nothing to do. All ranks call this.
         """
         if self.mesh is None:
             return self
-        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(weeks=1)))
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)), timeout=seconds)
 
     @property
     def data_rank(self) -> int:
@@ -128,21 +146,28 @@ class World:
 
 
 @contextmanager
-def world(start_timeout: int = START_TIMEOUT, *, alone_too: bool = False, wanted: DeviceName = None) -> Iterator[World]:
+def world(
+    start_timeout: int = START_TIMEOUT,
+    step_timeout: int | None = None,
+    *,
+    alone_too: bool = False,
+    wanted: DeviceName = None,
+) -> Iterator[World]:
     """Join the process group of the processes that a launcher started, and leave it at the end of the block.
 
     The launcher is torchrun, `accelerate launch` or srun. A process without a launcher is a world of one.
 
     Args:
-        start_timeout: the seconds that a collective waits for a rank.
+        start_timeout: the seconds in which all ranks must have come.
+        step_timeout: the seconds that a collective waits for a rank after that; `start_timeout` by default.
         alone_too: make a process group for a single process, too. FSDP needs one to keep weights outside the GPU.
         wanted: see `own_device`.
 
     Raises:
         UsageError: if only some variables of a launcher are set or readable, or `wanted` does not suit all processes.
     """
-    launchers.join()
-    launchers.check()
+    launch.join()
+    launch.check()
     rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _DEFAULTS.items()) if is_launched() else (0, 1, 0)
     device = own_device(local_rank, size, wanted)
     if device.type == "cuda":
@@ -150,54 +175,71 @@ def world(start_timeout: int = START_TIMEOUT, *, alone_too: bool = False, wanted
     if size == 1 and not alone_too:
         yield World(rank, size, device, None)
         return
-    from torch.distributed.device_mesh import init_device_mesh
-
+    seconds = step_timeout or start_timeout
+    timeout = timedelta(seconds=seconds + (NCCL_GRACE if device.type == "cuda" else 0))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=start_timeout)
-    with process_environment.environment({} if size == 1 else _rendezvous_variables(rank)):
+    start = next(_STARTS)
+    with launch.environment({} if size == 1 else launch.gloo_interface()):
+        store = dist.HashStore() if size == 1 else _meet(rank, size, start, start_timeout)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         try:
-            dist.init_process_group(backend, timeout=timeout, **(alone if size == 1 else {}))
-        except dist.DistError as error:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            words = " ".join(str(error).split("\n")[0].split())
-            raise LostProcess(
-                f"rank {rank}: the {size} ranks did not all meet at {where} within {start_timeout} s ({words}); check "
-                "that all were started and can reach that address, then start again with --resume auto"
-            ) from None
-        try:
-            yield World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
-        finally:
-            # There is no barrier here, because after an error the other ranks may never reach it. After a lost
-            # connection the process group is already destroyed.
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            # A thread of gloo may still hold a tensor of the last collective, and needs the interpreter to free it. If
-            # the interpreter is already ending, this thread aborts the process (SIGABRT, in one of ten short runs).
-            time.sleep(0.1)
+            mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+            yield World(rank, size, device, mesh, timeout=seconds, start=start)
+        except LostProcess:  # NCCL would wait here for the rank that is lost
+            raise
+        except BaseException:
+            _leave()
+            raise
+        else:
+            _leave()
 
 
-def _rendezvous_variables(rank: int) -> dict[str, str]:
-    """Return the variables that torch needs to connect ranks of several machines; none on one machine.
+def _leave() -> None:
+    """Destroy the process group without a barrier, because after an error the other ranks may never reach one."""
+    dist.destroy_process_group()
+    # A thread of gloo may still hold a tensor of the last collective, and needs the interpreter to free it. If the
+    # interpreter is already ending, this thread aborts the process (SIGABRT, in one of ten short runs).
+    time.sleep(0.1)
 
-    By default gloo uses the address of the machine's own name, which Debian maps to a loopback address.
-    """
-    if (
-        rank == 0
-        and process_environment.restarts_allowed()
-        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ):
+
+_STARTS = itertools.count()
+"""The numbers of the process groups of this process. The store may keep the keys of earlier ones."""
+
+
+def _connect(rank: int, start: int, seconds: float) -> Any:
+    """Return a connection to the store. torchrun and esmshard's launcher hold it. Under srun the first rank does."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        is_master=rank == 0 and not held,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=seconds),
+        multi_tenant=True,
+    )
+    return dist.PrefixStore(launch.prefix(launch.attempt(), start), store)  # type: ignore[attr-defined]
+
+
+def _meet(rank: int, size: int, start: int, seconds: int) -> Any:
+    """Wait until all ranks have come to the store, and return the connection to it."""
+    if rank == 0 and launch.restarts_allowed() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         say(
             "torchrun can start processes again only if each machine has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without "
             "it the new processes may wait forever for the old ones"
         )
-    if int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) == int(os.environ["WORLD_SIZE"]):
-        return {}
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return {}
-    own = address.own(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    name = address.interface(own) if own else None
-    return {"GLOO_SOCKET_IFNAME": name} if name else {}
+    try:
+        store = _connect(rank, start, seconds)
+        store.set(f"host/{rank}", socket.gethostname())
+        store.wait([f"host/{other}" for other in range(size)], timedelta(seconds=seconds))
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        words = " ".join(str(error).split("\n")[0].split())
+        raise LostProcess(
+            f"rank {rank}: the {size} ranks did not all meet at {where} within {seconds} s ({words}); check "
+            "that all were started and can reach that address, then start again with --resume auto"
+        ) from None
+    return store
 
 
 def processes_per_machine(size: int) -> int:

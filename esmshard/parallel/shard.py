@@ -205,9 +205,11 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # sums of a layer that several ranks compute
 }
-_KEPT_NAMES = {"torch_attn::_varlen_attn"}  # registered at the first use of `varlen_attn`
+_KEPT_NAMES = {
+    "torch_attn::_varlen_attn",  # registered at the first use of `varlen_attn`
+    "_c10d_functional::reduce_scatter_tensor",  # sums of a layer that several ranks compute
+}
 
 
 def _selective(products: Mapping[tuple[int, int], int]) -> Any:

@@ -12,8 +12,7 @@ happens before and after the layers.
 
 Parameters are DTensors over the dimension `tensor` of the mesh before FSDP divides them over the other dimensions, so
 that names, shapes and checkpoints are those of one process. While a layer computes, the parts of this rank take their
-place as plain tensors: attention joins three matrices, rotates in place and calls kernels that know no DTensor. This is
-also why the styles of torch's `parallelize_module`, which act on the calls of linear layers, are not used.
+place as plain tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from esmshard.model.attention import SelfAttention, TrunkBlock
+from esmshard.model.attention import PackedAttention, SelfAttention, TrunkBlock
 from esmshard.model.config import ModelConfig
 from esmshard.model.lora import LoraLinear
 from esmshard.parallel.shared_tokens import Rows, divide_tokens, trunk_of
@@ -91,14 +90,12 @@ def _split_block(block: nn.Module, config: ModelConfig, rows: Rows) -> Wrapper:
         norm.register_forward_hook(lambda _module, _given, x_RD: rows.all(x_RD))
     attention = block.get_submodule("self_attn")
     assert isinstance(attention, SelfAttention)
-    attention.n_heads //= rows.size
-    if attention.reordered is not None:
-        attention.reordered //= rows.size
-    for full_norm in (attention.q_norm, attention.k_norm):
-        if full_norm is not None:
-            _place(full_norm, rows.mesh, Shard(0), None)
-    attention.norm_of_width = lambda *given: _norm_of_width(rows, *given)
-    attention.handed_out = rows.all_heads
+    attention.core = _OwnHeads(rows)
+    for name in ("q_norm", "k_norm"):
+        if (full_norm := getattr(attention, name)) is not None:
+            norm = NormOfWidth(full_norm, rows)
+            _place(norm, rows.mesh, Shard(0), None)
+            setattr(attention, name, norm)
     return partial(_with_own_parts, list(block.modules()), summed if rows.rank else ())
 
 
@@ -176,18 +173,31 @@ def _gradient_summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-def _norm_of_width(
-    rows: Rows, y_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+class _OwnHeads(PackedAttention):
+    """Attention of this rank's heads."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()
+        self.whole = rows.all_heads  # type: ignore[method-assign]
+
+
+class NormOfWidth(nn.LayerNorm):
     """LayerNorm over the width of the model, of which each rank has the numbers of its own heads.
 
     The mean and then the mean square are summed over the ranks: two numbers for each token, where gathering the
     vectors would send D.
     """
-    with torch.autocast(y_TD.device.type, enabled=False):
-        width = y_TD.shape[1] * rows.size
-        y_TD, weight_D = y_TD.float(), weight_D.float()
-        centred_TD = y_TD - rows.sum_of_parts(y_TD.sum(1, keepdim=True)) / width
-        variance_T1 = rows.sum_of_parts(centred_TD.square().sum(1, keepdim=True)) / width
-        normed_TD = centred_TD * torch.rsqrt(variance_T1 + eps) * weight_D
-        return normed_TD if bias_D is None else normed_TD + bias_D
+
+    def __init__(self, norm: nn.LayerNorm, rows: Rows) -> None:
+        super().__init__(norm.normalized_shape, norm.eps, bias=False, device="meta")
+        self.weight, self.rows = norm.weight, rows
+
+    def forward(self, y_TD: torch.Tensor) -> torch.Tensor:
+        """Map y [T, D / N] to the same shape, in fp32 at least."""
+        with torch.autocast(y_TD.device.type, enabled=False):
+            width = y_TD.shape[1] * self.rows.size
+            dtype = torch.promote_types(y_TD.dtype, torch.float32)
+            y_TD, weight_D = y_TD.to(dtype), self.weight.to(dtype)
+            centred_TD = y_TD - self.rows.sum_of_parts(y_TD.sum(1, keepdim=True)) / width
+            variance_T1 = self.rows.sum_of_parts(centred_TD.square().sum(1, keepdim=True)) / width
+            return centred_TD * torch.rsqrt(variance_T1 + self.eps) * weight_D

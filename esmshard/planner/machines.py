@@ -76,6 +76,14 @@ def data_sheet(name: str, memory_bytes: int | None = None) -> GPU | None:
     return min(rows, key=lambda gpu: abs(gpu.memory_bytes - (memory_bytes or gpu.memory_bytes)), default=None)
 
 
+def peak_flops(name: str, precision: str) -> float | None:
+    """Return the FLOP/s of the data sheet of a driver's name of a GPU at a precision; None for an unknown GPU."""
+    gpu = data_sheet(name)
+    if gpu is None:
+        return None
+    return gpu.fp32_flops if precision == "fp32" else gpu.half_flops
+
+
 @dataclass(frozen=True)
 class Machines:
     """Equal machines with equal GPUs, with one process for each GPU."""

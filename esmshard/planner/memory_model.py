@@ -221,7 +221,7 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     if numbers.qk_norm:  # divided norms keep two forms of queries and keys in fp32
         qkv += 2 * own if tensor == 1 else 4 * FP32 * d // tensor
     products = 2 if numbers.gated else 1
-    small = 4 * d // numbers.n_heads // layout.context + (4 * numbers.n_heads + 16) // together
+    small = 8 * d // numbers.n_heads // layout.context + (4 * numbers.n_heads + 16) // together
     normalised = whole * (("qkv" in inputs) + ("fc1" in inputs))
     everything = 2 * stream + normalised + qkv + attended + wide * (products + ("fc2" in inputs)) + small
     everything += numbers.lora * size
@@ -236,13 +236,13 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
         return LayerBytes(everything, 0, passing)
     if layout.activation_checkpointing == "full":
         return LayerBytes(stream, everything - stream, passing)
-    # `kept_products` says which matrix products are kept, q, k and v as one. Attention is kept, too. After
-    # recomputation, q, k, v exist with and without rotation; with a LoRA they exist only rotated, because the product
-    # was added to a sum. The output of `out` is kept by no layer without checkpointing. Divided ranks keep the sums of
-    # out and fc2 for their own tokens.
+    # `kept_products` says which matrix products are kept. Attention is kept, too. After recomputation, q and k exist
+    # with and without rotation; with a LoRA they exist only rotated, because the product was added to a sum. The output
+    # of `out` is kept by no layer without checkpointing. Divided ranks keep the sums of out and fc2 for their own
+    # tokens.
     sums, queries = whole if tensor == 1 else 2 * own, 3 * own
     kept = stream + queries + own + wide * products + sums + 4 * numbers.n_heads // together
-    turned = 0 if numbers.qk_norm or (numbers.lora and "qkv" in inputs) else queries
+    turned = 0 if numbers.qk_norm or (numbers.lora and "qkv" in inputs) else 2 * own
     return LayerBytes(kept, everything - kept + sums + turned, passing)
 
 
@@ -370,15 +370,13 @@ class _Weights:
     def _unpacked(self) -> int:
         """Return the bytes of quantised matrices while a product uses them.
 
-        Queries, keys and values are unpacked, two of them are reordered, and all are joined: 8 D^2 numbers. The largest
-        other matrix belongs to the feed-forward part. bitsandbytes unpacks int8 to two fp32 matrices, one after the
-        other.
+        One matrix is unpacked at a time, and the largest belongs to the feed-forward part. bitsandbytes unpacks int8 to
+        two fp32 matrices, one after the other.
         """
         numbers, size = self.numbers, BYTES[self.layout.precision]
         if numbers.quantization is None:
             return 0
-        wide = numbers.dim * numbers.ffn_width * (size if numbers.quantization == "nf4" else 2 * FP32)
-        return max(8 * numbers.dim**2 * size, wide)
+        return numbers.dim * numbers.ffn_width * (size if numbers.quantization == "nf4" else 2 * FP32)
 
     def _copies(self, layers: int, at_work: bool) -> int:
         """Return the bytes of the copies in half precision that one device without FSDP computes with: those of the

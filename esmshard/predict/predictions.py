@@ -21,14 +21,13 @@ from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store, linker_of
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
 from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks, track_files
-from esmshard.devices import DeviceName, chosen_device
+from esmshard.devices import DeviceName, chosen_device, is_out_of_memory
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.files import replace_json, without_directories
 from esmshard.joined_chains import Chains
 from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
-from esmshard.monitor.out_of_memory import is_out_of_memory
 from esmshard.predict import contact_pictures, failures
 from esmshard.predict.failures import Failure, failures_file
 from esmshard.predict.writers import (

@@ -13,12 +13,11 @@ from esmshard.errors import LostProcess
 from esmshard.model.convolutions import exact_convolutions
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weight_reader import read_json
-from esmshard.monitor.stuck_ranks import Control, recorder_settings
-from esmshard.parallel import process_environment
-from esmshard.parallel.cuda_allocator import expandable_segments
+from esmshard.parallel import launch
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.process_group import World, processes_per_machine, world
 from esmshard.parallel.shared_calls import free_layers, refill
+from esmshard.parallel.watch import Control, recorder_settings
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import MAIN
@@ -44,7 +43,7 @@ def run(
 ) -> Path | None:
     """Fine-tune in this process and those that were launched together with this one, then write the results.
 
-    A trial of a sweep (`process_environment.TRIAL`) ends with its last validation, without a model and a test.
+    A trial of a sweep (`launch.TRIAL`) ends with its last validation, without a model and a test.
 
     Args:
         recipe: the checked recipe; `out` names the run's directory.
@@ -65,20 +64,19 @@ def run(
     """
     wait, dumps = recipe.parallel, Path(recipe.out) / "flight_recorder"
     recorder = {name: os.environ.get(name, value) for name, value in recorder_settings(dumps).items()}
-    out, started, is_trial = Path(recipe.out), started or time.time(), process_environment.TRIAL in os.environ
+    out, started, is_trial = Path(recipe.out), started or time.time(), launch.TRIAL in os.environ
     with (
-        process_environment.environment(recorder),
+        launch.environment(recorder),
         Preemption() as preemption,
         Attempt(out, started, recipe.track) as attempt,
     ):
         try:
             with (
-                world(wait.start_timeout, alone_too=recipe.parallel.cpu_offload, wanted=device) as ranks,
-                Control(
-                    ranks, start_timeout=wait.start_timeout, step_timeout=wait.step_timeout, dumps=dumps
-                ) as control,
+                world(
+                    wait.start_timeout, wait.step_timeout, alone_too=recipe.parallel.cpu_offload, wanted=device
+                ) as ranks,
+                Control(ranks, dumps) as control,
                 exact_convolutions(ranks.device),
-                expandable_segments(ranks.device),
                 advice_if_out_of_memory(
                     lambda: (
                         f"weights and optimizer state of the model do not fit on {ranks.device}; set "
@@ -86,13 +84,15 @@ def run(
                     )
                 ),
             ):
-                job = ranks.agree(lambda: prepare(recipe, ranks.size, processes_per_machine(ranks.size), ranks.device))
-                ranks.from_first(lambda: check_out(out, resume, overwrite))
-                ranks.agree(lambda: attempt.open(ranks.is_first, job.steps, take_over=take_over))
-                start = ranks.from_first(lambda: starting_point(job, resume))
+                starting = ranks.patient(wait.start_timeout)
+                machine = processes_per_machine(ranks.size)
+                job = starting.agree(lambda: prepare(recipe, ranks.size, machine, ranks.device))
+                starting.from_first(lambda: check_out(out, resume, overwrite))
+                starting.agree(lambda: attempt.open(ranks.is_first, job.steps, take_over=take_over))
+                start = starting.from_first(lambda: starting_point(job, resume))
                 if is_trial:
                     attempt.ending = "trained and validated, as a trial of a sweep"
-                model = train(job, start, ranks, control, preemption, attempt, profile)
+                model = train(job, start, starting, ranks, control, preemption, attempt, profile)
                 if not is_trial:
                     attempt.report("running", "consolidating and evaluating")
                     with advice_if_out_of_memory(

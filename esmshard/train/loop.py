@@ -22,24 +22,23 @@ from esmshard.checkpoint import manifest, sharded
 from esmshard.checkpoint.sharded import Saver
 from esmshard.data.batching.loader import Examples, digests
 from esmshard.data.batching.packing import MicroBatch, StepPlan, assign
+from esmshard.devices import is_out_of_memory
 from esmshard.errors import InputError
 from esmshard.model.attention import kernel_name
 from esmshard.model.families import family_registry
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import identity, report_altered
-from esmshard.monitor import start_up_checks
-from esmshard.monitor.out_of_memory import is_out_of_memory
-from esmshard.monitor.profiler import Profile
-from esmshard.monitor.stuck_ranks import Control
-from esmshard.monitor.watch import Watch, peak_flops
-from esmshard.parallel import process_environment
+from esmshard.parallel import launch
 from esmshard.parallel.load import materialise
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.process_group import Precision, World, processes_per_machine
+from esmshard.parallel.profiler import Profile
 from esmshard.parallel.shard import DTYPES, shard
 from esmshard.parallel.tied_weights import check_optimizer
+from esmshard.parallel.watch import Control, Watch, check_first_batch
 from esmshard.planner import memory_model
 from esmshard.planner.cost import training_flops
+from esmshard.planner.machines import peak_flops
 from esmshard.planner.plan import MicroBatches
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
@@ -60,6 +59,7 @@ RESERVED = 0.9
 def train(
     job: RunInputs,
     start: Path | None,
+    starting: World,
     ranks: World,
     control: Control,
     preemption: Preemption,
@@ -73,7 +73,8 @@ def train(
     Args:
         job: the prepared run.
         start: the checkpoint to continue from; None for a new run.
-        ranks: all processes of the run.
+        starting: all processes of the run, which wait for each other as long as the first read of weights may take.
+        ranks: the same processes with the time-out of a step.
         control: the side channel over which each rank reports its activity.
         preemption: the requests to stop.
         attempt: the records of this attempt.
@@ -83,13 +84,14 @@ def train(
         Preempted: if the run was asked to stop. The work done until then is saved.
     """
     ranks = replace(ranks, together=job.layout.together)
-    training = _build(job, start, ranks, control, preemption, attempt)
+    training = _build(job, start, replace(starting, together=job.layout.together), control, preemption, attempt)
     state = training.state
     if ranks.is_first:
-        has_notices = process_environment.TRIAL not in os.environ  # the command of the sweep has printed them
+        has_notices = launch.TRIAL not in os.environ  # the command of the sweep has printed them
         describe_run(job, training.full_recipe, state.step, ranks, training.facts, has_notices=has_notices)
         attempt.begin(state.step, training.is_validated)
-    start_up_checks.check_first_batch(ranks, training.digests_of_first_step)
+    check_first_batch(training.ranks, training.digests_of_first_step)
+    training.ranks = ranks  # from here on with the time-out of a step
     with (
         preemption.noted(),
         advice_if_out_of_memory(training.out_of_memory_advice),
@@ -261,7 +263,7 @@ class Training:
         for warning in report.warnings if ranks.is_first else ():
             say(warning)
         if (table := recording.step_done()) is not None and ranks.is_first:
-            say(f"{table}\ntraces in {job.out / 'profile'}")
+            say(f"{table}\ntraces of all ranks in {job.out / 'profile'}")
         # in fp16 the first steps may overflow until the scale fits
         finding_scale = state.scale is not None and state.scale.value > 1
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if result.skipped and not finding_scale else 0
@@ -412,7 +414,7 @@ def _build(
         facts=_facts(job, full_recipe, model, saved, ranks),
         is_validated=saved is None or saved["validated"],
         state=state,
-        watch=Watch(model, ranks, control, peak_flops(ranks.device, job.layout.precision)),
+        watch=Watch(ranks, control, _peak(ranks.device, job.layout.precision)),
         saver=Saver(job.out / "checkpoints", recipe.checkpoint.keep, _in_background(recipe, ranks.device)),
         plan=StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed),
     )
@@ -457,6 +459,10 @@ def _facts(
         # The checkpoint then holds only what is trained, and names the base model.
         facts["base"] = saved["base"] if saved else identity(weights, job.recipe.model.name)
     return facts
+
+
+def _peak(device: torch.device, precision: str) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
 
 
 def _in_background(recipe: Recipe, device: torch.device) -> bool:

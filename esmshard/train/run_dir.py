@@ -25,11 +25,11 @@ from typing import Any, Literal, TypedDict
 from pydantic import BaseModel
 
 from esmshard.checkpoint import manifest
-from esmshard.errors import InputError, UsageError, reading
+from esmshard.errors import ExitCode, InputError, UsageError, reading
 from esmshard.files import parse_json, read_json, replace_json, replace_text
+from esmshard.parallel.launch import LAUNCH
 from esmshard.parallel.liveness import machine, process_lives, process_start
 from esmshard.parallel.preemption import Preempted
-from esmshard.parallel.process_environment import LAUNCH
 from esmshard.progress import duration, say
 from esmshard.train.tracking import Tracking
 
@@ -43,7 +43,12 @@ forever.
 """
 
 State = Literal["running", "preempted", "done", "failed"]
-EXIT_CODES: Mapping[State, int] = {"failed": 1, "running": 3, "preempted": 75, "done": 0}
+EXIT_CODES: Mapping[State, int] = {
+    "failed": ExitCode.FAILED,
+    "running": ExitCode.RUNNING,
+    "preempted": ExitCode.REQUEUE,
+    "done": ExitCode.DONE,
+}
 """The exit code of `esmshard status`: that of the first of these states that one of the runs is in."""
 
 _TAIL = 1 << 18
@@ -424,9 +429,9 @@ class Attempt:
         elif isinstance(error, Preempted | InputError):
             ended = ("preempted" if isinstance(error, Preempted) else "failed", str(error), error.exit_code)
         elif isinstance(error, KeyboardInterrupt):
-            ended = ("failed", "interrupted", 130)
+            ended = ("failed", "interrupted", ExitCode.INTERRUPTED)
         else:
-            ended = ("failed", f"{type(error).__name__}: {error}".splitlines()[0], 1)
+            ended = ("failed", f"{type(error).__name__}: {error}".splitlines()[0], ExitCode.CRASHED)
         # A refused command, such as --resume with another learning rate, leaves the status of the run unchanged.
         refused = isinstance(error, UsageError) and not self._begun and self._before is not None
         try:

@@ -21,8 +21,8 @@ import numpy as np
 from esmshard import spreadsheet
 from esmshard.errors import InputError, RunFailed, UsageError
 from esmshard.files import replace_json, replace_text, replacing
-from esmshard.parallel import preemption, process_environment
-from esmshard.parallel.local_processes import TO_END, run_local
+from esmshard.parallel import launch, preemption
+from esmshard.parallel.launch import TO_END, run_local
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
@@ -191,7 +191,7 @@ class Search:
         course = _Course(self, trial, run)
         overrides = [*(override(key, value) for key, value in values.items()), f"out={run}"]
         say(f"trial {int(name)} of {self.count}: {shown(values)}")
-        with process_environment.environment({process_environment.TRIAL: "1"}):
+        with launch.environment({launch.TRIAL: "1"}):
             code = self._run(overrides, course.is_over)
         course.look()
         if not course.reason and (code == preemption.Preempted.exit_code or code in {128 + n for n in TO_END}):

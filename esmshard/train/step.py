@@ -11,10 +11,10 @@ from torch.nn.utils import get_total_norm
 
 from esmshard.batch import TokenBatch
 from esmshard.errors import InputError
-from esmshard.monitor.watch import Watch
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import copies, local, next_micro_batch
+from esmshard.parallel.watch import Watch
 from esmshard.tasks.base import Task
 
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from esmshard.errors import UsageError
+from esmshard.errors import ExitCode, UsageError
 from esmshard.files import read_json, replace_text
-from esmshard.parallel.process_environment import environment
+from esmshard.parallel.launch import environment
 from esmshard.progress import say
 
 WANDB_ID = "wandb-id"
@@ -121,4 +121,5 @@ def _close(tracker: Any, state: str) -> None:
     run.summary["status"] = state
     if state == "preempted":
         run.mark_preempting()
-    run.finish(exit_code={"done": 0, "preempted": 75}.get(state, 1))  # accelerate's method has no exit code
+    codes = {"done": ExitCode.DONE, "preempted": ExitCode.REQUEUE}
+    run.finish(exit_code=codes.get(state, ExitCode.FAILED))  # accelerate's method has no exit code

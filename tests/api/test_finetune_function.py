@@ -26,7 +26,7 @@ from ruamel.yaml import YAML
 import esmshard
 from esmshard.api.runs import Run, finetune, keys
 from esmshard.errors import InputError, UsageError
-from esmshard.parallel import local_processes
+from esmshard.parallel import launch
 from esmshard.recipe.recipe_file import load
 from esmshard.train import loop
 
@@ -68,7 +68,7 @@ def unchanged() -> Iterator[None]:
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that need not import what runs import. How the launcher starts them, other tests see."""
-    monkeypatch.setattr(local_processes, "Popen", Rank)
+    monkeypatch.setattr(launch, "Popen", Rank)
 
 
 def losses(run: Path) -> list[float]:

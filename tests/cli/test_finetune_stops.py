@@ -9,7 +9,7 @@ import pytest
 
 from esmshard.cli import app, finetune_commands
 from esmshard.errors import UsageError
-from esmshard.parallel import local_processes, preemption
+from esmshard.parallel import launch, preemption
 from esmshard.parallel.preemption import Preempted
 from esmshard.train import finetune as training
 from esmshard.train.run_dir import Attempt
@@ -29,7 +29,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def run(recipe: object, resume: str | None, overwrite: bool, *rest: Any, **options: Any) -> None:
         calls.append((resume, overwrite))
 
-    monkeypatch.setattr(local_processes, "run_local", run_local)
+    monkeypatch.setattr(launch, "run_local", run_local)
     monkeypatch.setattr(training, "run", run)
     for name in (
         *LAUNCHED,
@@ -62,7 +62,7 @@ def test_the_time_limit_counts_from_the_command(
         called.append((arguments, os.environ[preemption.STOP_AT]))
         return 0
 
-    monkeypatch.setattr(local_processes, "run_local", run_local)
+    monkeypatch.setattr(launch, "run_local", run_local)
     before = time.time()
     finetune_commands.finetune(str(tiny_recipe), nproc=2, stop_after="1h30m")
     ((arguments, stop_at),) = called

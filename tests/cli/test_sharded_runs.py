@@ -118,12 +118,8 @@ def test_a_run_tells_how_each_rank_fares_and_where_time_goes(tiny_recipe: Path) 
             line["residues"], rel=1e-2
         )
         assert max(ranks["peak_memory_bytes"]) == line["peak_memory_bytes"]
-        assert 0 < float(str(line["communication_share"])) < 1
         assert line["mfu"] is None, "a CPU has no data sheet"
-    assert "seconds a step over 2 steps" in done.stderr
-    table = done.stderr[done.stderr.index("seconds a step") :].splitlines()
-    assert table[1].split() == ["rank", "step", "compute", "communication", "exposed", "data", "other"]
-    assert [row.split()[0] for row in table[2:4]] == ["0", "1"]
+    assert done.stderr.count("Self CPU %") == 1, "the table of the first rank"
     for rank in (0, 1):
         with gzip.open(run / "profile" / f"rank_{rank}.json.gz", "rt") as file:
             assert len(json.load(file)["traceEvents"]) > 100

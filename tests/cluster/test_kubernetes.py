@@ -233,7 +233,7 @@ def test_how_pods_are_replaced(variant: str) -> None:
 
 
 def test_pods_have_the_time_that_the_launcher_gives_its_processes() -> None:
-    from esmshard.parallel.local_processes import END_TIMEOUT, STOP_TIMEOUT
+    from esmshard.parallel.launch import END_TIMEOUT, STOP_TIMEOUT
 
     pod = pods.objects(*VARIANTS["two nodes"])["Job"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == GRACE >= STOP_TIMEOUT + END_TIMEOUT

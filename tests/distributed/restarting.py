@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from esmshard.parallel.process_environment import attempt
+from esmshard.parallel.launch import attempt
 from esmshard.parallel.process_group import world
 
 

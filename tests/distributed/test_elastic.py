@@ -68,7 +68,7 @@ def quick(machine: Machine) -> str:
 
 def sizes(out: Path) -> list[int]:
     """Processes that did each step."""
-    return [len(step["ranks"]["busy_s"]) for step in steps(out).values()]
+    return [len(step["ranks"]["residues_per_s"]) for step in steps(out).values()]
 
 
 def theirs(

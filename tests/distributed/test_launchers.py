@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from esmshard.errors import UsageError
-from esmshard.parallel import launchers, process_group
+from esmshard.parallel import launch
 
 STEP = {
     "SLURM_JOB_ID": "812",
@@ -31,8 +31,8 @@ def start(recipe: Path, *arguments: str, **variables: str) -> "subprocess.Popen[
 
 
 def test_a_step_in_the_words_of_torch() -> None:
-    found = launchers.variables(STEP)
-    assert int(found.pop("MASTER_PORT")) in launchers.PORTS
+    found = launch.variables(STEP)
+    assert int(found.pop("MASTER_PORT")) in launch.PORTS
     assert found == {
         "RANK": "3",
         "WORLD_SIZE": "6",
@@ -40,8 +40,8 @@ def test_a_step_in_the_words_of_torch() -> None:
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "gpu007",
     }
-    other = launchers.variables(STEP | {"SLURM_STEP_ID": "4"})
-    assert other["MASTER_PORT"] != launchers.variables(STEP)["MASTER_PORT"], "two steps of a job run beside each other"
+    other = launch.variables(STEP | {"SLURM_STEP_ID": "4"})
+    assert other["MASTER_PORT"] != launch.variables(STEP)["MASTER_PORT"], "two steps of a job run beside each other"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_step_in_the_words_of_torch() -> None:
     [("n1", "n1"), ("n1,n2", "n1"), ("a[3-5],b", "a3"), ("r[0-1]n[08,10]-ib", "r0n08-ib"), ("x[1]", "x1")],
 )
 def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
-    assert launchers.first_host(nodes) == first
+    assert launch.first_host(nodes) == first
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,12 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
     ],
 )
 def test_others_are_left_alone(environ: dict[str, str]) -> None:
-    assert launchers.variables(environ) == {}
+    assert launch.variables(environ) == {}
 
 
 def test_a_step_that_says_too_little_is_a_sentence() -> None:
     with pytest.raises(UsageError, match="srun started 6 processes, but their SLURM_ variables cannot be read"):
-        launchers.variables({k: v for k, v in STEP.items() if k != "SLURM_LOCALID"})
+        launch.variables({k: v for k, v in STEP.items() if k != "SLURM_LOCALID"})
 
 
 @pytest.mark.parametrize(
@@ -97,20 +97,8 @@ def test_two_tasks_of_a_step_train_together(tiny_recipe: Path) -> None:
     lines = (tiny_recipe.parent / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [line for line in map(json.loads, lines) if "ranks" in line]
     assert len(steps) == 6
-    assert all(len(line["ranks"]["busy_s"]) == 2 for line in steps)
+    assert all(len(line["ranks"]["residues_per_s"]) == 2 for line in steps)
     assert not any("trains alone" in error for error in errors)
-
-
-def test_restarts_of_torchrun_on_one_machine_need_a_store_for_each_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"):
-        monkeypatch.setenv(name, "2")
-    for shared in ("False", "True"):
-        assert "RDZV_TCP_STORE" not in capsys.readouterr().err
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
-        assert process_group._rendezvous_variables(0) == {}
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err
 
 
 def test_a_mistake_that_only_a_later_rank_sees_is_said_by_it(tiny_recipe: Path) -> None:
@@ -119,16 +107,5 @@ def test_a_mistake_that_only_a_later_rank_sees_is_said_by_it(tiny_recipe: Path) 
     assert (alone.returncode, err) == (2, "error: optim.nonsense=1: optim.nonsense: unknown key\n")
 
 
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
-HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-
-
-@pytest.mark.parametrize("environ", [OPEN_MPI, HYDRA, STEP | OPEN_MPI, STEP | HYDRA])
-def test_processes_of_mpirun_do_not_train_alone(environ: dict[str, str]) -> None:
-    """Within a job of Slurm they have srun's variables, too: those of the daemon that started them."""
-    with pytest.raises(UsageError, match="torchrun"):
-        launchers.variables(environ)
-
-
 def test_srun_with_pmi_is_srun() -> None:
-    assert launchers.variables(STEP | {"PMI_RANK": "3", "PMI_SIZE": "6"})["MASTER_ADDR"] == "gpu007"
+    assert launch.variables(STEP | {"PMI_RANK": "3", "PMI_SIZE": "6"})["MASTER_ADDR"] == "gpu007"

@@ -8,7 +8,7 @@ import torch
 from shared import bare_pack, distance, size
 
 from esmshard.batch import TokenBatch
-from esmshard.model.attention import attend, inverse_frequencies, kernel_name, rotate
+from esmshard.model.attention import RotaryEmbedding, attend, kernel_name
 
 pytestmark = pytest.mark.gpu
 
@@ -130,15 +130,16 @@ def test_the_padded_kernel_in_half_precision_is_the_definition(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_rotation_is_that_of_the_cpu(device: torch.device, dtype: torch.dtype) -> None:
-    """On a GPU it has a way of its own, out of place; angles go up to 4,000 radians."""
-    width, places = 64, torch.tensor([0, 1, 2, 700, 3999, 0, 3])
-    rows_TE, weight_TE = torch.randn(2, 7, 3 * HEADS * width, generator=torch.Generator().manual_seed(0)).to(dtype)
-    angle_TK = places[:, None] * inverse_frequencies(width)
+    """Angles go up to 4,000 radians."""
+    width, batch = 64, bare_pack([5, 2])
+    batch.position_T[:] = torch.tensor([0, 1, 2, 700, 3999, 0, 3])
+    rows_THK, weight_THK = torch.randn(2, 7, HEADS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rotary = RotaryEmbedding(width)
 
     def turned(where: torch.device, kind: torch.dtype) -> list[torch.Tensor]:
-        leaf = rows_TE.to(where, kind).clone().requires_grad_()
-        out = rotate(leaf * 1, angle_TK.to(where), HEADS)
-        out.backward(weight_TE.to(where, kind))
+        leaf = rows_THK.to(where, kind).clone().requires_grad_()
+        out = rotary.to(where).rotate(leaf, *rotary(batch.to(where)))
+        out.backward(weight_THK.to(where, kind))
         assert leaf.grad is not None
         return [out.detach().cpu().float(), leaf.grad.cpu().float()]
 

@@ -11,7 +11,7 @@ from model_files import SMALL, TINY, fair_esm, ours, tokenise, write_fair_esm
 from torch import nn
 
 from esmshard.batch import TokenBatch
-from esmshard.model.attention import attention_map, inverse_frequencies, rotate
+from esmshard.model.attention import RotaryEmbedding, attention_map, inverse_frequencies
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.weights import load_model
@@ -116,11 +116,11 @@ def test_bf16_is_near_fp32_at_a_thousand_residues_because_angles_are_fp32() -> N
 def test_rotation_in_bf16_is_rounded_once() -> None:
     """Computed in fp32 from what it is given: the product rounded at the end, and nothing before it."""
     generator = torch.Generator().manual_seed(0)
-    qkv_TE = torch.randn(9, 3 * 2 * 8, generator=generator).bfloat16()
-    angle_TK = torch.arange(9)[:, None] * torch.tensor([101.0, 9.0, 0.7, 0.03])
-    found = rotate(qkv_TE, angle_TK, 2)
+    q_THK = torch.randn(9, 2, 8, generator=generator).bfloat16()
+    rotary, (_, batch) = RotaryEmbedding(8), tokenise(["MKTAYIA"])
+    found = rotary.rotate(q_THK, *rotary(batch))
     assert found.dtype == torch.bfloat16
-    assert torch.equal(found, rotate(qkv_TE.float(), angle_TK, 2).bfloat16())
+    assert torch.equal(found, rotary.rotate(q_THK.float(), *rotary(batch)).bfloat16())
 
 
 def test_maps_and_contacts_are_fp32_in_a_bf16_model() -> None:

@@ -83,7 +83,7 @@ def test_the_backward_pass_of_a_product_keeps_nothing_and_has_exact_gradients(ki
     x_TI, bias_O = torch.randn(5, 8, requires_grad=True), torch.randn(12, requires_grad=True)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-        y_TO = frozen_product(x_TI, bias_O, matrix.matrix)
+        y_TO = frozen_product(x_TI, bias_O, matrix)
     assert kept == []
     grad_TO = torch.randn(5, 12)
     found = torch.autograd.grad(y_TO, (x_TI, bias_O), grad_TO)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from esmshard.errors import InputError, LostProcess
-from esmshard.parallel import preemption, process_environment
+from esmshard.parallel import launch, preemption
 from esmshard.progress import say
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     rank, ranks, attempt = (
         int(os.environ.get("RANK", "0")),
         int(os.environ.get("WORLD_SIZE", "1")),
-        process_environment.attempt(),
+        launch.attempt(),
     )
     name, *numbers = actions[min(rank + ranks * attempt, len(actions) - 1)].split()
 
@@ -80,7 +80,7 @@ def main() -> None:
     preemption.LEAVE_WITHIN = preemption.EXPLAIN_WITHIN = 600.0
     try:
         with Heard() as asking:
-            process_environment.follow_launcher()
+            launch.follow_launcher()
             if name == "train":
                 train(asking, ready, asked, directory / f"saved-{attempt}-{rank}", numbers[0])
             if name == "train-and-tidy":

@@ -2,68 +2,33 @@
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from esmshard.api import start_run
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.sharded import Saver
+from esmshard.devices import is_out_of_memory
 from esmshard.model.convolutions import exact_convolutions
-from esmshard.monitor.out_of_memory import is_out_of_memory
-from esmshard.parallel.cuda_allocator import expandable_segments
 from esmshard.planner import memory_model
 from esmshard.tasks.base import on_device_of
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 
 
-@pytest.fixture
-def switched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was told to the allocator."""
-    told: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("emptied"))
+def test_the_allocators_segments_grow_unless_the_user_has_configured_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    return told
-
-
-def test_segments_grow_during_a_run(switched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(torch, "empty", lambda size, **options: asked.append(options["device"]))
-    with expandable_segments(GPU):
-        assert switched == ["emptied", "expandable_segments:True"]
-    assert switched == ["emptied", "expandable_segments:True", "expandable_segments:False"]
-    assert asked == [GPU]
-
-
-def test_they_stay_as_they_are_where_the_driver_takes_no_part(
-    switched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*rest: Any, **options: Any) -> None:
-        raise RuntimeError("CUDA driver error: operation not supported")
-
-    monkeypatch.setattr(torch, "empty", refused)
-    with expandable_segments(GPU):
-        assert switched == ["emptied", "expandable_segments:True", "expandable_segments:False"]
-
-
-def test_the_allocator_of_who_has_configured_it_is_left_alone(
-    switched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with expandable_segments(CPU):
-        pass
+    assert start_run._allocator() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
-    with expandable_segments(GPU):
-        pass
-    assert switched == []
+    assert start_run._allocator() == {}
 
 
-def test_what_the_process_itself_holds_for_nothing_is_free(
-    switched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700 if switched else 100, 1000))
+def test_what_the_process_itself_holds_for_nothing_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700 if emptied else 100, 1000))
     assert memory_model.free_bytes(GPU, 1) == 700
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from esmshard.errors import InputError, LostProcess, UsageError
-from esmshard.parallel import preemption, process_environment
+from esmshard.parallel import launch, preemption
 from esmshard.parallel.liveness import process_start
 from esmshard.parallel.preemption import Preempted, Preemption
 
@@ -340,16 +340,16 @@ def alive(pid: int) -> bool:
 
 @LINUX
 def test_a_launcher_that_was_gone_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(process_environment.LAUNCHER, "4194305")  # no process has such a number
+    monkeypatch.setenv(launch.LAUNCHER, "4194305")  # no process has such a number
     with pytest.raises(Preempted, match="SIGTERM"), Preemption():
-        process_environment.follow_launcher()
+        launch.follow_launcher()
         time.sleep(60)
 
 
 def test_without_our_launcher_nobody_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(process_environment.LAUNCHER, raising=False)
+    monkeypatch.delenv(launch.LAUNCHER, raising=False)
     with Preemption() as asking:
-        process_environment.follow_launcher()
+        launch.follow_launcher()
         time.sleep(0.01)
         assert not asking.asked
 
@@ -364,14 +364,14 @@ def test_without_our_launcher_nobody_is_followed(monkeypatch: pytest.MonkeyPatch
         ({"RANK": "0"}, signal.SIGTERM, 143),  # of srun, perhaps, because another rank has failed
         ({"RANK": "3"}, 0, 0),  # of srun, which ends all when one of them fails
         ({"RANK": "3"}, signal.SIGTERM, 0),
-        ({"RANK": "3", process_environment.LAUNCHER: "1"}, signal.SIGTERM, 75),
+        ({"RANK": "3", launch.LAUNCHER: "1"}, signal.SIGTERM, 75),
         ({"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, signal.SIGTERM, 0),
     ],
 )
 def test_the_exit_code_of_a_process_that_was_asked_to_stop(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], unsaved: int, code: int
 ) -> None:
-    for name in ("RANK", process_environment.LAUNCHER, "TORCHELASTIC_RUN_ID"):
+    for name in ("RANK", launch.LAUNCHER, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -391,6 +391,6 @@ def test_what_comes_before_training_is_distinguished_from_what_comes_after() -> 
 
 def test_attempts_are_counted_by_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    assert process_environment.attempt() == 0
+    assert launch.attempt() == 0
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert process_environment.attempt() == 2
+    assert launch.attempt() == 2

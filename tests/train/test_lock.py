@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from esmshard.errors import InputError
+from esmshard.parallel.launch import LAUNCH
 from esmshard.parallel.liveness import machine, process_start
-from esmshard.parallel.process_environment import LAUNCH
 from esmshard.train.run_dir import LOCK, Lock, abandoned, holder
 
 

@@ -26,7 +26,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 BOTH = "track=[tensorboard, wandb]"
 STEP = {
     *("epoch", "loss", "lr", "grad_norm", "records", "residues", "skipped", "step_s", "residues_per_s", "data_wait_s"),
-    *("communication_share", "peak_memory_bytes", "allocation_retries"),
+    *("peak_memory_bytes", "allocation_retries"),
 }
 """Of a step on a CPU, which knows no `mfu` and no `reserved_memory_bytes`."""
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from esmshard.devices import DeviceName
+from esmshard.devices import DeviceName, is_out_of_memory
 from esmshard.embed.compute.embedder import TORCH, Embedder, Seen
 from esmshard.embed.store.embedding_store import note_file, read_note
 from esmshard.embed.store.part_plan import Spec, read_plan
@@ -32,14 +32,13 @@ from esmshard.errors import InputError, LostProcess, UsageError
 from esmshard.model.families import family_registry
 from esmshard.model.trunk import ContactRegression, Trunk
 from esmshard.model.weights import Weights
-from esmshard.monitor.out_of_memory import is_out_of_memory
-from esmshard.monitor.stuck_ranks import is_lost
+from esmshard.parallel.launch import follow_launcher
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.preemption import Preempted
-from esmshard.parallel.process_environment import follow_launcher
 from esmshard.parallel.process_group import World, own_device, world
 from esmshard.parallel.shard import shard
+from esmshard.parallel.watch import is_lost
 from esmshard.progress import Progress, rate, say
 from esmshard.vocab import encode
 
@@ -223,7 +222,7 @@ def run_sharded(
     Raises:
         InputError: if a rank has ended; its own message is on stderr. `Preempted` after SIGTERM.
     """
-    from esmshard.parallel.local_processes import run_local
+    from esmshard.parallel.launch import run_local
 
     named = None if device is None else str(device)
     options = json.dumps({"directory": str(directory), "tokens": tokens, "device": named, "tensor": tensor})

@@ -10,8 +10,8 @@ import torch
 from esmshard.data.batching.loader import Example, digests
 from esmshard.data.batching.packing import MicroBatch
 from esmshard.errors import InputError
-from esmshard.monitor import start_up_checks
 from esmshard.parallel.process_group import World
+from esmshard.parallel.watch import check_first_batch
 
 
 class Data:
@@ -52,7 +52,7 @@ def stopped(*shares: list[MicroBatch], data: list[Data] | None = None) -> str | 
     data = data or [Data()] * len(shares)
     ranks = [Played() for _ in shares]
     for rank, share, held in zip(ranks, shares, data, strict=True):
-        start_up_checks.check_first_batch(rank, partial(digests, held, share, 7))  # type: ignore[arg-type]
+        check_first_batch(rank, partial(digests, held, share, 7))  # type: ignore[arg-type]
     everyone = [rank.own for rank in ranks]
     messages = {message_of(rank, share, held, everyone) for rank, share, held in zip(ranks, shares, data, strict=True)}
     assert len(messages) == 1, "ranks disagree"
@@ -63,7 +63,7 @@ def stopped(*shares: list[MicroBatch], data: list[Data] | None = None) -> str | 
 def message_of(rank: Played, share: list[MicroBatch], held: Data, everyone: list[Any]) -> str | None:
     rank.all = everyone
     try:
-        start_up_checks.check_first_batch(rank, partial(digests, held, share, 7))  # type: ignore[arg-type]
+        check_first_batch(rank, partial(digests, held, share, 7))  # type: ignore[arg-type]
     except InputError as error:
         return str(error) if error.shared else "each rank prints it"
     return None
@@ -119,5 +119,5 @@ def test_other_tokens_or_ids_under_one_number_are_another_record() -> None:
 def test_a_record_that_cannot_be_read_is_every_ranks_error() -> None:
     one = World(0, 1, torch.device("cpu"), None)
     with pytest.raises(InputError, match="record 1 is broken") as caught:
-        start_up_checks.check_first_batch(one, partial(digests, Data(broken=1), [micro(0, 1)], 7))  # type: ignore[arg-type]
+        check_first_batch(one, partial(digests, Data(broken=1), [micro(0, 1)], 7))  # type: ignore[arg-type]
     assert caught.value.shared

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from esmshard.parallel import local_processes
+from esmshard.parallel import launch
+from esmshard.parallel.launch import LAUNCH, LAUNCHER
 from esmshard.parallel.liveness import process_start
-from esmshard.parallel.process_environment import LAUNCH, LAUNCHER
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_preemption import ACTING, alive, wait_for, wait_until
@@ -42,9 +42,9 @@ class Launched:
             os.dup2(file, 2)
             sys.stderr = os.fdopen(2, "w", buffering=1)
             tempfile.tempdir = str(directory)
-            local_processes.END_TIMEOUT = 600
-            local_processes.time = self  # type: ignore[assignment]
-            code = local_processes.run_local([str(ACTING), str(directory), *actions], nproc, **options)
+            launch.END_TIMEOUT = 600
+            launch.time = self  # type: ignore[assignment]
+            code = launch.run_local([str(ACTING), str(directory), *actions], nproc, **options)
         finally:
             os._exit(code)
 
@@ -177,13 +177,13 @@ def test_a_signal_in_the_first_second(run: Callable[..., Launched]) -> None:
 
 
 def test_a_signal_before_there_is_a_process(run: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch) -> None:
-    start = local_processes._Processes.start
+    start = launch._Processes.start
 
     def late(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         start(*args)
 
-    monkeypatch.setattr(local_processes._Processes, "start", late)
+    monkeypatch.setattr(launch._Processes, "start", late)
     assert run("train 0").end()[0] == 75
 
 
@@ -197,7 +197,7 @@ def test_a_process_that_does_not_leave_is_killed(run: Callable[..., Launched]) -
     job.be_late()
     assert job.end() == (
         1,
-        "stopped by SIGTERM\nerror: 1 process did not leave within 700 s of SIGTERM, and had to be killed\n",
+        "stopped by SIGTERM\nerror: 1 processes did not leave within 700 s of SIGTERM, and had to be killed\n",
     )
     assert (job.directory / "saved-0-0").is_file()
 
@@ -257,10 +257,10 @@ def test_the_launcher_is_killed(run: Callable[..., Launched]) -> None:
 
 def test_handlers_are_put_back() -> None:
     def found() -> list[object]:
-        return [signal.getsignal(number) for number in (*local_processes.TO_SAVE, *local_processes.TO_END)]
+        return [signal.getsignal(number) for number in (*launch.TO_SAVE, *launch.TO_END)]
 
     before = found()
-    with local_processes._listening() as came:
+    with launch._listening() as came:
         assert not any(a == b for a, b in zip(before, found(), strict=True))
         os.kill(os.getpid(), signal.SIGHUP)
     assert found() == before
@@ -309,11 +309,6 @@ def test_a_mistake_beside_a_loss_is_final(run: Callable[..., Launched]) -> None:
     assert not list(job.directory.glob("begun-1-*"))
 
 
-def test_the_order_of_causes() -> None:
-    mistake, killed, crashed, lost = 1, -9, 70, 69
-    assert sorted([lost, crashed, killed, mistake], key=local_processes._weight) == [mistake, killed, crashed, lost]
-
-
 def test_no_restart_after_a_signal(run: Callable[..., Launched]) -> None:
     job = run("exit 3 asked", "stubborn", max_restarts=3)
     pids = job.ready(0, 1)
@@ -327,14 +322,14 @@ def test_one_process_is_brought_back_too(run: Callable[..., Launched]) -> None:
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(local_processes.cpu_limits, "cores", lambda: 8)
+    monkeypatch.setattr(launch.cpu_limits, "cores", lambda: 8)
     for threads, expected in ((None, "4"), ("3", "3")):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if threads:
             monkeypatch.setenv("OMP_NUM_THREADS", threads)
         before = dict(os.environ)
         script = f"import os; open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(os.environ['OMP_NUM_THREADS'])"
-        assert local_processes.run_local(["-c", script], 2) == 0
+        assert launch.run_local(["-c", script], 2) == 0
         assert [(tmp_path / rank).read_text() for rank in "01"] == [expected, expected]
         assert dict(os.environ) == before
         assert not {LAUNCH, LAUNCHER} & set(before)
