@@ -1,7 +1,7 @@
 """The conversion of a sharded checkpoint, or of a model of the other layout, to one model directory: one process, no
 GPU.
 
-The files of weights are written one after the other, so the memory needed is that of one file.
+One tensor at a time is copied, so the memory needed is that of the largest, whatever the model's size.
 """
 
 import os

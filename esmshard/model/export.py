@@ -1,14 +1,18 @@
 """Writes a model in `transformers`' layout, or as the file of its authors' own code, and uploads model directories.
 
-Files of weights are written one after the other, so that the tensors of one file are in memory at a time.
+One tensor at a time is read and written, so that the memory needed is that of the largest, whatever the model's size.
 """
 
+import hashlib
+import json
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name, replace_json, sha256, size_text
@@ -22,6 +26,9 @@ from esmshard.progress import say
 MAX_FILE_BYTES = 5_000_000_000
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# The names of the types in safetensors.
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 Source = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 """A function that reads the tensors of these names: our names for the trunk, `head.*` for a task head."""
@@ -66,9 +73,10 @@ def write_transformers(
         for key, names in keys.items()
     }
     plan = split_torch_state_dict_into_shards(planned, max_shard_size=max_file_bytes)
-    for file, of_file in plan.filename_to_tensors.items():
-        state = _read({key: keys[key] for key in of_file}, source, dtype)
-        save_file(state, directory / file, {"format": "pt"})
+    digests = {
+        file: _write_safetensors(directory / file, {key: keys[key] for key in of_file}, sizes, source, dtype)
+        for file, of_file in plan.filename_to_tensors.items()
+    }
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         replace_json(directory / "model.safetensors.index.json", index)
@@ -79,7 +87,7 @@ def write_transformers(
         about[CHAINS] = config.chains.text
     replace_json(directory / "config.json", about)
     theirs.write_tokenizer(directory)
-    return {file: sha256(directory / file) for file in plan.filename_to_tensors}
+    return digests
 
 
 def write_pickle(
@@ -93,22 +101,57 @@ def write_pickle(
     """Write the file of a family's own code, at `kind.path(...)`.
 
     What it cannot hold, such as a task head, is left out. Other arguments, result and errors are as in
-    `write_transformers`. `torch.save` needs all tensors at once, so the whole model is in memory.
+    `write_transformers`. `torch.save` needs all tensors at once. So they are first written to a temporary file and
+    mapped from there, which takes the model's size on disk once more for a while, and no memory.
     """
     joined = {key: [*names] for key, names in kind.joined(config).items()}
     parts = {name for names in joined.values() for name in names}
     single = {name: [name] for name in sizes if name not in parts and not name.startswith(kind.lacks)}
-    return {file.name: sha256(file) for file in kind.write(path, config, _read(single | joined, source, dtype))}
+    mapped = path.with_name("tensors.safetensors")
+    _write_safetensors(mapped, single | joined, sizes, source, dtype)
+    tensors = load_file(mapped)
+    mapped.unlink()  # If a mapped file cannot be removed (Windows), this raises an error.
+    return {file.name: sha256(file) for file in kind.write(path, config, tensors)}
 
 
-def _read(keys: Mapping[str, Sequence[str]], source: Source, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Read the tensors that `keys` names for each key of a file, joined along the rows."""
-    state: dict[str, torch.Tensor] = {}
-    for key, names in keys.items():
-        tensors = source(names)
-        parts = [cast(name, tensors[name], dtype) for name in names]
-        state[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return state
+def _write_safetensors(
+    path: Path,
+    keys: Mapping[str, Sequence[str]],
+    sizes: Mapping[str, torch.Size],
+    source: Source,
+    dtype: torch.dtype,
+) -> str:
+    """Write the tensors that `keys` names for each key, joined along the rows. The bytes are those of
+    `safetensors.torch.save_file`, which needs all tensors of a file in memory. Return their sha256.
+
+    The format is the header's length (8 bytes, little-endian), a JSON header padded with spaces to a multiple of 8, and
+    the tensors, the wider types first so that all are aligned (https://github.com/huggingface/safetensors).
+    """
+    order = sorted(keys, key=lambda key: (-stored_dtype(keys[key][0], dtype).itemsize, key))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for key in order:
+        first, *more = keys[key]
+        kept, shape = stored_dtype(first, dtype), list(sizes[first])
+        for name in more:
+            shape[0] += sizes[name][0]
+        end = at + math.prod(shape) * kept.itemsize
+        header[key] = {"dtype": _CODES[kept], "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    written = hashlib.sha256(head)
+    with open(path, "wb") as file:
+        file.write(head)
+        for key in order:
+            for name in keys[key]:
+                tensor = source([name])[name]
+                assert tensor.shape == sizes[name], f"{name} is {list(tensor.shape)}, {list(sizes[name])} was announced"
+                data = cast(name, tensor, dtype).flatten().view(torch.uint8).numpy().data
+                file.write(data)
+                written.update(data)
+    return written.hexdigest()
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
