@@ -244,7 +244,7 @@ def test_workers_of_embed_share_the_output(here: Path) -> None:
 
 def test_tracks_are_among_what_the_job_reads(here: Path) -> None:
     parsed = {"model": "saprot_35m", "fasta": Path("a.fasta"), "out": Path("emb"), "reuse": None, "nproc": None}
-    parsed |= dict.fromkeys(("overwrite", "dry_run", "shard", "resume"), False)
+    parsed |= {"overwrite": False, "dry_run": False, "engine": "local", "worker": None}
     parsed["track"] = ["3di=letters.fasta", "coordinates=inside"]
     job = embed_job((), parsed, slurm(), site())
     assert job.reads == (f"{here}/a.fasta", f"{here}/letters.fasta")
