@@ -40,9 +40,6 @@ def _after_interrupt(command: str, values: Mapping[str, Any]) -> str:
     kept = KEPT_AFTER_INTERRUPT.get(command)
     if kept is None or values.get("dry_run") or (command == "embed" and values["out"] is None):
         return f"no result was written; to start again: esmshard {shlex.join(sys.argv[1:])}"
-    if command == "embed":
-        words = [word for word in words if word != "--resume"]
-        more = " --resume"
     if command == "finetune":
         if "--resume" in words:
             at = words.index("--resume")
