@@ -551,7 +551,8 @@ def task_of(files: Sequence[Path]) -> tuple[str, dict[str, Any]] | None:
     """
     for _, about in _records(files):
         if "recipe" in about:
-            return about["recipe"]["task"]["name"], about.get("facts", {})
+            with reading(str(files[0].with_name(ABOUT)), "consolidate the run again"):
+                return about["recipe"]["task"]["name"], about.get("facts", {})
     return None
 
 

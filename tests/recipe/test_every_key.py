@@ -311,12 +311,12 @@ def timeouts(recipe: Recipe) -> list[dict[str, Any]]:
     """What watches over the processes gets to know."""
     found: list[dict[str, Any]] = []
 
-    def stop(*_: object, **options: object) -> None:
-        found.append({key: str(value) for key, value in options.items()})
+    def stop(start_timeout: int, step_timeout: int, **_: object) -> None:
+        found.append({"start": start_timeout, "step": step_timeout})
         raise _EnoughSeenError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetune, "Control", stop)
+        patch.setattr(finetune, "world", stop)
         with pytest.raises(_EnoughSeenError):
             finetune.run(recipe, overwrite=True)
     return found
