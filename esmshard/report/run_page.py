@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from esmshard.data.splits.recipe_splits import open_split, open_tested
+from esmshard.data.tables import counted
 from esmshard.data.tracks.track_files import track_files
 from esmshard.errors import InputError
 from esmshard.files import found_place, memory_text
@@ -19,7 +20,7 @@ from esmshard.progress import duration, rate
 from esmshard.recipe.sections import Recipe
 from esmshard.report import charts
 from esmshard.report.files import Evaluation, Headline, RunFiles, Values, intervals, number
-from esmshard.report.parts import Figure, PageTable, Section, cell, count_text, if_intervals, range_text, value_text
+from esmshard.report.parts import Figure, PageTable, Section, cell, if_intervals, range_text, value_text
 from esmshard.tasks.base import BEFORE, MAIN
 from esmshard.tasks.finetuned import load_finetuned, tracks_of
 from esmshard.tasks.metrics import LEAST, Interval
@@ -44,7 +45,7 @@ def metrics(run: RunFiles) -> Section:
         return Section(*section, missing="The model has not been tested yet: there is no evaluation.json.")
     raw, columns, main = found.raw, found.raw["columns"], found.main
     texts = [
-        f"On {raw['records']:,} records of the {raw['split']} set. The headline is {head.name}: "
+        f"On {counted(raw['records'], 'record')} of the {raw['split']} set. The headline is {head.name}: "
         f"{'lower' if head.lower_is_better else 'higher'} is better. Intervals: {raw['interval']}."
     ]
     if missing := [f"{count:,} without {name}" for name, count in raw.get("without_value", {}).items() if count]:
@@ -107,7 +108,7 @@ def achieved(run: RunFiles) -> list[str]:
     sentences = []
     if now is not None and math.isfinite(now.value):
         earlier = f", and was {value_text(before.value)} before" if before is not None else ""
-        of = f"{found.raw['records']:,} {found.raw['split']} records"
+        of = counted(found.raw["records"], f"{found.raw['split']} record")
         of = f"After fine-tuning, {head.name} of {of}" if found.main == MAIN else f"{head.name} of {found.main} on {of}"
         sentences.append(f"{of} is {value_text(now.value)} {range_text(now)}{earlier}.")
     return [*sentences, *filter(None, [found.raw.get("verdict")])]
@@ -319,7 +320,7 @@ def lengths(run: RunFiles) -> Section:
     if len(np.unique(score_N)) > 2:
         figures.append(Figure(f"How many proteins have which {name}.", charts.chart("spread", spread)))
     left_out = int((~known).sum())
-    texts = [f"{left_out:,} proteins without {name} are left out."] if left_out else []
+    texts = [f"{counted(left_out, 'protein')} without {name} left out."] if left_out else []
     return Section(*section, texts, figures)
 
 
@@ -425,7 +426,7 @@ def curves(run: RunFiles) -> Section:
             figures.append(Figure(f"{caption}{averaged}", charts.chart(name, draw)))
     texts = []
     if lost := int((~np.isfinite(steps["loss"])).sum()):
-        texts.append(f"{count_text(lost, 'step')} had no finite loss, and no point in the chart.")
+        texts.append(f"{counted(lost, 'step')} had no finite loss, and no point in the chart.")
     if not valid:
         texts.append("There is no validation yet.")
     return Section(*section, texts, figures)
@@ -529,12 +530,12 @@ def time(run: RunFiles) -> Section:
     parts["validation, test, other"] = max(0.0, spent["allocated_s"] - sum(parts.values()))
     share = "" if spent["goodput"] is None else f", {spent['goodput']:.0%} of it in steps that count (goodput)"
     texts = [
-        f"{duration(spent['allocated_s'])} in {count_text(spent['attempts'], 'attempt')}{share}. Time between "
+        f"{duration(spent['allocated_s'])} in {counted(spent['attempts'], 'attempt')}{share}. Time between "
         "attempts, such as in a queue, is not counted."
     ]
     if spent["steps_lost"]:
         texts.append(
-            f"{count_text(spent['steps_lost'], 'step')} had to be taken again after a restart: "
+            f"{counted(spent['steps_lost'], 'step')} had to be taken again after a restart: "
             f"{duration(spent['lost_s'])} of work."
         )
 
@@ -585,7 +586,7 @@ def facts(run: RunFiles) -> list[tuple[str, str, str]]:
     shown, steps, head, tested = [], run.steps, run.headline, run.evaluation
     if tested is not None and head is not None:
         ours = tested.metrics[tested.main][head.name]
-        of = f"{tested.raw['records']:,} {tested.raw['split']} records"
+        of = counted(tested.raw["records"], f"{tested.raw['split']} record")
         shown.append((head.name, value_text(ours.value), f"{range_text(ours)}, {of}"))
         if (name := strongest(run)) is not None:
             gain = tested.differences[name][head.name]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from esmshard.data.splits.variant_records import OUT_OF_FOLD
+from esmshard.data.tables import counted
 from esmshard.predict.known_variants import better_baseline
 from esmshard.recipe import recipe_file
 from esmshard.report import charts
@@ -20,7 +21,6 @@ from esmshard.report.parts import (
     PageTable,
     Section,
     cell,
-    count_text,
     if_intervals,
     range_text,
     unit_text,
@@ -97,7 +97,7 @@ def substitutions(found: CrossValidated) -> Section:
                 texts.append(f"No single substitution has a {what.lower()} {name}.")
                 continue
             picture = charts.chart(f"{what}{t}", draw, height=0.3 + 2.3 * lines, width=10)
-            figures.append(Figure(f"{what} {name} of {count_text(count, 'substitution')}.", picture, wide=True))
+            figures.append(Figure(f"{what} {name} of {counted(count, 'substitution')}.", picture, wide=True))
     for name, there in ((OUT_OF_FOLD, tested), (RANKED, ranked)):
         if there is None:
             texts.append(f"{name} is missing; {AGAIN}.")
@@ -195,9 +195,9 @@ def facts(found: CrossValidated) -> list[tuple[str, str, str]]:
         how = comparison(gain, lower_is_better=False)
         figures.append((f"against {name}", value_text(gain.value, "+"), f"{range_text(gain)}, {how} the best baseline"))
     recall = joint.best.recall[MAIN]
-    chosen = f"{range_text(recall)}, of {count_text(joint.best.count, 'chosen variant')}"
+    chosen = f"{range_text(recall)}, of {counted(joint.best.count, 'chosen variant')}"
     figures.append(("recall of the best 1%", value_text(recall.value), chosen))
-    figures.append(("variants", f"{joint.variants:,}", f"tested, at {count_text(joint.positions, 'position')}"))
+    figures.append(("variants", f"{joint.variants:,}", f"tested, at {counted(joint.positions, 'position')}"))
     folds, seeds = found.raw.get("folds"), len(joint.seeds)
     made = f"{folds} x {seeds}" if folds else f"{seeds}"
     figures.append(("folds x seeds" if folds else "seeds", made, f"split {joint.split}"))
@@ -245,7 +245,7 @@ def compared(found: CrossValidated) -> Section:
         for name, row in raw.get("metrics", {}).items()
     ]
     if rows and columns:
-        note = f"Of the {count_text(len(found.runs), 'run')}, each with its own test set. {raw.get('interval', '')}."
+        note = f"Of the {counted(len(found.runs), 'run')}, each with its own test set. {raw.get('interval', '')}."
         tables.append(PageTable(["mean over runs", *columns], rows, note))
     return Section(*section, texts, figures, tables)
 
@@ -262,7 +262,7 @@ def table(found: CrossValidated) -> Section:
     if given is None:
         return Section(*section, missing=f"{SUMMARY} does not say what was done to it; {AGAIN}.")
     read = (
-        f"{given.path}: {count_text(given.rows, 'row')}, of which {given.rows_left_out:,} could not be used; "
+        f"{given.path}: {counted(given.rows, 'row')}, of which {given.rows_left_out:,} could not be used; "
         f"{OUT_OF_FOLD} has them all, with the reason for each."
     )
     numbering = "Positions count the residues of the wild type from 1, on this page and in all files."
@@ -300,9 +300,7 @@ def predictions(found: CrossValidated) -> Section:
         )
     if tested.rows > tested.rows_tested:
         n = tested.rows - tested.rows_tested
-        texts.append(
-            f"{n:,} of {count_text(tested.rows, 'row')} of the table could not be used, or were in no test set."
-        )
+        texts.append(f"{n:,} of {counted(tested.rows, 'row')} of the table could not be used, or were in no test set.")
     if len(found.targets) > MOST_TARGETS:
         texts.append(f"The first {MOST_TARGETS} of {len(found.targets)} targets are shown here and below.")
     return Section(*section, texts, figures)
