@@ -18,7 +18,6 @@ import torch
 from model_files import TINY, fair_esm, write_transformers
 from sklearn.base import clone
 from sklearn.compose import ColumnTransformer
-from sklearn.exceptions import SkipTestWarning
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -86,17 +85,6 @@ def test_workers_find_the_same() -> None:
     there = cross_val_score(pipeline, SEQUENCES, SHARE_K, cv=3, n_jobs=2)
     assert here == pytest.approx(there, abs=1e-3)
     assert len(set(here)) == 3
-
-
-def test_a_table_has_named_columns() -> None:
-    frame = pd.DataFrame({"sequence": SEQUENCES, "length": [len(sequence) for sequence in SEQUENCES]})
-    of_columns = ColumnTransformer(
-        [("esm", SequenceEmbedder(layer=1), "sequence"), ("rest", "passthrough", ["length"])],
-        verbose_feature_names_out=False,
-    ).set_output(transform="pandas")
-    found = of_columns.fit_transform(frame)
-    assert list(found.columns) == [*(f"mean_1_{n}" for n in range(192)), "length"]
-    assert np.array_equal(found.iloc[:, :192].to_numpy(np.float32), SequenceEmbedder(layer=1).transform(SEQUENCES))
 
 
 def test_pickles_and_clones_hold_no_weights() -> None:
@@ -273,20 +261,3 @@ def test_all_checks_pass_where_numbers_are_spelled() -> None:
     assert found["failed"] <= TO_1E_7
     assert found["passed"] | TO_1E_7 == APPLY | NUMBERS_ONLY.keys() | TO_1E_7
     assert found["skipped"] <= SKIPPED
-
-
-def test_rows_do_not_depend_on_the_others() -> None:
-    sequences = ["".join(STANDARD[(n * k) % 20] for k in range(1, 12 + n)) for n in range(1, 9)]
-    embedder = SequenceEmbedder("starter", layer=2).fit(sequences)
-    together = embedder.transform(sequences)
-    alone = np.concatenate([embedder.transform([sequence]) for sequence in sequences])
-    assert np.abs(together - alone).max() < 1e-5
-    assert np.abs(together).max() > 0.1
-
-
-def test_its_tags_say_that_it_takes_strings() -> None:
-    with pytest.warns(SkipTestWarning, match="requires input"):
-        check_estimator(SequenceEmbedder())
-    tags = SequenceEmbedder().__sklearn_tags__()
-    assert (tags.input_tags.string, tags.input_tags.one_d_array, tags.input_tags.two_d_array) == (True, True, False)
-    assert not tags.requires_fit

@@ -69,30 +69,6 @@ def test_the_base_with_what_was_trained_put_in() -> None:
     assert sorted(reading.asked) == sorted(tensors)
 
 
-def test_only_what_is_asked_for_is_read() -> None:
-    _, read, reading = opened(LORA, trained())
-    assert read(["layers.0.fc1.weight", "layers.0.fc2.weight"]).keys() == {"layers.0.fc1.weight", "layers.0.fc2.weight"}
-    assert sorted(reading.asked) == [A, B]
-
-
-def test_a_head_alone_leaves_the_base_as_it_is() -> None:
-    sizes, read, reading = opened({"method": "head"}, {"head.out": torch.ones(3)})
-    base = weights.fresh(NANO, 3)
-    found = read(list(sizes))
-    assert all(torch.equal(t, base[n]) for n, t in found.items() if n != "head.out")
-    assert torch.equal(found["head.out"], torch.ones(3))
-    assert reading.asked == ["head.out"]
-
-
-def test_the_lm_head_may_have_learned_alone() -> None:
-    base = weights.fresh(NANO, 3)
-    learned = {n: base[n] + 1 for n in base.read if n.startswith("lm_head.") and n != "lm_head.weight"}
-    assert len(learned) == 5
-    sizes, read, _ = opened({"method": "head"}, learned)
-    found = read(list(sizes))
-    assert all(torch.equal(t, learned[n] if n in learned else base[n]) for n, t in found.items())
-
-
 @pytest.mark.parametrize(
     ("method", "lost", "extra", "says"),
     [

@@ -51,14 +51,6 @@ def test_a_run_records_how_chains_were_joined_and_its_model_keeps_it(directory: 
     assert "chains were joined by a linker of 5" in again.stderr + again.stdout
 
 
-def test_the_default_is_written_out_where_there_are_chains(directory: Path) -> None:
-    done = esmshard("finetune", "recipe.yaml", "data.max_length=60")
-    assert done.returncode == 0, done.stderr
-    resolved = YAML(typ="safe").load(Path("run/recipe.yaml"))
-    assert resolved["data"]["join"] == {"linker": 25, "gap": 0}
-    assert "joined_chains" not in json.loads(Path("run/model/config.json").read_text())
-
-
 @pytest.mark.parametrize(
     ("override", "says"),
     [

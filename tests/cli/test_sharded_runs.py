@@ -123,10 +123,3 @@ def test_a_run_tells_how_each_rank_fares_and_where_time_goes(tiny_recipe: Path) 
     for rank in (0, 1):
         with gzip.open(run / "profile" / f"rank_{rank}.json.gz", "rt") as file:
             assert len(json.load(file)["traceEvents"]) > 100
-
-
-def test_more_profiled_steps_than_there_are_is_one_sentence(tiny_recipe: Path) -> None:
-    done = esmshard("finetune", tiny_recipe, "--profile", "5")
-    assert done.returncode == 2
-    assert done.stderr.count("error: ") == 1
-    assert "error: --profile 5 needs 7 steps, the first 2 to warm up, and 6 are left" in done.stderr

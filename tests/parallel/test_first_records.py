@@ -86,18 +86,6 @@ def test_the_same_share_on_two_ranks_is_one_sentence() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("shares", "says"),
-    [
-        ([[micro(0)], [micro(2)], [micro(5), micro(2)]], "ranks 1 and 2 would train on the same records (first: 'c')"),
-        ([[micro(0), micro(1)], [micro(2)], [micro(1)]], "ranks 0 and 2 would train on the same records (first: 'b')"),
-        ([[micro(0, 1)], [micro(5, 1)]], "ranks 0 and 1 would train on the same records (first: 'b')"),
-    ],
-)
-def test_one_record_in_two_shares_is_enough(shares: list[list[MicroBatch]], says: str) -> None:
-    assert says in str(stopped(*shares))
-
-
 def test_ghosts_count_for_nothing() -> None:
     assert stopped([micro(0)], [micro(0, is_dummy=True)], [micro(0, is_dummy=True)]) is None
     assert stopped([micro(0), micro(1)], [micro(2), micro(1, is_dummy=True)]) is None

@@ -12,7 +12,6 @@ from sklearn.linear_model import LogisticRegression
 
 from esmshard.batch import pack
 from esmshard.data.batching.loader import Example
-from esmshard.errors import InputError
 from esmshard.model.attention import attention_map
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.finetuner import FineTuner
@@ -150,18 +149,6 @@ def contacts(length: int, count: int) -> npt.NDArray[np.int8]:
     return labels_LL
 
 
-def test_proteins_without_contacts_are_not_chosen_and_long_ones_last() -> None:
-    labels = [contacts(300, 3) for _ in range(30)] + [contacts(20, 2) for _ in range(18)] + [contacts(20, 0)] * 30
-    chosen = contact.choose(labels, np.random.default_rng(0))
-    assert sorted(n for n in chosen if n >= 30) == list(range(30, 48))
-    assert len(chosen) == 20
-    assert contact.choose(labels, np.random.default_rng(0)) == chosen
-    assert contact.choose(labels, np.random.default_rng(1)) != chosen
-    only = contact.choose(labels[29:32], np.random.default_rng(0))
-    assert sorted(only) == [0, 1, 2]
-    assert only[-1] == 0, "long"
-
-
 def test_pairs_beyond_the_bound_are_drawn_and_weigh_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     hits = np.zeros(1000, dtype=bool)
     hits[::50] = True
@@ -181,24 +168,6 @@ def test_pairs_beyond_the_bound_are_drawn_and_weigh_for_the_others(monkeypatch: 
     keep, weights = contact.thin(hits, 10, np.random.default_rng(0))
     assert (keep & hits).sum() == (keep & ~hits).sum() == 20
     assert weights[~hits] == pytest.approx(49)
-
-
-def test_a_fit_on_drawn_pairs_is_about_that_on_all(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, rng = examples(20), np.random.default_rng(0)
-    labels = [planted(trunk, example, rng) for example in data]
-    weight_C, bias = contact.fit_regression(trunk, data, labels, seed=0)
-    pairs = sum(len(valid_pairs(t, "all")[0]) for t in labels)
-    monkeypatch.setattr(contact, "MOST_NUMBERS", N_MAPS * pairs // 3)
-    sizes: list[int] = []
-    fit = LogisticRegression.fit
-    monkeypatch.setattr(
-        LogisticRegression, "fit", lambda self, x, y, w: (sizes.append(len(x)), fit(self, x, y, sample_weight=w))[1]
-    )
-    fewer_C, other = contact.fit_regression(trunk, data, labels, seed=0)
-    assert sizes == [pairs // 3]
-    assert fewer_C != pytest.approx(weight_C, rel=1e-6)
-    assert other == pytest.approx(bias, abs=0.3)
-    assert fewer_C == pytest.approx(weight_C, abs=0.15 * float(np.abs(weight_C).max()))
 
 
 # In the task
@@ -244,11 +213,3 @@ def test_the_baseline_is_the_fit_on_the_model_before_training(trunk: ESM2, label
     # Without any contact to fit there is no such baseline, and the others stay.
     bare = [Example(e.id, e.tokens, {"cb": np.minimum(e.labels["cb"], 0)}) for e in labelled]
     assert task.baselines(bare, base).keys() == {"separation prior"}
-
-
-def test_training_records_without_any_contact(trunk: ESM2) -> None:
-    data = examples(3)
-    with pytest.raises(
-        InputError, match=r"^no training record has contacts between residues at least six apart.*; give "
-    ):
-        contact.fit_regression(trunk, data, [contacts(len(e.tokens) - 2, 0) for e in data], 0)

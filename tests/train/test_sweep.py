@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -196,23 +195,3 @@ def test_mistakes_are_one_sentence_before_anything_is_trained(
     assert says in done.stderr
     assert f"sweep.yaml{place}" in done.stderr or not place
     assert not (tmp_path / "run").exists()
-
-
-def test_trials_belong_to_a_sweep_and_a_dry_run_begins_nothing(small: Path, tmp_path: Path) -> None:
-    assert "pass --sweep FILE" in esmshard("finetune", small, "--trials", "3").stderr
-    planned = sweep(small, LR.format(choices="1.0e-3, 3.0e-3"), "--dry-run")
-    assert planned.returncode == 0, planned.stderr
-    assert "trials    2, of optim.lr; by valid " in planned.stdout
-    assert not (tmp_path / "run").exists()
-
-
-def test_without_optuna_it_is_one_sentence(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = small.parent / "site"
-    site.mkdir()
-    (site / "optuna.py").write_text("raise ImportError\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
-    file = small.with_name("sweep.yaml")
-    file.write_text(LR.format(choices="1.0e-3, 3.0e-3"))
-    command = [sys.executable, "-m", "esmshard", "finetune", str(small), "--sweep", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "error: --sweep needs optuna; pip install 'esmshard[sweep]'\n")

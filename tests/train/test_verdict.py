@@ -55,20 +55,6 @@ def test_one_sentence(said: str, expected: str) -> None:
     assert len(re.findall(r"\.(\s|$)", said)) == 1
 
 
-def test_without_an_interval_nothing_is_claimed() -> None:
-    said = of("MCC", 0.7, 0.6, NO_INTERVAL)
-    assert "whether that is more than chance cannot be said: there is no interval" in said
-    assert "beat" not in said
-
-
-def test_the_best_baseline_of_an_error_is_the_lowest() -> None:
-    intervals = {name: Interval(v, v, v) for name, v in (("fine-tuned", 8.0), ("a", 17.0), ("before fine-tuning", 9.0))}
-    gains = {name: Interval(8.0 - one.value, -20, -0.5) for name, one in intervals.items() if name != "fine-tuned"}
-    said = verdict("perplexity", intervals, gains, "x", lower_is_better=True)
-    assert "the best baseline, the model before fine-tuning: perplexity 8.000 against 9.000" in said
-    assert verdict("x", intervals, {}, "x").startswith("There is no baseline")
-
-
 COLUMNS = ("P@L", "rare")
 TASK: Any = SimpleNamespace(
     columns=COLUMNS,
