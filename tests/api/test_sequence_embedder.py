@@ -114,12 +114,6 @@ def test_a_model_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> N
     [
         (["MKT", "MK1"], r"sequences\[1\] has '1' at position 3"),
         ("MKT", "this is a single one"),
-        (np.array([SEQUENCES]), r"not an array of shape \(1, 30\)"),
-        (pd.DataFrame({"s": SEQUENCES}), r"a DataFrame with the columns s; give the column"),
-        (np.zeros(3), r"sequences\[0\] is of type float"),
-        ([], "no sequence"),
-        ({"a": "MKT"}, r"not a dict; give list\(given\.values\(\)\)"),
-        (Path("x.fasta"), "a list of sequences is expected, not PosixPath"),
     ],
 )
 def test_what_is_no_list_of_sequences_is_named(given: Any, says: str) -> None:
@@ -133,8 +127,6 @@ def test_what_is_no_list_of_sequences_is_named(given: Any, says: str) -> None:
     [
         ({"pool": "residue"}, "one row a sequence"),
         ({"pool": "median"}, "mean, max, cls"),
-        ({"layer": 7}, "layers 0 to 6"),
-        ({"tokens": 0}, "from 1 on"),
     ],
 )
 def test_bad_parameters_are_seen_when_it_is_fitted(options: dict[str, Any], says: str) -> None:

@@ -280,27 +280,6 @@ def shorten_labels(directory: Path) -> None:
 
 BAD_INPUT: dict[str, tuple[Callable[[Path], object], list[str], int, str]] = {
     "missing data file": (lambda d: (d / "train.fasta").unlink(), [], 1, "train.fasta: no such file"),
-    "missing recipe": (lambda d: (d / "tiny.yaml").unlink(), [], 2, "tiny.yaml: no such recipe file"),
-    "unknown key": (
-        lambda d: replace(d / "tiny.yaml", "head_lr", "hed_lr"),
-        [],
-        2,
-        "tiny.yaml:6:21: optim.hed_lr: unknown key; did you mean 'head_lr'?",
-    ),
-    "wrong type": (
-        lambda d: replace(d / "tiny.yaml", "steps: 6", "steps: six"),
-        [],
-        2,
-        "tiny.yaml:7:16: train.steps: must",
-    ),
-    "bad override": (lambda d: None, ["optim.lr=fast"], 2, "optim.lr=fast: optim.lr: Input should be a valid number"),
-    "unknown residue": (
-        lambda d: (d / "train.fasta").write_text(">a\nMKT\nAY1A\n"),
-        [],
-        1,
-        "train.fasta:1: record 'a' has '1' at position 6",
-    ),
-    "empty FASTA": (lambda d: (d / "valid.fasta").write_text(""), [], 1, "valid.fasta: holds no record"),
     "duplicate id": (
         lambda d: (d / "train.fasta").write_text(">a\nMKT\n\n>a\nMKV\n"),
         [],
@@ -309,19 +288,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], object], list[str], int, str]] = {
     ),
     "labels of another length": (shorten_labels, [], 1, "residues in"),
     "missing labels": (lambda d: (d / "valid.npz").unlink(), [], 1, "valid.npz: no such file"),
-    "more ranks than sequences": (
-        lambda d: None,
-        ["--nproc", "6"],
-        1,
-        "valid has 5 records, fewer than the 6 processes",
-    ),
     "out is taken": (lambda d: (d / "run" / "x").mkdir(parents=True), [], 2, "run: exists already; pass --resume auto"),
-    "two minds": (
-        lambda d: None,
-        ["--resume", "auto", "--overwrite"],
-        2,
-        "--resume continues a run, and --overwrite removes",
-    ),
     "no such checkpoint": (lambda d: None, ["--resume", "nowhere"], 2, "--resume nowhere: no such directory"),
     "weights that are not here": (
         lambda d: replace(d / "tiny.yaml", "init: random", "init: pretrained"),
@@ -392,23 +359,6 @@ def test_help_imports_nothing_that_is_slow_to_import() -> None:
     assert "typer" in imported
     slow = {"torch", "numpy", "scipy", "sklearn", "pydantic", "Bio", "safetensors", "transformers", "huggingface_hub"}
     assert not slow & {name.partition(".")[0] for name in imported}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--verify", "store", "x.fasta"), "--verify checks a store"),
-        (("--merge", "-o", "store", "--on-unknown", "mask"), "--merge uses the rules of the parts"),
-        (("x.fasta", "-o", "store", "--part", "1/2", "--workers", "2"), "--part runs in one process"),
-        (("--merge", "-o", "store", "--part", "1/2"), "--part reads one part"),
-    ],
-)
-def test_ingest_refuses_options_that_it_would_not_read(
-    arguments: tuple[str, ...], sentence: str, run: Callable[..., tuple[int, str]]
-) -> None:
-    code, error = run("ingest", *arguments)
-    assert code == 2
-    assert sentence in error
 
 
 @pytest.mark.parametrize("given", [""])

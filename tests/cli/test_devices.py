@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import esmshard
-from esmshard.devices import chosen_device
 from esmshard.errors import InputError, UsageError
-from esmshard.model import weights
 from esmshard.parallel.process_group import own_device
 from esmshard.train import loop
 from esmshard.train.resume import kinds_of_device
@@ -26,12 +24,6 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(UsageError, match="device cuda:2: this machine has cpu and cuda:0 to cuda:1"):
-        chosen_device("cuda:2")
-
-
-@pytest.mark.usefixtures("two_gpus")
 def test_processes_share_the_kind_of_device_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [own_device(n, 2, "cuda") for n in range(2)] == [torch.device("cuda", n) for n in range(2)]
     assert [own_device(n, 3, "cpu") for n in range(3)] == [CPU] * 3
@@ -44,21 +36,6 @@ def test_processes_share_the_kind_of_device_that_was_named(monkeypatch: pytest.M
     assert own_device(0, 1, "mps") == torch.device("mps")
     with pytest.raises(UsageError, match="device mps: is a single GPU"):
         own_device(0, 2, "mps")
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_the_named_gpu_is_where_weights_are_copied_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-
-    def build(found: object, device: torch.device, *rest: object) -> torch.nn.Module:
-        asked.append(device)
-        raise InputError("this test has no GPU")
-
-    monkeypatch.setattr(weights, "build", build)
-    for name in ("cuda:1", torch.device("cuda", 1), None):
-        with pytest.raises(InputError, match="has no GPU"):
-            esmshard.load("starter", name)
-    assert asked == [torch.device("cuda", 1), torch.device("cuda", 1), torch.device("cuda")]
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -42,13 +42,6 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_restarts_take_the_launcher(called: list[Any], tiny_recipe: Path, nproc: int) -> None:
-    finetune_commands.finetune(str(tiny_recipe), nproc=nproc, max_restarts=3, overwrite=True)
-    arguments = ["-m", "esmshard", "finetune", str(tiny_recipe), "--overwrite"]
-    assert called == [(arguments, nproc, {"max_restarts": 3})]
-
-
 def test_the_time_limit_counts_from_the_command(
     called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,11 +62,8 @@ def test_the_time_limit_counts_from_the_command(
 @pytest.mark.parametrize(
     ("attempt", "given", "expected"),
     [
-        ("0", {"overwrite": True}, (None, True)),
-        ("1", {"overwrite": True}, (None, True)),  # it did not come to removing what was there
-        ("1", {"resume": "never"}, ("auto", False)),
+        ("1", {"overwrite": True}, (None, True)),
         ("1", {"resume": "auto"}, ("auto", False)),
-        ("1", {"resume": "elsewhere"}, ("elsewhere", False)),
     ],
 )
 def test_a_process_that_was_started_again_goes_on(
@@ -107,19 +97,9 @@ def test_what_was_begun_in_place_of_another_run_is_not_removed(
     [
         ({"stop_after": "soon"}, {}, r"^--stop-after soon: a time is expected, as 3h50m"),
         (
-            {"max_restarts": 1, "resume": "elsewhere"},
-            {},
-            r"^--max-restarts continues from the newest checkpoint of the run",
-        ),
-        (
             {"max_restarts": 1},
             LAUNCHED,
             r"^--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command",
-        ),
-        (
-            {"stop_after": "90s"},
-            {**LAUNCHED, "TORCHELASTIC_MAX_RESTARTS": "2"},
-            r"set ESMSHARD_STOP_AT=\$\(\(\$\(date \+%s\) \+ 90\)\) for the launcher instead$",
         ),
     ],
 )

@@ -52,8 +52,6 @@ def cramped(*arguments: str | Path, cwd: Path, limit: int) -> subprocess.Complet
     ("arguments", "limit", "named"),
     [
         (("predict", "run/model", "x.fasta", "-o", "o.csv"), 4000, "o.csv"),
-        (("predict", "run/model", "x.fasta", "-o", "o.npz"), 4000, "o.npz"),
-        (("report", "run", "-o", "r.html"), 4000, "r.html"),
         (("consolidate", "run", "-o", "again"), 4000, "again"),
         (("ingest", "x.fasta", "-o", "s.store"), 4000, "s.store"),
     ],

@@ -310,30 +310,6 @@ def test_variants_across_sets_are_left_out_and_named(run: Run, table: Path, tmp_
     assert modulo["M1C:K2C"][0] == "none"
 
 
-def test_low_values_against_high_ones(run: Run, table: Path, tmp_path: Path) -> None:
-    """The wild type has 0.5: it, and twice ten substitutions and one up to it, to learn from."""
-    code, out, _ = run("v.csv", "-o", "out", *VARIANTS, "--by", "low-to-high")
-    assert code == 0
-    assert [line.split()[:2] for line in out.splitlines()[2:]] == [["train", "20"], ["valid", "2"], ["test", "21"]]
-    tested = [float(row[1]) for row in cells(tmp_path / "out" / "test.csv")[1:]]
-    assert min(tested) == 0.51
-    for limit, count in (("0.2", 9), ("50%", 22)):
-        assert run("v.csv", "-o", "out", "--overwrite", *VARIANTS, "--by", "low-to-high", "--train-max", limit)[0] == 0
-        learned = [row for name in ("train", "valid") for row in cells(tmp_path / "out" / f"{name}.csv")[1:]]
-        assert len(learned) == count
-    rows = cells(table)
-    with open(table, "w", newline="") as file:
-        csv.writer(file).writerows([["mutant", "kcat", "note"], *rows[2:]])
-    code, _, err = run("v.csv", "-o", "out3", *VARIANTS, "--by", "low-to-high", "--target", "kcat")
-    assert code == 2
-    assert "v.csv: has no row of the wild type, whose value would be the limit; pass --train-max" in err
-    arguments = ("--by", "low-to-high", "--target", "kcat", "--train-max")
-    assert run("v.csv", "-o", "out3", *VARIANTS, *arguments, "0.3")[0] == 0
-    for bad in ("x", "120%", "%"):
-        code, _, err = run("v.csv", "-o", "out4", *VARIANTS, *arguments, bad)
-        assert (code, err) == (2, f"error: --train-max {bad}: a value, or a share of the values as 50%, is expected\n")
-
-
 def test_rows_of_one_variant_stay_together(run: Run, table: Path, tmp_path: Path) -> None:
     """A measurement in four rows, and a synonymous change beside the wild type."""
     with open(table, "a") as file:
@@ -352,12 +328,7 @@ def test_rows_of_one_variant_stay_together(run: Run, table: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        (
-            "labels.fasta",
-            ">c SET=test\nCCHHH\n>b SET=train VALIDATION=True\nHHHHH\n>a SET=train\nCCCC\n>z SET=test\nC\n",
-        ),
         ("x.csv", "sequence,target,set,validation\nMKTAY,1,train,\nAGVWY,2,train,True\nWYWYA,3,test,\nMMMMM,3,test,\n"),
-        ("x.tsv", "id\tset\na\ttrain\nb\tvalid\nc\ttest\nz\ttest\n"),
     ],
 )
 def test_another_file_can_give_the_sets_of_sequences(run: Run, tmp_path: Path, name: str, text: str) -> None:

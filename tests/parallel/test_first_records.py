@@ -92,18 +92,6 @@ def test_ghosts_count_for_nothing() -> None:
     assert stopped([micro(0), micro(1)], [micro(0, is_dummy=True), micro(1)]) is not None
 
 
-def test_a_sequence_under_two_ids_or_numbers_is_two_records() -> None:
-    assert stopped([micro(3)], [micro(4)]) is None
-    assert stopped([micro(6)], [micro(7)]) is None
-
-
-def test_other_tokens_or_ids_under_one_number_are_another_record() -> None:
-    assert stopped([micro(1)], [micro(1)], data=[Data(), Data(crop=4)]) is None
-    renamed = Data()
-    renamed.ids = ("x",) * 8
-    assert stopped([micro(1)], [micro(1)], data=[Data(), renamed]) is None
-
-
 def test_a_record_that_cannot_be_read_is_every_ranks_error() -> None:
     one = World(0, 1, torch.device("cpu"), None)
     with pytest.raises(InputError, match="record 1 is broken") as caught:

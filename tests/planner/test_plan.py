@@ -187,22 +187,6 @@ def test_the_command() -> None:
     assert "--gpus is missing" in missing.stderr
 
 
-def test_the_table_and_json_say_the_same(three_b: Plan) -> None:
-    text, found = three_b.as_text(), three_b.as_json()
-    assert f"take      {' '.join(found['keys'])}" in text
-    assert found["reason"] in text
-    lines = text.splitlines()
-    first = next(n for n, line in enumerate(lines) if line.startswith("strategy"))
-    table, rows = lines[first + 1 : first + 1 + plans.SHOWN], found["options"][: plans.SHOWN]
-    assert len({len(line) for line in lines[first : first + 1 + plans.SHOWN]}) == 1, "columns are as wide everywhere"
-    for line, row in zip(table, rows, strict=True):
-        parts = line.partition(row["checkpointing"] + " ")[2].split()
-        kinds = ("parameters", "gradients", "optimizer", "gathered", "activations", "head", "workspace", "total")
-        assert parts[:8] == [f"{row['memory'][kind] / 2**30:.2f}" for kind in kinds]
-        assert parts[8:10] == ["yes" if row["fits"] else "no", str(row["largest"] or "-")]
-        assert parts[-3:-1] == [f"{1e3 * row['cost'][kind]:.1f}" for kind in ("seconds", "exposed")]
-
-
 def test_quantised_matrices_are_planned_with() -> None:
     lora = (*THREE_B, "adapt.method=lora")
     plain, *others = (planned("2xA100-40GB", *lora, f"model.quantize={kind}") for kind in ("null", "nf4", "int8"))

@@ -198,23 +198,6 @@ def test_the_labels_of_a_sequence_s_training_pairs_are_remembered(trunk: ESM2) -
     assert made.group(train[0], {}) == "", "a model without baselines does not know"
 
 
-@pytest.mark.parametrize("kind", ["number", "multilabel"])
-def test_remembered_labels_of_the_other_kinds(trunk: ESM2, kind: str) -> None:
-    facts = NUMBERS if kind == "number" else {"classes": ["x", "y"], "counts": [1, 1], "records": 2}
-    made = task(facts, kind=kind, hidden=0)
-    labels = [[54.0], [np.nan]] if kind == "number" else [[1, 0], [0, 1]]
-    train = [
-        Example(pair, encode(pair), {"target": np.array(label, np.float32)})
-        for pair, label in zip(("MKT:ACD", "MKT:WWC"), labels, strict=True)
-    ]
-    known = made.baselines(train, model(trunk, made))
-    output = np.asarray(made.baseline_outputs(Example("q", encode("ACD:ACD"), {}), known, None)[MEMORY])
-    if kind == "number":  # one standard deviation above the mean, and the mean itself
-        assert made.predict(output) == pytest.approx([52])
-    else:  # the prior of a half counts as one pair
-        assert made.predict(output) == pytest.approx([0.75, 0.25], rel=1e-5)
-
-
 def compared(*sequences: str) -> ComparedRecords:
     tokens = [encode(one)[1:-1] for one in sequences]
     return ComparedRecords(len(tokens), lambda n: tokens[n], lambda n: f"p{n}")

@@ -341,25 +341,6 @@ def test_baselines_see_the_neighbourhood(trunk: ESM2, kind: str) -> None:
     assert list(made.baseline_outputs(test[0], known, None)) == [first, "length", "one-hot window"]
 
 
-def test_baselines_see_the_length_and_fifteen_residues_with_the_ends_marked() -> None:
-    known = {"length.weight": np.eye(2, dtype=np.float32), "length.bias": np.zeros(2, np.float32)}
-    found = task().baseline_outputs(Example("a", encode("ACX"), {}), known, None)["length"]
-    assert found == pytest.approx(np.tile([3, math.log(3)], (3, 1)))
-    known = {"one-hot window.weight": np.eye(315, dtype=np.float32), "one-hot window.bias": np.zeros(315, np.float32)}
-    found = task().baseline_outputs(Example("a", encode("ACX"), {}), known, None)["one-hot window"]
-    found = found.reshape(3, 15, 21)
-    a, c, beyond = STANDARD.index("A"), STANDARD.index("C"), 20
-    assert [(w, k) for w, k in zip(*np.nonzero(found[0]), strict=True)] == [
-        *((w, beyond) for w in range(7)),
-        (7, a),
-        (8, c),
-        *((w, beyond) for w in range(10, 15)),
-    ]
-    assert found[1, 6].argmax() == a
-    assert found[1, 7].argmax() == c
-    assert not found[1, 8].any()
-
-
 @pytest.mark.parametrize("kind", ["class", "number"])
 def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from sklearn import linear_model

@@ -80,17 +80,6 @@ def test_a_process_that_was_killed(tmp_path: Path) -> None:
     assert found["holder"] is not None
 
 
-def test_a_run_of_another_machine_is_believed(tmp_path: Path) -> None:
-    run(tmp_path)
-    with Lock(tmp_path):
-        fields = json.loads((tmp_path / LOCK).read_text())
-    (tmp_path / LOCK).write_text(json.dumps(fields | {"host": "node7", "machine": "node7", "pid": 4242}))
-    found = one(tmp_path)
-    assert found["state"] == "running"
-    assert "node7" in found["holder"]
-    assert found["last_seen"] is not None
-
-
 def test_several_runs_and_their_exit_code(tmp_path: Path) -> None:
     run(tmp_path / "seed-0", state="done", exit_code=0)
     run(tmp_path / "seed-1", state="preempted", exit_code=75)
