@@ -140,8 +140,8 @@ def test_several_seeds_are_runs_of_one(tiny_recipe: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("nproc", [2])
-def test_it_works_in_a_thread(tiny_recipe: Path, nproc: int) -> None:
+def test_it_works_in_a_thread(tiny_recipe: Path) -> None:
+    nproc = 2
     found: list[Run] = []
     how: dict[str, Any] = {"nproc": nproc, "report": False, "train": {"steps": 1}}
     thread = threading.Thread(target=lambda: found.append(finetune(tiny_recipe, **how)))
@@ -208,9 +208,9 @@ def test_mistakes_are_one_sentence(tiny_recipe: Path, tmp_path: Path, options: d
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("nproc", [2])
-def test_a_signal_saves_and_is_reported(tiny_recipe: Path, tmp_path: Path, nproc: int) -> None:
+def test_a_signal_saves_and_is_reported(tiny_recipe: Path, tmp_path: Path) -> None:
     """In a process of its own: SIGTERM would end this one where nothing listens."""
+    nproc = 2
     long = {"train": {"steps": 40, "eval_every": 40}, "checkpoint": {"every": 40}}
     script = textwrap.dedent(f"""
         import esmshard, signal, sys

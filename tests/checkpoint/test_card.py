@@ -195,8 +195,8 @@ def test_a_licence_that_forbids_commercial_use_is_said(
     assert sentence in of_this
 
 
-@pytest.mark.parametrize("card_of_base", ["---\nlicense: apache-2.0\n---\n"])
-def test_other_licences_are_not_said_to_forbid_it(card_of_base: str, model: Path, tmp_path: Path) -> None:
+def test_other_licences_are_not_said_to_forbid_it(model: Path, tmp_path: Path) -> None:
+    card_of_base = "---\nlicense: apache-2.0\n---\n"
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "README.md").write_text(card_of_base)
     known, text = written(model, about(model__name=str(tmp_path / "base")))
@@ -238,8 +238,8 @@ def test_the_starter_never_passes_for_esm2(model: Path) -> None:
     assert "not known here" not in text
 
 
-@pytest.mark.parametrize("name", ["/home/ada/esm2_t6_8M_UR50D.pt"])
-def test_a_file_is_not_taken_for_a_released_model(name: str, model: Path) -> None:
+def test_a_file_is_not_taken_for_a_released_model(model: Path) -> None:
+    name = "/home/ada/esm2_t6_8M_UR50D.pt"
     front, text = written(model, about(model__name=name))
     assert front.keys() == {"library_name", "tags"}
     shown = Path(name).name

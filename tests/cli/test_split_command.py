@@ -325,13 +325,9 @@ def test_rows_of_one_variant_stay_together(run: Run, table: Path, tmp_path: Path
                 assert len({line[1] for line in lines if line[0] in ("WT", "M1M")}) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("x.csv", "sequence,target,set,validation\nMKTAY,1,train,\nAGVWY,2,train,True\nWYWYA,3,test,\nMMMMM,3,test,\n"),
-    ],
-)
-def test_another_file_can_give_the_sets_of_sequences(run: Run, tmp_path: Path, name: str, text: str) -> None:
+def test_another_file_can_give_the_sets_of_sequences(run: Run, tmp_path: Path) -> None:
+    name = "x.csv"
+    text = "sequence,target,set,validation\nMKTAY,1,train,\nAGVWY,2,train,True\nWYWYA,3,test,\nMMMMM,3,test,\n"
     (tmp_path / "x.fasta").write_text(">a\nMKTAY\n>b\nAGVWY\n>c\nWYWYA\n>d\nGGGGG\n")
     (tmp_path / name).write_text(text)
     code, _, err = run("x.fasta", "-o", "out", "--by", "given", "--sets", name)

@@ -67,11 +67,9 @@ FORMS: dict[str, Callable[[State], Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["w.pt"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_state_dict_is_read_as_its_size(
-    form: str, name: str, state: State, reference: FairEsm, tmp_path: Path
-) -> None:
+def test_a_state_dict_is_read_as_its_size(form: str, state: State, reference: FairEsm, tmp_path: Path) -> None:
+    name = "w.pt"
     file = saved(FORMS[form](state), tmp_path / name)
     found = weights.read(f"{file}@nano")
     assert (found.config, found.absent, found.files) == (TINY, (), (file,))

@@ -125,8 +125,8 @@ def test_exit_codes(run: Callable[..., Launched], actions: list[str], code: int,
     assert re.fullmatch(said, output), output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM])
-def test_processes_save_whatever_else_comes(run: Callable[..., Launched], number: int) -> None:
+def test_processes_save_whatever_else_comes(run: Callable[..., Launched]) -> None:
+    number = signal.SIGTERM
     job = run("train enough", "train enough")
     job.ready(0, 1)
     job.send(number)

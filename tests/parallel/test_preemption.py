@@ -84,8 +84,8 @@ def test_no_durations(text: str) -> None:
         preemption.seconds(text)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM"])
-def test_a_signal_stops_at_once_where_nothing_is_to_save(name: str) -> None:
+def test_a_signal_stops_at_once_where_nothing_is_to_save() -> None:
+    name = "SIGTERM"
     number = int(getattr(signal, name))
     with pytest.raises(Preempted, match=f"^stopped by {name}$") as stopped, Preemption() as asking:
         assert asking.asked == 0

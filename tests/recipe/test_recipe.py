@@ -145,8 +145,8 @@ def test_betas_are_two_numbers_below_one(path: Path, betas: str) -> None:
     assert load(path, ["optim.betas=[0.8, 0.9]"]).optim.betas == (0.8, 0.9)
 
 
-@pytest.mark.parametrize("section", ["train: 3"])
-def test_a_section_that_is_no_mapping_is_refused_in_its_line(path: Path, section: str) -> None:
+def test_a_section_that_is_no_mapping_is_refused_in_its_line(path: Path) -> None:
+    section = "train: 3"
     edit(path, "train: {steps: 40, seed: 7}", section)
     found = problem(path)
     assert found.startswith(f"{path}:11:")
@@ -165,11 +165,10 @@ def test_a_missing_key_is_refused(path: Path, old: str, expected: str) -> None:
     assert problem(path) == f"{path}:{expected}"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [("  clip: 2", "  lr: 2", "10:3")],
-)
-def test_a_key_given_twice_is_refused(path: Path, old: str, new: str, expected: str) -> None:
+def test_a_key_given_twice_is_refused(path: Path) -> None:
+    old = "  clip: 2"
+    new = "  lr: 2"
+    expected = "10:3"
     edit(path, old, new)
     assert problem(path).startswith(f"{path}:{expected}: not YAML: found duplicate key")
 
@@ -191,8 +190,8 @@ def test_what_is_no_mapping_is_refused(path: Path, text: str) -> None:
     assert problem(path).startswith(f"{path}:1:1: a recipe is a YAML mapping with the keys task, model, ")
 
 
-@pytest.mark.parametrize("data", [b"out: \xff\xfe\n"])
-def test_what_is_no_text_is_refused(path: Path, data: bytes) -> None:
+def test_what_is_no_text_is_refused(path: Path) -> None:
+    data = b"out: \xff\xfe\n"
     path.write_bytes(data)
     assert problem(path).startswith(f"{path}:")
 

@@ -99,9 +99,9 @@ def log_odds(trunk: ESM2, name: str) -> float:
 # Packs and pools
 
 
-@pytest.mark.parametrize("zero_shot", [True])
 @pytest.mark.parametrize("pool", POOLS)
-def test_a_pack_says_what_each_variant_says_alone(trunk: ESM2, pool: str, zero_shot: bool) -> None:
+def test_a_pack_says_what_each_variant_says_alone(trunk: ESM2, pool: str) -> None:
+    zero_shot = True
     made = task(("y", "z"), pool=pool, zero_shot=zero_shot, hidden=8)
     found = model(trunk, made)
     together = say(found, made, *NAMES)
@@ -111,9 +111,9 @@ def test_a_pack_says_what_each_variant_says_alone(trunk: ESM2, pool: str, zero_s
     assert len(np.unique(together[:, 0].round(4))) == 5, "all say different things"
 
 
-@pytest.mark.parametrize("hidden", [8])
 @pytest.mark.parametrize("pool", POOLS[:3])
-def test_the_wild_type_is_the_bias(trunk: ESM2, pool: str, hidden: int) -> None:
+def test_the_wild_type_is_the_bias(trunk: ESM2, pool: str) -> None:
+    hidden = 8
     made = task(("y", "z"), pool=pool, hidden=hidden)
     found = model(trunk, made)
     bias = found.head.out.bias.detach().numpy()  # type: ignore[union-attr]
@@ -185,9 +185,9 @@ def test_letters_other_than_the_20_have_no_log_odds(trunk: ESM2, pool: str) -> N
     assert made._zero_shot(example("K2U:Q9C"), log_p_LA) == made._zero_shot(example("Q9C"), log_p_LA) != 0
 
 
-@pytest.mark.parametrize("zero_shot", [True])
 @pytest.mark.parametrize("pool", POOLS)
-def test_gradients_reach_the_trunk(trunk: ESM2, pool: str, zero_shot: bool) -> None:
+def test_gradients_reach_the_trunk(trunk: ESM2, pool: str) -> None:
+    zero_shot = True
     made = task(pool=pool, zero_shot=zero_shot, hidden=8)
     found = model(trunk, made)
     found.zero_grad()
@@ -453,11 +453,9 @@ def test_a_damaged_file_is_made_anew(trunk: ESM2, tmp_path: Path, monkeypatch: p
 # The probe
 
 
-@pytest.mark.parametrize("zero_shot", [True])
 @pytest.mark.parametrize("pool", POOLS)
-def test_a_probe_is_what_scikit_learn_fitted(
-    trunk: ESM2, pool: str, zero_shot: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    zero_shot = True
     from sklearn.linear_model import RidgeCV
 
     made = task(("y", "z"), pool=pool, zero_shot=zero_shot, hidden=0)
