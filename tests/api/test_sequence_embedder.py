@@ -27,7 +27,7 @@ from sklearn.utils.validation import validate_data
 import esmshard
 from esmshard import SequenceEmbedder
 from esmshard.api.sequence_embedder import _loaded, _version
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import UsageError
 from esmshard.vocab import STANDARD
 
 SEQUENCES = ["".join(np.random.default_rng(n).choice(list(STANDARD), 5 + n)) for n in range(30)]
@@ -107,19 +107,6 @@ def test_a_model_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> N
     shutil.rmtree(path)
     write_transformers(path, fair_esm(TINY, 1), TINY)
     assert np.abs(embedder.transform(SEQUENCES) - first).max() > 0.01
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["MKT", "MK1"], r"sequences\[1\] has '1' at position 3"),
-        ("MKT", "this is a single one"),
-    ],
-)
-def test_what_is_no_list_of_sequences_is_named(given: Any, says: str) -> None:
-    for ask in (SequenceEmbedder().fit, SequenceEmbedder().transform):
-        with pytest.raises(InputError, match=says):
-            ask(given)
 
 
 @pytest.mark.parametrize(

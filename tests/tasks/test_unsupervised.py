@@ -13,10 +13,10 @@ from sklearn.linear_model import LogisticRegression
 from esmshard.batch import pack
 from esmshard.data.batching.loader import Example
 from esmshard.model.attention import attention_map
-from esmshard.model.families.esm2 import ESM2, EsmConfig
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
 from esmshard.tasks import contact
-from esmshard.tasks.contact import ContactSettings, ContactTask, contact_precision, valid_pairs
+from esmshard.tasks.contact import ContactSettings, ContactTask
 from esmshard.vocab import STANDARD, encode
 
 N_MAPS = TINY.n_layers * TINY.n_heads
@@ -93,50 +93,6 @@ def test_the_fit_is_that_of_scikit_learn_on_all_valid_pairs_of_the_chosen(trunk:
     assert (weight_C == 0).any(), "L1 leaves out maps that say nothing"
     again, _ = contact.fit_regression(trunk, data, labels, seed=5)
     assert np.array_equal(again, weight_C)
-
-
-def synthetic(rng: np.random.Generator, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int8]]:
-    """Maps [120, L, L] of noise with sinks (columns that all rows look at), and contacts that maps 7 and 42 show."""
-    labels_LL = np.zeros((length, length), np.int8)
-    for _ in range(int(1.5 * length)):
-        i = int(rng.integers(0, length - 6))
-        j = int(rng.integers(i + 6, length))
-        labels_LL[i, j] = labels_LL[j, i] = 1
-    maps = rng.random((120, length, length), dtype=np.float32) ** 3
-    sinks = rng.integers(0, length, size=(120, 2))
-    for c in range(120):
-        maps[c, :, sinks[c]] += rng.gamma(3.0, 3.0, size=(2, length))
-    for c, strength in ((7, 1.2), (42, 2.0)):
-        shown = labels_LL * (rng.random((length, length)) < 0.6)
-        maps[c] += strength * shown
-    maps /= maps.sum(-1, keepdims=True)
-    both = torch.from_numpy(maps.astype(np.float32))
-    return apc(symmetrize(both)).numpy(), labels_LL
-
-
-def test_two_planted_heads_of_120_are_found(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
-    """20 proteins of 50 residues in which two heads see contacts. The regression keeps few weights, theirs are the
-    largest in their order, and on proteins that it has not seen it ranks contacts far above chance.
-    """
-    rng = np.random.default_rng(0)
-    given = [synthetic(rng, 50) for _ in range(25)]
-    maps = {bytes(example.tokens): m for example, (m, _) in zip(examples(25, (50,)), given, strict=True)}
-    trunk_120 = ESM2(EsmConfig(n_layers=6, dim=320, n_heads=20))
-
-    def features(model: ESM2, example: Example, i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]):
-        assert model is trunk_120
-        return maps[bytes(example.tokens)][:, i, j].T
-
-    monkeypatch.setattr(contact, "pair_features", features)
-    weight_C, bias = contact.fit_regression(trunk_120, examples(25, (50,))[:20], [t for _, t in given[:20]], seed=0)
-    assert np.count_nonzero(weight_C) <= 12
-    assert np.argsort(-np.abs(weight_C))[:2].tolist() == [42, 7]
-    assert weight_C[42] > weight_C[7] > 3 * np.sort(np.abs(weight_C))[-3]
-    assert bias < -1
-    scores = [(np.tensordot(weight_C, m, 1).astype(np.float32), t) for m, t in given[20:]]
-    reached = np.mean([contact_precision(s, t)["long P@L"] for s, t in scores])
-    chance = np.mean([t[valid_pairs(t, "long")].mean() for _, t in scores])
-    assert reached > 5 * chance
 
 
 # Which proteins, which pairs
