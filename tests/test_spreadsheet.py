@@ -11,7 +11,7 @@ from command import esmshard
 import esmshard as package
 from esmshard import spreadsheet
 from esmshard.data.tables import read_table
-from esmshard.predict import failures, variant_tables
+from esmshard.predict import predictions, variant_tables
 
 FORMULAS = [
     '=HYPERLINK("http://example.org?"&A1)',
@@ -82,7 +82,7 @@ def test_predictions_for_ids_that_are_formulas(tmp_path: Path) -> None:
 
 
 def test_lists_of_records(tmp_path: Path) -> None:
-    failures.write(tmp_path / "x.npz", [failures.Failure("=1+1", 3, "+ is unknown")])
+    predictions.write_failures(tmp_path / "x.npz", [predictions.Failure("=1+1", 3, "+ is unknown")])
     assert (tmp_path / "x.npz.failed.tsv").read_text() == "id\tlength\treason\n'=1+1\t3\t'+ is unknown\n"
     (tmp_path / "x.fasta").write_text("".join(f">=p{n}\n{'ACDEFGHIKL'[n:]}MKV\n" for n in range(10)))
     done = esmshard("split", "x.fasta", "-o", "sets", "--by", "ratio", cwd=tmp_path)
