@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from esmshard import spreadsheet
 from esmshard.files import replacing
 
 COLUMNS = ("id", "length", "reason")
@@ -38,4 +37,4 @@ def write(out: Path, failures: Sequence[Failure]) -> None:
     # Ids have no white space; reasons come from libraries, and may have any.
     rows = [COLUMNS, *((one.id, str(one.length), " ".join(one.reason.split())) for one in failures)]
     with replacing(path) as file:
-        file.writelines(map(spreadsheet.tab_line, rows))
+        file.writelines("\t".join(row) + "\n" for row in rows)

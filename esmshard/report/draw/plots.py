@@ -1,10 +1,10 @@
 """Figures of a run, drawn with matplotlib (extra `plots`)."""
 
 import base64
+import csv
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from esmshard import spreadsheet
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError
 from esmshard.predict.contact_pictures import FileNames, MapFolder, draw
@@ -57,7 +57,7 @@ def data_uri(png: bytes) -> str:
 
 def _median(table: Path, metric: str) -> tuple[str, float]:
     with open(table, encoding="utf-8", newline="") as file:
-        rows = [(float(row[metric]), row["id"]) for row in spreadsheet.named_rows(file) if row[metric]]
+        rows = [(float(row[metric]), row["id"]) for row in csv.DictReader(file) if row[metric]]
     if not rows:
         raise InputError(f"{table}: no protein has a value for {metric}, so there is none to draw")
     value, record_id = sorted(rows)[len(rows) // 2]

@@ -1,5 +1,6 @@
 """The files of a run's directory, read for a report. An unfinished run has fewer files than a finished run."""
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import spreadsheet
 from esmshard.errors import InputError, UsageError
 from esmshard.files import parse_json
 from esmshard.recipe import recipe_file
@@ -193,7 +193,7 @@ def _proteins(path: Path) -> Proteins | None:
     if not path.is_file():
         return None
     with open(path, encoding="utf-8", newline="") as file:
-        rows = spreadsheet.reader(file)
+        rows = csv.reader(file)
         head, body = next(rows, []), list(rows)
     if head[:2] != ["id", "length"] or any(len(row) != len(head) for row in body):
         raise InputError(f"{path}: damaged (not a table that begins with id and length); evaluate the model again")

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from esmshard import spreadsheet
 from esmshard.data.splits.variant_records import OUT_OF_FOLD
 from esmshard.data.variants.substitutions import Mutation, parse_variant
 from esmshard.errors import InputError
@@ -230,7 +229,7 @@ def _table(path: Path) -> tuple[list[str], list[list[str]]] | None:
         return None
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            rows = spreadsheet.reader(file, strict=True)
+            rows = csv.reader(file, strict=True)
             head, body = next(rows, []), list(rows)
     except (csv.Error, UnicodeDecodeError):
         raise _damaged(path, "not a CSV table") from None
