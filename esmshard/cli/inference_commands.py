@@ -367,7 +367,7 @@ def evaluate(
     from esmshard.predict import contact_pictures
     from esmshard.progress import say
     from esmshard.recipe.sections import Recipe
-    from esmshard.report.draw.plots import draw_maps
+    from esmshard.report.charts import draw_maps
     from esmshard.tasks.finetuned import load_finetuned
     from esmshard.train import evaluate as evaluation
 

@@ -12,12 +12,14 @@ other parameters form one more group, the root: embedding and LM head share a te
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -27,7 +29,7 @@ from esmshard.errors import UsageError
 from esmshard.model.trunk import Trunk
 from esmshard.parallel import context_parallel, shared_tokens, tensor_parallel
 from esmshard.parallel.layout import Layout, kept_products
-from esmshard.parallel.process_group import World
+from esmshard.parallel.process_group import NCCL_GRACE, World
 from esmshard.parallel.tensor_parallel import Wrapper
 from esmshard.parallel.tied_weights import check_ties, ties
 
@@ -68,14 +70,14 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
             "Layout: tensor, context and activation_checkpointing='selective' are for esmshard's own models; leave "
             "them out, or take activation_checkpointing='full'"
         )
-    mesh = None if world.mesh is None else _mesh(world.mesh, layout)
+    mesh = None if world.mesh is None else _mesh(world.mesh, layout, world.timeout)
     with_own_parts: list[Wrapper] = [lambda forward: forward] * len(layers)
     if mesh is not None and layout.tensor > 1:
         with_own_parts = tensor_parallel.split(model, mesh[tensor_parallel.DIMENSION])
     if mesh is None and layout.precision != "fp32":
         with_own_parts = [partial(_in_precision, layer, layout) for layer in layers]
     if mesh is not None and layout.context > 1:
-        context_parallel.split(model, _mesh_of_context(mesh, layout))
+        context_parallel.split(model, _mesh_of_context(mesh, layout, world.timeout))
     checkpointed = _checkpointing(model, layout)
     # `forward` is replaced: a wrapping module would change names, and FSDP's hooks must stay outside.
     for layer, wrapped in zip(layers, with_own_parts, strict=True):
@@ -142,7 +144,7 @@ def _checkpointed(context: dict[str, Any], forward: Callable[..., torch.Tensor])
     return run
 
 
-def _mesh(ranks: DeviceMesh, layout: Layout) -> DeviceMesh:
+def _mesh(ranks: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
     """Return the mesh of all ranks: (shard), or (replicate, shard) for several copies, and `tensor` as the last
     dimension where neighbours compute a layer together.
     """
@@ -150,13 +152,28 @@ def _mesh(ranks: DeviceMesh, layout: Layout) -> DeviceMesh:
         return ranks
     sizes = {"replicate": layout.replicas, "shard": layout.group, tensor_parallel.DIMENSION: layout.tensor}
     names = _data_dimensions(layout) + ((tensor_parallel.DIMENSION,) if layout.tensor > 1 else ())
-    return init_device_mesh(ranks.device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+    return _named_mesh(ranks.device_type, tuple(sizes[name] for name in names), names, seconds)
 
 
-def _mesh_of_context(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+def _mesh_of_context(mesh: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
     """Return the mesh of this rank's group. It is apart from FSDP's mesh, which divides over these ranks, too."""
     sizes, names = (layout.data_size, layout.context), ("data", context_parallel.DIMENSION)
-    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)[context_parallel.DIMENSION]
+    return _named_mesh(mesh.device_type, sizes, names, seconds)[context_parallel.DIMENSION]
+
+
+def _named_mesh(device: str, sizes: tuple[int, ...], names: tuple[str, ...], seconds: int) -> DeviceMesh:
+    """Return a mesh of all ranks whose groups have the time-out of the run. `init_device_mesh` gives its groups the
+    time-out of the backend, so that ranks would wait up to half an hour for one that is stuck.
+    """
+    timeout = timedelta(seconds=seconds + (NCCL_GRACE if device == "cuda" else 0))
+    mesh = torch.arange(dist.get_world_size()).view(sizes)
+    groups = []
+    for dimension, size in enumerate(sizes):
+        for ranks in mesh.movedim(dimension, -1).reshape(-1, size).tolist():
+            group = dist.new_group(ranks, timeout=timeout)  # every rank creates every group
+            if dist.get_rank() in ranks:
+                groups.append(group)
+    return DeviceMesh.from_group(groups, device, mesh, mesh_dim_names=names)
 
 
 def _data_dimensions(layout: Layout) -> tuple[str, ...]:

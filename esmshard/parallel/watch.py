@@ -228,7 +228,6 @@ class Control:
         again = "start again with --resume auto"
         if ended:
             ends = ((self._named([rank]), _at(self._noted(rank)[1:]), why) for rank, (_, why) in ended.items())
-            ends = ((self._named([rank]), _at(self._noted(rank)[1:]), why) for rank, (_, why) in ended.items())
             return "; ".join(f"{who} ended in {place}: {why}" for who, place, why in ends)
         if timed_out and missing:
             blamed = silent or missing

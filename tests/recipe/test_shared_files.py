@@ -8,7 +8,7 @@ import pytest
 from command import esmshard
 
 from esmshard.files import found_place, shared_place
-from esmshard.report.text.path_hiding import Places
+from esmshard.report.page import Places
 
 NAME = "home-of-ada lovelace"
 RECIPE = """\

@@ -12,10 +12,9 @@ from run_directories import Page, interval, page
 from variant_run_directories import CURVE, METRICS, PROTEIN, RANKED, cross_validated, variants, write
 
 from esmshard.errors import InputError
-from esmshard.report.draw import charts
-from esmshard.report.read.run_directory import intervals
-from esmshard.report.text import variant_maps
-from esmshard.report.text.html_report import report
+from esmshard.report import charts, variant_page
+from esmshard.report.files import intervals
+from esmshard.report.page import report
 from esmshard.tasks.metrics import Interval
 from esmshard.train.evaluate import verdict
 
@@ -107,7 +106,7 @@ def test_each_variant_is_drawn_once(tmp_path: Path, drawn: dict[str, Any]) -> No
 def test_maps_of_singles_on_one_scale(tmp_path: Path, drawn: dict[str, Any]) -> None:
     found = page(cross_validated(tmp_path / "v"))
     measured, predicted = (drawn[name].images[0] for name in ("Measured0", "Predicted0"))
-    row = variant_maps.LETTERS.index
+    row = variant_page.LETTERS.index
     grid_AP = measured.get_array()
     assert grid_AP.shape == (20, 4)  # residues 1 to 4, which were measured
     assert {(a, p): grid_AP[a, p] for a, p in zip(*np.nonzero(~grid_AP.mask), strict=True)} == {
@@ -141,7 +140,7 @@ def test_a_long_map_has_several_rows() -> None:
 def test_a_map_that_is_too_long_says_what_it_leaves_out(
     tmp_path: Path, drawn: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(variant_maps, "MOST_POSITIONS", 3)
+    monkeypatch.setattr(variant_page, "MOST_POSITIONS", 3)
     found = page(cross_validated(tmp_path / "v"))
     assert "Residues 1 to 3:" in found.text["map"]
     assert "Changed residues after 3, up to 4, are not shown." in found.text["map"]

@@ -1,4 +1,4 @@
-"""The page on a sweep: its trials, what each setting matters, and the test of the best settings."""
+"""The page about a sweep: its trials, what each setting matters, and the test of the best settings."""
 
 import json
 import math
@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from esmshard.recipe.sweep_file import shown, value_text
-from esmshard.report.draw import charts
-from esmshard.report.read.run_directory import number
-from esmshard.report.read.sweep_directory import SweepFiles
-from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, count_text, unit_text
+from esmshard.report import charts
+from esmshard.report.files import SweepFiles, number
+from esmshard.report.parts import Figure, PageTable, Section, cell, count_text, unit_text
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.metrics import Interval
 
