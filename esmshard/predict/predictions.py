@@ -20,7 +20,7 @@ from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store, linker_of
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
-from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks, track_files
+from esmshard.data.tracks.track_files import TrackFile, record_tracks, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device, is_out_of_memory
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.files import replace_json, without_directories
@@ -223,12 +223,12 @@ def read_input(
     """
     structures = holds_structures(fasta)
     require_structures(fasta, complexes)
-    sequences, files = fasta, list[TrackFile]()
+    files = list[TrackFile]()
     if tracks:
         takes = family_of(weights.read(model).config).tracks
-        sequences, files = outside(fasta, track_files(tracks, takes, model, "--track "))
+        files = with_paths(fasta, track_files(tracks, takes, model, "--track "))
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
-        read = cached_split(fasta, complexes) if structures else sequences
+        read = cached_split(fasta, complexes) if structures else fasta
         found = weights.read(model)
         linker = (chains or found.config.chains).tokens
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))
