@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from esmshard.data.splits.variant_records import OUT_OF_FOLD
-from esmshard.predict.variant_baselines import better_baseline
+from esmshard.predict.known_variants import better_baseline
 from esmshard.recipe import recipe_file
 from esmshard.report import charts
 from esmshard.report.files import AGAIN, RANKED, CrossValidated, RunFiles, Values, number
