@@ -2,9 +2,7 @@
 fewer files than a finished run.
 """
 
-import csv
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +13,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from esmshard.data.splits.variant_records import OUT_OF_FOLD
 from esmshard.data.variants.substitutions import Mutation, parse_variant
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, UsageError, reading
 from esmshard.files import parse_json
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
@@ -118,10 +116,8 @@ def read_run(run: Path) -> RunFiles:
     lines = _lines(run)
     steps = [line for line in lines if is_step(line)]
     validations = [line for line in lines if line.get("split") == "valid" and "step" in line]
-    try:
+    with reading(str(run / METRICS), "remove it to see the rest"):
         spent = goodput(lines)
-    except (KeyError, TypeError):
-        raise InputError(f"{run / METRICS}: damaged (an event without its numbers); the run cannot be shown") from None
     evaluation = _evaluation(run / "evaluation.json")
     return RunFiles(
         path=run,
@@ -175,18 +171,13 @@ def _evaluation(path: Path) -> Evaluation | None:
     raw = json_object(path)
     if raw is None:
         return None
-    try:
+    with reading(str(path), "write it anew with `esmshard evaluate MODEL DATA -o DIR`"):
         metrics = {method: intervals(row) for method, row in raw["metrics"].items()}
         differences = {method: intervals(row) for method, row in raw["differences"].items()}
-        columns = raw["columns"]
-        main = next(iter(metrics.values()))
-        asked = {"task", "step", "split", "records", "interval", "lower_is_better"}
-        if not columns or not main.keys() >= set(columns) or not raw.keys() >= asked:
-            raise KeyError
-    except (KeyError, TypeError, AttributeError, StopIteration):
-        raise InputError(
-            f"{path}: damaged, or written by another version; write it anew with `esmshard evaluate MODEL DATA -o DIR`"
-        ) from None
+        absent = {"task", "step", "split", "records", "interval", "lower_is_better"} - raw.keys()
+        absent |= set(raw["columns"]) - next(iter(metrics.values())).keys()
+        if absent or not raw["columns"]:
+            raise ValueError(f"{', '.join(sorted(absent)) or 'a metric'} is missing")
     return Evaluation(metrics, differences, raw)
 
 
@@ -376,7 +367,7 @@ def is_cross_validated(run: Path) -> bool:
     """
     if (run / "recipe.yaml").is_file() or not (run / SUMMARY).is_file():
         return False
-    return traits(_object(run / SUMMARY).get("task")).reads_table
+    return traits((json_object(run / SUMMARY) or {}).get("task")).reads_table
 
 
 def read_variants(run: Path) -> CrossValidated:
@@ -385,75 +376,37 @@ def read_variants(run: Path) -> CrossValidated:
     Raises:
         InputError: if a file is damaged.
     """
-    raw = _object(run / SUMMARY)
-    names = raw.get("runs")
-    if not isinstance(names, list) or not isinstance(raw.get("recipe"), dict):
-        raise _damaged(run / SUMMARY, "it names no runs, or has no recipe")
-    try:
-        recipe = Recipe.model_validate(raw["recipe"])
-    except ValidationError:  # a recipe of another version; the results are still readable
-        recipe = None
-    runs = {str(name): read_run(run / str(name)) if (run / str(name)).is_dir() else None for name in names}
-    given, joint = None, None
-    if "table" in raw:
-        with _checked(run / SUMMARY, "what it says of the table is not whole"):
-            given = TypeAdapter(GivenTable).validate_python(raw["table"])
-    if "joint" in raw:
-        with _checked(run / SUMMARY, "its joint results are not whole"):
-            joint = TypeAdapter(Joint).validate_python(raw["joint"] | {"verdict": raw["verdict"]})
-    return CrossValidated(
-        path=run,
-        raw=raw,
-        recipe=recipe,
-        given=given,
-        joint=joint,
-        runs=runs,
-        tested=_tested(run / OUT_OF_FOLD),
-        ranked=_ranked(run / RANKED),
-        curve=_curve(run / CURVE),
-    )
-
-
-def _damaged(path: Path, why: object) -> InputError:
-    return InputError(f"{path}: damaged ({why}); {AGAIN}")
-
-
-@contextmanager
-def _checked(path: Path, why: str) -> Iterator[None]:
-    """Turn any missing or unexpected value that a `with` block meets into one sentence."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise _damaged(path, why) from None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        return json_object(path) or {}
-    except InputError:
-        raise _damaged(path, "not a JSON object") from None
+    with reading(str(run / SUMMARY), AGAIN):
+        raw = json_object(run / SUMMARY) or {}
+        names = [str(name) for name in raw["runs"]]
+        given = TypeAdapter(GivenTable).validate_python(raw["table"]) if "table" in raw else None
+        joint = (
+            TypeAdapter(Joint).validate_python(raw["joint"] | {"verdict": raw["verdict"]}) if "joint" in raw else None
+        )
+        try:
+            recipe = Recipe.model_validate(raw["recipe"])
+        except ValidationError:  # a recipe of another version; the results are still readable
+            recipe = None
+    runs = {name: read_run(run / name) if (run / name).is_dir() else None for name in names}
+    with reading(str(run / OUT_OF_FOLD), AGAIN):
+        tested = _tested(run / OUT_OF_FOLD)
+    with reading(str(run / RANKED), AGAIN):
+        ranked = _ranked(run / RANKED)
+    with reading(str(run / CURVE), AGAIN):
+        curve = _curve(run / CURVE)
+    return CrossValidated(run, raw, recipe, given, joint, runs, tested, ranked, curve)
 
 
 def _table(path: Path) -> tuple[list[str], list[list[str]]] | None:
     """Read header and rows."""
     if not path.is_file():
         return None
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            rows = csv.reader(file, strict=True)
-            head, body = next(rows, []), list(rows)
-    except (csv.Error, UnicodeDecodeError):
-        raise _damaged(path, "not a CSV table") from None
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = csv.reader(file)
+        head, body = next(rows, []), list(rows)
     if uneven := [n for n, row in enumerate(body, 1) if len(row) != len(head)]:
-        raise _damaged(path, f"row {uneven[0]:,} has not as many cells as the header")
+        raise ValueError(f"row {uneven[0]:,} has not as many cells as the header")
     return head, body
-
-
-def _mutations(path: Path, names: Sequence[str]) -> list[tuple[Mutation, ...]]:
-    try:
-        return [parse_variant(name) for name in names]
-    except InputError as error:
-        raise _damaged(path, error) from None
 
 
 def _tested(path: Path) -> Tested | None:
@@ -463,16 +416,14 @@ def _tested(path: Path) -> Tested | None:
     head, body = found
     # The columns of the user's table come first. If one of them has a name of ours, all our columns have a prefix.
     prefix = "esmshard " if "esmshard variant" in head else ""
-    if f"{prefix}variant" not in head:
-        raise _damaged(path, "no column 'variant'")
     first = len(head) - 1 - head[::-1].index(f"{prefix}variant")
     place = {name.removeprefix(prefix): first + n for n, name in enumerate(head[first:])}
     several = [name.removeprefix("predicted ") for name in place if name.startswith("predicted ")]
     keys = (
         [("measured", "predicted")] if "predicted" in place else [(f"measured {n}", f"predicted {n}") for n in several]
     )
-    if not keys or not {"fold", *(key for pair in keys for key in pair)} <= place.keys():
-        raise _damaged(path, "no columns 'fold', 'measured' and 'predicted'")
+    if not keys:
+        raise ValueError("there is no column 'predicted'")
     has_one = [row for row in body if any(row[place[said]] for _, said in keys)]
     # a variant that was measured in several rows has the same values in each
     once = {row[first]: row for row in has_one}
@@ -480,9 +431,8 @@ def _tested(path: Path) -> Tested | None:
         np.array([[number(row[place[pair[k]]]) for pair in keys] for row in once.values()]).reshape(-1, len(keys))
         for k in (0, 1)
     )
-    mutations = _mutations(path, list(once))
-    with _checked(path, "a predicted variant has no fold"):
-        fold_N = np.array([int(row[place["fold"]]) for row in once.values()], dtype=np.int64)
+    mutations = [parse_variant(name) for name in once]
+    fold_N = np.array([int(row[place["fold"]]) for row in once.values()], dtype=np.int64)
     return Tested(mutations, several, measured_NT, predicted_NT, fold_N, len(body), len(has_one))
 
 
@@ -492,27 +442,20 @@ def _ranked(path: Path) -> Ranked | None:
         return None
     head, body = found
     keys = [name for name in head if name == "prediction" or name.startswith("prediction ")]
-    if not keys or not {"mutant", "rank"} <= set(head):
-        raise _damaged(path, "no columns 'mutant', 'prediction' and 'rank'")
     rows = [dict(zip(head, row, strict=True)) for row in body]
-    ranks = [number(row["rank"]) for row in rows]
-    if not np.isfinite(ranks).all():
-        raise _damaged(path, "a row has no rank")
+    ranks = [int(row["rank"]) for row in rows]
     rows = [rows[n] for n in np.argsort(ranks, kind="stable")]
-    variants = _mutations(path, [row["mutant"] for row in rows])
-    if any(len(one) != 1 for one in variants):
-        raise _damaged(path, "a row is no single substitution")
+    mutations = [mutation for row in rows for mutation in parse_variant(row["mutant"])]
     values_NT = np.array([[number(row[key]) for key in keys] for row in rows]).reshape(-1, len(keys))
-    return Ranked(rows, [one[0] for one in variants], values_NT)
+    return Ranked(rows, mutations, values_NT)
 
 
 def _curve(path: Path) -> Curve | None:
-    if not path.is_file():
+    raw = json_object(path)
+    if raw is None:
         return None
-    raw = _object(path)
-    with _checked(path, "its points are not whole"):
-        points = sorted(((point["variants"], point["metrics"]) for point in raw["points"]), key=lambda point: point[0])
-        return TypeAdapter(Curve).validate_python(raw | {"points": points})
+    points = sorted(((point["variants"], point["metrics"]) for point in raw["points"]), key=lambda point: point[0])
+    return TypeAdapter(Curve).validate_python(raw | {"points": points})
 
 
 @dataclass(frozen=True)

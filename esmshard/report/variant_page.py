@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +41,6 @@ WORST = 10
 """The number of rows of the table of positions."""
 
 
-def numbering(found: CrossValidated) -> str:
-    """Explain in a sentence or two which residue is number 1."""
-    text = "Positions count the residues of the wild type from 1"
-    offset = found.given.offset if found.given is not None else 0
-    if not offset:
-        return f"{text}, on this page and in all files."
-    return (
-        f"{text}, on this page and in all files. The table counts otherwise: its positions {offset:+d} are those of "
-        f"the wild type. {RANKED} has both, in the columns 'mutant' and 'mutant in table'."
-    )
-
-
 def substitutions(found: CrossValidated) -> Section:
     """Draw maps of the measured and predicted values of each single substitution."""
     section = ("map", "Map of substitutions")
@@ -73,8 +61,6 @@ def substitutions(found: CrossValidated) -> Section:
         "of which were trained on the measured variants, so that this is no test of them. Both have one "
         "colour scale; values beyond its ends, the 2nd and 98th percentile, have the colours of the ends."
     ]
-    if found.given is not None and found.given.offset:
-        texts.append(numbering(found))
     if last < max(changed):
         texts.append(f"Changed residues after {last + 1:,}, up to {max(changed) + 1:,}, are not shown.")
     figures = []
@@ -172,8 +158,6 @@ def positions(found: CrossValidated) -> Section:
     if not figures:
         return Section(*section, missing="No changed position has both a measured and a predicted value.")
     texts = ["A variant with several changes counts at each of their positions."]
-    if found.given is not None and found.given.offset:
-        texts.append(numbering(found))
     return Section(*section, texts, figures, tables)
 
 
@@ -248,11 +232,18 @@ def compared(found: CrossValidated) -> Section:
         )
         caption = f"Of predictions averaged over seeds, then Spearman of each seed.{note}"
         tables.append(PageTable([*head, *(f"seed {seed}" for seed in joint.seeds)], rows, caption))
-        if any(not math.isfinite(one.value) for one in joint.metrics.values()):
-            texts.append("Undefined: a method that says the same of all variants puts them in no order.")
         figures.append(methods_figure("Spearman", joint.metrics, MAIN))
     columns = [str(name) for name in raw.get("columns", ())]
-    rows = [[name, *(_over_runs(row.get(column)) for column in columns)] for name, row in _methods(found)]
+    rows = [
+        [
+            name,
+            *(
+                cell(Interval(*(number(row[c][key]) for key in ("mean", "low", "high"))) if c in row else None)
+                for c in columns
+            ),
+        ]
+        for name, row in raw.get("metrics", {}).items()
+    ]
     if rows and columns:
         note = f"Of the {count_text(len(found.runs), 'run')}, each with its own test set. {raw.get('interval', '')}."
         tables.append(PageTable(["mean over runs", *columns], rows, note))
@@ -265,20 +256,6 @@ def _unit_cell(found: Interval) -> str:
     return f"{unit_text(found.value)}\n{limits}"
 
 
-def _methods(found: CrossValidated) -> Iterator[tuple[str, dict[str, Any]]]:
-    table = found.raw.get("metrics")
-    for name, row in (table if isinstance(table, dict) else {}).items():
-        if isinstance(row, dict):
-            yield str(name), row
-
-
-def _over_runs(row: Any) -> str:
-    if not isinstance(row, dict):
-        return "-"
-    mean, low, high = (math.nan if row.get(key) is None else float(row[key]) for key in ("mean", "low", "high"))
-    return cell(Interval(mean, low, high))
-
-
 def table(found: CrossValidated) -> Section:
     """Return the changes made to the user's table before training."""
     section, given = ("table", "The table of variants"), found.given
@@ -288,7 +265,13 @@ def table(found: CrossValidated) -> Section:
         f"{given.path}: {count_text(given.rows, 'row')}, of which {given.rows_left_out:,} could not be used; "
         f"{OUT_OF_FOLD} has them all, with the reason for each."
     )
-    return Section(*section, [read, numbering(found), *given.notices])
+    numbering = "Positions count the residues of the wild type from 1, on this page and in all files."
+    if given.offset:
+        numbering += (
+            f" The table counts otherwise: its positions {given.offset:+d} are those of the wild type. {RANKED} has "
+            "both, in the columns 'mutant' and 'mutant in table'."
+        )
+    return Section(*section, [read, numbering, *given.notices])
 
 
 def predictions(found: CrossValidated) -> Section:
@@ -382,8 +365,6 @@ def ranked(found: CrossValidated) -> Section:
         run = shlex.quote(str(found.path))
         command = f"esmshard predict {run} --all-singles --with {better} -o better.csv"
         texts.append(f"A baseline was better. It ranks with `{command}`.")
-    if found.given is not None and found.given.offset:
-        texts.append(numbering(found))
     if found.joint is not None:
         texts.append(f"How far to trust them: {found.joint.verdict}")
     return Section(*section, texts, tables=[PageTable(["rank", *named, *keys, "measured"], rows)])
