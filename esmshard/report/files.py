@@ -2,6 +2,7 @@
 fewer files than a finished run.
 """
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
