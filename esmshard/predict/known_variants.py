@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import spreadsheet
 from esmshard.data.batching.loader import SEEN, Examples
 from esmshard.data.splits.variant_records import OUT_OF_FOLD, VariantRecords
 from esmshard.data.tables import counted
@@ -88,7 +87,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return []
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            head, *body = list(spreadsheet.reader(file))
+            head, *body = csv.reader(file)
         # The columns of the user's table come first. If one of them has the name of an added column, all added columns
         # have a prefix.
         prefix = ""

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard import spreadsheet
 from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Examples, Store
 from esmshard.data.batching.packing import by_length
@@ -21,7 +20,7 @@ from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store, linker_of
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
-from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks, track_files
+from esmshard.data.tracks.track_files import TrackFile, record_tracks, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device, is_out_of_memory
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.files import replace_json, replacing, without_directories
@@ -185,7 +184,7 @@ def write_failures(out: Path, failures: Sequence[Failure]) -> None:
     # Ids have no white space; reasons come from libraries, and may have any.
     rows = [("id", "length", "reason"), *((one.id, str(one.length), " ".join(one.reason.split())) for one in failures)]
     with replacing(path) as file:
-        file.writelines(map(spreadsheet.tab_line, rows))
+        file.writelines("\t".join(row) + "\n" for row in rows)
 
 
 _NOT_FINITE = "the predictions are no finite numbers: the weights are damaged, or overflow"
@@ -254,12 +253,12 @@ def read_input(
     """
     structures = holds_structures(fasta)
     require_structures(fasta, complexes)
-    sequences, files = fasta, list[TrackFile]()
+    files = list[TrackFile]()
     if tracks:
         takes = family_of(weights.read(model).config).tracks
-        sequences, files = outside(fasta, track_files(tracks, takes, model, "--track "))
+        files = with_paths(fasta, track_files(tracks, takes, model, "--track "))
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
-        read = cached_split(fasta, complexes) if structures else sequences
+        read = cached_split(fasta, complexes) if structures else fasta
         found = weights.read(model)
         linker = (chains or found.config.chains).tokens
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))

@@ -1,6 +1,7 @@
 """The charts of a report, as SVG that uses the colours of the page, and pictures of contact maps."""
 
 import base64
+import csv
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import spreadsheet
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError
 from esmshard.predict import contact_pictures
@@ -349,7 +349,7 @@ def data_uri(png: bytes) -> str:
 
 def _median(table: Path, metric: str) -> tuple[str, float]:
     with open(table, encoding="utf-8", newline="") as file:
-        rows = [(float(row[metric]), row["id"]) for row in spreadsheet.named_rows(file) if row[metric]]
+        rows = [(float(row[metric]), row["id"]) for row in csv.DictReader(file) if row[metric]]
     if not rows:
         raise InputError(f"{table}: no protein has a value for {metric}, so there is none to draw")
     value, record_id = sorted(rows)[len(rows) // 2]

@@ -2,6 +2,7 @@
 fewer files than a finished run.
 """
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from esmshard import spreadsheet
 from esmshard.data.splits.variant_records import OUT_OF_FOLD
 from esmshard.data.variants.substitutions import Mutation, parse_variant
 from esmshard.errors import InputError, UsageError, reading
@@ -194,7 +194,7 @@ def _proteins(path: Path) -> Proteins | None:
     if not path.is_file():
         return None
     with open(path, encoding="utf-8", newline="") as file:
-        rows = spreadsheet.reader(file)
+        rows = csv.reader(file)
         head, body = next(rows, []), list(rows)
     if head[:2] != ["id", "length"] or any(len(row) != len(head) for row in body):
         raise InputError(f"{path}: damaged (not a table that begins with id and length); evaluate the model again")
@@ -403,7 +403,7 @@ def _table(path: Path) -> tuple[list[str], list[list[str]]] | None:
     if not path.is_file():
         return None
     with open(path, encoding="utf-8", newline="") as file:
-        rows = spreadsheet.reader(file)
+        rows = csv.reader(file)
         head, body = next(rows, []), list(rows)
     if uneven := [n for n, row in enumerate(body, 1) if len(row) != len(head)]:
         raise ValueError(f"row {uneven[0]:,} has not as many cells as the header")
