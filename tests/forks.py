@@ -7,7 +7,7 @@ IMPORTED = [
     "esmshard.embed.job.embed_job",
     "esmshard.predict.predictions",
     "esmshard.parallel.launch",
-    "esmshard.report.text.html_report",
+    "esmshard.report.page",
     "esmshard.train.evaluate",
     "esmshard.train.finetune",
     "h5py",

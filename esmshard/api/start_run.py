@@ -393,7 +393,7 @@ def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
 def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
     """Draw the figure and the report of a run, if the packages for that are installed."""
     from esmshard.data.splits.recipe_splits import open_split
-    from esmshard.report.draw.plots import contact_figure
+    from esmshard.report.charts import contact_figure
     from esmshard.tasks.finetuned import tracks_of
     from esmshard.tasks.registry import new_task
 
@@ -409,7 +409,7 @@ def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
 
 def _report(out: Path) -> None:
     """Write the page on a run or a sweep, if the packages for that are installed."""
-    from esmshard.report.text.html_report import report
+    from esmshard.report.page import report
 
     try:
         say(f"report in {report(out)}")

@@ -170,6 +170,6 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page about a run: curves, metrics beside baselines, predictions, speed, memory, time."""
-    from esmshard.report.text import html_report
+    from esmshard.report import page
 
-    print(html_report.report(run, out))
+    print(page.report(run, out))

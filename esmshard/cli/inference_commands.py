@@ -234,6 +234,7 @@ def predict(
     overwrite: Overwrite = False,
 ) -> None:
     """Write the predictions of a fine-tuned head: contact maps, classes and values; variants ranked, best first."""
+    from esmshard.data.tables import counted
     from esmshard.data.tracks.track_files import named_tracks
     from esmshard.predict import variant_ranking
 
@@ -250,7 +251,7 @@ def predict(
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
         how |= {"kappa": kappa, "diversity": diversity, "device": device, "sites": sites, "baseline": baseline}
         how |= {"all_singles": all_singles}
-        print(f"{out}: {variant_ranking.predict(model, data, out, **how):,} rows")
+        print(f"{out}: {counted(variant_ranking.predict(model, data, out, **how), 'row')}")
         return
 
     from esmshard.predict import predictions
@@ -265,7 +266,7 @@ def predict(
     given: dict[str, Any] = {"tracks": tracks, "complexes": complexes, "device": device}
     done = predictions.predict(model, data, out, png=png, overwrite=overwrite, **given)
     failed = f"; {len(done.failures):,} failed, see {out}.failed.tsv" if done.failures else ""
-    print(f"{out}: {done.records:,} records{failed}")
+    print(f"{out}: {counted(done.records, 'record')}{failed}")
     if done.failures and strict:
         raise typer.Exit(1)
 
@@ -367,7 +368,7 @@ def evaluate(
     from esmshard.predict import contact_pictures
     from esmshard.progress import say
     from esmshard.recipe.sections import Recipe
-    from esmshard.report.draw.plots import draw_maps
+    from esmshard.report.charts import draw_maps
     from esmshard.tasks.finetuned import load_finetuned
     from esmshard.train import evaluate as evaluation
 

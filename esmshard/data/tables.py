@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from xopen import xopen
 
-from esmshard import spreadsheet
 from esmshard.data import workbooks
 from esmshard.errors import InputError
 
@@ -387,10 +386,17 @@ def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str],
             ) from None
         if row is None:
             return
-        row = [spreadsheet.plain(cell.strip()) for cell in row]
+        row = [cell.strip() for cell in row]
         if any(row):
             yield row, line
         line = reader.line_num + 1
+
+
+def write_rows(file: IO[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write the rows of a CSV table, the names of its columns first. Lines end in a line feed."""
+    # Before Python 3.13 the csv module does not quote a carriage return here, and readers would end the line at it.
+    quoted = any("\r" in cell for row in rows for cell in row)
+    csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL).writerows(rows)
 
 
 def _named(path: Path, header: list[str], columns: list[list[str]]) -> dict[str, list[str]]:

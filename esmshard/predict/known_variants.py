@@ -1,25 +1,29 @@
-"""Facts of a run of task `variant` about variants: measured values, predictions by models that had not seen them, and
-the variants of the training.
+"""Facts of a run of task `variant` about variants: measured values, predictions by models that had not seen them, the
+variants of the training, and predictions by its baselines.
 """
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import spreadsheet
-from esmshard.data.batching.loader import SEEN
-from esmshard.data.splits.variant_records import OUT_OF_FOLD
+from esmshard.data.batching.loader import SEEN, Examples
+from esmshard.data.splits.variant_records import OUT_OF_FOLD, VariantRecords
 from esmshard.data.tables import counted
-from esmshard.data.variants.substitutions import parse_variant
-from esmshard.errors import InputError
+from esmshard.data.variants.substitutions import Mutation, parse_variant
+from esmshard.devices import DeviceName
+from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json
+from esmshard.progress import Progress
+from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics
+from esmshard.tasks.finetuned import FineTuned, load_base
 from esmshard.tasks.metrics import LEAST, Interval, variant_spearman
+from esmshard.tasks.variants import FROZEN, ONE_HOT, SHORT, VariantTask, fit_scale
 
 SUMMARY, VARIANT = "summary.json", "variant"
 
@@ -83,7 +87,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return []
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            head, *body = list(spreadsheet.reader(file))
+            head, *body = csv.reader(file)
         # The columns of the user's table come first. If one of them has the name of an added column, all added columns
         # have a prefix.
         prefix = ""
@@ -221,3 +225,84 @@ def spearman_sentence(found: Interval, target: str, unit: str) -> str:
 
 def _finite(found: Interval) -> dict[str, float | None]:
     return {name: None if np.isnan(value) else value for name, value in asdict(found).items()}
+
+
+def baseline_of(name: str) -> str:
+    """Return the baseline of a short name, or of its name in `summary.json`. `UsageError` for another name."""
+    if name not in (*SHORT, *SHORT.values()):
+        raise UsageError(f"--with {name}: choose one of {', '.join(SHORT)}")
+    return SHORT.get(name, name)
+
+
+def better_baseline(summary: Mapping[str, Any]) -> str | None:
+    """Return the short name of the best baseline that was better than the fine-tuned model; None if none was. Without
+    intervals, the difference in the sample decides.
+
+    Args:
+        summary: the content of `summary.json` of a cross-validation.
+    """
+    scores = summary.get("joint", {})
+    better = {
+        short: scores["metrics"][name]["value"]
+        for short, name in SHORT.items()
+        if (gain := scores.get("differences", {}).get(name))
+        and ((gain["value"] if gain["high"] is None else gain["high"]) or 0.0) < 0
+    }
+    return max(better, key=better.__getitem__, default=None)
+
+
+def baseline_predictions(
+    name: str,
+    found: FineTuned,
+    measured: Mapping[tuple[Mutation, ...], float],
+    variants: Sequence[tuple[Mutation, ...]],
+    device: DeviceName = None,
+) -> npt.NDArray[np.float32]:
+    """Fit a baseline to measured variants, as those of the folds are fitted, and predict variants, float32 [N].
+
+    Args:
+        name: the baseline.
+        found: a model of the run, for its task and its recipe.
+        measured: the values of the first target; at most `VariantTask.baseline_records` of them are used.
+        variants: N variants, like the measured ones of the part of the protein that the model sees.
+        device: see `chosen_device`.
+
+    Raises:
+        InputError: nothing was measured, or the run has no such baseline.
+    """
+    task, target = found.task, found.task.names[0]
+    assert isinstance(task, VariantTask)
+    if len(set(measured.values())) < 2:
+        raise InputError(
+            f"--with {name}: the run has no measured variants, which variants.csv of a cross-validation lists; name "
+            "the directory of a cross-validation"
+        )
+    if name not in (ONE_HOT, FROZEN) and not task.settings.zero_shot:
+        raise InputError(f"--with {name}: the run has no zero-shot scores (task.zero_shot is false); choose another")
+    scale = fit_scale(np.array(list(measured.values())), task.facts["scales"][0]["kind"])
+    own = {"targets": [target], "scales": [scale.as_json()]}
+    own |= {"lower_is_better": [target] if target in task.facts["lower_is_better"] else []}
+    task = VariantTask(task.settings, dict(task.facts) | own)
+    base = None if name == ONE_HOT else load_base(Recipe.model_validate(found.about["recipe"]), task, device)
+    train = _examples(task, list(measured))
+    values = list(measured.values())
+    some = range(0, len(train), -(-len(train) // task.baseline_records))
+    known = task.baselines(
+        [replace(train.get(n), labels={"target": np.array([values[n]], np.float32)}) for n in some], base, name
+    )
+    examples, predicted = _examples(task, variants), list[np.float32]()
+    if name == FROZEN and base is not None:
+        task.look_ahead([examples.get(n) for n in range(len(examples))], base)
+    with Progress("predict", len(examples)) as progress:
+        for n in range(len(examples)):
+            output = task.baseline_outputs(examples.get(n), known, base)[name]
+            assert isinstance(output, np.ndarray)
+            predicted.append(task.predict(output)[0])
+            if not n % 1000:
+                progress.update(n, "variants")
+    return np.array(predicted, np.float32)
+
+
+def _examples(task: VariantTask, variants: Sequence[tuple[Mutation, ...]]) -> Examples:
+    records = VariantRecords(Path("variants"), task.wild_type, list(variants), int(task.facts["first"]))
+    return Examples("input", records.path, records, None)

@@ -20,16 +20,15 @@ from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store, linker_of
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
-from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks, track_files
+from esmshard.data.tracks.track_files import TrackFile, record_tracks, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device, is_out_of_memory
 from esmshard.errors import InputError, UsageError, writing
-from esmshard.files import replace_json, without_directories
+from esmshard.files import replace_json, replacing, without_directories
 from esmshard.joined_chains import Chains
 from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.threads import packs_at_once, side_by_side
-from esmshard.predict import contact_pictures, failures
-from esmshard.predict.failures import Failure, failures_file
+from esmshard.predict import contact_pictures
 from esmshard.predict.writers import (
     CsvWriter,
     NpzWriter,
@@ -65,6 +64,16 @@ proteins is equivalent to a pack of at most 2^20 pairs of longer ones: one of 1,
 FORMAT, VERSION = "esmshard-predictions", "1"
 
 
+class Failure(NamedTuple):
+    """A record that is missing in the output."""
+
+    id: str
+    length: int
+    """The number of residues."""
+    reason: str
+    """The reason of the failure, as a clause for users."""
+
+
 class Predicted(NamedTuple):
     """The result of a prediction run."""
 
@@ -96,7 +105,7 @@ def predict(
     counts them in each chain, and `OUT.chains.tsv` lists the residues of each chain and how they were joined.
 
     A record that does not fit into memory, or is too long for a model with learned positions, is left out of the output
-    and listed in `OUT.failed.tsv`; see `esmshard.predict.failures`. `OUT.json` says how the output was made, and what
+    and listed in `OUT.failed.tsv`; see `write_failures`. `OUT.json` says how the output was made, and what
     was changed in the records or left out of them.
 
     Args:
@@ -146,7 +155,7 @@ def predict(
                 residues += sum(each)
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
             # The lists come first: an output is never there without them.
-            failures.write(out, failed)
+            write_failures(out, failed)
             write_chains(out, chains, found.model.trunk.config.chains.text)
             if len(failed) == len(store):
                 raise InputError(
@@ -155,6 +164,27 @@ def predict(
             facts |= {"records": len(store) - len(failed), "failed": len(failed)}
             replace_json(facts_file(out), facts)  # An output is never there without it, either.
         return Predicted(len(store) - len(failed), tuple(failed))
+
+
+def failures_file(out: Path) -> Path:
+    """Return the path of the list of an output's failures.
+
+    >>> failures_file(Path("maps/x.npz")).as_posix()
+    'maps/x.npz.failed.tsv'
+    """
+    return out.with_name(f"{out.name}.failed.tsv")
+
+
+def write_failures(out: Path, failures: Sequence[Failure]) -> None:
+    """Write `OUT.failed.tsv`, in the order of the input. If nothing failed, remove the file of an earlier run."""
+    path = failures_file(out)
+    if not failures:
+        path.unlink(missing_ok=True)
+        return
+    # Ids have no white space; reasons come from libraries, and may have any.
+    rows = [("id", "length", "reason"), *((one.id, str(one.length), " ".join(one.reason.split())) for one in failures)]
+    with replacing(path) as file:
+        file.writelines("\t".join(row) + "\n" for row in rows)
 
 
 _NOT_FINITE = "the predictions are no finite numbers: the weights are damaged, or overflow"
@@ -223,12 +253,12 @@ def read_input(
     """
     structures = holds_structures(fasta)
     require_structures(fasta, complexes)
-    sequences, files = fasta, list[TrackFile]()
+    files = list[TrackFile]()
     if tracks:
         takes = family_of(weights.read(model).config).tracks
-        sequences, files = outside(fasta, track_files(tracks, takes, model, "--track "))
+        files = with_paths(fasta, track_files(tracks, takes, model, "--track "))
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
-        read = cached_split(fasta, complexes) if structures else sequences
+        read = cached_split(fasta, complexes) if structures else fasta
         found = weights.read(model)
         linker = (chains or found.config.chains).tokens
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))

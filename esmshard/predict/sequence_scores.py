@@ -3,6 +3,7 @@
 The score is from Salazar et al. 2020 (doi:10.18653/v1/2020.acl-main.240), and needs no labels and no training.
 """
 
+import csv
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import spreadsheet
 from esmshard.data.batching.loader import Examples
 from esmshard.data.store.token_store import linker_of
 from esmshard.data.tables import counted
@@ -186,7 +186,7 @@ def _write(out: Path, examples: Examples, columns: Mapping[str, npt.NDArray[Any]
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".csv":
         with replacing(out) as file:
-            table = spreadsheet.writer(file)
+            table = csv.writer(file, lineterminator="\n")
             table.writerow(["id", *columns])
             for n in range(len(examples)):
                 numbers = [values_N[n].item() for values_N in columns.values()]

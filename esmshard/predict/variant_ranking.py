@@ -2,7 +2,7 @@
 measure next.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +20,9 @@ from esmshard.devices import DeviceName
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.predict import known_variants, proposals, variant_tables
-from esmshard.predict.known_variants import Known
+from esmshard.predict.known_variants import Known, baseline_of, baseline_predictions, better_baseline
 from esmshard.predict.language_models import check_finite
 from esmshard.predict.proposals import DIVERSITY, KAPPA
-from esmshard.predict.variant_baselines import baseline_of, baseline_predictions, better_baseline
 from esmshard.predict.variant_tables import text
 from esmshard.predict.writers import check
 from esmshard.predict.zero_shot import all_singles as list_singles
@@ -131,7 +130,7 @@ def predict(
         diversity: see `proposals.choose`.
         sites: the sites that proposals may change: positions in the numbering of the table, divided by commas, or
             `all`; by default those that the training has varied.
-        baseline: rank by this baseline (`variant_baselines.baseline_of`), fitted to all measured variants of the run.
+        baseline: rank by this baseline (`known_variants.baseline_of`), fitted to all measured variants of the run.
         all_singles: without a table, rank all single substitutions; otherwise the candidates of
             `proposals.candidates`.
         device: see `chosen_device`.
@@ -162,20 +161,26 @@ def predict(
         request = _candidates(task, known, own, sites, method)
     for notice in request.notices:
         say(notice)
+    sign = -1.0 if task.names[0] in task.facts["lower_is_better"] else 1.0
     if method is None:
-        scores = _model_predictions(task, models, request)
+        scores_MNT = np.stack([predictions(model, [*request.mutations, ()]) for model in models])
+        scores = _Predictions(scores_MNT[:, :-1], float(scores_MNT[:, -1, 0].mean()), sign, len(task.names))
         check_finite(np.moveaxis(scores.values_MNT, 1, -1), run)
     else:
         values_N = baseline_predictions(method, models[0], own.measured, [*request.mutations, ()], device)
-        scores = _Predictions(values_N[None, :-1, None], float(values_N[-1]), _sign(task), 1)
+        scores = _Predictions(values_N[None, :-1, None], float(values_N[-1]), sign, 1)
         baseline_values = known.baselines.get(method, {})
         known = replace(known, out_of_fold={name: [value] for name, value in baseline_values.items()}, baselines={})
     intervals = _Intervals(known, own)
+    ranking = _Ranking(task, known, own, request, scores, intervals)
     if propose is None:
-        rows = _every_row(task, known, own, request, scores, intervals, of_table=table is not None)
+        rows = ranking.every_row(of_table=table is not None)
     else:
-        allowed = own.allowed(sites, request.offset)
-        rows = _proposed(run, task, known, own, request, scores, intervals, allowed, propose, kappa, diversity, method)
+        if len(models) < 2 and method is None:
+            raise UsageError(f"--propose needs several models, and {run} has one; pass the run of a cross-validation")
+        rows = ranking.proposed(own.allowed(sites, request.offset), propose, kappa, diversity)
+        if method is not None:
+            rows.messages.append(f"these proposals are by {method}, a single model, so that --kappa has no effect")
     variants = len(request.mutations)
     places = [*rows.order.tolist(), *range(variants, variants + len(rows.not_ranked))]
     columns = {name: [cells[n] for n in places] for name, cells in request.columns.items()}
@@ -334,15 +339,6 @@ class _Predictions:
         return np.argsort(-self.sign * self.mean_N, kind="stable")
 
 
-def _model_predictions(task: VariantTask, models: Sequence[FineTuned], request: RankingRequest) -> _Predictions:
-    scores_MNT = np.stack([predictions(model, [*request.mutations, ()]) for model in models])
-    return _Predictions(scores_MNT[:, :-1], float(scores_MNT[:, -1, 0].mean()), _sign(task), len(task.names))
-
-
-def _sign(task: VariantTask) -> float:
-    return -1.0 if task.names[0] in task.facts["lower_is_better"] else 1.0
-
-
 @dataclass(frozen=True)
 class _Rows:
     """The rows of the output."""
@@ -359,27 +355,99 @@ class _Rows:
     """The messages for the user after everything is written."""
 
 
-def _every_row(
-    task: VariantTask,
-    known: Known,
-    own: _OwnVariants,
-    request: RankingRequest,
-    scores: _Predictions,
-    intervals: _Intervals,
-    of_table: bool,
-) -> _Rows:
-    """Return rows of all variants, best first, and after them rows that cannot be ranked."""
-    order, not_ranked, names = scores.order_N, request.not_ranked, [name_of(one) for one in request.mutations]
-    new = _predicted(task, request, scores, intervals, order)
-    new |= _trained_on(task, known, own, scores, [request.mutations[n] for n in order])
-    new = {name: [*cells, *[""] * len(not_ranked)] for name, cells in new.items()}
-    if of_table:
-        new[NOT_RANKED] = [*[""] * len(order), *not_ranked]
-    if request.values_N is None:
-        return _Rows(order, not_ranked, new, {}, [])
-    mean_N, target = scores.mean_N.astype(np.float64), task.names[0]
-    compared, messages = known_variants.compared(known, names, mean_N, request.values_N, target)
-    return _Rows(order, not_ranked, new, {"compared": compared}, messages)
+@dataclass(frozen=True)
+class _Ranking:
+    """All that the rows of the output are made of."""
+
+    task: VariantTask
+    known: Known
+    own: _OwnVariants
+    request: RankingRequest
+    scores: _Predictions
+    intervals: _Intervals
+
+    def every_row(self, of_table: bool) -> _Rows:
+        """Return rows of all variants, best first, and after them rows that cannot be ranked."""
+        request, order, not_ranked = self.request, self.scores.order_N, self.request.not_ranked
+        new = self._predicted(order) | self._trained_on([request.mutations[n] for n in order])
+        new = {name: [*cells, *[""] * len(not_ranked)] for name, cells in new.items()}
+        if of_table:
+            new[NOT_RANKED] = [*[""] * len(order), *not_ranked]
+        if request.values_N is None:
+            return _Rows(order, not_ranked, new, {}, [])
+        names, mean_N = [name_of(one) for one in request.mutations], self.scores.mean_N.astype(np.float64)
+        compared, messages = known_variants.compared(self.known, names, mean_N, request.values_N, self.task.names[0])
+        return _Rows(order, not_ranked, new, {"compared": compared}, messages)
+
+    def proposed(self, allowed: Collection[int], count: int, kappa: float, diversity: float) -> _Rows:
+        """Choose the variants to measure next, in the order of choice.
+
+        Args:
+            allowed: the positions, from 0, that they may change.
+            count: see `proposals.choose`, like the others.
+            kappa: see there.
+            diversity: see there.
+        """
+        request = self.request
+        better_MN = self.scores.sign * self.scores.values_MNT[:, :, 0]
+        # A table may have a variant in several rows.
+        first = {one: n for n, one in reversed(list(enumerate(request.mutations)))}
+        new = {one: n for one, n in first.items() if one and name_of(one) not in self.known.measured}
+        free = sorted(n for one, n in new.items() if all(mutation.position in allowed for mutation in one))
+        elsewhere = len(new) - len(free)
+        if len(free) < count:
+            fix = f"pass --propose {len(free)}" if free else "pass other variants, or --propose without --all-singles"
+            if elsewhere:
+                fix = f"{fix}, or --sites all for {elsewhere:,} more at sites that the training has not varied"
+            raise UsageError(f"--propose {count}: only {len(free):,} of the variants have not been measured yet; {fix}")
+        if elsewhere:
+            say(
+                f"not proposed: {counted(elsewhere, 'variant')} at other sites than those varied in training; --sites "
+                "names others"
+            )
+        variants = [request.mutations[n] for n in free]
+        chosen = proposals.choose(better_MN[:, free], variants, count, kappa, diversity)
+        how: dict[str, Any] = {"count": count, "candidates": len(free), "kappa": kappa, "diversity": diversity}
+        how |= {"sites": [place + 1 - request.offset for place in sorted(allowed)], "about_candidates": request.about}
+        how |= {"objective": proposals.OBJECTIVE, **proposals.composition([variants[n] for n in chosen])}
+        verdict = self.known.verdict or "not known, as the run has not been concluded"
+        order = np.array(free)[chosen]
+        new_columns = self._predicted(order) | {VARIED: self._varied([request.mutations[n] for n in order])}
+        return _Rows(order, [], new_columns, {"proposed": how}, [f"how far to trust these proposals: {verdict}"])
+
+    def _predicted(self, order: npt.NDArray[np.int64]) -> dict[str, list[str]]:
+        """Make the columns with mean, interval and standard deviation over the models of each target, and the rank."""
+        values_MNT = self.scores.values_MNT[:, order]
+        mean_NT = values_MNT.mean(0)
+        sd_NT = values_MNT.std(0, ddof=1) if len(values_MNT) > 1 else np.full_like(mean_NT, np.nan)
+        new: dict[str, list[str]] = {}
+        for t, of in enumerate(self._endings()):
+            new[f"prediction{of}"] = list(map(text, mean_NT[:, t]))
+            if t == 0:
+                new |= self.intervals.columns(of, mean_NT[:, 0], [self.request.mutations[n] for n in order])
+            new[f"{DISAGREEMENT}{of}"] = list(map(text, sd_NT[:, t]))
+        rank_N = np.empty(len(self.scores.order_N), np.int64)
+        rank_N[self.scores.order_N] = np.arange(1, len(rank_N) + 1)
+        return new | {"rank": list(map(str, rank_N[order].tolist()))}
+
+    def _trained_on(self, variants: Sequence[tuple[Mutation, ...]]) -> dict[str, list[str]]:
+        """Make the columns that separate predictions of variants which training has seen from others."""
+        names, nothing = [name_of(one) for one in variants], [np.nan] * len(self.task.names)
+        new = {
+            f"{OUT_OF_FOLD}{of}": [text(self.known.out_of_fold.get(name, nothing)[t]) for name in names]
+            for t, of in enumerate(self._endings())
+        }
+        seen = self.known.seen
+        new[SEEN] = ["" if seen is None else "yes" if name in seen else "no" for name in names]
+        return new | {VARIED: self._varied(variants)}
+
+    def _varied(self, variants: Sequence[tuple[Mutation, ...]]) -> list[str]:
+        return ["" if not self.own.sites else "yes" if self.own.varied(one) else "no" for one in variants]
+
+    def _endings(self) -> list[str]:
+        """Return the endings of the column names of each predicted target."""
+        names = self.task.names
+        return [f" {name}" for name in names][: self.scores.targets] if len(names) > 1 else [""]
 
 
 def _candidates(
@@ -408,17 +476,13 @@ def _listed(task: VariantTask, known: Known, variants: Sequence[tuple[Mutation, 
     columns = {"mutant": [name_of(one) for one in mutations]}
     columns["measured"] = [known.measured.get(name, "") for name in columns["mutant"]]
     if offset:
-        notices.append(_numbering(offset, "mutant", IN_TABLE))
+        notices.append(
+            f"the column 'mutant' counts residues of the wild type from 1, '{IN_TABLE}' counts them as the table of "
+            f"the run does: its positions {offset:+d} are those of the wild type"
+        )
         own = [name_of(renumbered(one, -offset)) for one in mutations]
         columns = {"mutant": columns["mutant"], IN_TABLE: own, "measured": columns["measured"]}
     return RankingRequest(columns, mutations, [], None, offset, notices)
-
-
-def _numbering(offset: int, wild_type: str, table: str) -> str:
-    return (
-        f"the column '{wild_type}' counts residues of the wild type from 1, '{table}' counts them as the table of the "
-        f"run does: its positions {offset:+d} are those of the wild type"
-    )
 
 
 def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, offset: int | None) -> RankingRequest:
@@ -477,96 +541,6 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
     if target in variants.table.columns:
         values_N = variants.table.numbers(target)[rows]
     return RankingRequest(columns, mutations, [why[row] for row in left], values_N, variants.offset, notices)
-
-
-def _proposed(
-    run: str,
-    task: VariantTask,
-    known: Known,
-    own: _OwnVariants,
-    request: RankingRequest,
-    scores: _Predictions,
-    intervals: _Intervals,
-    allowed: Collection[int],
-    count: int,
-    kappa: float,
-    diversity: float,
-    method: str | None,
-) -> _Rows:
-    """Choose the variants to measure next, in the order of choice."""
-    better_MN = scores.sign * scores.values_MNT[:, :, 0]
-    if len(better_MN) < 2 and method is None:
-        raise UsageError(f"--propose needs several models, and {run} has one; pass the run of a cross-validation")
-    # A table may have a variant in several rows.
-    first = {one: n for n, one in reversed(list(enumerate(request.mutations)))}
-    new = {one: n for one, n in first.items() if one and name_of(one) not in known.measured}
-    free = sorted(n for one, n in new.items() if all(mutation.position in allowed for mutation in one))
-    if len(free) < count:
-        elsewhere = len(new) - len(free)
-        fix = f"pass --propose {len(free)}" if free else "pass other variants, or --propose without --all-singles"
-        if elsewhere:
-            fix = f"{fix}, or --sites all for {elsewhere:,} more at sites that the training has not varied"
-        raise UsageError(f"--propose {count}: only {len(free):,} of the variants have not been measured yet; {fix}")
-    if elsewhere := len(new) - len(free):
-        say(f"not proposed: {elsewhere:,} variants at other sites than those varied in training; --sites names others")
-    variants = [request.mutations[n] for n in free]
-    chosen = proposals.choose(better_MN[:, free], variants, count, kappa, diversity)
-    how: dict[str, Any] = {"count": count, "candidates": len(free), "kappa": kappa, "diversity": diversity}
-    how |= {"sites": [place + 1 - request.offset for place in sorted(allowed)], "about_candidates": request.about}
-    how |= {"objective": proposals.OBJECTIVE, **proposals.composition([variants[n] for n in chosen])}
-    trust = f"how far to trust these proposals: {known.verdict or 'not known, as the run has not been concluded'}"
-    order = np.array(free)[chosen]
-    new_columns = _predicted(task, request, scores, intervals, order)
-    new_columns[VARIED] = _varied(own, [request.mutations[n] for n in order])
-    messages = [trust]
-    if method is not None:
-        messages.append(f"these proposals are by {method}, a single model, so that --kappa has no effect")
-    return _Rows(order, [], new_columns, {"proposed": how}, messages)
-
-
-def _predicted(
-    task: VariantTask,
-    request: RankingRequest,
-    scores: _Predictions,
-    intervals: _Intervals,
-    order: npt.NDArray[np.int64],
-) -> dict[str, list[str]]:
-    """Make the columns with mean, interval and standard deviation over the models of each target, and with the rank."""
-    values_MNT = scores.values_MNT[:, order]
-    mean_NT = values_MNT.mean(0)
-    sd_NT = values_MNT.std(0, ddof=1) if len(values_MNT) > 1 else np.full_like(mean_NT, np.nan)
-    new: dict[str, list[str]] = {}
-    for t, of in enumerate(_of(task)[: scores.targets]):
-        new[f"prediction{of}"] = list(map(text, mean_NT[:, t]))
-        if t == 0:
-            new |= intervals.columns(of, mean_NT[:, 0], [request.mutations[n] for n in order])
-        new[f"{DISAGREEMENT}{of}"] = list(map(text, sd_NT[:, t]))
-    rank_N = np.empty(len(scores.order_N), np.int64)
-    rank_N[scores.order_N] = np.arange(1, len(rank_N) + 1)
-    return new | {"rank": list(map(str, rank_N[order].tolist()))}
-
-
-def _trained_on(
-    task: VariantTask, known: Known, own: _OwnVariants, scores: _Predictions, variants: Sequence[tuple[Mutation, ...]]
-) -> Mapping[str, list[str]]:
-    """Make the columns that separate predictions of variants which training has seen from others."""
-    names, nothing = [name_of(one) for one in variants], [np.nan] * len(task.names)
-    new = {
-        f"{OUT_OF_FOLD}{of}": [text(known.out_of_fold.get(name, nothing)[t]) for name in names]
-        for t, of in enumerate(_of(task)[: scores.targets])
-    }
-    seen = known.seen
-    new[SEEN] = ["" if seen is None else "yes" if name in seen else "no" for name in names]
-    return new | {VARIED: _varied(own, variants)}
-
-
-def _varied(own: _OwnVariants, variants: Sequence[tuple[Mutation, ...]]) -> list[str]:
-    return ["" if not own.sites else "yes" if own.varied(one) else "no" for one in variants]
-
-
-def _of(task: VariantTask) -> list[str]:
-    """Return the endings of the column names of each target."""
-    return [f" {name}" for name in task.names] if len(task.names) > 1 else [""]
 
 
 def predictions(found: FineTuned, mutations: Sequence[tuple[Mutation, ...]]) -> npt.NDArray[np.float32]:

@@ -8,8 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import spreadsheet
-from esmshard.data.tables import counted
+from esmshard.data.tables import counted, write_rows
 from esmshard.data.variants.mutations import Variants, read_variants
 from esmshard.errors import InputError, writing
 from esmshard.files import replacing, without_directories
@@ -83,9 +82,7 @@ def write(out: Path, columns: Mapping[str, Sequence[str]], new: Mapping[str, Seq
     check_new(out, columns, new)
     out.parent.mkdir(parents=True, exist_ok=True)
     with writing(out), replacing(out) as file:
-        writer = spreadsheet.writer(file)
-        writer.writerow([*columns, *new])
-        writer.writerows(zip(*columns.values(), *new.values(), strict=True))
+        write_rows(file, [[*columns, *new], *zip(*columns.values(), *new.values(), strict=True)])
 
 
 def spearman(

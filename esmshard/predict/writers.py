@@ -4,6 +4,7 @@ A writer takes the records one by one, in input order. It is a context manager: 
 finished file; leaving it with an error removes the file, and an older file stays.
 """
 
+import csv
 import io
 import os
 import re
@@ -18,7 +19,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import spreadsheet
 from esmshard.errors import InputError, UsageError
 from esmshard.files import lives, replacing
 from esmshard.joined_chains import BETWEEN
@@ -168,7 +168,11 @@ class CsvWriter(TableWriter):
     def __init__(self, out: Path, names: Sequence[str], **how: bool) -> None:
         super().__init__(out, names, **how)
         self._file = open(self.work, "w", newline="", encoding="utf-8")  # noqa: SIM115  # `close` closes the file
-        self._rows = spreadsheet.writer(self._file)
+        # See `data.tables.write_rows`; a class of the user may have a carriage return in its name.
+        returns = any("\r" in name for name in names)
+        self._rows = csv.writer(
+            self._file, lineterminator="\n", quoting=csv.QUOTE_ALL if returns else csv.QUOTE_MINIMAL
+        )
         first, numbers = self._columns
         self._rows.writerow([*first, *numbers])
 
@@ -271,7 +275,7 @@ def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> 
         return
     rows = [(record_id, ",".join(map(str, each)), join) for record_id, each in lengths.items()]
     with replacing(path) as file:
-        file.writelines(map(spreadsheet.tab_line, [("id", "residues", "join"), *rows]))
+        file.writelines("\t".join(row) + "\n" for row in [("id", "residues", "join"), *rows])
 
 
 def lengths(record: str) -> list[int]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.tables import MISSING, NUMBER, counted, first_three, read_table
-from esmshard.data.tracks.track_files import ProteinTracks, outside, protein_tracks, track_files
+from esmshard.data.tracks.track_files import ProteinTracks, protein_tracks, track_files, with_paths
 from esmshard.data.variants.mutations import TARGET_COLUMNS, protein_of
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
@@ -84,11 +84,11 @@ def score_table(
         raise UsageError(f"{out}: scores are written as .csv; give the file that ending")
     check(out, variant_tables.facts_file(out), overwrite=overwrite)
     column = method.replace("-", "_")
-    fasta, known = _with_tracks(model, wild_type, tracks or {})
+    known = _tracks(model, wild_type, tracks or {})
     if table is None:
-        request = _singles(fasta)
+        request = _singles(wild_type)
     else:
-        request = _of_table(table, fasta, mutant, target, offset)
+        request = _of_table(table, wild_type, mutant, target, offset)
         variant_tables.check_new(out, request.columns, [column, *([f"{column}_sd"] if ensemble else [])])
     models = read_models(model, ensemble, window=window, tracks=tracks or {}, device=device)
     missing = [notice for name in models.names for notice in without_tracks(name, tracks or {})]
@@ -138,13 +138,12 @@ def _agreement(request: "_ScoringRequest", score_N: npt.NDArray[np.float64], val
     return f"{spearman_sentence(found, request.measured, unit)} over {counted(len(values), 'variant')}"
 
 
-def _with_tracks(model: str, wild_type: Path, tracks: Mapping[str, str]) -> tuple[Path, ProteinTracks]:
-    """Return the FASTA file of the sequence alone, and the tracks of the protein."""
+def _tracks(model: str, wild_type: Path, tracks: Mapping[str, str]) -> ProteinTracks:
+    """Return the tracks of the protein."""
     if not tracks:
-        return wild_type, ProteinTracks([])
+        return ProteinTracks([])
     files = track_files(tracks, family_of(weights.read(model).config).tracks, model, "--track ")
-    fasta, outer = outside(wild_type, files)
-    return fasta, protein_tracks(outer, fasta)
+    return protein_tracks(with_paths(wild_type, files), wild_type)
 
 
 @dataclass(frozen=True)

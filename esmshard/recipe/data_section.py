@@ -105,7 +105,8 @@ class DataSettings(Settings):
     join: JoinSettings = JoinSettings()  # type: ignore[call-arg]  # see Recipe
     tracks: dict[str, str] | None = None
     """What the model reads of each residue besides the amino acid, if it is of a family that does (docs/tracks.md): a
-    path by the name of the track, such as {3di: letters.fasta}, or `inside` if the file of the sequences has it."""
+    path by the name of the track, such as {3di: letters.fasta}, or `inside` for the coordinates of structures that
+    are the data themselves."""
     folds: int | None = Field(None, ge=3, le=10**4)
     """The number of parts into which `train`, or `table`, is divided for cross-validation. One part is the test set;
     the next part is the validation set of a table, or if `valid` names the same file as `train`. `--folds` sets this

@@ -4,6 +4,7 @@
 test variant is predicted once, and all methods are compared side by side.
 """
 
+import csv
 import math
 import os
 from collections import defaultdict, deque
@@ -15,10 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import spreadsheet
 from esmshard.data.splits.assignment import LEFT_OUT
 from esmshard.data.splits.variant_records import LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
-from esmshard.data.tables import counted
+from esmshard.data.tables import counted, write_rows
 from esmshard.data.variants.substitutions import name_of, parse_variant
 from esmshard.errors import InputError, UsageError
 from esmshard.files import read_json, replace_json, replacing
@@ -305,7 +305,7 @@ class _Predictions:
         try:
             evaluation = read_json(run / "evaluation.json")
             with open(path, encoding="utf-8", newline="") as file:
-                rows = spreadsheet.named_rows(file)
+                rows = list(csv.DictReader(file))
             versions = read_json(run / "versions.json")
             data = evaluation["recipe"]["data"]
             self.seed, self.fold = int(evaluation["recipe"]["train"]["seed"]), int(data["fold"])
@@ -392,20 +392,20 @@ def _write_variants(
     table, prefix = variants.table, ""
     while any(f"{prefix}{name}" in table.columns for name in ("variant", "fold", *columns, LEFT_OUT_WHY)):
         prefix += "esmshard "  # the user's columns keep their names
+    lines = [[*table.columns, *(f"{prefix}{name}" for name in ("variant", "fold", *columns, LEFT_OUT_WHY))]]
+    for row in range(len(table)):
+        name, place, own = of_row.get(row, ("", None, None))
+        values = dict.fromkeys(columns, math.nan)
+        if own is not None:  # the measured value is also written for variants that no model was tested on
+            values |= {key: float(variants.target_NT[own, t]) for key, t in measured.items()}
+        if place is not None:
+            values |= {key: float(column[place]) for key, column in columns.items()}
+        texts = ["" if math.isnan(value) else f"{value:.6g}" for value in values.values()]
+        fold = "" if place is None else str(fold_N[place])
+        why = variants.left_out.get(row, "")
+        lines.append([*(cells[row] for cells in table.columns.values()), name, fold, *texts, why])
     with replacing(path) as file:
-        writer = spreadsheet.writer(file)
-        writer.writerow([*table.columns, *(f"{prefix}{name}" for name in ("variant", "fold", *columns, LEFT_OUT_WHY))])
-        for row in range(len(table)):
-            name, place, own = of_row.get(row, ("", None, None))
-            values = dict.fromkeys(columns, math.nan)
-            if own is not None:  # the measured value is also written for variants that no model was tested on
-                values |= {key: float(variants.target_NT[own, t]) for key, t in measured.items()}
-            if place is not None:
-                values |= {key: float(column[place]) for key, column in columns.items()}
-            texts = ["" if math.isnan(value) else f"{value:.6g}" for value in values.values()]
-            fold = "" if place is None else str(fold_N[place])
-            why = variants.left_out.get(row, "")
-            writer.writerow([*(cells[row] for cells in table.columns.values()), name, fold, *texts, why])
+        write_rows(file, lines)
 
 
 def _write_curve(path: Path, runs: Sequence[_Predictions]) -> None:

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from esmshard import spreadsheet
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.batching.packing import SCORED_TOKENS, assign
 from esmshard.data.splits.leakage import ComparedRecords, hashes
+from esmshard.data.tables import write_rows
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
 from esmshard.files import found_place, is_hub_name, replace_json, replace_text, replacing, shared_place
@@ -473,7 +473,7 @@ def _write_rows(
         places = [*lengths, *([] if block_N is None else [block_N[n]]), *([groups[n]] if any(groups) else [])]
         lines.append([data.id(n), *map(str, places), *cells])
     with replacing(path) as file:
-        spreadsheet.writer(file).writerows(lines)
+        write_rows(file, lines)
 
 
 def _numbers(rows: Sequence[Row]) -> list[str]:

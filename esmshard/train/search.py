@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from esmshard import spreadsheet
+from esmshard.data.tables import write_rows
 from esmshard.errors import InputError, RunFailed, UsageError
 from esmshard.files import replace_json, replace_text, replacing
 from esmshard.parallel import launch, preemption
@@ -314,12 +314,12 @@ class Search:
         }
         replace_json(self.out / SWEEP, sweep)
         with replacing(self.out / TABLE) as file:
-            writer = spreadsheet.writer(file)
-            writer.writerow(["trial", *space, "state", f"valid {self.metric}", "step", "message"])
+            rows = [["trial", *space, "state", f"valid {self.metric}", "step", "message"]]
             for trial in trials:
                 cells = [*(trial["values"].get(key) for key in space), trial["state"], trial["value"], trial["step"]]
                 texts = ["" if cell is None else cell if isinstance(cell, str) else json.dumps(cell) for cell in cells]
-                writer.writerow([str(trial["number"]), *texts, trial["message"]])
+                rows.append([str(trial["number"]), *texts, trial["message"]])
+            write_rows(file, rows)
         if best is not None:
             settings = [override(key, value) for key, value in best["values"].items()]
             head = f"# The best of {len(trials)} trials: {shown(best['values'])}\n"

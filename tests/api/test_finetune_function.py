@@ -27,7 +27,6 @@ import esmshard
 from esmshard.api.runs import Run, finetune, keys
 from esmshard.errors import InputError, UsageError
 from esmshard.parallel import launch
-from esmshard.recipe.recipe_file import load
 from esmshard.train import loop
 
 TWO_STEPS = {"steps": 2, "eval_every": 2}
@@ -141,8 +140,8 @@ def test_several_seeds_are_runs_of_one(tiny_recipe: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_it_works_in_a_thread(tiny_recipe: Path, nproc: int) -> None:
+def test_it_works_in_a_thread(tiny_recipe: Path) -> None:
+    nproc = 2
     found: list[Run] = []
     how: dict[str, Any] = {"nproc": nproc, "report": False, "train": {"steps": 1}}
     thread = threading.Thread(target=lambda: found.append(finetune(tiny_recipe, **how)))
@@ -195,13 +194,9 @@ def test_processes_that_fail_are_an_exception(tiny_recipe: Path, tmp_path: Path)
     ("options", "says"),
     [
         ({"optim": {"lrr": 1}}, r"optim\.lrr=1: optim\.lrr: unknown key; did you mean 'lr'"),
-        ({"tran": {"steps": 1}}, "tran: unknown key; did you mean 'train'"),
         ({"data": {"train": "nowhere.fasta"}}, r"nowhere\.fasta"),
         ({"optim": {"lr": {1, 2}}}, r"optim\.lr: \{1, 2\} is nothing that a recipe can hold"),
-        ({"optim": {"lr": float("nan")}}, r"optim\.lr: nan is nothing"),
         ({"nproc": 0}, "nproc is 0; a number from 1 on"),
-        ({"seeds": True}, "seeds is True"),
-        ({"folds": 2}, "folds is 2; a number from 3 on"),
         ({"resume": "nowhere"}, "no such directory"),
         ({"nproc": 99}, "fewer than the 99 processes"),
     ],
@@ -213,14 +208,9 @@ def test_mistakes_are_one_sentence(tiny_recipe: Path, tmp_path: Path, options: d
     assert not (tmp_path / "run").exists()
 
 
-def test_a_recipe_that_is_not_there() -> None:
-    with pytest.raises(UsageError, match="did you mean 'contact'"):
-        finetune("contacts")
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_signal_saves_and_is_reported(tiny_recipe: Path, tmp_path: Path, nproc: int) -> None:
+def test_a_signal_saves_and_is_reported(tiny_recipe: Path, tmp_path: Path) -> None:
     """In a process of its own: SIGTERM would end this one where nothing listens."""
+    nproc = 2
     long = {"train": {"steps": 40, "eval_every": 40}, "checkpoint": {"every": 40}}
     script = textwrap.dedent(f"""
         import esmshard, signal, sys
@@ -275,28 +265,7 @@ def test_values_are_read_as_they_were_given(value: object, kept: object) -> None
     assert type(found) is type(kept) or not raw
 
 
-def test_overrides_reach_the_recipe(tiny_recipe: Path, tmp_path: Path) -> None:
-    given = {"optim.lr": np.float32(0.5), "adapt": {"method": "lora", "rank": 3}, "out": Path("x"), "init": "random"}
-    recipe = load(tiny_recipe, keys(given))
-    assert (recipe.optim.lr, recipe.adapt.method, recipe.adapt.rank) == (0.5, "lora", 3)
-    assert recipe.out == str(Path.cwd() / "x")
-
-
 # Run
-
-
-def test_a_run_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nowhere: no such directory"):
-        Run(tmp_path / "nowhere")
-    empty = Run(tmp_path)
-    for ask, says in (
-        (lambda: empty.status, "no run has begun"),
-        (lambda: empty.metrics, "the run has not begun"),
-        (lambda: empty.evaluation, "not evaluated yet"),
-        (empty.model, "there is no model"),
-    ):
-        with pytest.raises(InputError, match=says):
-            ask()
 
 
 def test_metrics_are_read_while_they_are_written(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import torch
 from model_files import TINY, fair_esm, write_transformers
 from sklearn.base import clone
 from sklearn.compose import ColumnTransformer
-from sklearn.exceptions import SkipTestWarning
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -28,7 +27,7 @@ from sklearn.utils.validation import validate_data
 import esmshard
 from esmshard import SequenceEmbedder
 from esmshard.api.sequence_embedder import _loaded, _version
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import UsageError
 from esmshard.vocab import STANDARD
 
 SEQUENCES = ["".join(np.random.default_rng(n).choice(list(STANDARD), 5 + n)) for n in range(30)]
@@ -88,17 +87,6 @@ def test_workers_find_the_same() -> None:
     assert len(set(here)) == 3
 
 
-def test_a_table_has_named_columns() -> None:
-    frame = pd.DataFrame({"sequence": SEQUENCES, "length": [len(sequence) for sequence in SEQUENCES]})
-    of_columns = ColumnTransformer(
-        [("esm", SequenceEmbedder(layer=1), "sequence"), ("rest", "passthrough", ["length"])],
-        verbose_feature_names_out=False,
-    ).set_output(transform="pandas")
-    found = of_columns.fit_transform(frame)
-    assert list(found.columns) == [*(f"mean_1_{n}" for n in range(192)), "length"]
-    assert np.array_equal(found.iloc[:, :192].to_numpy(np.float32), SequenceEmbedder(layer=1).transform(SEQUENCES))
-
-
 def test_pickles_and_clones_hold_no_weights() -> None:
     embedder = SequenceEmbedder(layer=2)
     expected = embedder.fit_transform(SEQUENCES)
@@ -122,31 +110,10 @@ def test_a_model_is_read_once_and_again_when_it_has_changed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["MKT", "MK1"], r"sequences\[1\] has '1' at position 3"),
-        ("MKT", "this is a single one"),
-        (np.array([SEQUENCES]), r"not an array of shape \(1, 30\)"),
-        (pd.DataFrame({"s": SEQUENCES}), r"a DataFrame with the columns s; give the column"),
-        (np.zeros(3), r"sequences\[0\] is of type float"),
-        ([], "no sequence"),
-        ({"a": "MKT"}, r"not a dict; give list\(given\.values\(\)\)"),
-        (Path("x.fasta"), "a list of sequences is expected, not PosixPath"),
-    ],
-)
-def test_what_is_no_list_of_sequences_is_named(given: Any, says: str) -> None:
-    for ask in (SequenceEmbedder().fit, SequenceEmbedder().transform):
-        with pytest.raises(InputError, match=says):
-            ask(given)
-
-
-@pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"pool": "residue"}, "one row a sequence"),
         ({"pool": "median"}, "mean, max, cls"),
-        ({"layer": 7}, "layers 0 to 6"),
-        ({"tokens": 0}, "from 1 on"),
     ],
 )
 def test_bad_parameters_are_seen_when_it_is_fitted(options: dict[str, Any], says: str) -> None:
@@ -273,20 +240,3 @@ def test_all_checks_pass_where_numbers_are_spelled() -> None:
     assert found["failed"] <= TO_1E_7
     assert found["passed"] | TO_1E_7 == APPLY | NUMBERS_ONLY.keys() | TO_1E_7
     assert found["skipped"] <= SKIPPED
-
-
-def test_rows_do_not_depend_on_the_others() -> None:
-    sequences = ["".join(STANDARD[(n * k) % 20] for k in range(1, 12 + n)) for n in range(1, 9)]
-    embedder = SequenceEmbedder("starter", layer=2).fit(sequences)
-    together = embedder.transform(sequences)
-    alone = np.concatenate([embedder.transform([sequence]) for sequence in sequences])
-    assert np.abs(together - alone).max() < 1e-5
-    assert np.abs(together).max() > 0.1
-
-
-def test_its_tags_say_that_it_takes_strings() -> None:
-    with pytest.warns(SkipTestWarning, match="requires input"):
-        check_estimator(SequenceEmbedder())
-    tags = SequenceEmbedder().__sklearn_tags__()
-    assert (tags.input_tags.string, tags.input_tags.one_d_array, tags.input_tags.two_d_array) == (True, True, False)
-    assert not tags.requires_fit

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from esmshard.checkpoint import manifest, sharded
 from esmshard.errors import InputError
@@ -211,19 +211,3 @@ def test_pieces_that_leave_numbers_out_or_overlap_are_refused(
     size = HuggingFaceStorageReader(str(tmp_path)).read_metadata().state_dict_metadata["w"].size  # type: ignore[union-attr]
     with pytest.raises(InputError, match="twice or not at all"):
         sharded.load(tmp_path, {"w": torch.zeros(size)})
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_who_is_interrupted_is_not_told_of_damage(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
-    def interrupted(*rest: object) -> None:
-        raise error
-
-    monkeypatch.setattr(HuggingFaceStorageReader, "read_data", interrupted)
-    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", interrupted)
-    for call in (lambda: contents(directory / "step_000003"), lambda: write(directory, 4)):
-        with pytest.raises(error):
-            call()
-    manifest.sweep(directory)
-    assert manifest.newest_good(directory, pytest.fail) == directory / "step_000003"

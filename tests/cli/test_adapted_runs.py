@@ -233,9 +233,3 @@ def test_commands_take_the_adapter_for_the_model(trained: Callable[[str], Traine
         consolidate(adapter, tmp_path / "other", base="x")
     with pytest.raises(UsageError, match=r"adapter: is no run; --adapter is for a run"):
         consolidate_adapter(adapter, tmp_path / "other")
-
-
-def test_a_run_without_a_lora_has_no_adapter(trained: Callable[[str], Trained], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"has no LoRA \(adapt.method is head\); leave --adapter out"):
-        consolidate_adapter(trained("head").run, tmp_path / "adapter")
-    assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,8 @@ import pytest
 from command import esmshard
 from conftest import write_subset
 
-import esmshard as package
 from esmshard.files import sha256
 from esmshard.model import weights
-from esmshard.shipped import shipped
 
 SAYS = "is not the file that"
 FEW = ("data.train=train.fasta", "data.valid=valid.fasta", "data.test=valid.fasta", "data.long=crop")
@@ -72,14 +69,6 @@ def test_altered_weights_are_reported(model: Path, command: tuple[str, ...], cod
     assert "model.safetensors: is not the file that" in done.stderr.replace("\n", " ")
 
 
-def test_from_python_too(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip_signs(model / "model.safetensors")
-    package.load(str(model))
-    assert capsys.readouterr().err.count(SAYS) == 1
-    with pytest.warns(UserWarning, match=SAYS):
-        package.load_model(str(model))
-
-
 def test_each_file_is_recorded(model: Path) -> None:
     about = json.loads((model / "esmshard.json").read_text())
     assert about["files"] == {"model.safetensors": sha256(model / "model.safetensors")}
@@ -92,27 +81,3 @@ def test_each_file_is_recorded(model: Path) -> None:
     assert weights.altered(found.files) is None
     flip_signs(found.files[0], 10)
     assert str(weights.altered(found.files)).startswith(str(found.files[0]))
-
-
-def test_the_record_of_the_starter_is_the_hash_of_its_only_file(tmp_path: Path) -> None:
-    model = shutil.copytree(shipped("data") / "starter" / "model", tmp_path / "starter")
-    file = model / "model.safetensors"
-    assert weights.altered([file]) is None
-    flip_signs(file, 1)
-    assert SAYS in str(weights.altered([file]))
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": 7}', '{"files": {"model.safetensors": 1}}'])
-def test_a_record_that_is_none_stops_nothing(model: Path, text: str) -> None:
-    (model / "esmshard.json").write_text(text)
-    found = weights.altered([model / "model.safetensors"])
-    assert (found is None) == ("model.safetensors" not in text)
-
-
-def test_released_models_have_no_record(model: Path) -> None:
-    bare = model.parent / "bare"
-    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("esmshard.json"))
-    flip_signs(bare / "model.safetensors")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        package.load_model(str(bare))

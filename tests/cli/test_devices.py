@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from command import esmshard as command
 
 import esmshard
-from esmshard.devices import chosen_device
 from esmshard.errors import InputError, UsageError
-from esmshard.model import weights
-from esmshard.parallel.process_group import own_device, processes_of, world
+from esmshard.parallel.process_group import own_device
 from esmshard.train import loop
 from esmshard.train.resume import kinds_of_device
 
@@ -24,39 +21,6 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch says that there are two GPUs. A computation on one of them would fail."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_name_means_its_device() -> None:
-    assert chosen_device() == chosen_device("cuda") == torch.device("cuda")
-    assert chosen_device("cuda:1") == torch.device("cuda", 1)
-    assert chosen_device("cpu") == chosen_device(CPU) == CPU
-
-
-@pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:", "CPU", "", "meta", "xpu", 1.5])
-def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=r"cpu, cuda, cuda:N \(with N from 0\) or mps is expected"):
-        chosen_device(name)
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(UsageError, match="device cuda:2: this machine has cpu and cuda:0 to cuda:1"):
-        chosen_device("cuda:2")
-
-
-@pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("name", ["cuda", "cuda:0", "mps"])
-def test_a_machine_without_gpus_says_so(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"device {name}: this machine has cpu, as torch .* `esmshard doctor`"):
-        chosen_device(name)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -72,33 +36,6 @@ def test_processes_share_the_kind_of_device_that_was_named(monkeypatch: pytest.M
     assert own_device(0, 1, "mps") == torch.device("mps")
     with pytest.raises(UsageError, match="device mps: is a single GPU"):
         own_device(0, 2, "mps")
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_there_is_a_process_for_each_gpu_that_may_be_used() -> None:
-    assert [processes_of(chosen_device(name), None) for name in ("cuda", "cuda:1", "cpu")] == [2, 1, 1]
-    assert processes_of(CPU, 4) == 4
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_world_on_the_cpu_of_a_machine_with_gpus() -> None:
-    with world(alone_too=True, wanted="cpu") as ranks:
-        assert (ranks.device, ranks.mesh is not None and ranks.mesh.device_type) == (CPU, "cpu")
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_the_named_gpu_is_where_weights_are_copied_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-
-    def build(found: object, device: torch.device, *rest: object) -> torch.nn.Module:
-        asked.append(device)
-        raise InputError("this test has no GPU")
-
-    monkeypatch.setattr(weights, "build", build)
-    for name in ("cuda:1", torch.device("cuda", 1), None):
-        with pytest.raises(InputError, match="has no GPU"):
-            esmshard.load("starter", name)
-    assert asked == [torch.device("cuda", 1), torch.device("cuda", 1), torch.device("cuda")]
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -155,10 +92,3 @@ def test_every_command_that_computes_refuses_a_device_that_is_not_there(
         found = CliRunner().invoke(app, [name, *arguments, "--device", "cuda:77"])
         assert isinstance(found.exception, UsageError), name
         assert "device cuda:77: this machine has cpu" in str(found.exception), name
-
-
-def test_two_processes_compute_on_the_cpu(tmp_path: Path, tiny_recipe: Path) -> None:
-    out = tmp_path / "run"
-    command("finetune", str(tiny_recipe), "--nproc", "2", "--device", "cpu", f"out={out}")
-    facts = json.loads((out / "versions.json").read_text())
-    assert (facts["device"], facts["processes"]) == ("cpu", 2)

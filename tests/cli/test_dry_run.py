@@ -8,7 +8,6 @@ from command import esmshard
 from esmshard.checkpoint import manifest
 
 PROTEINS = "".join(f">r{n}\nMKTAYIAKQR{'AVLSGCDEFH'[n] * 3}\n" for n in range(10))
-SMALL = ("train.steps=2", "train.eval_every=2", "batch.global_tokens=64")
 
 
 @pytest.fixture(autouse=True)
@@ -75,33 +74,6 @@ def test_a_dry_run_refuses_and_tells_what_the_command_does(tiny_recipe: Path) ->
 def test_training_data_of_ones_own_stand_beside_no_sample(arguments: tuple[str, ...], says: str) -> None:
     Path("mine.fasta").write_text(PROTEINS)
     assert says in both(*arguments)
-
-
-def test_a_file_with_sets_is_named_once() -> None:
-    Path("mine.fasta").write_text(PROTEINS)
-    done = esmshard("finetune", "mlm", "data.train=mine.fasta", "--dry-run")
-    assert (done.returncode, "nothing divides it" in done.stderr) == (1, True)
-    Path("sets.fasta").write_text(">a SET=train\nMKTA\n>b SET=valid\nMKTV\n")
-    done = esmshard("finetune", "mlm", "data.train=sets.fasta", "--dry-run")
-    assert (done.returncode, "has no record of test" in done.stderr) == (1, True)
-    Path("mine.csv").write_text("sequence,y,set\nMKTA,1,train\nMKTV,2,valid\nMKTG,3,test\nMKTC,3,train\n")
-    inside = ("data.train=mine.csv", "data.labels=null", "data.target=y")
-    assert "records   train 2, valid 1, test 1" in esmshard("finetune", "sequence", *inside, "--dry-run").stdout
-
-
-def test_data_of_ones_own_are_taken_when_they_are_whole() -> None:
-    for name in ("mine.fasta", "valid.fasta", "test.fasta"):
-        Path(name).write_text(
-            PROTEINS.replace(">r", f">{name[0]}").replace("MKT", {"m": "MKT", "v": "MWV", "t": "MCC"}[name[0]])
-        )
-    whole = ("data.train=mine.fasta", "data.valid=valid.fasta", "data.test=test.fasta")
-    assert esmshard("finetune", "mlm", *whole, *SMALL, "--dry-run").returncode == 0
-    sample = ("data.train=sample:contact/valid",)
-    assert esmshard("finetune", "mlm", *sample, *SMALL, "--dry-run").returncode == 0
-    longer = esmshard("finetune", "mlm", *whole, "batch.global_tokens=14", "--dry-run").stderr
-    assert "mine.fasta: 10 records longer than batch.global_tokens (14): each has a step to itself" in longer
-    only_test = ("data.test=test.fasta",)
-    assert esmshard("finetune", "mlm", *only_test, *SMALL, "--dry-run").returncode == 0
 
 
 @pytest.mark.parametrize("model", ["starter", "lab/esm2_of_nobody"])

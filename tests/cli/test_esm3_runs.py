@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from command import esmshard
-from family_runs import TARGETS, losses, run
+from family_runs import losses, run
 
 from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
@@ -53,14 +53,3 @@ def test_masked_language_modelling_and_its_model_in_both_layouts(tmp_path: Path)
     refused = esmshard("consolidate", tmp_path / "run", "-o", tmp_path / "hf", "--to", "hf")
     assert refused.returncode == 2
     assert "--to hf: ESM3 models can be written as esm3-pth, or without --to" in refused.stderr
-
-
-def test_contacts_by_a_lora_on_every_matrix(tmp_path: Path) -> None:
-    directory = run(tmp_path, "esm3_nano", "{name: contact, channels: 8, blocks: 0}", TARGETS)
-    embeddings = embed(directory / "model", tmp_path)
-    done = esmshard("predict", directory / "model", tmp_path / "valid.fasta", "-o", tmp_path / "contacts.npz")
-    assert done.returncode == 0, done.stderr
-    done = esmshard("consolidate", directory, "-o", tmp_path / "adapter", "--adapter")
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["auto_mapping"] is None
-    assert np.abs(embed(tmp_path / "adapter", tmp_path) - embeddings).max() < 1e-6 < embeddings.std()

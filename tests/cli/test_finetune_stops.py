@@ -10,7 +10,6 @@ import pytest
 from esmshard.cli import app, finetune_commands
 from esmshard.errors import UsageError
 from esmshard.parallel import launch, preemption
-from esmshard.parallel.preemption import Preempted
 from esmshard.train import finetune as training
 from esmshard.train.run_dir import Attempt
 
@@ -43,18 +42,6 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_restarts_take_the_launcher(called: list[Any], tiny_recipe: Path, nproc: int) -> None:
-    finetune_commands.finetune(str(tiny_recipe), nproc=nproc, max_restarts=3, overwrite=True)
-    arguments = ["-m", "esmshard", "finetune", str(tiny_recipe), "--overwrite"]
-    assert called == [(arguments, nproc, {"max_restarts": 3})]
-
-
-def test_one_process_without_restarts_takes_none(called: list[Any], tiny_recipe: Path) -> None:
-    finetune_commands.finetune(str(tiny_recipe), nproc=1)
-    assert called == [(None, False)]
-
-
 def test_the_time_limit_counts_from_the_command(
     called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,21 +59,11 @@ def test_the_time_limit_counts_from_the_command(
     assert os.environ[preemption.STOP_AT] == "", "it is the command's, and not of what comes after it"
 
 
-def test_a_time_limit_that_has_passed(called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(preemption.STOP_AT, "1")
-    with pytest.raises(Preempted, match="the time limit of --stop-after"):
-        finetune_commands.finetune(str(tiny_recipe), nproc=1)
-    assert called == []
-
-
 @pytest.mark.parametrize(
     ("attempt", "given", "expected"),
     [
-        ("0", {"overwrite": True}, (None, True)),
-        ("1", {"overwrite": True}, (None, True)),  # it did not come to removing what was there
-        ("1", {"resume": "never"}, ("auto", False)),
+        ("1", {"overwrite": True}, (None, True)),
         ("1", {"resume": "auto"}, ("auto", False)),
-        ("1", {"resume": "elsewhere"}, ("elsewhere", False)),
     ],
 )
 def test_a_process_that_was_started_again_goes_on(
@@ -120,19 +97,9 @@ def test_what_was_begun_in_place_of_another_run_is_not_removed(
     [
         ({"stop_after": "soon"}, {}, r"^--stop-after soon: a time is expected, as 3h50m"),
         (
-            {"max_restarts": 1, "resume": "elsewhere"},
-            {},
-            r"^--max-restarts continues from the newest checkpoint of the run",
-        ),
-        (
             {"max_restarts": 1},
             LAUNCHED,
             r"^--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command",
-        ),
-        (
-            {"stop_after": "90s"},
-            {**LAUNCHED, "TORCHELASTIC_MAX_RESTARTS": "2"},
-            r"set ESMSHARD_STOP_AT=\$\(\(\$\(date \+%s\) \+ 90\)\) for the launcher instead$",
         ),
     ],
 )
@@ -144,33 +111,6 @@ def test_mistakes(
     with pytest.raises(UsageError, match=sentence):
         finetune_commands.finetune(str(tiny_recipe), **options)
     assert called == []
-
-
-def test_under_a_launcher_a_time_limit_is_allowed(
-    called: list[Any], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {**LAUNCHED, "TORCHELASTIC_MAX_RESTARTS": "0"}.items():
-        monkeypatch.setenv(name, value)
-    finetune_commands.finetune(str(tiny_recipe), stop_after="90s")
-    assert called == [(None, False)]
-
-
-@pytest.mark.parametrize("command", ["finetune", "doctor"])
-@pytest.mark.parametrize(
-    "option", ["--nnodes", "--rdzv-endpoint=node1:29400", "--rdzv-id", "--rdzv-conf", "--local-addr"]
-)
-def test_an_option_of_several_machines_says_what_to_type(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, option: str
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("sys.argv", ["esmshard", command, "contact", option, "2"])
-    with pytest.raises(SystemExit) as left:
-        app.main()
-    assert left.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {option.partition('=')[0]}: several machines are started by Slurm")
-    assert f"`srun esmshard {command} ...`" in said
-    assert f"-m esmshard {command} ...`" in said
 
 
 def test_a_crash_has_a_code_of_its_own(

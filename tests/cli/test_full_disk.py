@@ -13,8 +13,6 @@ from command import esmshard
 from embed_runs import write_fasta, write_model
 
 from esmshard import files
-from esmshard.errors import InputError, unwritable, writing
-from esmshard.predict.writers import CsvWriter
 
 RECIPE = """\
 task: {name: sequence, kind: number}
@@ -54,8 +52,6 @@ def cramped(*arguments: str | Path, cwd: Path, limit: int) -> subprocess.Complet
     ("arguments", "limit", "named"),
     [
         (("predict", "run/model", "x.fasta", "-o", "o.csv"), 4000, "o.csv"),
-        (("predict", "run/model", "x.fasta", "-o", "o.npz"), 4000, "o.npz"),
-        (("report", "run", "-o", "r.html"), 4000, "r.html"),
         (("consolidate", "run", "-o", "again"), 4000, "again"),
         (("ingest", "x.fasta", "-o", "s.store"), 4000, "s.store"),
     ],
@@ -90,29 +86,6 @@ def test_an_ingest_goes_on_when_there_is_room(project: Path) -> None:
     assert not (project / "t.store.partial").exists()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(28, "No space left on device"),
-        RuntimeError("PytorchStreamWriter failed writing file: iostream error"),
-        OSError("100 requested and 10 written"),
-    ],
-)
-def test_what_a_full_disk_says(error: Exception) -> None:
-    assert unwritable(error) == "no space left on device"
-    with (
-        pytest.raises(InputError, match=r"^a/b: cannot be written \(no space left on device\); make room"),
-        writing(Path("a/b")),
-    ):
-        raise error
-
-
-def test_other_errors_stay_what_they_are() -> None:
-    for error in (PermissionError(13, "Permission denied", "x"), ValueError("x"), KeyboardInterrupt()):
-        with pytest.raises(type(error)), writing(Path("a")):
-            raise error
-
-
 def of_dead_process(name: Callable[[int], str], folder: Path) -> Path:
     pid = os.fork()
     if not pid:
@@ -121,16 +94,6 @@ def of_dead_process(name: Callable[[int], str], folder: Path) -> Path:
     path = folder / name(pid)
     path.mkdir() if "csv" not in path.name else path.write_text("half")
     return path
-
-
-def test_the_next_prediction_removes_what_a_killed_one_left(tmp_path: Path) -> None:
-    host = os.uname().nodename
-    dead = of_dead_process(lambda pid: f".tmp-{host}-{pid}-o.csv", tmp_path)
-    alive = tmp_path / f".tmp-{host}-{os.getppid()}-o.csv"
-    alive.write_text("being written")
-    with CsvWriter(tmp_path / "o.csv", ["y"], per_residue=False, choose=False):
-        assert not dead.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive.name, "o.csv"])
 
 
 def test_the_next_consolidation_removes_what_a_killed_one_left_and_tells_of_others(tmp_path: Path) -> None:

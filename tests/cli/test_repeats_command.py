@@ -1,13 +1,10 @@
 """`esmshard finetune --seeds N --folds K`, as a user types it."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from command import esmshard
-
-from esmshard.cli import app
 
 
 @pytest.mark.slow
@@ -32,24 +29,3 @@ def test_folds_are_run_one_after_another_and_summed_up(tiny_recipe: Path, tmp_pa
     assert names[0] not in again.stderr
     assert names[1] in again.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"] == summary["metrics"]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--seeds", "2", "--resume", "x"), "--seeds and --folds need --resume auto, because a path names"),
-        (("--seeds", "2", "data.folds=3", "data.fold=0"), "remove that key"),
-    ],
-)
-def test_mistakes(
-    tiny_recipe: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    options: tuple[str, ...],
-    says: str,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["esmshard", "finetune", str(tiny_recipe), *options])
-    with pytest.raises(SystemExit) as left:
-        app.main()
-    assert left.value.code == 2
-    assert says in capsys.readouterr().err

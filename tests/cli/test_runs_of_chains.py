@@ -51,32 +51,6 @@ def test_a_run_records_how_chains_were_joined_and_its_model_keeps_it(directory: 
     assert "chains were joined by a linker of 5" in again.stderr + again.stdout
 
 
-def test_the_default_is_written_out_where_there_are_chains(directory: Path) -> None:
-    done = esmshard("finetune", "recipe.yaml", "data.max_length=60")
-    assert done.returncode == 0, done.stderr
-    resolved = YAML(typ="safe").load(Path("run/recipe.yaml"))
-    assert resolved["data"]["join"] == {"linker": 25, "gap": 0}
-    assert "joined_chains" not in json.loads(Path("run/model/config.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("data.join.linker=break", "data.join: nano: linker:break is for models with a token of a chain break"),
-        (
-            "data.max_length=26",
-            "train.csv: record 'r0': data.max_length: 26 residues leave no room for 2 chains and 25",
-        ),
-        ("data.join.linker=0", "data.join.linker: "),
-    ],
-)
-def test_what_cannot_be_joined_is_refused(directory: Path, override: str, says: str) -> None:
-    done = esmshard("finetune", "recipe.yaml", override)
-    assert done.returncode in (1, 2)
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_store_that_was_joined_otherwise_is_refused(directory: Path) -> None:
     done = esmshard("ingest", "train.csv", "-o", "train.store", "--join", "linker:3")
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from command import esmshard
-from family_runs import TARGETS, losses, run
+from family_runs import losses, run
 from transformers import EsmForMaskedLM, EsmTokenizer
 
 from esmshard.model import weights
@@ -53,15 +53,3 @@ def test_masked_language_modelling_embeddings_and_scores(tmp_path: Path) -> None
         said.softmax(0)[5 + 21 * n : 26 + 21 * n].sum() for n in (0, 8)
     )  # A is the first amino acid, and K the 9th.
     assert scores["K2A"] == pytest.approx(float((a / k).log()), abs=1e-5)
-
-
-def test_contacts_by_a_lora_on_every_matrix(tmp_path: Path) -> None:
-    directory = run(tmp_path, "saprot_nano", "{name: contact, channels: 8, blocks: 0}", TARGETS)
-    done = esmshard("predict", directory / "model", tmp_path / "valid.fasta", "-o", tmp_path / "contacts.npz")
-    assert done.returncode == 0, done.stderr
-    done = esmshard("consolidate", directory, "-o", tmp_path / "adapter", "--adapter")
-    assert done.returncode == 0, done.stderr
-    merged, found = (weights.read(str(path)) for path in (directory / "model", tmp_path / "adapter"))
-    for name in weights.stored_shapes(merged.config):
-        if not name.startswith(("contact_head.", "lm_head.")):  # neither learned anything
-            assert (found[name] - merged[name]).abs().max() < 1e-6, name

@@ -3,7 +3,6 @@
 import csv
 import gzip
 import json
-import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,7 @@ from structure_texts import chain, expected_cb, pdb, three
 from esmshard.cli import app
 from esmshard.data.fasta.fasta_reader import read_fasta
 from esmshard.data.labels.coordinates import CoordinateLabels
-from esmshard.data.splits.fasta_split import FastaRecords
-from esmshard.data.splits.split_files import divide
-from esmshard.data.splits.split_method import OF_SEQUENCES, chosen
 from esmshard.data.store.ingestion import cached, ingest
-from esmshard.errors import UsageError
 from esmshard.shipped import shipped
 
 Run = Callable[..., tuple[int, str, str]]
@@ -111,17 +106,6 @@ def test_headers_are_kept_and_the_way_is_written_down(run: Run, tmp_path: Path) 
     assert told["notices"][-1].startswith("leakage: none")
 
 
-def test_several_clusterings_are_joined(run: Run, tmp_path: Path) -> None:
-    write_fasta(tmp_path / "x.fasta")
-    second = "".join(f"{'all' if n in (3, 9, 14) else n}\tr{n}\n" for n in range(20))
-    (tmp_path / "second.tsv").write_text(second)
-    options = ("--clusters", "clusters.tsv", "--clusters", "second.tsv", "--ratios", "5,3,2")
-    assert run("x.fasta", "-o", "out", *options)[0] == 0
-    rows = listed(tmp_path / "out")
-    assert {rows[f"r{n}"][0] for n in (2, 3, 8, 9, 14, 15)} == {rows["r2"][0]}
-    assert {rows[f"r{n}"][1] for n in (2, 3, 8, 9, 14, 15)} == {"r14"}
-
-
 def test_a_compressed_file_and_a_store_are_split_alike(run: Run, tmp_path: Path) -> None:
     write_fasta(tmp_path / "x.fasta")
     (tmp_path / "y.fa.gz").write_bytes(gzip.compress((tmp_path / "x.fasta").read_bytes()))
@@ -130,30 +114,6 @@ def test_a_compressed_file_and_a_store_are_split_alike(run: Run, tmp_path: Path)
         assert run(source, "-o", out, "--by", "ratio", "--seed", 5)[0] == 0
     for name in ("train.fasta", "valid.fasta", "test.fasta", "splits.tsv"):
         assert len({(tmp_path / out / name).read_bytes() for out in "abc"}) == 1
-
-
-def test_random_splits_follow_the_seed_and_keep_duplicates_together(run: Run, tmp_path: Path) -> None:
-    write_fasta(tmp_path / "x.fasta")
-    results = []
-    for seed in range(8):
-        code, out, _ = run("x.fasta", "-o", f"out{seed}", "--by", "ratio", "--seed", seed)
-        assert code == 0
-        assert "clusters" not in out
-        rows = listed(tmp_path / f"out{seed}")
-        assert rows["id"] == ["set"]
-        assert rows["r0"] == rows["r1"]
-        results.append(str(sorted(rows.items())))
-    assert len(set(results)) == 8
-
-
-def test_leakage_of_a_random_split_is_reported(run: Run, tmp_path: Path) -> None:
-    """Ten pairs of relatives, of which a random split must cut some."""
-    letters = "ACDEFGHIKLMNPQRSTVWY"
-    first = ["".join(letters[(n * 7 + k * (n + 3)) % 20] for k in range(30)) for n in range(14)]
-    text = "".join(f">a{n}\n{s}\n>b{n}\n{s[:-1]}MM\n" for n, s in enumerate(first))
-    (tmp_path / "x.fasta").write_text(text)
-    _, _, err = run("x.fasta", "-o", "out", "--by", "ratio", "--ratios", "1,1,1")
-    assert "leakage: of 9 test records 0 are identical and" in err or "leakage: of 10 test records 0 are" in err
 
 
 def test_coordinates_are_cut_along(run: Run, tmp_path: Path) -> None:
@@ -214,15 +174,6 @@ def test_structures_are_split_with_their_coordinates(run: Run, tmp_path: Path) -
     assert sorted(found) == [f"{n}abc_A" for n in range(5)]
 
 
-def test_coordinates_that_do_not_fit_are_refused(run: Run, tmp_path: Path) -> None:
-    source = write_subset(tmp_path, "x", "valid", range(12))
-    source.write_text(source.read_text() + ">new\nMKT\n")
-    code, _, err = run(source, "-o", "out", "--by", "ratio")
-    assert code == 1
-    assert "has no chain 'new'" in err
-    assert not (tmp_path / "out").exists()
-
-
 def test_headers_can_give_the_sets(run: Run, tmp_path: Path) -> None:
     (tmp_path / "x.fasta").write_text(
         ">a SET=train\nMKTAY\n>b SET=train VALIDATION=True\nAGVWY\n>c SET=test\nWYWYA\n>d\nGGGGG\n>e SET=train\nLLLLV\n"
@@ -260,23 +211,6 @@ def test_folds_have_directories_of_their_own(run: Run, tmp_path: Path) -> None:
         held = {name: {int(rows[i][0]) for i in ids(directory / f"{name}.fasta")} for name in SETS}
         assert held == {"test": {k}, "valid": {(k + 1) % 5}, "train": set(range(5)) - {k, (k + 1) % 5}}
         assert f"fold_{k}: leakage: none of 4 valid records and 4 test records" in err
-
-
-def test_a_table_with_names_of_its_own_is_split_without_mmseqs(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    draw = random.Random(0)
-    families = ["".join(draw.choices("ACDEFGHIKLMNPQRSTVWY", k=80)) for _ in range(10)]
-    rows = [f"p{n}-{k},{family[: 77 + k]}" for n, family in enumerate(families) for k in range(3)]
-    (tmp_path / "x.csv").write_text("\n".join(["gene,construct", *rows]) + "\n")
-    code, out, err = run("x.csv", "-o", "out", "--sequence-column", "construct", "--id-column", "gene")
-    assert (code, "40% identity" in err) == (0, True)
-    assert out.splitlines()[2].split()[::3] == ["train", "8"]
-    assert {name.split("-")[0]: cells[1] for name, cells in listed(tmp_path / "out").items() if name != "id"} == {
-        f"p{n}": f"p{n}-0" for n in range(10)
-    }
-    assert run("out/train.fasta", "-o", "again", "--id-column", "gene")[0] == 2
 
 
 def test_mmseqs_is_run_where_no_clusters_are_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,44 +310,6 @@ def test_variants_across_sets_are_left_out_and_named(run: Run, table: Path, tmp_
     assert modulo["M1C:K2C"][0] == "none"
 
 
-def test_single_mutants_against_the_rest(run: Run, table: Path, tmp_path: Path) -> None:
-    code, out, err = run("v.csv", "-o", "out", *VARIANTS, "--by", "mutations")
-    assert code == 0
-    assert [line.split()[:2] for line in out.splitlines()[2:]] == [["train", "37"], ["valid", "4"], ["test", "2"]]
-    assert [row[0] for row in cells(tmp_path / "out" / "test.csv")[1:]] == ["M101C:K102C", "M101W:F119W"]
-    assert "leakage: of 2 test variants 0 are training variants, 2 change only positions that training" in err
-    code, _, err = run("v.csv", "-o", "out2", *VARIANTS, "--by", "mutations", "--train-max", "2")
-    assert code == 1
-    assert "no variant has more than 2 changes" in err
-    for bad in ("0", "1.5", "x"):
-        code, _, err = run("v.csv", "-o", "out2", *VARIANTS, "--by", "mutations", "--train-max", bad)
-        assert (code, err) == (2, f"error: --train-max {bad}: a number of mutations is expected, as 2\n")
-
-
-def test_low_values_against_high_ones(run: Run, table: Path, tmp_path: Path) -> None:
-    """The wild type has 0.5: it, and twice ten substitutions and one up to it, to learn from."""
-    code, out, _ = run("v.csv", "-o", "out", *VARIANTS, "--by", "low-to-high")
-    assert code == 0
-    assert [line.split()[:2] for line in out.splitlines()[2:]] == [["train", "20"], ["valid", "2"], ["test", "21"]]
-    tested = [float(row[1]) for row in cells(tmp_path / "out" / "test.csv")[1:]]
-    assert min(tested) == 0.51
-    for limit, count in (("0.2", 9), ("50%", 22)):
-        assert run("v.csv", "-o", "out", "--overwrite", *VARIANTS, "--by", "low-to-high", "--train-max", limit)[0] == 0
-        learned = [row for name in ("train", "valid") for row in cells(tmp_path / "out" / f"{name}.csv")[1:]]
-        assert len(learned) == count
-    rows = cells(table)
-    with open(table, "w", newline="") as file:
-        csv.writer(file).writerows([["mutant", "kcat", "note"], *rows[2:]])
-    code, _, err = run("v.csv", "-o", "out3", *VARIANTS, "--by", "low-to-high", "--target", "kcat")
-    assert code == 2
-    assert "v.csv: has no row of the wild type, whose value would be the limit; pass --train-max" in err
-    arguments = ("--by", "low-to-high", "--target", "kcat", "--train-max")
-    assert run("v.csv", "-o", "out3", *VARIANTS, *arguments, "0.3")[0] == 0
-    for bad in ("x", "120%", "%"):
-        code, _, err = run("v.csv", "-o", "out4", *VARIANTS, *arguments, bad)
-        assert (code, err) == (2, f"error: --train-max {bad}: a value, or a share of the values as 50%, is expected\n")
-
-
 def test_rows_of_one_variant_stay_together(run: Run, table: Path, tmp_path: Path) -> None:
     """A measurement in four rows, and a synonymous change beside the wild type."""
     with open(table, "a") as file:
@@ -429,18 +325,9 @@ def test_rows_of_one_variant_stay_together(run: Run, table: Path, tmp_path: Path
                 assert len({line[1] for line in lines if line[0] in ("WT", "M1M")}) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        (
-            "labels.fasta",
-            ">c SET=test\nCCHHH\n>b SET=train VALIDATION=True\nHHHHH\n>a SET=train\nCCCC\n>z SET=test\nC\n",
-        ),
-        ("x.csv", "sequence,target,set,validation\nMKTAY,1,train,\nAGVWY,2,train,True\nWYWYA,3,test,\nMMMMM,3,test,\n"),
-        ("x.tsv", "id\tset\na\ttrain\nb\tvalid\nc\ttest\nz\ttest\n"),
-    ],
-)
-def test_another_file_can_give_the_sets_of_sequences(run: Run, tmp_path: Path, name: str, text: str) -> None:
+def test_another_file_can_give_the_sets_of_sequences(run: Run, tmp_path: Path) -> None:
+    name = "x.csv"
+    text = "sequence,target,set,validation\nMKTAY,1,train,\nAGVWY,2,train,True\nWYWYA,3,test,\nMMMMM,3,test,\n"
     (tmp_path / "x.fasta").write_text(">a\nMKTAY\n>b\nAGVWY\n>c\nWYWYA\n>d\nGGGGG\n")
     (tmp_path / name).write_text(text)
     code, _, err = run("x.fasta", "-o", "out", "--by", "given", "--sets", name)
@@ -452,35 +339,6 @@ def test_another_file_can_give_the_sets_of_sequences(run: Run, tmp_path: Path, n
     assert json.loads((tmp_path / "out" / "split.json").read_text())["sets"] == name
 
 
-def test_a_file_of_sets_is_refused_where_nothing_reads_it(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "x.fasta").write_text(">a\nMKTAY\n")
-    (tmp_path / "x.csv").write_text("id,target\na,1\n")
-    assert run("x.fasta", "-o", "out", "--sets", "x.csv")[::2] == (
-        2,
-        "error: --sets is for --by given with sequences; pass --by given, or leave --sets out\n",
-    )
-    code, _, err = run("x.fasta", "-o", "out", "--by", "given", "--sets", "x.csv")
-    assert code == 1
-    assert err.startswith("error: x.csv")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_column_can_give_the_sets(run: Run, table: Path, tmp_path: Path) -> None:
-    rows = [row for row in cells(table)[1:] if row[0] != "M101*"]
-    given = [("train", ""), ("train", "True"), ("test", "")]
-    with open(table, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["mutant", "set", "validation"])
-        writer.writerows([row[0], *given[n % 3]] for n, row in enumerate(rows[:9]))
-        writer.writerow([rows[9][0], "", ""])
-    code, _, err = run("v.csv", "-o", "out", *VARIANTS, "--by", "given")
-    assert code == 0
-    assert [row[0] for row in cells(tmp_path / "out" / "train.csv")[1:]] == [rows[n][0] for n in (0, 3, 6)]
-    assert [row[0] for row in cells(tmp_path / "out" / "valid.csv")[1:]] == [rows[n][0] for n in (1, 4, 7)]
-    assert [row[0] for row in cells(tmp_path / "out" / "test.csv")[1:]] == [rows[n][0] for n in (2, 5, 8)]
-    assert "left out 1 variant without a set (Y5C)" in err
-
-
 # refusals
 
 
@@ -488,21 +346,13 @@ def test_a_column_can_give_the_sets(run: Run, table: Path, tmp_path: Path) -> No
     ("arguments", "sentence"),
     [
         (("--by", "position"), "--by position: sequences (no --wild-type) are split by cluster, ratio, given"),
-        (("--by", "nonsense"), "--by nonsense: sequences (no --wild-type) are split by cluster, ratio, given"),
-        ((*VARIANTS, "--by", "cluster"), "--by cluster: variants (--wild-type) are split by position, contiguous, "),
         (("--by", "ratio", "--clusters", "c.tsv"), "--clusters is not read by --by ratio; leave it out"),
-        (("--by", "ratio", "--train-max", "2"), "--train-max is not read by --by ratio; leave it out"),
-        (("--by", "given", "--seed", "0"), "--seed is not read by --by given; leave it out"),
         ((*VARIANTS, "--by", "mutations", "--folds", "5"), "--folds is not read by --by mutations; leave it out"),
-        ((*VARIANTS, "--target", "score"), "--target is not read by --by position; leave it out"),
         (("--by", "ratio", "--folds", "5", "--ratios", "1,1,1"), "--ratios: folds are of equal size;"),
         ((*VARIANTS, "--by", "modulo"), "--by modulo makes folds; pass --folds 5 to have those of ProteinGym"),
         (("--by", "ratio", "--folds", "2"), "--folds 2: at least 3 are needed, for train, valid and test"),
         (("--by", "ratio", "--ratios", "0.8,0.2"), "--ratios 0.8,0.2: three numbers above zero are expected"),
-        (("--by", "ratio", "--ratios", "a,b,c"), "--ratios a,b,c: three numbers above zero are expected"),
-        (("--by", "ratio", "--ratios", "1,1,inf"), "--ratios 1,1,inf: three numbers above zero are expected"),
         (("--by", "ratio", "--offset", "3"), "--mutant and --offset are for variants of one protein; pass --wild-type"),
-        (("--by", "ratio", "--mutant", "m"), "--mutant and --offset are for variants of one protein; pass --wild-type"),
     ],
 )
 def test_options_that_do_not_fit(arguments: tuple[str, ...], sentence: str, run: Run, tmp_path: Path) -> None:
@@ -536,18 +386,6 @@ def test_a_result_is_replaced_when_asked_and_nothing_else_ever(run: Run, tmp_pat
     assert (tmp_path / "mine" / "thesis.txt").exists()
     assert run("x.fasta", "-o", "x.fasta", "--by", "ratio", "--overwrite")[0] == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["clusters.tsv", "mine", "out", "x.fasta"]
-
-
-def test_library_users_are_refused_the_same(tmp_path: Path) -> None:
-    write_fasta(tmp_path / "x.fasta")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "split.json").write_text("")
-    method = chosen(OF_SEQUENCES, "ratio", clusters=[])
-    with pytest.raises(UsageError, match="exists already"):
-        divide(FastaRecords(tmp_path / "x.fasta"), method, tmp_path / "out")
-    done = divide(FastaRecords(tmp_path / "x.fasta"), method, tmp_path / "out", overwrite=True)
-    assert done.counts["train"] == {"records": 16, "residues": 480}
-    assert len(done.notices) == 2
 
 
 def test_nothing_is_left_where_writing_fails(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

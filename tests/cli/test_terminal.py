@@ -5,15 +5,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from structure_texts import SEQ, chain, pdb
-from tracked_model import write_model
 
-from esmshard import progress
 from esmshard.cli import app
 from esmshard.embed.compute.embedder import Embedder
-from esmshard.model.families.family_registry import SIZES
 from esmshard.predict import sequence_scores
 from esmshard.shipped import shipped
 from esmshard.train import loop
@@ -33,23 +28,6 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return int(leaving.value.code or 0), shown.out, shown.err
 
     return run
-
-
-def test_the_time_that_is_left_follows_from_recent_units(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    with progress.Progress("step", 100) as counter:
-        # A minute of warm-up, then 39 units in ten seconds each, then 60 in six seconds each.
-        seconds = [60.0, *(60.0 + 10 * k for k in range(1, 40)), *(450.0 + 6 * k for k in range(1, 61))]
-        for done, clock[0] in enumerate(seconds, 1):
-            counter.update(done, "")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "step 1/100  ", "one measurement tells no speed"
-    assert lines[1].endswith("  16m20s left")
-    assert "  3m00s left" in next(line for line in lines if line.startswith("step 70/"))
-    assert "left" not in lines[-1]
 
 
 def _interrupted(*_: object, **__: object) -> None:
@@ -98,17 +76,6 @@ def test_ctrl_c_says_what_to_type_and_that_goes_on(
         assert result.exists()
 
 
-@pytest.mark.parametrize("words", ["ingest --on-unknown", "embed --dtype", "embed --long", "score --method"])
-def test_help_and_errors_list_choices(words: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    name, option = words.split()
-    code, _, stderr = command(name, "x", "x", "-o", "y", option, "nonsense")
-    assert code == 2
-    choice = {"ingest": "mask", "score": "one-pass"}.get(name, "fp16" if option == "--dtype" else "truncate")
-    assert choice in stderr
-    assert f"|{choice}" in command(name, "--help")[1]
-
-
 def test_control_characters_of_a_file_are_escaped(command: Command, tmp_path: Path) -> None:
     recipe, fasta = tmp_path / "x.yaml", tmp_path / "x.fasta"
     recipe.write_text('"\\e]0;owned\\aoptim": 1\n')
@@ -135,18 +102,3 @@ def test_results_name_files_without_directories(
     assert any(b"x.fasta" in path.read_bytes() for path in written)
     for path in written:
         assert str(tmp_path).encode() not in path.read_bytes(), path
-
-
-def test_structures_are_embedded_with_their_coordinates_inside(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.pdb").write_text(pdb(chain(SEQ, "A")))
-    write_model(Path("model"), SIZES["esm3_nano"])
-    how = ("--track", "coordinates=inside", "-o")
-    assert command("embed", "model", "x.pdb", *how, "inside.npy")[0] == 0
-    assert command("embed", "model", "x.pdb", "-o", "without.npy")[0] == 0
-    inside, without = (np.load(name) for name in ("inside.npy", "without.npy"))
-    assert inside.shape == without.shape == (1, SIZES["esm3_nano"].dim)
-    assert np.abs(inside - without).max() > 1e-3
-    assert command("embed", "model", "x.pdb", "-o", "y.npy", "--precision", "fp16")[2].startswith("error: --precision")

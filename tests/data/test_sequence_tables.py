@@ -18,14 +18,11 @@ from esmshard.data.splits.recipe_splits import open_split
 from esmshard.data.splits.set_members import marked_otherwise
 from esmshard.data.store.ingestion import cached, ingest
 from esmshard.data.tables import Table
-from esmshard.data.tracks.track_files import track_files
 from esmshard.errors import InputError, UsageError
-from esmshard.model.families.family_registry import SIZES, family_of
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.registry import new_task
-from esmshard.vocab import decode
 
 FLIP = (
     "sequence,target,set,validation\nMKTAYIAK,0.1,train,True\nMKTAYLAK,0.7,test,\nMKTAYVAK,0.5,train,False\n"
@@ -149,15 +146,6 @@ def test_equal_sequences_of_a_table_keep_labels_of_their_own() -> None:
         found = recipe("{name: sequence, kind: number}", more)
         train = open_split(found, "train", new_task(found.task, {}).labels)
         assert [train.get(n).labels["target"].tolist() for n in range(2)] == [[1.0], [3.0]]
-
-
-def test_letters_of_a_track_may_stand_between_the_residues_of_a_table() -> None:
-    write("sequence,label,set\nMdEvVp,1,train\nMdEvVv,3,train\nMdEvWp,2,val\nMd,4,test\n")
-    found = recipe("{name: sequence, kind: number}", ", tracks: {3di: inside}")
-    tracks = track_files({"3di": "inside"}, family_of(SIZES["saprot_nano"]).tracks, "saprot_nano", "data.tracks.")
-    train = open_split(found, "train", new_task(found.task, {}).labels, tracks)
-    assert [decode(train.store.residues(n)) for n in range(4)] == ["MEV", "MEV", "MEW", "M"]
-    assert [train.get(n).labels["target"].tolist() for n in range(2)] == [[1.0], [3.0]]
 
 
 def test_letters_of_residues_are_in_a_column() -> None:

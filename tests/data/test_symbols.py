@@ -121,7 +121,7 @@ def test_what_is_refused(written: str, rules: dict[str, object], message: str) -
 @pytest.mark.parametrize("policy", ["error", "mask", "drop"])
 def test_structure_letters_between_residues_are_refused_and_the_way_in_is_named(policy: str) -> None:
     for written in ("MdEvVp", "Md\nEvV#*"):
-        assert "data.tracks.3di=inside" in refused(written, on_unknown=policy)
+        assert "docs/tracks.md" in refused(written, on_unknown=policy)
     assert cleaned("MdEvVpp")[0] is not None
     assert cleaned("MdEvVp", a3m=True)[1] == [INSERTIONS]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from packed import zstd
 
-from esmshard.data.tables import MISSING, Table, read_table
+from esmshard.data.tables import MISSING, Table, read_table, write_rows
 from esmshard.errors import InputError
 
 
@@ -410,3 +410,11 @@ def test_parquet_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", without_pyarrow)
     assert refused(whole, "t.parquet") == "t.parquet: reading Parquet needs pyarrow; pip install 'esmshard[tables]'"
+
+
+@pytest.mark.parametrize("cell", ["a\rb", "a\nb", '"', ",", "=1+1", "'"])
+def test_rows_that_were_written_are_read_back(cell: str) -> None:
+    with open("t.csv", "w", newline="") as file:
+        write_rows(file, [["id", "text"], ["x", cell], ["y", "plain"]])
+    assert Path("t.csv").read_bytes().endswith(b"\n")
+    assert read_table(Path("t.csv")).columns == {"id": ["x", "y"], "text": [cell, "plain"]}

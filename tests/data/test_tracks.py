@@ -13,15 +13,14 @@ from esmshard.data.batching.loader import Examples, Long
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
-from esmshard.data.tracks.interleaved import cached_pair
 from esmshard.data.tracks.track_entries import entries
 from esmshard.data.tracks.track_files import (
     RecordTracks,
     TrackFile,
-    outside,
     protein_tracks,
     record_tracks,
     track_files,
+    with_paths,
 )
 from esmshard.data.tracks.track_store import cached_track
 from esmshard.errors import InputError, UsageError
@@ -146,56 +145,6 @@ def test_two_files_of_one_record_are_refused(folder: Path) -> None:
         read(PLACES, folder, f">1abc_A {SEQ}")
 
 
-# Residues and letters in turns
-
-
-def test_an_interleaved_file_becomes_two(tmp_path: Path) -> None:
-    source = tmp_path / "x.fasta"
-    source.write_text(">a SET=train\nMhKe\nT#\n>b\nVc\n")
-    sequences, letters, notices = cached_pair(source, LETTERS)
-    assert notices == []
-    assert sequences.read_text() == ">a SET=train\nMKT\n>b\nV\n"
-    assert letters.read_text() == ">a SET=train\nhe#\n>b\nc\n"
-    source.write_text(">a\nMh\n")
-    assert cached_pair(source, LETTERS)[0].read_text() == ">a\nM\n"
-
-
-def test_rows_without_a_sequence_are_left_out_with_a_notice(tmp_path: Path) -> None:
-    """As of a table without letters; read again, the notice comes from the cache."""
-    source = tmp_path / "x.csv"
-    source.write_text("id,sequence\na,MhKe\nb,\nc,NA\nd,Vc\n")
-    says = f"{source}: 2 rows without a sequence left out (line 3, line 4)"
-    for _ in range(2):
-        sequences, files = outside(source, [TrackFile(LETTERS, None)])
-        store = cached(sequences)
-        assert [store.id(n) for n in range(len(store))] == ["a", "d"]
-        assert record_tracks(files, store).notices(np.arange(2))[0] == says
-    source.write_text("id,sequence\na,MhKe\nb,\n")
-    sequences, files = outside(source, [TrackFile(LETTERS, None)])
-    assert protein_tracks(files, sequences).notices()[0] == f"{source}: 1 row without a sequence left out (line 3)"
-    source.write_text("id,sequence\na,MhKe\nb,MK\n")
-    with pytest.raises(InputError, match="record 'b' has 'K' at position 2"):
-        outside(source, [TrackFile(LETTERS, None)])
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("MKTV", "x.fasta:3: record 'b' has 'K' at position 2; write residues in upper case"),
-        ("MhkeTc", "record 'b' has 'k' at position 3"),
-        ("MhKd", "record 'b' has 'd' at position 4"),
-        ("MhK", "record 'b' ends with a residue without its letter; write residues"),
-    ],
-)
-def test_a_record_that_is_not_interleaved_is_refused(text: str, said: str, tmp_path: Path) -> None:
-    source = tmp_path / "x.fasta"
-    source.write_text(f">a\nMhKe\n>b\n{text}\n")
-    with pytest.raises(InputError, match=refusal(said, "as MhEeVc")):
-        cached_pair(source, LETTERS)
-    with pytest.raises(InputError, match=refusal(said)):  # nothing half made is left in the cache
-        cached_pair(source, LETTERS)
-
-
 # Beside a token store
 
 
@@ -317,20 +266,12 @@ def test_a_track_that_the_model_does_not_take_is_refused() -> None:
         track_files({"turns": "x"}, [], "m", "data.tracks.")
 
 
-def test_tracks_inside_the_file_of_the_sequences(tmp_path: Path, folder: Path) -> None:
-    (tmp_path / "x.fasta").write_text(">a\nMhKe\n")
-    sequences, (turns, words) = outside(
-        tmp_path / "x.fasta", [TrackFile(LETTERS, None), TrackFile(CODES, Path("words.npz"))]
-    )
-    assert sequences.read_text() == ">a\nMK\n"
-    assert turns.path is not None
-    assert turns.path.read_text() == ">a\nhe\n"
-    assert words.path == Path("words.npz")
-    assert outside(folder, [TrackFile(PLACES, None)]) == (folder, [TrackFile(PLACES, folder, inside=folder)])
+def test_tracks_inside_the_data(tmp_path: Path, folder: Path) -> None:
+    given = [TrackFile(PLACES, None), TrackFile(CODES, Path("words.npz"))]
+    assert with_paths(folder, given) == [TrackFile(PLACES, folder), TrackFile(CODES, Path("words.npz"))]
     for path, track, said in (
-        (tmp_path / "x.fasta", PLACES, "x.fasta: has no coordinates inside (PDB or mmCIF files hold coordinates)"),
-        (folder, LETTERS, "structures: has no letters of turns inside (a FASTA file with one letter after each"),
-        (tmp_path / "x.fasta", CODES, "has no words of structure inside (codes are in an .npz file); give the path"),
+        (tmp_path / "x.fasta", PLACES, "x.fasta: has no coordinates inside"),
+        (folder, LETTERS, "structures: has no letters of turns inside"),
     ):
         with pytest.raises(InputError, match=refusal(said)):
-            outside(path, [TrackFile(track, None)])
+            with_paths(path, [TrackFile(track, None)])

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.errors import UsageError
 from esmshard.parallel import launch
 
 STEP = {
@@ -56,30 +55,16 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
     "environ",
     [
         {},
-        {"SLURM_JOB_ID": "812", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # a batch script, the shell of salloc
-        STEP | {"SLURM_STEP_NUM_TASKS": "1"},
-        STEP | {"RANK": "0", "WORLD_SIZE": "1"},
+        {"SLURM_JOB_ID": "812", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
     ],
 )
 def test_others_are_left_alone(environ: dict[str, str]) -> None:
     assert launch.variables(environ) == {}
 
 
-def test_a_step_that_says_too_little_is_a_sentence() -> None:
-    with pytest.raises(UsageError, match="srun started 6 processes, but their SLURM_ variables cannot be read"):
-        launch.variables({k: v for k, v in STEP.items() if k != "SLURM_LOCALID"})
-
-
-@pytest.mark.parametrize(
-    ("environ", "said"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT"),
-        ({"RANK": "0"}, "RANK is set, but not WORLD_SIZE"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: a number is expected"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "ranks go from 0 to 1"),
-    ],
-)
-def test_half_a_launcher_is_a_sentence(tiny_recipe: Path, environ: dict[str, str], said: str) -> None:
+def test_half_a_launcher_is_a_sentence(tiny_recipe: Path) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2"}
+    said = "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT"
     process = start(tiny_recipe, **environ)
     err = process.communicate(timeout=600)[1]
     assert process.returncode in (1, 2)

@@ -15,15 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import work
 
 from esmshard.data.splits.recipe_splits import open_split
-from esmshard.errors import InputError
 from esmshard.model.attention import TrunkBlock
-from esmshard.parallel import load, process_group, shard
+from esmshard.parallel import load, shard
 from esmshard.parallel.layout import Layout
-from esmshard.parallel.process_group import World, own_device, world
+from esmshard.parallel.process_group import World, world
 from esmshard.tasks.base import collate
 from esmshard.train import finetune, loop
 from esmshard.train.evaluate import validate
-from esmshard.train.inputs import describe, prepare
 from esmshard.train.optim import adamw, set_learning_rate
 from esmshard.train.step import train_step
 
@@ -84,27 +82,6 @@ def test_a_run_in_one_process_starts_no_group_and_shards_nothing(
     assert finetune.run(work.load(str(tiny_recipe)), resume="auto") == out
     assert "going on after step 4" in "".join(capsys.readouterr())
     assert metrics(out) == losses, "the same bits after going on from step 4"
-
-
-def test_one_process_answers_itself(alone: World) -> None:
-    assert (alone.rank, alone.size, alone.mesh, alone.is_first) == (0, 1, None, True)
-    assert alone.sum([1, 2.5]) == [1.0, 2.5]
-    assert alone.min(3.5) == 3.5
-    assert alone.gather({"a": 1}) == [{"a": 1}]
-    assert alone.agree(lambda: 7) == alone.from_first(lambda: 7) == 7
-
-    def mistake() -> None:
-        raise InputError("a mistake")
-
-    for ask in (alone.agree, alone.from_first):
-        with pytest.raises(InputError, match=r"^a mistake$"):
-            ask(mistake)
-
-
-def test_a_dry_run_says_that_one_process_is_not_sharded(tiny_recipe: Path) -> None:
-    recipe = work.load(str(tiny_recipe))
-    assert ", 1 process, not sharded\n" in describe(prepare(recipe, 1, 1, torch.device("cpu")), 1)
-    assert ", 2 processes, full_shard\n" in describe(prepare(recipe, 2, 2, torch.device("cpu")), 2)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -176,19 +153,3 @@ def test_a_step_needs_no_float64_on_the_device(tiny_recipe: Path) -> None:
             result = train_step(model, task, adamw(model, recipe.optim), batches, 1.0, one, Layout())
     assert result.loss > 0
     assert result.grad_norm > 0
-
-
-def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert own_device(0, 1) == torch.device("cpu")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert own_device(0, 1) == torch.device("mps")
-    assert own_device(1, 2) == torch.device("cpu")
-    with process_group.world() as one:
-        assert one.device == torch.device("mps")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert own_device(1, 2) == torch.device("cuda", 1)
-    with pytest.raises(InputError, match="there are 2"):
-        own_device(2, 3)

@@ -118,17 +118,6 @@ def test_values_are_those_of_each_protein_with_its_letters(given: Given) -> None
     assert manifest["tracks"]["3di"]["path"] == given.letters.name
 
 
-def test_letters_between_the_residues(given: Given) -> None:
-    both = given.directory / "both.fasta"
-    text = (
-        f">{name}\n{''.join(map(''.join, zip(*pair, strict=True)))}\n" for name, pair in given.pairs.items() if pair[1]
-    )
-    both.write_text("".join(text))
-    del given.pairs["bare"]
-    given.embed("out", "inside", both)
-    given.check("out")
-
-
 def test_one_file_and_two_processes_hold_the_same(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [given.name, given.fasta, "--track", f"3di={given.letters}", "--pool", "residue"]
     done = esmshard_command("embed", *options, "-o", given.directory / "x.h5", "--nproc", "2")

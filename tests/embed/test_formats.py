@@ -191,7 +191,7 @@ def test_csv_has_the_lines_that_pandas_writes(tmp_path: Path) -> None:
         "WT,0.100000001,-1.00000001e-07,3\n"
         "A24G:V30L,0.333333343,65504,0\n"
         '"a,b",-0.000123456775,1e+10,-5\n'
-        "'-x,1,2,3\n"
+        "-x,1,2,3\n"
     )
     found = pandas.read_csv(tmp_path / "x.csv", index_col=0)
     assert np.array_equal(found.to_numpy().astype(np.float32), values)

@@ -1,7 +1,5 @@
 """Attention over packed sequences: every kernel, every packing and every gradient says the same."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from esm.rotary_embedding import apply_rotary_pos_emb
 from model_files import fair_esm, ours, tokenise
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model.attention import RotaryEmbedding, SelfAttention, attend, inverse_frequencies, kernel_name
+from esmshard.model.attention import RotaryEmbedding, attend, inverse_frequencies, kernel_name
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.vocab import STANDARD, encode
@@ -64,17 +62,6 @@ def test_both_cpu_kernels_are_the_definition_with_gradients(padded: bool) -> Non
     for a, b in zip(mine, reference, strict=True):
         assert a.dtype == torch.float32
         assert (a - b).abs().max() <= 1e-5
-
-
-def test_a_caller_may_shift_positions(model: ESM2) -> None:
-    """Rotary attention sees differences only; the padded kernel must not take `position_T` for a column."""
-    _, batch = tokenise(sequences())
-    shifted = dataclasses.replace(batch, position_T=batch.position_T + 500)
-    q, k, v, _ = heads(batch.bounds[-1])
-    assert torch.equal(attend(q, k, v, shifted, padded=True), attend(q, k, v, batch, padded=True))
-    with torch.no_grad():
-        a, b = (model(x).representations[3] for x in (batch, shifted))
-    assert (a - b).abs().max() <= 1e-4  # angles of 500 radians carry rounding of 3e-5
 
 
 def test_packed_equals_one_by_one(model: ESM2) -> None:
@@ -156,30 +143,6 @@ def test_rotation_is_that_of_fair_esm_with_gradients(interleaved: bool) -> None:
     for mine, theirs in zip(*found, strict=True):
         assert (mine - theirs).abs().max() <= 1e-6
     assert (found[0][0] - q_THK)[1:5].abs().max() > 1, "something was turned"
-
-
-def test_on_attention_gets_what_the_softmax_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries and keys of each sequence, turned, as `attend` gets them."""
-    _, batch = tokenise(sequences())
-    seen: dict[str, list[torch.Tensor]] = {"attend": [], "hook": []}
-
-    def spy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        seen["attend"] += [q.clone(), k.clone()]
-        return attend(q, k, v, batch)
-
-    monkeypatch.setattr("esmshard.model.attention.attend", spy)
-    layer = SelfAttention(CONFIG.dim, CONFIG.n_heads)
-    numbers: list[int] = []
-
-    def hook(n: int, q: torch.Tensor, k: torch.Tensor) -> None:
-        numbers.append(n)
-        seen["hook"] += [q.clone(), k.clone()]
-
-    with torch.no_grad():
-        layer(torch.randn(batch.bounds[-1], CONFIG.dim), batch, hook)
-    assert numbers == list(range(len(batch)))
-    for which in (0, 1):
-        assert torch.equal(torch.cat(seen["hook"][which::2]), seen["attend"][which])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from model_files import SMALL, TINY, fair_esm, ours, tokenise, write_fair_esm
 from torch import nn
 
 from esmshard.batch import TokenBatch
-from esmshard.model.attention import RotaryEmbedding, attention_map, inverse_frequencies
+from esmshard.model.attention import attention_map, inverse_frequencies
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.weights import load_model
@@ -45,16 +45,6 @@ def test_frequencies_stay_exact_whatever_the_model_is_cast_to(cast: str) -> None
         assert found.dtype == torch.float32
         assert torch.equal(found, expected)
     assert model.lm_head.weight is model.embed_tokens.weight
-
-
-def test_frequencies_are_fp32_on_the_meta_device_too() -> None:
-    model = ours(fair_esm(TINY), TINY).to("meta", torch.bfloat16)
-    assert model.layers[0].self_attn.rot_emb.inv_freq.dtype == torch.float32
-    model = model.to_empty(device=CPU)
-    assert {(n.rsplit(".", 1)[1] == "inv_freq", t.dtype) for n, t in model.state_dict().items()} == {
-        (True, torch.float32),
-        (False, torch.bfloat16),
-    }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -111,16 +101,6 @@ def test_bf16_is_near_fp32_at_a_thousand_residues_because_angles_are_fp32() -> N
     with torch.no_grad():
         theirs = reference.bfloat16()(block, repr_layers=[config.n_layers])["representations"][config.n_layers][0]
     assert worst(theirs) < NEAR
-
-
-def test_rotation_in_bf16_is_rounded_once() -> None:
-    """Computed in fp32 from what it is given: the product rounded at the end, and nothing before it."""
-    generator = torch.Generator().manual_seed(0)
-    q_THK = torch.randn(9, 2, 8, generator=generator).bfloat16()
-    rotary, (_, batch) = RotaryEmbedding(8), tokenise(["MKTAYIA"])
-    found = rotary.rotate(q_THK, *rotary(batch))
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, rotary.rotate(q_THK.float(), *rotary(batch)).bfloat16())
 
 
 def test_maps_and_contacts_are_fp32_in_a_bf16_model() -> None:

@@ -16,10 +16,9 @@ from transformers import EsmForMaskedLM
 
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError, UsageError
-from esmshard.model import export, hub, weights
+from esmshard.model import export, weights
 from esmshard.model.families.esm2 import FAMILY
 from esmshard.model.families.esm_base import TIED
-from esmshard.model.families.family_registry import SIZES
 
 NAMES = {"ESM-2": "esm2_it", "ESM-1b": "esm1b_it", "ESM-1v": "esm1v_it"}
 HEAD = {"out.weight": torch.arange(6.0).view(2, 3), "out.bias": torch.ones(2)}
@@ -167,11 +166,6 @@ def test_a_fine_tuned_model_keeps_its_head_and_what_is_known_of_it(
     assert len(about["weights_sha256"]) == 64, "of the new files"
 
 
-def test_fair_esm_gets_the_trunk_of_a_fine_tuned_model(fine_tuned: Path, tmp_path: Path) -> None:
-    out = consolidate(fine_tuned, tmp_path / "esm2_tuned", to="fair-esm")
-    same(fair_esm(TINY), out / "esm2_tuned.pt")
-
-
 def test_a_model_is_not_converted_onto_itself(fine_tuned: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(fine_tuned)
     before = {path.name: path.read_bytes() for path in fine_tuned.iterdir()}
@@ -183,14 +177,6 @@ def test_a_model_is_not_converted_onto_itself(fine_tuned: Path, tmp_path: Path) 
     assert isinstance(refused(lambda: consolidate(fine_tuned, fine_tuned)), UsageError)
     assert {path.name: path.read_bytes() for path in fine_tuned.iterdir()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "tuned"]
-
-
-def test_a_released_name_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = write_fair_esm(tmp_path / "esm2_it.pt", fair_esm(TINY))
-    monkeypatch.setattr(hub, "fetch", lambda _: file)
-    monkeypatch.setitem(SIZES, "esm2_t6_8M_UR50D", TINY)
-    same(fair_esm(TINY), consolidate("esm2_t6_8M_UR50D", tmp_path / "out"))
 
 
 def test_a_bad_model_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -253,19 +239,3 @@ def index(file: Path) -> dict[str, object]:
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert header.pop("__metadata__") == {"format": "pt"}
     return header
-
-
-@pytest.mark.parametrize(
-    ("value", "dtype", "says"),
-    [
-        (float("nan"), torch.float32, "w holds a value that is not finite"),
-        (float("-inf"), torch.bfloat16, "w holds a value that is not finite"),
-        (-7e4, torch.float16, "too large for torch.float16"),
-        (7e4, torch.float16, "too large for torch.float16"),
-    ],
-)
-def test_what_cannot_be_written_is_said(value: float, dtype: torch.dtype, says: str) -> None:
-    with pytest.raises(FloatingPointError) as caught:
-        export.cast("w", torch.tensor([[1.0, 2.0], [value, 3.0]]), dtype)
-    assert says in str(caught.value)
-    assert export.cast("rot_emb.inv_freq", torch.tensor([7e4]), torch.float16).dtype == torch.float32

@@ -51,12 +51,6 @@ def test_only_a_whole_snapshot_is_a_model(cache: Path, files: dict[str, bytes], 
     assert hub.find(NAME) == (directory if whole else None)
 
 
-def test_a_link_whose_blob_is_gone_is_no_weight_file(cache: Path, tmp_path: Path) -> None:
-    directory = snapshot(cache, {"config.json": CONFIG})
-    (directory / "model.safetensors").symlink_to(tmp_path / "gone")
-    assert hub.find(NAME) is None
-
-
 def test_a_file_of_fair_esm_in_torch_hubs_cache_goes_first(cache: Path, tmp_path: Path) -> None:
     checkpoints = tmp_path / "torch" / "hub" / "checkpoints"
     checkpoints.mkdir(parents=True)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -89,11 +88,6 @@ def test_a_chain_break_stays_the_token_of_models_that_have_it(family: Family) ->
     assert (everything(model, joined)[1] - everything(glycine, joined)[1]).abs().max() > 1e-3
 
 
-def test_learned_positions_have_no_gap() -> None:
-    with pytest.raises(ValueError, match="a gap is for models with rotary positions, and this one has learned ones"):
-        EsmConfig(n_layers=2, dim=32, n_heads=4, max_positions=1024, chains=Chains(gap=512))
-
-
 def test_the_model_records_how_chains_are_joined(tmp_path: Path) -> None:
     for chains in (Chains(), Chains(10), Chains(25, 512), Chains("break")):
         config: ModelConfig = EsmcConfig(n_layers=2, dim=64, n_heads=2, chains=chains)
@@ -112,27 +106,3 @@ def test_the_model_records_how_chains_are_joined(tmp_path: Path) -> None:
     assert transformers_config(
         {**FAMILIES["esm2"].files.write_config(TINY), "joined_chains": "linker:3"}
     ).chains == Chains(3)
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("", "one of linker:25, gap:512, "),
-        ("linker", "one of linker:25, gap:512, "),
-        ("linker:25,linker:3", "one of linker:25, gap:512, "),
-        ("gap:break", "one of linker:25, gap:512, "),
-        ("linker:0", "linker is 1 to 1,000, not 0"),
-        ("linker:1001", "linker is 1 to 1,000, not 1001"),
-        ("gap:100001", "gap is 0 to 100,000, not 100001"),
-    ],
-)
-def test_another_way_of_joining_is_refused(text: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        read_chains(text)
-
-
-def test_batches_without_chains_are_read_as_they_are() -> None:
-    batch = pack([encode(A), encode(B)])
-    found = as_read(batch, Chains(gap=512))
-    assert np.array_equal(found.tokens_T, batch.tokens_T)
-    assert np.array_equal(found.position_T, batch.position_T)

@@ -8,9 +8,7 @@ import torch
 from esm.model.esm2 import ESM2 as FairEsm
 from esm.pretrained import load_model_and_alphabet_local
 from model_files import SMALL, TINY, edit_pt, edit_tensors, fair_esm, tokenise, write_fair_esm, write_transformers
-from safetensors.torch import load, save_file
 
-from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
@@ -31,15 +29,6 @@ def directory(tmp_path: Path, reference: FairEsm) -> Path:
 @pytest.fixture
 def file(tmp_path: Path, reference: FairEsm) -> Path:
     return write_fair_esm(tmp_path / "esm2_tiny.pt", reference)
-
-
-def test_the_untouched_files_are_read(directory: Path, file: Path, reference: FairEsm) -> None:
-    """Without this, each refusal elsewhere could have another reason."""
-    for path in (directory, file):
-        found = weights.read(str(path))
-        assert (found.config, found.absent, dict(found.head)) == (TINY, (), {})
-        for name, tensor in reference.state_dict().items():
-            assert torch.equal(found[name], tensor), name
 
 
 # fair-esm
@@ -97,22 +86,6 @@ def test_a_missing_head_is_recorded_and_drawn_anew(
         assert torch.equal(state[name], again[name])
         drawn = name.startswith(tuple(f"{part}." for part in parts)) and name != TIED
         assert torch.equal(state[name], tensor) is not drawn, name
-
-
-def test_half_precision_files_become_fp32(directory: Path, reference: FairEsm) -> None:
-    edit_tensors(directory, lambda state: state.update({k: t.half() for k, t in state.items()}))
-    state = load_model(str(directory)).state_dict()
-    assert {t.dtype for t in state.values()} == {torch.float32}
-    assert torch.equal(state["layers.0.fc1.weight"], reference.layers[0].fc1.weight.half().float())
-
-
-def test_the_task_head_is_kept_apart(tmp_path: Path, reference: FairEsm) -> None:
-    head = {"out.weight": torch.arange(3.0), "norm.LayerNorm.bias": torch.ones(2)}
-    found = weights.read(str(write_transformers(tmp_path / "model", reference, TINY, head)))
-    assert found.head.keys() == head.keys()
-    for name, tensor in head.items():
-        assert torch.equal(found.head[name](), tensor)
-    assert not any(name.startswith("head.") for name in found.read)
 
 
 # Fresh weights
@@ -184,17 +157,3 @@ def test_a_model_without_its_contact_regression_warns_that_contacts_are_random(t
     (tmp_path / "esm2_tiny-contact-regression.pt").unlink()
     with pytest.warns(UserWarning, match=r"esm2_tiny\.pt: has no contact_head; what it says is random"):
         load_model(str(file))
-
-
-def test_a_size_of_ours_has_no_weights_to_download() -> None:
-    with pytest.raises(InputError, match="mini: a size without trained weights"):
-        weights.read("mini")
-
-
-def test_a_classifier_of_transformers_is_left_out_with_a_word(tmp_path: Path) -> None:
-    directory = write_transformers(tmp_path / "model", fair_esm(TINY), TINY)
-    tensors = load((directory / "model.safetensors").read_bytes())
-    save_file(tensors | {"classifier.dense.weight": torch.zeros(2, 2)}, directory / "model.safetensors")
-    assert weights.read(str(directory)).left_out == ("classifier",)
-    with pytest.warns(UserWarning, match="its classifier is of another task and left out"):
-        load_model(str(directory))

@@ -46,13 +46,6 @@ def test_a_model_that_moved_is_the_same_and_one_byte_more_is_not(base: Path, tmp
     assert before["files"]["model.safetensors"]["sha256"] in str(caught.value)  # type: ignore[index]
 
 
-def test_files_may_have_other_names(base: Path, tmp_path: Path) -> None:
-    """A `.safetensors` file beside its config.json is a model under any name."""
-    moved = shutil.copytree(base, tmp_path / "moved")
-    (moved / "model.safetensors").rename(moved / "mine.safetensors")
-    weights.check(identity(moved / "mine.safetensors"), identity(base), "step_1")
-
-
 def test_fresh_weights_are_known_by_seed_and_architecture() -> None:
     nano = SIZES["nano"]
     before = weights.identity(weights.fresh(nano, 3), "nano")

@@ -3,7 +3,6 @@ matrices does, without keeping these.
 """
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -207,19 +206,3 @@ def test_other_devices_than_nvidia_gpus_are_refused(device: str) -> None:
         f"model.quantize: is for NVIDIA GPUs, and this run is on {device}; pass model.quantize=null, or run it on a "
         "machine with a GPU"
     )
-
-
-def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla M40")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (5, 2))
-    with pytest.raises(UsageError, match=r"capability 6\.0 or later, and Tesla M40 is older; pass model\.quantize=nul"):
-        quantized.check_quantization(torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    quantized.check_quantization(torch.device("cuda"))
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sys.path", [str(tmp_path)])
-    monkeypatch.delitem(__import__("sys").modules, "bitsandbytes", raising=False)
-    with pytest.raises(UsageError, match=r"needs bitsandbytes; pip install 'esmshard\[quantize\]'"):
-        quantized.check_bitsandbytes()

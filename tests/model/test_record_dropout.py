@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from esmshard.batch import TokenBatch, pack, pack_variants
-from esmshard.model.dropout import RecordDropout, of_changes, of_tokens
+from esmshard.model.dropout import RecordDropout, of_changes
 from esmshard.model.families.esm2 import EsmConfig
 from esmshard.tasks.residue import ResidueSettings, ResidueTask
 from esmshard.tasks.sequence import SequenceSettings, SequenceTask
@@ -54,36 +54,6 @@ def test_the_share_is_left_out_and_the_mean_stays(share: float) -> None:
     assert abs(mask.mean(0) - share).max() < 5 * deviation / 500**0.5
     kept = RecordDropout(share)(torch.ones(500, 400), torch.tensor(draws, dtype=torch.int32))
     assert kept.max().item() == pytest.approx(1 / (1 - share))
-
-
-def test_neighbours_are_not_alike() -> None:
-    """Records, layers, places and columns next to each other: masks agree as often as chance has it."""
-    masks = left_out(list(range(200)), 400, share=0.5)
-    other = left_out(list(range(200)), 400, share=0.5, layer=1)
-    for a, b in ((masks[1:], masks[:-1]), (masks[:, 1:], masks[:, :-1]), (masks, other)):
-        assert abs((a == b).mean() - 0.5) < 0.01
-    batch = replace(pack([encode("M" * 300)]), draw_N=torch.tensor([3], dtype=torch.int32))
-    draw_T = of_tokens(batch)
-    assert draw_T is not None
-    along = left_out(draw_T.tolist(), 400, share=0.5)
-    assert abs((along[1:] == along[:-1]).mean() - 0.5) < 0.01
-
-
-def test_nothing_happens_in_evaluation_and_without_a_share() -> None:
-    x_RF = torch.randn(2, 8)
-    assert RecordDropout(0.5).eval()(x_RF, None) is x_RF
-    assert RecordDropout(0.0)(x_RF, None) is x_RF
-    with pytest.raises(ValueError, match="dropout needs the draws"):
-        RecordDropout(0.5)(x_RF, None)
-
-
-def test_no_random_state_is_asked_or_moved() -> None:
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    first = left_out([1, 2, 3])
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(1)
-    assert (left_out([1, 2, 3]) == first).all()
 
 
 def test_what_is_computed_again_is_the_same() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from esm.model.esm2 import ESM2 as FairEsm
-from model_files import SMALL, TINY, edit_config, edit_pt, edit_tensors, fair_esm, write_fair_esm, write_transformers
+from model_files import TINY, edit_config, edit_pt, edit_tensors, fair_esm, write_fair_esm, write_transformers
 from safetensors.torch import load
 
 from esmshard.errors import InputError
@@ -59,11 +59,6 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
         assert "OWNER/NAME on the Hugging Face hub" in said
 
 
-def test_a_file_of_another_kind(tmp_path: Path) -> None:
-    (tmp_path / "weights.txt").write_text("1 2 3")
-    assert "not a model" in refusal(tmp_path / "weights.txt")
-
-
 @pytest.mark.parametrize("name", ["esm2_t6_8M_UR50D", "esm1b_t33_650M_UR50S"])
 def test_a_released_name_whose_file_is_of_another_model(
     name: str, file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -88,29 +83,17 @@ def test_a_released_name_whose_file_is_its_own(file: Path, monkeypatch: pytest.M
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "another model type": ({"model_type": "bert"}, "model_type is 'bert' and not one of 'esm'"),
-    "no model type": ({"model_type": ...}, "model_type is None and not one of 'esm'"),
     "an ESMFold": ({"is_folding_model": True}, "it is an ESMFold"),
     "other positions": ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
-    "no room for positions": ({"position_embedding_type": ..., "max_position_embeddings": 2}, "max_positions"),
     "positions as text": (
         {"position_embedding_type": "absolute", "max_position_embeddings": "x"},
         "max_position_embeddings is 'x'",
     ),
-    "other positions without a number": (
-        {"position_embedding_type": "relative", "max_position_embeddings": None},
-        "position_embedding_type is 'relative'",
-    ),
     "another vocabulary": ({"vocab_size": 64}, "vocab_size is 64, not 33 (ESM-2) or 446 (SaProt)"),
-    "no vocabulary": ({"vocab_size": ...}, "vocab_size is None, not 33 (ESM-2) or 446 (SaProt)"),
     "a mask that is another token": ({"mask_token_id": 4}, "mask_token_id is 4, not 32"),
     "another feed-forward": ({"intermediate_size": 100}, "intermediate_size is 100"),
-    "no number of layers": ({"num_hidden_layers": ...}, "num_hidden_layers"),
-    "heads that do not divide": ({"num_attention_heads": 5}, "multiple of"),
-    "odd head width": ({"num_attention_heads": 32}, "multiple of"),
-    "no head at all": ({"num_attention_heads": 0}, "n_heads must be"),
     "layers as text": ({"num_hidden_layers": "2"}, "n_layers must be"),
     "another epsilon": ({"layer_norm_eps": 1e-12}, "layer_norm_eps"),
-    "no epsilon": ({"layer_norm_eps": ...}, "layer_norm_eps"),
     "another activation": ({"hidden_act": "relu"}, "hidden_act"),
 }
 
@@ -122,7 +105,7 @@ def test_a_config_that_is_not_of_such_a_model(case: str, directory: Path) -> Non
     assert reason in refusal(directory, directory / "config.json")
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "", None])
+@pytest.mark.parametrize("text", ["{", None])
 def test_a_config_that_is_no_object(text: str | None, directory: Path) -> None:
     (directory / "config.json").unlink()
     if text is not None:
@@ -132,7 +115,6 @@ def test_a_config_that_is_no_object(text: str | None, directory: Path) -> None:
 
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "learned positions": ({"position_embedding_type": "absolute"}, "inv_freq"),
-    "no word on positions": ({"position_embedding_type": ...}, "inv_freq"),
     "a LayerNorm before": ({"emb_layer_norm_before": True}, "emb_layer_norm_before.bias"),
 }
 
@@ -152,24 +134,8 @@ def test_a_missing_key(directory: Path) -> None:
     assert "layers.1.fc2.weight are missing" in refusal(directory)
 
 
-@pytest.mark.parametrize("family", ["ESM-1b", "ESM-1v"])
-def test_missing_positions(family: str, tmp_path: Path) -> None:
-    directory = write_transformers(tmp_path / "model", fair_esm(SMALL[family]), SMALL[family])
-    edit_tensors(directory, lambda state: state.pop("esm.embeddings.position_embeddings.weight"))
-    assert "embed_positions.weight are missing" in refusal(directory)
-
-
-def test_half_an_lm_head(directory: Path) -> None:
-    edit_tensors(directory, lambda state: state.pop("lm_head.dense.bias"))
-    assert "lm_head.dense.bias are missing" in refusal(directory)
-
-
 UNEXPECTED = {
     "esm.encoder.layer.2.output.dense.bias": "layers.2.fc2.bias",
-    "esm.encoder.layer.0.output.adapter.weight": "esm.encoder.layer.0.output.adapter.weight",
-    "esm.embeddings.layer_norm.weight": "emb_layer_norm_before.weight",
-    "esm.embeddings.position_ids_too": "esm.embeddings.position_ids_too",
-    "esm.poolers.dense.weight": "esm.poolers.dense.weight",
     "structure_head.weight": "esm.structure_head.weight",
 }
 
@@ -178,11 +144,6 @@ UNEXPECTED = {
 def test_an_unexpected_key(key: str, directory: Path) -> None:
     edit_tensors(directory, lambda state: state.update({key: torch.zeros(32)}))
     assert f"{UNEXPECTED[key]} do not belong" in refusal(directory)
-
-
-def test_an_unexpected_key_in_a_pt_file(file: Path) -> None:
-    edit_pt(file, lambda data: data["model"].update({"encoder.embed_positions.weight": torch.zeros(3)}))
-    assert "embed_positions.weight do not belong" in refusal(file)
 
 
 def test_an_lm_head_with_a_matrix_of_its_own(directory: Path) -> None:
@@ -196,20 +157,12 @@ def test_a_tensor_of_another_shape(directory: Path) -> None:
     assert "lm_head.bias is [64], [33] was expected" in refusal(directory)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("key", ["encoder.layer.1.intermediate.dense.weight", "contact_head.regression.bias"])
 def test_a_value_that_is_not_finite(key: str, value: float, directory: Path) -> None:
     edit_tensors(directory, lambda state: state[f"esm.{key}"].view(-1)[-1:].fill_(value))
     name = "layers.1.fc1.weight" if "layer" in key else "contact_head.regression.bias"
     assert f"{name} holds a value that is not finite" in refusal(directory)
-
-
-def test_a_value_that_is_not_finite_in_a_pt_file_and_in_its_regression(file: Path) -> None:
-    regression = file.with_name(f"{file.stem}-contact-regression.pt")
-    edit_pt(regression, lambda data: data["model"]["contact_head.regression.weight"].view(-1)[3:4].fill_(torch.nan))
-    assert "contact_head.regression.weight holds a value" in refusal(file)
-    edit_pt(file, lambda data: data["model"]["encoder.sentence_encoder.embed_tokens.weight"][5, :1].fill_(torch.inf))
-    assert "embed_tokens.weight holds a value" in refusal(file)
 
 
 def test_a_value_that_is_not_finite_in_a_task_head(tmp_path: Path, reference: FairEsm) -> None:
@@ -307,23 +260,17 @@ def test_a_whole_model_in_a_pickle_is_code_too(tmp_path: Path, reference: FairEs
 
 OTHERS: dict[str, tuple[Any, str]] = {
     "no cfg": ({"model": {}}, "neither cfg.model nor args"),
-    "cfg is something else": ({"cfg": argparse.Namespace(), "model": {}}, "neither cfg.model nor args"),
     "a fairseq file": ({"args": None, "cfg": {}, "model": {}}, "neither cfg.model nor args"),
     "ESM-1": (
         {"args": argparse.Namespace(arch="protein_bert_base"), "model": {}},
         "architecture is 'protein_bert_base'",
     ),
-    "MSA": ({"args": argparse.Namespace(arch="msa_transformer"), "model": {}}, "architecture is 'msa_transformer'"),
-    "ESM-IF": ({"args": argparse.Namespace(arch="gvp_invariant_gvp"), "model": {}}, "architecture is"),
     "ESM-1b without sizes": (
         {"args": argparse.Namespace(arch="roberta_large"), "model": {}},
         "does not say its 'layers'",
     ),
-    "no sizes": ({"cfg": {"model": argparse.Namespace(layers=2)}, "model": {}}, "does not say its 'embed_dim'"),
     "no model": (fair_esm_settings(TINY), "'model' holds no weights"),
-    "no keys": (fair_esm_settings(TINY) | {"model": {}}, "are missing"),
     "a list": ([1, 2], "not a dictionary"),
-    "a tensor": (torch.zeros(3), "not a dictionary"),
 }
 
 

@@ -1,8 +1,5 @@
 """The starter and the demo model: small trained models that come with the package."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,7 +11,6 @@ from esmshard.data.structures.contact_labels import contact_labels
 from esmshard.model import weights
 from esmshard.model.config import SHIPPED
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.family_registry import SIZES
 from esmshard.recipe import recipe_file
 from esmshard.shipped import shipped
 from esmshard.tasks.contact import base_rate, contact_precision
@@ -25,40 +21,6 @@ from esmshard.train.inputs import leakage_notices, prepare
 from esmshard.vocab import encode
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(("name", "task", "absent"), [("starter", "contact", ()), ("demo", "mlm", ("contact_head",))])
-def test_it_is_whole_and_small(name: str, task: str, absent: tuple[str, ...]) -> None:
-    found = weights.read(name)
-    assert found.config == SIZES[name]
-    assert tuple(found.absent) == absent, "trunk, LM head, and for the starter a contact regression are there"
-    assert bool(found.head) == (task == "contact")
-    assert sum(path.stat().st_size for path in weights.place(name).iterdir()) < 10_000_000
-    about = json.loads((weights.place(name) / "esmshard.json").read_text())
-    assert about["recipe"]["task"]["name"] == task
-    assert not any(part.startswith("/") for part in _texts(about)), "no path of the machine that made it"
-
-
-def _texts(node: object) -> list[str]:
-    if isinstance(node, dict):
-        return [text for value in node.values() for text in _texts(value)]
-    return [node] if isinstance(node, str) else []
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_its_card_says_what_it_is_not(name: str) -> None:
-    card = (weights.place(name) / "README.md").read_text()
-    assert "not an ESM-2" in card
-    assert "MIT" in card
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_directory_of_that_name_comes_first(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert weights.place(name) == shipped("data") / name / "model"
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / name).mkdir()
-    assert weights.place(name) == Path(name)
-    assert weights.place("other") == Path("other")
 
 
 @pytest.fixture(scope="module")

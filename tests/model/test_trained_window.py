@@ -5,16 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.embed.compute.outputs import Long
 from esmshard.embed.job.embed_request import request
-from esmshard.errors import InputError
 from esmshard.model import export, hub, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import FAMILIES, SIZES, recorded_config, window_of
-from esmshard.tasks.marginals import log_probabilities
 
 BASE = "amplify_120m_base"
 
@@ -66,21 +63,3 @@ def test_a_released_name_says_the_window(tmp_path: Path, monkeypatch: pytest.Mon
     assert weights.read(BASE).config.window == 510
     assert weights.read("chandar-lab/AMPLIFY_120M_base").config.window == 510
     assert weights.read(str(there)).config.window is None
-
-
-def test_scores_see_the_window_of_the_model() -> None:
-    config = replace(SIZES["amplify_nano"], window=20)
-    model = weights.build(weights.fresh(config, 0), torch.device("cpu")).eval()
-    protein = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDG"
-    by_default = log_probabilities(model, protein, [30])
-    assert (by_default == log_probabilities(model, protein, [30], window=20)).all()
-    assert not (by_default == log_probabilities(model, protein, [30], window=2046)).all()
-
-
-@pytest.mark.parametrize("window", [0, "many", True])
-def test_a_window_that_is_none_is_refused(window: object, tmp_path: Path) -> None:
-    model = write(tmp_path / "model", SIZES["amplify_nano"])
-    about = json.loads((model / "config.json").read_text()) | {"trained_window": window}
-    (model / "config.json").write_text(json.dumps(about))
-    with pytest.raises(InputError, match="window must be a positive whole number"):
-        weights.read(str(model))

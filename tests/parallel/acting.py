@@ -83,13 +83,6 @@ def main() -> None:
             launch.follow_launcher()
             if name == "train":
                 train(asking, ready, asked, directory / f"saved-{attempt}-{rank}", numbers[0])
-            if name == "train-and-tidy":
-                preemption.LEAVE_WITHIN = 0.1
-                try:
-                    train(asking, ready, asking.heard.wait, directory / f"saved-{attempt}-{rank}", "0")
-                finally:
-                    time.sleep(float(numbers[0]))
-                    leave("tidied")
             if name == "fail-and-explain":
                 preemption.LEAVE_WITHIN = 0.1
                 try:

@@ -64,17 +64,6 @@ def test_pages_of_files_can_be_given_up(tmp_path: Path) -> None:
     assert _memory(tmp_path, "0::/\n") == (8 * GIB, 2 * GIB)
 
 
-def test_the_parent_with_the_larger_limit_may_have_less_left(tmp_path: Path) -> None:
-    _write(tmp_path / "job", memory__max=str(8 * GIB), memory__current=str(GIB))
-    _write(tmp_path, memory__max=str(16 * GIB), memory__current=str(15 * GIB))
-    assert _memory(tmp_path, "0::/job\n") == (16 * GIB, 15 * GIB)
-
-
-def test_no_cgroups(tmp_path: Path) -> None:
-    assert cpu_limits.memory(tmp_path, tmp_path / "nothing") is None
-    assert cpu_limits.cores(tmp_path) >= 1
-
-
 def test_cores_are_no_more_than_the_quota(tmp_path: Path) -> None:
     _write(tmp_path, cpu__max="100000 100000")
     assert cpu_limits.cores(tmp_path) == 1

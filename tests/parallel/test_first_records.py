@@ -86,34 +86,10 @@ def test_the_same_share_on_two_ranks_is_one_sentence() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("shares", "says"),
-    [
-        ([[micro(0)], [micro(2)], [micro(5), micro(2)]], "ranks 1 and 2 would train on the same records (first: 'c')"),
-        ([[micro(0), micro(1)], [micro(2)], [micro(1)]], "ranks 0 and 2 would train on the same records (first: 'b')"),
-        ([[micro(0, 1)], [micro(5, 1)]], "ranks 0 and 1 would train on the same records (first: 'b')"),
-    ],
-)
-def test_one_record_in_two_shares_is_enough(shares: list[list[MicroBatch]], says: str) -> None:
-    assert says in str(stopped(*shares))
-
-
 def test_ghosts_count_for_nothing() -> None:
     assert stopped([micro(0)], [micro(0, is_dummy=True)], [micro(0, is_dummy=True)]) is None
     assert stopped([micro(0), micro(1)], [micro(2), micro(1, is_dummy=True)]) is None
     assert stopped([micro(0), micro(1)], [micro(0, is_dummy=True), micro(1)]) is not None
-
-
-def test_a_sequence_under_two_ids_or_numbers_is_two_records() -> None:
-    assert stopped([micro(3)], [micro(4)]) is None
-    assert stopped([micro(6)], [micro(7)]) is None
-
-
-def test_other_tokens_or_ids_under_one_number_are_another_record() -> None:
-    assert stopped([micro(1)], [micro(1)], data=[Data(), Data(crop=4)]) is None
-    renamed = Data()
-    renamed.ids = ("x",) * 8
-    assert stopped([micro(1)], [micro(1)], data=[Data(), renamed]) is None
 
 
 def test_a_record_that_cannot_be_read_is_every_ranks_error() -> None:

@@ -72,22 +72,20 @@ def acting(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 
 @pytest.mark.parametrize(
     ("text", "length"),
-    [("90s", 90), ("230m", 13800), ("3h50m", 13800), ("1d", 86400), ("2h", 7200), ("1d2h3m4s", 93784), ("070m", 4200)],
+    [("230m", 13800), ("1d2h3m4s", 93784)],
 )
 def test_durations(text: str, length: int) -> None:
     assert preemption.seconds(text) == length
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0s", "90", "h", "3h50", "50m3h", "-3h", "3.5h", "3 h", "2H", "1h\n", "٣h", "99999d"]
-)
+@pytest.mark.parametrize("text", ["", "90", "50m3h", "99999d"])
 def test_no_durations(text: str) -> None:
     with pytest.raises(UsageError, match=r"(?s)^--stop-after .*: a time is expected, as 3h50m, 230m or 90s$"):
         preemption.seconds(text)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_stops_at_once_where_nothing_is_to_save(name: str) -> None:
+def test_a_signal_stops_at_once_where_nothing_is_to_save() -> None:
+    name = "SIGTERM"
     number = int(getattr(signal, name))
     with pytest.raises(Preempted, match=f"^stopped by {name}$") as stopped, Preemption() as asking:
         assert asking.asked == 0
@@ -108,21 +106,6 @@ def test_ten_signals_are_noted_and_the_first_one_counts() -> None:
         pytest.fail("after training the process has nothing to save, and goes")
     assert steps == 10
     assert preemption.reason(asking.asked) == "SIGUSR1"
-
-
-def test_a_signal_after_the_training_stops_at_once() -> None:
-    with pytest.raises(Preempted), Preemption() as asking:
-        with asking.noted():
-            pass
-        send(signal.SIGTERM)
-        pytest.fail("went on")
-
-
-def test_a_request_that_came_before_the_training_is_heard_before_it() -> None:
-    with pytest.raises(Preempted), Preemption() as asking:
-        asking._asked = int(signal.SIGTERM)  # as from a handler whose exception a destructor swallowed
-        with asking.noted():
-            pytest.fail("began")
 
 
 def test_an_error_of_the_training_passes_and_no_signal_disturbs_it() -> None:
@@ -146,18 +129,6 @@ def test_a_second_signal_does_not_disturb_the_way_out() -> None:
     assert left == ["in peace"]
 
 
-def test_a_program_that_goes_on_afterwards_is_not_ended() -> None:
-    with pytest.raises(Preempted), Preemption():
-        send(signal.SIGTERM)
-    wait_until(lambda: not watchers(), "the thread, which has seen that the process left")
-
-
-def test_what_was_raised_by_the_training_is_not_raised_again() -> None:
-    with pytest.raises(Preempted, match="saved step 7"), Preemption() as asking, asking.noted():
-        send(signal.SIGTERM)
-        raise Preempted("saved step 7")
-
-
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> tuple[Any, ...]:
         signal.set_wakeup_fd(wakeup := signal.set_wakeup_fd(-1))
@@ -177,14 +148,6 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until(lambda: found() == before, "the thread, which notices that its pipe was closed")
 
 
-def test_without_a_time_limit_the_timer_is_left_alone() -> None:
-    handler, timer = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 500)
-    with Preemption():
-        assert signal.getsignal(signal.SIGALRM) == handler
-        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
-    signal.setitimer(signal.ITIMER_REAL, *timer)
-
-
 @pytest.mark.parametrize("left", [0.5, -5])
 def test_the_time_limit(tmp_path: Path, left: float) -> None:
     """Workers that are started again find that it has passed already. The signal comes wherever the process is then."""
@@ -192,17 +155,6 @@ def test_the_time_limit(tmp_path: Path, left: float) -> None:
     environment = {**os.environ, preemption.STOP_AT: str(time.time() + left)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (75, "stopped by the time limit of --stop-after\n")
-
-
-def test_one_inside_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(preemption.STOP_AT, str(time.time() + 600))
-    with pytest.raises(Preempted, match="the time limit"), Preemption():
-        with Preemption() as inner, inner.noted():
-            time.sleep(0.1)
-        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 599.95, "the outer one's limit counts on"
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-        time.sleep(60)
-        pytest.fail("went on")
 
 
 def test_the_time_limit_is_noted_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,30 +165,6 @@ def test_the_time_limit_is_noted_while_training(monkeypatch: pytest.MonkeyPatch)
         while not asking.asked:
             time.sleep(0.01)
         assert asking.asked == signal.SIGALRM
-
-
-def test_a_time_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(preemption.STOP_AT, "noon")
-    with pytest.raises(UsageError, match=r"^ESMSHARD_STOP_AT=noon: seconds since 1970 are expected"):
-        Preemption()
-
-
-def test_another_thread_knows_the_time_limit_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop_at = time.time() + 600
-    monkeypatch.setenv(preemption.STOP_AT, str(stop_at))
-    handler, seen = signal.getsignal(signal.SIGTERM), []
-
-    def work() -> None:
-        with Preemption() as asking:
-            seen.append(signal.getsignal(signal.SIGTERM))
-            seen.append(asking.asked)
-            monkeypatch.setattr(preemption.time, "time", lambda: stop_at)
-            seen.append(asking.asked)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [handler, 0, signal.SIGALRM]
 
 
 def test_a_forked_child_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,14 +204,6 @@ def test_a_run_that_failed_has_the_time_to_say_why(acting: Any) -> None:
 
 
 @LINUX
-def test_of_several_blocked_processes_one_speaks(acting: Any) -> None:
-    done = acting("blocked 0.1", RANK="0", WORLD_SIZE="2")
-    done.send_signal(signal.SIGUSR1)
-    assert done.wait(600) == 75
-    assert "stopped" in done.stderr.read()
-
-
-@LINUX
 def test_a_blocked_training_is_not_ended(acting: Any) -> None:
     done = acting("blocked-in-training 0.1")
     done.terminate()
@@ -300,13 +220,6 @@ def test_a_process_saves_to_the_end_whatever_comes(acting: Any, tmp_path: Path, 
     (tmp_path / "enough").touch()
     assert done.wait(600) == 75
     assert (tmp_path / "saved-0-0").read_text() == signal.Signals(number).name
-
-
-def test_a_process_that_has_saved_may_take_its_time(acting: Any, tmp_path: Path) -> None:
-    done = acting("train-and-tidy 0.5")
-    done.terminate()
-    assert done.wait(600) == 75
-    assert (tmp_path / "tidied-0-0").is_file()
 
 
 PARENT = """\
@@ -336,22 +249,6 @@ def test_a_process_does_not_outlive_its_launcher(tmp_path: Path, action: str) ->
 def alive(pid: int) -> bool:
     """Whether a process has not ended; a process that has ended may not have been reaped."""
     return process_start(pid) not in (None, "ended")
-
-
-@LINUX
-def test_a_launcher_that_was_gone_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(launch.LAUNCHER, "4194305")  # no process has such a number
-    with pytest.raises(Preempted, match="SIGTERM"), Preemption():
-        launch.follow_launcher()
-        time.sleep(60)
-
-
-def test_without_our_launcher_nobody_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(launch.LAUNCHER, raising=False)
-    with Preemption() as asking:
-        launch.follow_launcher()
-        time.sleep(0.01)
-        assert not asking.asked
 
 
 @pytest.mark.parametrize(
@@ -387,10 +284,3 @@ def test_what_comes_before_training_is_distinguished_from_what_comes_after() -> 
         os.kill(os.getpid(), signal.SIGTERM)
         assert (asking.asked, asking.unsaved) == (signal.SIGTERM, 0)
     assert stop.value.unsaved == 0
-
-
-def test_attempts_are_counted_by_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    assert launch.attempt() == 0
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert launch.attempt() == 2

@@ -35,20 +35,7 @@ def test_the_trace_has_the_steps_after_the_first_two(tmp_path: Path) -> None:
     assert min(waits) >= 1e4, "microseconds"
 
 
-def test_no_steps_record_nothing(tmp_path: Path) -> None:
-    with Profile(ALONE, 0, 1, tmp_path / "profile") as profile:
-        assert [profile.step_done() for _ in range(4)] == [None] * 4
-    assert not (tmp_path / "profile").exists()
-
-
 def test_more_steps_than_there_are_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs 11 steps"):
         Profile(ALONE, 9, 10, tmp_path)
     Profile(ALONE, 8, 10, tmp_path)
-
-
-def test_a_run_that_ends_early_leaves_no_profiler_behind(tmp_path: Path) -> None:
-    for _ in range(2):
-        with Profile(ALONE, 1, 10, tmp_path) as profile:
-            profile.step_done()
-    assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from esmshard.parallel import watch as module
 from esmshard.parallel.process_group import World
-from esmshard.parallel.watch import Numbers, Watch, spread
+from esmshard.parallel.watch import Numbers, Watch
 
 CPU = torch.device("cpu")
 
@@ -141,29 +140,6 @@ def test_a_step_lasts_as_long_as_on_the_rank_that_began_first(clock: list[float]
     assert line["residues_per_s"] == 1000.0
 
 
-def test_what_a_cpu_does_not_tell_is_null(clock: list[float]) -> None:
-    watch = watch_of(peak=None)
-    watch.begin_step(1, 10, 5.0)
-    clock[0] += 2.0
-    line = watch.report([watch.numbers()]).line
-    assert line["mfu"] is None
-    assert line["reserved_memory_bytes"] is None
-    assert line["ranks"]["mfu"] == [None]
-    assert line["ranks"]["reserved_memory_bytes"] == [None]
-    assert line["residues_per_s"] == 5.0
-    assert line["allocation_retries"] == 0
-
-
-def test_many_ranks_are_written_as_their_spread() -> None:
-    values = [float(n) for n in range(65)]
-    values[10], values[20] = 99.0, -1.0
-    assert spread(values[:64]) == values[:64]
-    assert spread(values) == {"min": -1.0, "min_rank": 20, "median": 33.0, "max": 99.0, "max_rank": 10}
-    assert spread([None, *values[1:]])["median"] == 33.5  # type: ignore[call-overload,index]
-    nothing = {"min": None, "min_rank": None, "median": None, "max": None, "max_rank": None}
-    assert spread([None] * 65) == nothing
-
-
 def test_a_rank_that_waits_for_data_is_named_once_until_it_is_well_again(clock: list[float]) -> None:
     watch = watch_of(3)
     watch.begin_step(1, 0, 0)
@@ -176,15 +152,6 @@ def test_a_rank_that_waits_for_data_is_named_once_until_it_is_well_again(clock: 
     warnings = [watch.report(rows).warnings for rows in [good] * 15 + [bad] * 12]
     # In ten of the last twenty steps: the median lies between.
     assert [len(messages) for messages in warnings] == [0] * 24 + [1] + [0] * 2
-
-
-def test_a_hiccup_makes_no_rank_slow(clock: list[float]) -> None:
-    watch = watch_of(3)
-    watch.begin_step(1, 0, 0)
-    clock[0] += 1.0
-    for step in range(60):
-        hiccup = rank(data_wait_s=50.0) if step % 5 == 0 else rank()
-        assert watch.report([rank(), hiccup, rank()]).warnings == []
 
 
 MEND = "lower batch.tokens_per_rank, or set parallel.activation_checkpointing"
@@ -205,17 +172,3 @@ def test_a_full_rank_is_named_once(clock: list[float]) -> None:
         + MEND
     )
     assert watch.report(retried).warnings == [sentence]
-
-
-def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = {
-        "reserved_bytes.all.peak": 30,
-        "reserved_bytes.all.current": 5,
-        "allocated_bytes.all.peak": 20,
-        "allocated_bytes.all.current": 4,
-        "num_alloc_retries": 2,
-        "num_ooms": 7,
-    }
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=40))
-    assert module._memory(torch.device("cuda", 0)) == (20, 30, 0.75, 2)

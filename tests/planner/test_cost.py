@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from esmshard.parallel.layout import Layout
-from esmshard.planner import cost as costs
 from esmshard.planner.cost import Cost, Work, cost, exchanged, training_flops
 from esmshard.planner.machines import GPU, GPUS, Machines
 from esmshard.planner.memory_model import ModelNumbers
@@ -81,15 +80,6 @@ def test_seconds_of_arithmetic() -> None:
     assert products.seconds == pytest.approx(products.compute + products.optimizer)
 
 
-def test_fp32_is_reckoned_without_tensor_cores() -> None:
-    found = cost(MODEL, Layout(), Work(tokens=10_000, passes=0), Machines(ROUND, 1))
-    assert found.compute == pytest.approx(10 * 3 * PRODUCTS * 10)
-
-
-def test_a_small_layer_takes_what_the_host_needs_to_launch_it() -> None:
-    assert one(Work(tokens=10)).compute == pytest.approx(10 * 3 * costs.LAUNCH)
-
-
 def test_seconds_of_what_is_computed_again() -> None:
     work = Work(tokens=10_000, passes=50)
     plain = one(work)
@@ -134,17 +124,6 @@ def test_what_a_long_layer_hides() -> None:
     assert found.seconds == pytest.approx(found.compute + found.exposed + found.optimizer)
 
 
-def test_what_a_short_layer_does_not_hide() -> None:
-    slow = replace(FOUR, gpu=replace(ROUND, link=1e9))
-    gather = 30e-6 + 18e6 / 0.75e9 + 2 * 24e6 / 0.8e12
-    reduce = 30e-6 + 36e6 / 0.75e9
-    root = 60e-6 + 36e6 / 0.75e9 + 2 * 16e6 / 0.8e12
-    found = four(Work(tokens=10), slow)
-    launch = costs.LAUNCH
-    hidden = 9 * (launch + 2 * launch)
-    assert found.exposed == pytest.approx(10 * (2 * gather + reduce) + root - hidden)
-
-
 SHORT = Work(tokens=10)
 
 
@@ -166,19 +145,6 @@ def test_machines_share_a_network() -> None:
     layer, root = (2 * size * 3 / 4 / 75e9 + size / 4 / 7.5e9 for size in (48e6, 32e6))
     copied = 2 * (2 * 24e6 / 0.8e12) + 2 * 16e6 / 0.8e12
     assert exchange(TWO_BY_FOUR, strategy="no_shard") == pytest.approx(70e-6 + layer + root + copied)
-
-
-def test_copies_of_the_tokens_are_summed() -> None:
-    """With `context`, each rank may hold a copy of all weights."""
-    layout = bf16(world_size=4, context=4, strategy="no_shard")
-    assert cost(MODEL, layout, Work(tokens=1000), FOUR).exposed > 0
-
-
-def test_offloading_waits_for_the_host() -> None:
-    one = replace(MODEL, n_layers=1)
-    found, plain = (cost(one, bf16(world_size=4, cpu_offload=away), SHORT, FOUR) for away in (True, False))
-    assert found.exposed - plain.exposed == pytest.approx((3 * 12e6 + 2 * 8e6) * 4 / 4 / 20e9)
-    assert found.optimizer == pytest.approx(20e6 / 4 * 40 / 20e9)
 
 
 def test_bytes_that_ranks_of_a_layer_exchange() -> None:
@@ -220,19 +186,6 @@ def test_seconds_of_divided_layers() -> None:
     assert normed.exposed - divided.exposed == pytest.approx(2 * 10 * 8 * 30e-6)  # four more sums in each pass
 
 
-def test_selective_checkpointing_of_divided_layers_recomputes_one_product() -> None:
-    """The sum of attention's last product is kept, and the product, one of twelve parts, is computed again."""
-    work = Work(tokens=2_000_000, passes=0)
-
-    def recompute(tensor: int) -> float:
-        layout = bf16(world_size=4, group=4 // tensor, tensor=tensor, activation_checkpointing="selective")
-        return cost(MODEL, layout, work, FOUR).recompute
-
-    assert recompute(1) == pytest.approx(10 * costs.LAUNCH)
-    for tensor in (2, 4):
-        assert recompute(tensor) == pytest.approx(10 * 200 * PRODUCTS / tensor / 12)
-
-
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_published_runs_come_out_within_15_percent(run: Run) -> None:
     assert abs(run.error()) < 0.15, (run.predicted(), run.published)
@@ -255,12 +208,6 @@ def test_frozen_weights_have_no_gradient_to_compute() -> None:
     assert training_flops(MODEL, 300) == 10 * 3 * (24e6 + attention)
     assert training_flops(LORA, 300) == 10 * (24e6 + 24e6 + 2 * 120_000 + 3 * attention)
     assert training_flops(HEAD, 300) == 10 * (24e6 + attention), "no gradient goes into the trunk"
-
-
-def test_frozen_weights_travel_and_their_gradients_not_at_all() -> None:
-    four = bf16(world_size=4, group=4)
-    assert received(four, numbers=LORA) == (256 + 240) * MB * 3 // 4 + 4 * 1_210_000 * 3 // 4
-    assert received(four, numbers=HEAD) == 256 * MB * 3 // 4 + 4 * 10_000 * 3 // 4
 
 
 def test_seconds_of_frozen_weights() -> None:

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from esmshard.errors import UsageError
-from esmshard.planner.machines import GPUS, data_sheet, parse
+from esmshard.planner.machines import data_sheet, parse
 
 
 @pytest.mark.parametrize(
@@ -12,8 +12,6 @@ from esmshard.planner.machines import GPUS, data_sheet, parse
         ("8xA100-40GB", "A100-40GB", 8),
         ("A100-80GB", "A100-80GB", 1),
         (" 4 x t4-16GB ", "T4-16GB", 4),
-        ("4xL4", "L4-24GB", 4),
-        ("2 x RTX 3090", "RTX3090-24GB", 2),
     ],
 )
 def test_what_a_user_types(text: str, name: str, count: int) -> None:
@@ -32,28 +30,11 @@ def test_machines_multiply() -> None:
     [
         ("8xA100-40", {}, "did you mean A100-40GB?"),
         ("8xTPU", {}, "for another one give its memory, as --memory 24"),
-        ("8xA100", {}, "A100-40GB or A100-80GB"),
-        ("", {}, "no GPU is known as ''"),
-        ("0xA100-40GB", {}, "at least 1"),
-        ("A100-40GB", {"nodes": 0}, "at least 1"),
-        ("A100-40GB", {"network_gbit": 0}, "at least 1"),
-        ("Mine", {"memory_gb": 0}, "at least 1"),
     ],
 )
 def test_mistakes_are_one_sentence(text: str, options: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         parse(text, **options)
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_every_row_is_possible(name: str) -> None:
-    gpu = GPUS[name]
-    assert gpu.name == name
-    assert gpu.fp32_flops < gpu.half_flops
-    assert gpu.has_bf16 == (not name.startswith(("V100", "T4")))
-    assert 0.15e12 < gpu.hbm < 10e12
-    size = int(re.search(r"(\d+)GB$", name)[1])  # type: ignore[index]
-    assert 0.9 * size <= gpu.memory_bytes / 2**30 <= size
 
 
 @pytest.mark.parametrize(
@@ -76,9 +57,3 @@ def test_every_row_is_possible(name: str) -> None:
 def test_names_of_drivers(name: str, gib: int, expected: str | None) -> None:
     found = data_sheet(name, gib * 2**30)
     assert (found and found.name) == expected
-
-
-def test_a_card_of_a_given_memory() -> None:
-    mine = parse("2xMyCard", memory_gb=24).gpu
-    assert (mine.name, mine.half_flops) == ("MyCard", GPUS["A10G-24GB"].half_flops)
-    assert 23 < mine.memory_bytes / 2**30 < 24

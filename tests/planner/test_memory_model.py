@@ -64,16 +64,6 @@ def test_few_tokens_peak_at_the_end_of_the_backward_pass() -> None:
     assert alone.gathered == 16_000_000
 
 
-def test_the_head_counts_while_all_activations_are_there() -> None:
-    small = memory(MODEL, bf16(world_size=8, group=8), 100_000, 0, "cuda")
-    found = memory(MODEL, bf16(world_size=8, group=8), 100_000, 10_000_000_000, "cuda")
-    assert found.when == "backward pass of the head"
-    assert found.head == 10_000_000_000
-    assert found.activations == 100_000 * (10 * BF16_TOKEN + 2 * 2000) < small.activations
-    assert found.gathered == 16_000_000 + 24_000_000  # the last layer's weights have been asked for
-    assert found.gradients == 0
-
-
 def test_what_each_strategy_gathers() -> None:
     tokens, head = 1000, 10**10  # so that the head's backward pass is the peak
 
@@ -123,28 +113,6 @@ def test_what_selective_checkpointing_keeps_of_divided_layers(tensor: int) -> No
     assert layer_bytes(MODEL, layout, "cuda").kept == 11 * 2000 // tensor + 40 // tensor
 
 
-def test_full_checkpointing_of_divided_layers_keeps_this_ranks_tokens_of_the_input() -> None:
-    layout = bf16(world_size=2, strategy="no_shard", tensor=2, activation_checkpointing="full")
-    assert layer_bytes(replace(MODEL, qk_norm=True, gated=True), layout, "cuda").kept == 2000 // 2
-
-
-def test_gloo_copies_what_it_reduces() -> None:
-    found = memory(MODEL, Layout(world_size=2, group=2), 500, 0, "cpu")
-    assert found.when == "reduction of the gradients of layer 10 of 10"
-    assert found.workspace == 12 * MIB + 48_000_000
-    alone = memory(MODEL, Layout(world_size=2, strategy="no_shard"), 10, 0, "cpu")  # one rank has nothing to scatter
-    assert alone.workspace == 12 * MIB
-
-
-def test_kept_layers_go_as_the_backward_pass_comes_by() -> None:
-    kept = bf16(world_size=8, strategy="shard_grad_op")
-    found = memory(MODEL, kept, 10, 0, "cuda")
-    assert found.when == "reduction of the gradients of layer 10 of 10"
-    assert found.gathered == 16_000_000 + 9 * 24_000_000
-    # Its own in bf16 and in fp32 on their way, and what comes of them, the root's.
-    assert found.gradients == 24_000_000 + 48_000_000 + 6_000_000 + 16_000_000
-
-
 def test_copies_and_groups() -> None:
     hybrid = memory(MODEL, bf16(world_size=8, group=4, strategy="hybrid_shard"), 1000, 0, "cuda")
     alone = memory(MODEL, bf16(world_size=8, group=1, strategy="no_shard"), 1000, 0, "cuda")
@@ -172,13 +140,6 @@ def test_unsharded_gradients_give_way_to_shards() -> None:
     assert found.gradients == 512_000_000 + 16_000_000 + 24_000_000 + 48_000_000 + 6_000_000
 
 
-def test_a_large_root_peaks_in_the_optimizer_step() -> None:
-    root = replace(MODEL, root_parameters=900_000_000, root_trained=900_000_000)
-    found = memory(root, Layout(), 10, 0, "cuda")
-    assert found.when == "optimizer step"
-    assert found.total == 16 * 1_020_000_000 + 96 * MIB
-
-
 def test_reducing_in_bf16_is_smaller_and_with_copies_stays() -> None:
     def gradients(**options: Any) -> int:
         found = memory(MODEL, bf16(world_size=8, reduce_dtype="bf16", **options), 10, 0, "cuda")
@@ -201,14 +162,6 @@ def test_offloading_moves_the_state_to_the_host() -> None:
     assert found.gathered == 2 * 8_000_000 + 2 * 24_000_000
     on_host = memory(MODEL, layout, 100_000, 0, "cpu")
     assert (on_host.parameters, on_host.host) == (64_000_000, 0)
-
-
-def test_a_frozen_trunk_has_no_gradients_and_no_optimizer_state() -> None:
-    frozen = replace(MODEL, layer_trained=0, root_trained=1_000_000)
-    assert (frozen.parameters, frozen.trained) == (128_000_000, 1_000_000)
-    found = memory(frozen, bf16(world_size=8, group=8), 10, 0, "cuda")
-    assert (found.parameters, found.optimizer) == (64_000_000, 1_000_000)
-    assert found.gradients <= 2_500_000
 
 
 def test_one_process_in_half_precision() -> None:
@@ -245,7 +198,7 @@ def test_padding_and_several_sequences() -> None:
     assert layer_bytes(MODEL, layout, "cuda", padding=1.5).kept == BF16_TOKEN
 
 
-@pytest.mark.parametrize("targets", [None, "q k v out fc1 fc2", "q v", "k fc1", "out fc2 q"])
+@pytest.mark.parametrize("targets", [None, "q k v out fc1 fc2", "q v"])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("size", ["mini", "esmc_mini", "amplify_mini", "saprot_mini"])
 def test_kept_bytes_are_those_that_autograd_keeps(size: str, half: bool, targets: str | None) -> None:
@@ -361,12 +314,6 @@ def test_a_job_may_have_less_than_the_machine(monkeypatch: pytest.MonkeyPatch) -
     assert memory_model.free_bytes(torch.device("cpu"), 1) == 0
 
 
-def test_the_free_memory_of_an_apple_gpu_is_what_metal_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 1000)
-    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 300)
-    assert memory_model.free_bytes(torch.device("mps"), 1) == 700
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
 @pytest.mark.parametrize(
     ("method", "quantization"), [("lora", None), ("head", None), ("lora", "nf4"), ("lora", "int8")]
@@ -415,9 +362,7 @@ def test_a_real_step_on_two_ranks_takes_what_was_predicted(size: str, monkeypatc
         ("esm2_t6_8M_UR50D", "none", "tensor"),
         ("esm2_t6_8M_UR50D", "full", "tensor"),
         ("esm2_t6_8M_UR50D", "none", "context"),
-        ("esm2_t6_8M_UR50D", "full", "context"),
         ("esmc_mini", "none", "tensor"),
-        ("esmc_mini", "full", "tensor"),
         ("esmc_mini", "selective", "tensor"),
     ],
 )

@@ -361,7 +361,7 @@ def test_the_command_counts_failures_and_strict_is_an_exit_code(tmp_path: Path) 
     assert (tmp_path / "y.csv").read_bytes() == (tmp_path / "x.csv").read_bytes()
     (tmp_path / "in.fasta").write_text(">a\nMKTV\n")
     good = esmshard("predict", model, "in.fasta", "-o", "z.parquet", "--strict", cwd=tmp_path)
-    assert (good.returncode, good.stdout) == (0, "z.parquet: 1 records\n")
+    assert (good.returncode, good.stdout) == (0, "z.parquet: 1 record\n")
 
 
 def test_a_picture_of_each_map(fasta: Path, tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_a_structure_file_is_predicted_from_its_sequence(tmp_path: Path) -> None
     found = {}
     for name in ("x.pdb", "x.fasta"):
         done = esmshard("predict", model, name, "-o", f"{name}.npz", cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (0, f"{name}.npz: 1 records\n"), done.stderr
+        assert (done.returncode, done.stdout) == (0, f"{name}.npz: 1 record\n"), done.stderr
         with np.load(tmp_path / f"{name}.npz") as arrays:
             (found[name],) = (arrays[key] for key in arrays)
     assert np.array_equal(found["x.pdb"], found["x.fasta"])

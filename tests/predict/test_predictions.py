@@ -157,7 +157,6 @@ def test_a_model_that_is_not_there_is_refused(fasta: Path) -> None:
         ({"task": SETTINGS.model_dump() | {"blocks": 3}}, "consolidate the run again"),  # a head of other tensors
         ({"task": SETTINGS.model_dump() | {"channels": 16}}, "consolidate the run again"),  # tensors of other shapes
         ({"task": {"name": "folding"}}, "no installed package registers the task folding; install the one that"),
-        ({}, "consolidate the run again"),
     ],
 )
 def test_a_head_that_does_not_fit_its_recipe_is_refused(

@@ -8,7 +8,6 @@ import pytest
 from command import esmshard
 
 from esmshard.files import found_place, shared_place
-from esmshard.report.text.path_hiding import Places
 
 NAME = "home-of-ada lovelace"
 RECIPE = """\
@@ -106,20 +105,3 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared_place("/home/ada/w/a.pt", Path("/home/ada/m")) == "../w/a.pt"
     assert found_place("../w/a.pt", Path("/data/m")) == "/data/w/a.pt"
     assert found_place("starter", Path("/data/m")) == "starter"
-
-
-def test_sentences_lose_directories_and_keep_the_rest(tmp_path: Path) -> None:
-    places = Places(Path("/work/my runs/x"), "/data/of ada/x.fasta")
-    assert places.text("/work/my runs/x/model and /data/of ada/x.fasta") == "x/model and x.fasta"
-    assert (
-        places.text("failed: '/scratch/u1/a.csv': no space (see ~/logs/e.txt)")
-        == "failed: 'a.csv': no space (see e.txt)"
-    )
-    for text in (
-        "https://huggingface.co/facebook/esm2",
-        "1/2 of P@L/5",
-        "a / b",
-        "N/A, and/or",
-        "sample:contact/train",
-    ):
-        assert places.text(text) == text

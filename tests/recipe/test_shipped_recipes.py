@@ -14,7 +14,7 @@ from esmshard.predict.predictions import predict
 from esmshard.predict.variant_ranking import predict as rank
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.report.text.html_report import report
+from esmshard.report.page import report
 from esmshard.shipped import shipped
 from esmshard.tasks import metrics
 from esmshard.train import finetune

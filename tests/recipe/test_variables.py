@@ -8,7 +8,7 @@ import pytest
 from esmshard.api.runs import finetune
 from esmshard.errors import UsageError
 from esmshard.recipe import recipe_file
-from esmshard.report.text import html_report
+from esmshard.report.page import report
 
 SECRET = "hf_abcdefgh"
 
@@ -35,7 +35,7 @@ def test_shared_files_hold_variables_as_they_were_written(tiny_recipe: Path, mon
     run = finetune(tiny_recipe, report=False, train={"steps": 1, "eval_every": 1}, **how)
     assert run.path.parent.name == SECRET
     finetune(tiny_recipe, report=False, resume="auto", train={"steps": 2, "eval_every": 1}, **how)
-    page = html_report.report(run.path)
+    page = report(run.path)
     for path in (run.path / "recipe.yaml", page, *run.path.glob("model/*.*")):
         assert SECRET.encode() not in path.read_bytes(), path.name
     assert SECRET not in json.dumps(run.evaluation["recipe"])

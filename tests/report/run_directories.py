@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from esmshard.report.text.html_report import report
+from esmshard.report.page import report
 
 SECTIONS = [
     *("predictions", "metrics", "curves", "length", "calibration", "speed", "time", "data", "versions", "recipe"),

@@ -16,9 +16,8 @@ from scipy import stats
 from esmshard.data.batching.loader import Example
 from esmshard.errors import InputError
 from esmshard.predict import contact_pictures
-from esmshard.report.draw import charts, plots
-from esmshard.report.read.run_directory import read
-from esmshard.report.text import scores
+from esmshard.report import charts, run_page
+from esmshard.report.files import read_run
 from esmshard.tasks.metrics import Interval
 from esmshard.vocab import encode
 
@@ -245,13 +244,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = SimpleNamespace(outputs=lambda many: [np.zeros(i.target.shape, dtype=np.float32) for i in many])
     task = SimpleNamespace(inputs=inputs, predict=lambda output: output, labels=None, names=())
     found = SimpleNamespace(model=model, task=task, about={"weights_sha256": "w1"})
-    monkeypatch.setattr(scores, "load_finetuned", lambda path, device: found)
-    monkeypatch.setattr(scores, "open_split", lambda recipe, name, labels, tracks: Split(LENGTHS, name))
+    monkeypatch.setattr(run_page, "load_finetuned", lambda path, device: found)
+    monkeypatch.setattr(run_page, "open_split", lambda recipe, name, labels, tracks: Split(LENGTHS, name))
     return tmp_path
 
 
 def test_maps_of_the_best_the_median_and_the_worst(run: Path) -> None:
-    section = scores.predictions(read(run))
+    section = run_page.predictions(read_run(run))
     assert [figure.caption for figure in section.figures] == [
         "Best: p0, 30 residues, long P@L 0.900.",
         "Median: p5, 70 residues, long P@L 0.300.",
@@ -263,28 +262,28 @@ def test_maps_of_the_best_the_median_and_the_worst(run: Path) -> None:
 
 def test_one_protein_is_drawn_once(run: Path) -> None:
     (run / "per_protein.csv").write_text("id,length,long P@L\np3,50,0.5\n")
-    assert [figure.caption for figure in scores.predictions(read(run)).figures] == [
+    assert [figure.caption for figure in run_page.predictions(read_run(run)).figures] == [
         "Best: p3, 50 residues, long P@L 0.500."
     ]
 
 
 def test_why_there_are_no_maps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def said() -> str:
-        section = scores.predictions(read(run))
+        section = run_page.predictions(read_run(run))
         assert not section.figures
         return section.missing
 
     with monkeypatch.context() as patch:
-        patch.setattr(scores, "open_split", lambda *_: (_ for _ in ()).throw(InputError("test.fasta: gone")))
+        patch.setattr(run_page, "open_split", lambda *_: (_ for _ in ()).throw(InputError("test.fasta: gone")))
         assert said() == "No contact maps: test.fasta: gone"
     with monkeypatch.context() as patch:
-        patch.setattr(scores, "LARGEST_MODEL", 0)
+        patch.setattr(run_page, "LARGEST_MODEL", 0)
         assert "takes too long" in said()
     with monkeypatch.context() as patch:
-        patch.setattr(scores, "LONGEST_MAP", 20)
+        patch.setattr(run_page, "LONGEST_MAP", 20)
         assert said() == "No contact maps: no protein of up to 20 residues has a long P@L."
     with monkeypatch.context() as patch:
-        patch.setattr(scores, "open_split", lambda recipe, name, labels, tracks: Split(LENGTHS[:1]))
+        patch.setattr(run_page, "open_split", lambda recipe, name, labels, tracks: Split(LENGTHS[:1]))
         assert said() == "No contact maps: test.fasta is no longer what the model was tested on."
     (run / "versions.json").write_text(json.dumps({"data": {"test": {"tokens_sha256": "d2"}}}))
     assert said() == "No contact maps: test.fasta is no longer what the model was tested on."
@@ -298,9 +297,9 @@ def test_why_there_are_no_maps(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_figure_of_a_run_is_of_the_median_protein(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = scores.load_finetuned("", None)
-    monkeypatch.setattr("esmshard.tasks.finetuned.load_finetuned", lambda path, device: found)
-    out = plots.contact_figure(run, Split(LENGTHS))  # type: ignore[arg-type]
+    found = run_page.load_finetuned("", None)
+    monkeypatch.setattr("esmshard.report.charts.load_finetuned", lambda path, device: found)
+    out = charts.contact_figure(run, Split(LENGTHS))  # type: ignore[arg-type]
     assert out == run / "figures" / "contacts_p3.png"
     from PIL import Image
 

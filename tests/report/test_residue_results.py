@@ -8,8 +8,8 @@ import pytest
 from label_files import LabelFiles
 
 from esmshard.data.batching.loader import Examples
-from esmshard.report.read import run_directory
-from esmshard.report.text import scores
+from esmshard.report import run_page
+from esmshard.report.files import read_run
 from esmshard.tasks.registry import new_task, settings_of
 from esmshard.train import evaluate
 
@@ -51,6 +51,6 @@ def test_profiles_are_drawn_and_other_metrics_are_named(kind: str, tmp_path: Pat
     else:
         assert best["observed"][0] == targets[0][0]
         assert best["predicted"][0] == outputs[0][0].argmax()
-    figures = scores.predictions(run_directory.read(tmp_path)).figures
+    figures = run_page.predictions(read_run(tmp_path)).figures
     assert sum("p0: observed" in figure.caption for figure in figures) == 1
     assert len(figures) == 4  # three profiles, and observed against predicted values or the confusion of classes

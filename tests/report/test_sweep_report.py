@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from esmshard.errors import InputError
-from esmshard.report.text.html_report import report
+from esmshard.report.page import report
 
 SPACE = {
     "optim.lr": {"low": 1e-5, "high": 1e-3, "step": None, "log": True, "choices": None},

@@ -57,14 +57,6 @@ def test_probabilities_are_scaled_by_the_temperature_of_the_validation_set(kind:
     assert scaled.predict(outputs[0]) == pytest.approx(task.predict(outputs[0] / np.float32(facts["temperature"])))
 
 
-def test_of_few_validation_records_there_is_no_temperature() -> None:
-    task = made("class")
-    facts = task.learn_from_validation(task.score(*too_sure("class", 9, seed=0)))
-    assert facts == {"temperature": None, "validation_records": 9}
-    output = np.array([1, 0, 0], np.float32)
-    assert made("class", **facts).predict(output) == pytest.approx(task.predict(output))
-
-
 def test_results_name_classes_and_have_both_calibration_errors(tmp_path: Path) -> None:
     task = made("class", temperature=2.83, validation_records=600)
     assert task.settings.model_dump()["loss"] is None

@@ -9,9 +9,7 @@ import torch
 from model_files import TINY, fair_esm, ours
 
 from esmshard.data.batching.loader import Example
-from esmshard.errors import InputError
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.sections import AdaptSettings
 from esmshard.tasks import contact
 from esmshard.tasks.base import collate
 from esmshard.tasks.contact import ContactSettings, ContactTask
@@ -68,17 +66,6 @@ def test_only_valid_pairs_have_a_gradient() -> None:
     assert len(pairs) > 10
 
 
-@pytest.mark.parametrize(
-    "target_LL", [labels(6), labels(12, unresolved=tuple(range(12))), labels(7, (0, 6), unresolved=(6,))]
-)
-def test_a_batch_without_valid_pairs_counts_nothing_and_has_zero_gradients(target_LL: torch.Tensor) -> None:
-    logits_LL = torch.randn(target_LL.shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    found = TASK.loss([logits_LL], [target_LL])
-    found.sum.backward()
-    assert (found.sum.item(), found.count.item()) == (0, 0)
-    assert torch.equal(logits_LL.grad, torch.zeros_like(logits_LL))
-
-
 def walk(length: int) -> np.ndarray:
     """Cb coordinates of a random coil of 3.8 A steps, residue 5 unresolved."""
     steps = np.random.default_rng(0).normal(size=(length, 3))
@@ -99,15 +86,6 @@ def test_the_loss_takes_what_collate_makes(model: FineTuner) -> None:
     assert float(TASK.loss(model(batch), targets).count) == 1
 
 
-def test_the_language_models_own_heads_are_frozen() -> None:
-    model = FineTuner(ours(fair_esm(TINY), TINY), TASK.head(TINY))
-    model.adapt(AdaptSettings(), 0)
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    assert frozen == {n for n, _ in model.named_parameters() if n.startswith(("trunk.lm_head.", "trunk.contact_head."))}
-    assert len(frozen) == 7
-    assert model.trunk.lm_head.weight.requires_grad, "it is the embedding"
-
-
 class Split:
     """Labels as training examples."""
 
@@ -123,15 +101,6 @@ class Split:
     def get(self, n: int) -> Example:
         self.read.append(n)
         return Example(str(n), encode("M" * len(self._targets[n])), {"cb": self._targets[n].numpy()})
-
-
-def test_training_needs_a_contact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contact, "contact_labels", lambda labels_LL: labels_LL)
-    split = Split(labels(9), labels(9, (0, 5)), labels(9, (1, 7)), labels(9, (0, 6)))
-    assert TASK.learn(split) is TASK  # type: ignore[arg-type]
-    assert split.read == [0, 1, 2], "it looks no further than the first contact"
-    with pytest.raises(InputError, match=r"^train.fasta: no record has a contact, .* 8 A; give structures"):
-        TASK.learn(Split(labels(9), labels(9, (0, 5)), labels(9, (0, 6), unresolved=(6,))))  # type: ignore[arg-type]
 
 
 # Metrics
@@ -179,9 +148,3 @@ def test_the_separation_prior_by_hand(model: FineTuner, monkeypatch: pytest.Monk
         for j in range(10):
             assert scores_LL[i, j] == pytest.approx(prior[min(abs(i - j), 7)])
     assert list(TASK.baseline_outputs(split.get(3), {}, None)) == ["base rate"]
-
-
-def test_predictions_are_probabilities() -> None:
-    found = TASK.predict(np.array([[0, math.log(3)], [-30, 60]], dtype=np.float32))
-    assert found.dtype == np.float32
-    assert found == pytest.approx(np.array([[0.5, 0.75], [math.exp(-30), 1]]), rel=1e-6)

@@ -9,10 +9,8 @@ import pytest
 import torch
 from model_files import TINY, fair_esm, ours, perturb
 
-from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example
 from esmshard.data.splits.recipe_splits import open_split
-from esmshard.errors import UsageError
 from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
@@ -120,13 +118,3 @@ def test_every_task_and_its_baselines_read_tracks(name: str) -> None:
     for key in known:
         if key.startswith(("zero-shot.log_p", "frozen embedding")) and key.endswith(("log_p", "weight")):
             assert not np.array_equal(fitted[0][key], fitted[1][key]), key
-
-
-def test_a_task_that_leaves_out_tracks_is_told_so() -> None:
-    """A task of another package may have been written before there were tracks."""
-    recipe = shipped_recipe("mlm")
-    task = new_task(recipe.task, {})
-    example = with_letters(open_split(recipe, "train", task.labels).get(0), 0)
-    forgetful = type("Forgetful", (type(task),), {"inputs": lambda _, example: Inputs(example.tokens, np.zeros(1))})
-    with pytest.raises(UsageError, match="task mlm: its method inputs leaves out the tracks of records; pass tracks="):
-        collate(forgetful(recipe.task, {}), [example])

@@ -9,12 +9,10 @@ import torch.nn.functional as F
 
 from esmshard.data.batching.loader import Example
 from esmshard.data.structures.contact_labels import chain_numbers, contact_labels, mark_linkers
-from esmshard.tasks import metrics
 from esmshard.tasks.contact import (
     ContactSettings,
     ContactTask,
     base_rate,
-    calibration,
     contact_precision,
     shortest_chain,
     valid_pairs,
@@ -96,13 +94,6 @@ def test_the_definition_in_loops(
     assert rate["all P@L"] == pytest.approx(np.mean([labels_LL[pair] for pair in within]))
 
 
-def test_a_single_chain_has_no_metric_of_chains() -> None:
-    scores_LL, labels_LL, _ = joined([60], 25)
-    for row in (contact_precision(scores_LL, labels_LL), base_rate(labels_LL)):
-        assert not [name for name in row if "interchain" in name]
-    assert shortest_chain(labels_LL) is None
-
-
 def test_within_chains_a_record_of_two_is_both_alone() -> None:
     """Two equal chains: the best 2 L of both together are the best L of each, twice."""
     scores_LL, labels_LL, _ = joined([60], 0)
@@ -116,38 +107,6 @@ def test_within_chains_a_record_of_two_is_both_alone() -> None:
     found = contact_precision(both_LL, mark_linkers(twice_LL, linker_L))
     assert {name: found[name] for name in alone} == pytest.approx(alone)
     assert all(math.isnan(found[name]) for name in BETWEEN)  # no pair of both chains has a label
-
-
-def test_only_pairs_of_two_chains_count_between_them() -> None:
-    scores_LL, labels_LL, chain_of = joined([40, 40], 5)
-    before = contact_precision(scores_LL, labels_LL)
-    number_L = np.array([-1 if one is None else one for one in chain_of])
-    within_LL = number_L[:, None] == number_L[None, :]
-    other_LL = np.where(within_LL, 1 - scores_LL, scores_LL)
-    found = contact_precision(other_LL, labels_LL)
-    assert {name: found[name] for name in BETWEEN} == {name: before[name] for name in BETWEEN}
-    assert found["all P@L"] != before["all P@L"]
-    other_LL = np.where(within_LL, scores_LL, 1 - scores_LL)
-    found = contact_precision(other_LL, labels_LL)
-    assert found["interchain AUPRC"] != before["interchain AUPRC"]
-    assert {n: v for n, v in found.items() if n not in BETWEEN} == {n: v for n, v in before.items() if n not in BETWEEN}
-
-
-def test_a_model_that_has_diverged_between_chains_has_no_value_there() -> None:
-    scores_LL, labels_LL, _ = joined([40, 40], 5)
-    before = contact_precision(scores_LL, labels_LL)
-    scores_LL[3, 60] = math.nan
-    found = contact_precision(scores_LL, labels_LL)
-    assert all(math.isnan(found[name]) for name in BETWEEN)
-    assert found["long P@L"] == before["long P@L"]
-
-
-def test_calibration_counts_the_pairs_of_two_chains_too() -> None:
-    scores_LL, labels_LL, chain_of = joined([20, 15], 3)
-    pairs = [pair for between in (True, False) for pair in pairs_by_hand(labels_LL, chain_of, between=between)]
-    found = calibration(scores_LL, labels_LL)
-    assert found[0].sum() == len(pairs)
-    assert found[2].sum() == sum(labels_LL[pair] for pair in pairs)
 
 
 @pytest.mark.parametrize("linker", [1, 25])
@@ -183,17 +142,6 @@ def test_targets_follow_from_tokens_and_coordinates() -> None:
     alone = TASK.inputs(Example("a_A", encode("ACDEFGHIKL"), {"cb": cb_L3[:10]})).target
     assert np.array_equal(target_LL[:10, :10], alone)
     assert np.array_equal(alone, contact_labels(cb_L3[:10]))
-
-
-def test_the_table_has_columns_of_chains_if_a_record_has_several() -> None:
-    one, two = joined([60], 0)[:2], joined([40, 30], 5)[:2]
-    rows = TASK.score([one[0], two[0]], [one[1], two[1]])
-    found = TASK.summary(rows)
-    assert set(TASK.columns) <= found.keys()
-    assert found["interchain AUPRC"] == rows[1]["interchain AUPRC"]
-    assert found["long P@L"] == pytest.approx((rows[0]["long P@L"] + rows[1]["long P@L"]) / 2)  # type: ignore[operator]
-    assert "interchain AUPRC" not in TASK.summary(rows[:1])
-    assert metrics.records_with(rows, "interchain AUPRC").tolist() == [False, True]
 
 
 def test_a_pair_of_chains_has_no_separation() -> None:

@@ -25,27 +25,6 @@ def test_numbers_are_compared_as_scipy_and_scikit_learn_do(rng: np.random.Genera
     assert found["R2"] == pytest.approx(reference.r2_score(target, predicted))
 
 
-def test_equal_values_share_their_mean_rank() -> None:
-    # Ranks 1.5 1.5 3 4 and 1 2 3.5 3.5: covariance 4, variances 4.5 and 4.5.
-    assert metrics.spearman(np.array([1.0, 1, 2, 3]), np.array([1.0, 2, 5, 5])) == pytest.approx(4 / 4.5)
-
-
-def test_missing_targets_do_not_count() -> None:
-    target = np.array([1.0, np.nan, 3, 2])
-    found = metrics.of_numbers(np.array([1.0, 50, 3, 1]), target)
-    assert found["RMSE"] == pytest.approx((1 / 3) ** 0.5)
-    assert found["R2"] == pytest.approx(1 - 1 / 2)
-    assert found["Spearman"] == pytest.approx(stats.spearmanr([1, 3, 1], [1, 3, 2]).statistic)
-
-
-@pytest.mark.parametrize("target", [[], [1.0], [2.0, 2.0], [np.nan, np.nan]])
-def test_undefined_correlations_are_nan(target: list[float]) -> None:
-    found = metrics.of_numbers(np.arange(float(len(target))), np.array(target))
-    assert np.isnan([found["Spearman"], found["Pearson"], found["R2"]]).all()
-    assert np.isnan(metrics.spearman(np.ones(4), np.arange(4.0)))
-    assert np.isnan(metrics.spearman(np.array([1.0, np.nan, 3.0]), np.arange(3.0)))
-
-
 def in_rows(**arrays: np.ndarray) -> list[dict[str, np.ndarray]]:
     """The values in rows of different sizes, one of which is empty."""
     cuts = [3, 3, 20]
@@ -68,14 +47,6 @@ def test_pooled_ranks_are_exact(rng: np.random.Generator, spread: float) -> None
     assert np.isnan(metrics.pooled_spearman(metrics.ranked(in_rows(a=a, b=np.ones(500)), "a", "b"), "a", "b"))
 
 
-def test_what_is_nan_has_no_ranks(rng: np.random.Generator) -> None:
-    rows = in_rows(a=np.append(rng.random(99), np.nan), truth=rng.random(100) < 0.5)
-    ready = metrics.ranked(rows, "a")
-    assert "a ranks" not in ready[0]
-    assert np.isnan(metrics.pooled_spearman(ready, "a", "truth"))
-    assert np.isnan(list(metrics.pooled_ranking(ready, "a", "truth").values())).all()
-
-
 def test_classes_are_compared_as_scikit_learn_does(rng: np.random.Generator) -> None:
     target, predicted = rng.integers(0, 4, (2, 300))
     predicted = np.where(rng.random(300) < 0.5, target, predicted)
@@ -88,12 +59,6 @@ def test_classes_are_compared_as_scikit_learn_does(rng: np.random.Generator) -> 
     assert found["macro-F1"] == pytest.approx(reference.f1_score(target, predicted, average="macro", labels=range(4)))
     counts = metrics.confusion(target, predicted, 4)
     assert counts.tolist() == reference.confusion_matrix(target, predicted).tolist()
-
-
-def test_mcc_of_one_class_is_zero_and_of_nothing_nan() -> None:
-    assert metrics.of_confusion(np.array([[3.0, 0], [2, 0]]))["MCC"] == 0
-    assert metrics.of_confusion(np.array([[3.0, 2], [0, 0]]))["MCC"] == 0
-    assert np.isnan(list(metrics.of_confusion(np.zeros((3, 3))).values())).all()
 
 
 def test_calibration_error_by_hand() -> None:
@@ -139,16 +104,6 @@ def test_fmax_by_hand() -> None:
     assert metrics.fmax(terms) == pytest.approx(2 * (13 / 18) / (1 + 13 / 18))
 
 
-def test_fmax_counts_the_threshold_itself_and_leaves_out_what_has_no_label() -> None:
-    half = metrics.fmax_terms(np.array([0.5, 0.25]), np.array([True, False]))
-    assert half[1].tolist() == [1.0] * 51 + [0.0] * 50
-    assert half[2].tolist() == half[1].tolist()
-    assert half[0].tolist() == [0.5] * 26 + [1.0] * 25 + [0.0] * 50
-    none = metrics.fmax_terms(np.array([0.5, 0.25]), np.array([False, False]))
-    assert metrics.fmax(half + none) == metrics.fmax(half) == 1
-    assert np.isnan(metrics.fmax(none))
-
-
 def test_macro_f1_of_labels_leaves_out_those_that_never_occur(rng: np.random.Generator) -> None:
     truth, predicted = rng.random((2, 50, 5)) < 0.4
     truth[:, 3], predicted[:, 3] = False, False
@@ -158,14 +113,6 @@ def test_macro_f1_of_labels_leaves_out_those_that_never_occur(rng: np.random.Gen
         expected = reference.f1_score(truth, predicted, average=None, zero_division=0)
     assert metrics.f1(right, of_predicted, of_truth) == pytest.approx(np.delete(expected, 3).mean())
     assert np.isnan(metrics.f1(np.zeros(2), np.zeros(2), np.zeros(2)))
-
-
-def test_means_and_totals() -> None:
-    rows = [{"a": 1.0, "b": np.nan, "c": np.ones((2, 3))}, {"a": np.nan, "b": np.nan, "c": np.arange(6).reshape(2, 3)}]
-    found = metrics.means(rows, ["a", "b"])
-    assert found["a"] == 1
-    assert np.isnan(found["b"])
-    assert metrics.total(rows, "c").tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_the_best_are_chosen_within_folds_and_ties_count_by_their_chance() -> None:

@@ -11,14 +11,12 @@ from model_files import TINY, fair_esm, ours
 
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.store.ingestion import ingest
-from esmshard.errors import InputError
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.weights import build, fresh
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.tasks.base import collate
 from esmshard.tasks.mlm import MlmSettings, MlmTask
-from esmshard.tasks.registry import new_task
 from esmshard.vocab import CLS, EOS, MASK, decode, encode
 
 SETTINGS = MlmSettings(name="mlm")
@@ -79,26 +77,6 @@ def test_shares_are_those_of_esm() -> None:
     assert (np.abs(counts[counts > 0] - expected) < 5 * math.sqrt(expected)).all()
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.5])
-def test_the_share_is_the_recipes(share: float) -> None:
-    task = MlmTask(MlmSettings(name="mlm", mask=share), {})
-    one = [task.inputs(e).logits_at for e in records(60_000, (40, 200), extra="")]
-    selected = sum(len(at) for at in one if at is not None)
-    assert selected / 60_000 == pytest.approx(share, abs=0.006)
-
-
-def test_places_are_ascending_once_each_and_everywhere() -> None:
-    seen = np.zeros(42, int)
-    for n in range(3000):
-        at = TASK.inputs(example("MKTAYIAKQR" * 4, record_id=str(n))).logits_at
-        assert at is not None
-        assert at.dtype == np.int64
-        assert (np.diff(at) > 0).all()
-        seen[at] += 1
-    assert seen[0] == seen[41] == 0
-    assert (np.abs(seen[1:41] - 450) < 5 * math.sqrt(450 * 0.85)).all()  # each place in 15% of the records
-
-
 def test_only_standard_residues_are_told() -> None:
     for n in range(200):
         inputs = TASK.inputs(example("XXBUZOMXX", record_id=str(n)))
@@ -109,14 +87,6 @@ def test_only_standard_residues_are_told() -> None:
     assert nothing.logits_at is not None
     assert (len(nothing.logits_at), len(nothing.target)) == (0, 0)
     assert nothing.tokens.tolist() == encode("XXBUZO").tolist()
-
-
-@pytest.mark.parametrize(("length", "counts"), [(1, {1}), (5, {1}), (10, {1, 2}), (20, {3}), (30, {4, 5})])
-def test_the_number_is_rounded_up_or_down_and_at_least_one(length: int, counts: set[int]) -> None:
-    found = [len(TASK.inputs(example("K" * length, record_id=str(n))).target) for n in range(400)]
-    assert set(found) == counts
-    if length >= 10:
-        assert np.mean(found) == pytest.approx(0.15 * length, abs=0.1)
 
 
 def test_a_choice_follows_from_seed_epoch_and_id_alone() -> None:
@@ -132,16 +102,6 @@ def test_a_choice_follows_from_seed_epoch_and_id_alone() -> None:
     assert seen("0:0", "a") == first
     # The same for ever: a change would make perplexities of old and new runs differ.
     assert TASK.inputs(example("MKTAYIAKQRQISFVKSHFS", "fixed", "P1")).logits_at.tolist() == [8, 11, 13]
-
-
-def test_the_same_whatever_the_batch() -> None:
-    some = records(1500, (30, 60, 90))
-    together, targets = collate(TASK, some)
-    tokens = np.split(together.tokens_T.numpy(), together.bounds[1:-1])
-    for n, one in enumerate(some):
-        alone, target = collate(TASK, [one])
-        assert alone.tokens_T.numpy().tolist() == tokens[n].tolist()
-        assert target[0].tolist() == targets[n].tolist()
 
 
 def fasta(path: Path, sequences: list[str]) -> Path:
@@ -162,13 +122,6 @@ def test_validation_hides_the_same_whatever_the_seed_and_training_another_choice
     assert seen(0, 1) == seen(0, 1)
     assert all(a != b for a, b in zip(seen(0, 1), seen(0, 2), strict=True))
     assert all(a != b for a, b in zip(seen(0, 1), seen(1, 1), strict=True))
-
-
-def test_windows_of_a_record_hide_different_places(tmp_path: Path) -> None:
-    path = fasta(tmp_path / "a.fasta", ["MKTAYIAKQR" * 30])
-    examples = Examples("train", path, ingest([path], tmp_path / "store"), None, long="window", max_length=100)
-    places = [tuple(TASK.inputs(examples.get(n, 0)).logits_at) for n in range(len(examples))]
-    assert len(places) == len(set(places)) == 3
 
 
 # Loss and scores
@@ -195,14 +148,6 @@ def test_the_loss_is_a_sum_over_residues_and_their_number() -> None:
     assert float(part.sum) == pytest.approx(sum(map(by_hand, outputs, targets)), rel=1e-5)
 
 
-def test_a_loss_over_nothing_is_zero_and_has_a_gradient() -> None:
-    logits = torch.zeros(0, 33, requires_grad=True)
-    part = TASK.loss([logits], [torch.zeros(0, dtype=torch.int64)])
-    assert (part.sum.item(), part.count.item()) == (0.0, 0.0)
-    part.sum.backward()
-    assert logits.grad is not None
-
-
 def test_scores_and_summary_are_over_residues() -> None:
     outputs, targets = random_outputs([4, 0, 9])
     targets[0][:3] = outputs[0][:3].argmax(1)
@@ -224,11 +169,6 @@ def test_scores_and_summary_are_over_residues() -> None:
     assert TASK.lower_is_better
 
 
-def test_a_model_that_knows_nothing_has_the_perplexity_of_its_alphabet() -> None:
-    (row,) = TASK.score([np.zeros((7, 33), np.float32)], [np.full(7, 5)])
-    assert row["perplexity"] == pytest.approx(33)
-
-
 # Model
 
 
@@ -245,15 +185,6 @@ def test_logits_are_those_of_the_whole_sequence_at_the_places_asked_for(model: F
         assert at is not None
         assert outputs[n].shape == (len(targets[n]), 33)
         assert (outputs[n] - whole[torch.from_numpy(at) + batch.bounds[n]]).abs().max() <= 1e-5
-
-
-def test_a_record_without_a_standard_residue_goes_through(model: FineTuner) -> None:
-    for some in ([example("XXX")], [example("XXX"), example("MKTAYIAKQR")]):
-        batch, targets = collate(TASK, some)
-        with torch.no_grad():
-            outputs = model(batch)
-        assert [len(o) for o in outputs] == [len(t) for t in targets]
-        assert float(TASK.loss(outputs, targets).count) == sum(len(t) for t in targets)
 
 
 def test_predictions_are_probabilities_of_the_20_amino_acids(model: FineTuner) -> None:
@@ -324,19 +255,3 @@ def test_the_model_before_fine_tuning_is_asked_the_same(model: FineTuner) -> Non
     batch, _ = collate(TASK, [one])
     with torch.no_grad():
         assert np.array_equal(np.asarray(found["before fine-tuning"]), model(batch)[0].numpy())
-
-
-def test_there_is_no_probe(model: FineTuner) -> None:
-    with pytest.raises(InputError, match="mlm has no probe; choose full, lora or head"):
-        TASK.probe(LanguageModelHead(), [], model, 0)
-
-
-def test_the_head_has_no_parameters_and_nothing_is_learned() -> None:
-    assert not list(TASK.head(TINY).parameters())
-    assert TASK.learn(None) is TASK
-    assert dict(TASK.facts) == {}
-    numbers = SETTINGS
-    # Three arrays of as many fp32 numbers as the model has logits, at 150 places.
-    assert numbers.head_bytes(1000, TINY.n_logits) == 4 * 3 * 33 * 150
-    assert numbers.head_bytes(1000, SIZES["esmc_nano"].n_logits) == 4 * 3 * 64 * 150
-    assert isinstance(new_task(SETTINGS, {}), MlmTask)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from label_files import LabelFiles
 from model_files import TINY, fair_esm, ours, perturb
-from pydantic import TypeAdapter
 
 from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example, Examples
@@ -20,9 +19,6 @@ from esmshard.errors import InputError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe import recipe_file
-from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.section_base import Clash
-from esmshard.recipe.task_section import AnyTask, suiting
 from esmshard.tasks.base import collate
 from esmshard.tasks.pair import MEMORY, SINGLE, PairSettings, PairTask
 from esmshard.tasks.registry import new_task
@@ -110,55 +106,17 @@ def test_tracks_go_with_their_chains() -> None:
     assert asked.longest == 5
 
 
-def test_dropout_is_of_the_pair_and_not_of_its_place_in_the_batch(trunk: ESM2) -> None:
-    made = task(dropout=0.5)
-    found = model(trunk, made).train()
-    target = {"target": np.zeros(1, np.float32)}
-    examples = [Example(name, encode(pair), target, "0:1") for name, pair in (("a", "MK:WC"), ("b", "ACD:EF"))]
-    together = found(collate(made, examples)[0])
-    alone = [found(collate(made, [example])[0])[0] for example in examples]
-    other = found(collate(made, [replace(examples[0], draw="0:2")])[0])[0]
-    assert torch.allclose(torch.stack(together), torch.stack(alone), atol=1e-5)
-    assert not torch.allclose(together[0], other, atol=1e-3)
-
-
 # Labels and long chains
 
 
-PAIRS = "x TARGET=1 MKT:ACD\ny TARGET=2 MKT:WWC\nz TARGET=3 GGG:WWC\nw TARGET=5 MKT:LLL"
-
-
-def test_labels_are_those_of_the_sequence_task_and_a_block_is_the_commonest_sequence(files: LabelFiles) -> None:
-    found, train = files.learned(task({}), PAIRS)
-    assert found.facts["mean"] == pytest.approx([2.75])
-    block = train.blocks()
-    assert block is not None
-    assert block[0] == block[1] == block[3] != block[2]
-    units_N, noun = found.units(train)
-    assert units_N is not None
-    assert (units_N.tolist(), noun) == (block.tolist(), "sequence")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("x TARGET=1 MKT:ACD\ny TARGET=2 MKT", "record 'y' has 1 chain, and a pair has two; write its sequence as A:B"),
-        ("x TARGET=1 MKT:ACD\ny TARGET=2 MKT:A:C", "record 'y' has 3 chains, and a pair has two"),
-        ("x TARGET=1 MKT:ACD\ny MKT:W", "1 of 2 records have no TARGET= (y); add"),
-        ("x TARGET=1 MKT:ACD\ny TARGET=1 MKT:W", "the target 'TARGET' is 1 for every record"),
-    ],
-)
-def test_records_that_are_no_pairs_are_refused(files: LabelFiles, text: str, message: str) -> None:
+def test_records_that_are_no_pairs_are_refused(files: LabelFiles) -> None:
+    text = "x TARGET=1 MKT:ACD\ny TARGET=2 MKT"
+    message = "record 'y' has 1 chain, and a pair has two; write its sequence as A:B"
     with pytest.raises(InputError) as caught:
         files.learned(task({}), text)
     assert message in str(caught.value)
     assert "train.fasta" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_question_about_one_chain_is_refused() -> None:
-    with pytest.raises(InputError, match="record 'a' has 1 chain, and a pair has two"):
-        task().question(Example("a", encode("MKT"), {}))
 
 
 def test_tokens_are_those_of_both_chains_and_max_length_is_of_each(files: LabelFiles) -> None:
@@ -171,15 +129,6 @@ def test_tokens_are_those_of_both_chains_and_max_length_is_of_each(files: LabelF
     assert short.tokens.tolist() == [20]
     with pytest.raises(InputError, match=r"record 'a' has 10 residues, data.max_length is 8"):
         Examples("train", fasta, store, None, long="error", max_length=8, apart=True)
-
-
-def test_windows_crops_and_linkers_of_pairs_are_refused() -> None:
-    settings = TypeAdapter(AnyTask).validate_python({"name": "pair"})
-    for long, message in (("window", "window cuts a record, and a pair has two chains"), ("crop", "crop may remove")):
-        with pytest.raises(Clash, match=message):
-            suiting(DataSettings(train="t", valid="v", test="e", long=long), settings)
-    with pytest.raises(Clash, match="makes the chains of a record one sequence, and those of a pair stay two"):
-        suiting(DataSettings(train="t", valid="v", test="e", join={"linker": 5}), settings)
 
 
 # Baselines, groups and the probe
@@ -243,23 +192,6 @@ def test_the_labels_of_a_sequence_s_training_pairs_are_remembered(trunk: ESM2) -
         assert found[1] == pytest.approx((share[one] + share[other]) / 2, rel=1e-5)
         assert made.group(asked, known) == group
     assert made.group(train[0], {}) == "", "a model without baselines does not know"
-
-
-@pytest.mark.parametrize("kind", ["number", "multilabel"])
-def test_remembered_labels_of_the_other_kinds(trunk: ESM2, kind: str) -> None:
-    facts = NUMBERS if kind == "number" else {"classes": ["x", "y"], "counts": [1, 1], "records": 2}
-    made = task(facts, kind=kind, hidden=0)
-    labels = [[54.0], [np.nan]] if kind == "number" else [[1, 0], [0, 1]]
-    train = [
-        Example(pair, encode(pair), {"target": np.array(label, np.float32)})
-        for pair, label in zip(("MKT:ACD", "MKT:WWC"), labels, strict=True)
-    ]
-    known = made.baselines(train, model(trunk, made))
-    output = np.asarray(made.baseline_outputs(Example("q", encode("ACD:ACD"), {}), known, None)[MEMORY])
-    if kind == "number":  # one standard deviation above the mean, and the mean itself
-        assert made.predict(output) == pytest.approx([52])
-    else:  # the prior of a half counts as one pair
-        assert made.predict(output) == pytest.approx([0.75, 0.25], rel=1e-5)
 
 
 def compared(*sequences: str) -> ComparedRecords:

@@ -1,25 +1,23 @@
 """The residue task: labels, classes of letters, head, loss, metrics, baselines and the probe."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from label_files import LabelFiles, data
+from label_files import LabelFiles
 from model_files import TINY, fair_esm, ours, perturb, tokenise
 from pydantic import TypeAdapter, ValidationError
 from scipy import stats
 from sklearn import metrics as reference
 
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.task_section import AnyTask
-from esmshard.tasks import residue
 from esmshard.tasks.residue import ResidueSettings, ResidueTask
 from esmshard.vocab import STANDARD, encode
 
@@ -77,11 +75,8 @@ def examples(n: int, kind: str = "class", seed: int = 0, back: int = 3) -> list[
         ({"kind": "number", "classes": ["A", "B"]}, "is for kind class; remove it"),
         ({"kind": "number", "balance": 0.5}, "weighs classes, and the recipe has kind number; remove it"),
         ({"classes": ["HGI", "EB", "STH"]}, "has the letter H twice; a letter belongs to one class"),
-        ({"classes": ["HH", "E"]}, "has the letter H twice"),
         ({"classes": ["HGI"]}, "has one class only, so that there is nothing to learn"),
         ({"classes": ["H", ""]}, "names each class by its letters in ASCII"),
-        ({"classes": ["H", "E "]}, "names each class by its letters in ASCII"),
-        ({"classes": ["H", "\u00e9"]}, "names each class by its letters in ASCII"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(given: dict[str, Any], message: str) -> None:
@@ -97,16 +92,6 @@ def test_letters_are_joined_to_classes(files: Files) -> None:
     assert found.inputs(train.get(0)).target.dtype == np.int64
     assert found.columns == ("Q3", "Q3 per protein", "MCC", "macro-F1", "ECE", "log loss")
     assert (found.names, found.per_residue, found.one_of_names) == (("HGI", "EB", "STC"), True, True)
-
-
-def test_each_letter_is_a_class_by_default_and_later_splits_have_the_same(files: Files) -> None:
-    found, _ = files.learn({}, "a TARGET=HEH MKT\nb TARGET=TEE ACD")
-    assert found.facts == {"classes": ["E", "H", "T"], "counts": [3, 2, 1]}
-    fasta, store = files.split("valid", "v TARGET=TH AC")
-    labels = found.labels(fasta, store, data())
-    assert found.inputs(Example("v", encode("AC"), labels[0])).target.tolist() == [2, 1]
-    with pytest.raises(InputError, match=r"test.fasta: record 'w' has the class 'C' at position 2.*none of EHT"):
-        found.labels(*files.split("test", "v TARGET=TH AC\nw TARGET=TCC ACD"), data())
 
 
 def test_labels_come_from_a_table_a_label_file_and_an_npz(files: Files) -> None:
@@ -144,17 +129,10 @@ def test_numbers_are_standardised_by_the_training_residues(files: Files) -> None
     ("settings", "text", "message"),
     [
         ({}, "a TARGET=HHH MKT\nb TARGET=HH AC", "every training residue has the class 'H'; give labels of two"),
-        ({"classes": ["HG", "E"]}, "a TARGET=HGH MKT", "every training residue has the class 'HG'"),
         ({"classes": ["HG", "E", "C"]}, "a TARGET=HEH MKT", "no training residue has the class 'C', so that it cannot"),
         ({"classes": ["H", "E"]}, "a TARGET=HEC MKT", "has the class 'C' at position 3, which is none of HE"),
         ({"kind": "number"}, "a TARGET=2;2;nan MKT\nb TARGET=2;2 AC", "every training residue is labelled 2, of which"),
-        ({"kind": "number"}, "a TARGET=nan;nan;nan MKT", "no residue of any record has a label"),
         ({"kind": "number"}, "a TARGET=1;inf;3 MKT", "which is not a finite number"),
-        ({"kind": "number"}, "a TARGET=1;2e39;3 MKT", "which is not a finite number"),
-        ({"kind": "number"}, "a TARGET=HEH MKT", "for names of classes, set task.kind=class"),
-        ({}, "a TARGET=HEH MKT\nb AC", "1 of 2 records have no TARGET= (b); add"),
-        ({}, "a MKT\nb AC", "no record (a, b) has a TARGET="),
-        ({}, "a TARGET=HEH MASK=000 MKT\nb TARGET=HE MASK=00 AC", "no residue of any record has a label"),
         ({}, "a TARGET=HE MKT", "has labels for 2 residues, but 3 residues"),
     ],
 )
@@ -166,27 +144,6 @@ def test_labels_that_nothing_can_be_learned_from_are_refused(
     assert message in str(caught.value)
     assert "train.fasta" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_training_examples_without_any_label_are_refused(files: Files) -> None:
-    for kind, text in (
-        ("class", "a TARGET=HEC MASK=111 MKT\nb TARGET=HE MASK=00 AC"),
-        ("number", "a TARGET=1;2;3 MKT\nb TARGET=nan;nan AC"),
-    ):
-        fasta, store = files.split("train", text)
-        new = task({}, kind=kind)
-        labels = new.labels(fasta, store, data())
-        part = Examples("train", fasta, store, labels, members_N=np.array([False, True]))
-        with pytest.raises(InputError, match="no training residue has a label; look at labels and masks"):
-            new.learn(part)
-
-
-def test_arguments_that_do_not_fit_are_refused(files: Files) -> None:
-    fasta, store = files.split("train", "a TARGET=HE AC")
-    with pytest.raises(UsageError, match=r"data.target: residues have one label, not 2; name one"):
-        task({}).labels(fasta, store, data(target=["a", "b"]))
-    with pytest.raises(UsageError, match=r"data.target: the label FASTA m.fasta has no columns; remove it"):
-        task({}).labels(fasta, store, data(target=["a"], labels="m.fasta"))
 
 
 # Head
@@ -236,18 +193,6 @@ def test_a_new_head_says_what_the_training_labels_are_on_the_whole() -> None:
     number = task(NUMBER, kind="number")
     (output,) = number.head(TINY).eval()(torch.randn(6, 32), tokenise(["MKTA"])[1])
     assert number.predict(output.detach().numpy()) == pytest.approx([10] * 4, abs=3)
-
-
-def test_dropout_is_of_training_alone() -> None:
-    for hidden in (0, 6):
-        head = task(dropout=0.5, hidden=hidden).head(TINY)
-        torch.nn.init.normal_(head.out.weight)
-        x_TD, batch = torch.randn(5, 32), tokenise(["MKT"])[1]
-        drawn = [head(x_TD, replace(batch, draw_N=torch.tensor([draw], dtype=torch.int32)))[0] for draw in (7, 7, 8)]
-        assert torch.equal(drawn[0], drawn[1])
-        assert not torch.equal(drawn[0], drawn[2])
-        head.eval()
-        assert torch.equal(head(x_TD, batch)[0], head(x_TD, batch)[0])
 
 
 # Loss
@@ -365,15 +310,6 @@ def test_numbers_are_ranked_over_all_residues_and_within_proteins(files: Files) 
     assert all(math.isnan(value) for value in made.summary([nothing]).values())
 
 
-@pytest.mark.parametrize(("kind", "facts"), [("number", NUMBER), ("class", Q3), ("class", TWO)])
-def test_a_model_that_says_nan_is_scored(kind: str, facts: dict[str, Any]) -> None:
-    made = task(facts, kind=kind)
-    width = len(facts["classes"]) if kind == "class" else 1
-    target = np.zeros(4, np.int64 if kind == "class" else np.float32)
-    found = made.summary(made.score([np.full((4, width), np.nan, np.float32)], [target]))
-    assert found.keys() == set(made.columns)
-
-
 # Baselines and the probe
 
 
@@ -405,43 +341,6 @@ def test_baselines_see_the_neighbourhood(trunk: ESM2, kind: str) -> None:
     assert list(made.baseline_outputs(test[0], known, None)) == [first, "length", "one-hot window"]
 
 
-def test_baselines_see_the_length_and_fifteen_residues_with_the_ends_marked() -> None:
-    known = {"length.weight": np.eye(2, dtype=np.float32), "length.bias": np.zeros(2, np.float32)}
-    found = task().baseline_outputs(Example("a", encode("ACX"), {}), known, None)["length"]
-    assert found == pytest.approx(np.tile([3, math.log(3)], (3, 1)))
-    known = {"one-hot window.weight": np.eye(315, dtype=np.float32), "one-hot window.bias": np.zeros(315, np.float32)}
-    found = task().baseline_outputs(Example("a", encode("ACX"), {}), known, None)["one-hot window"]
-    found = found.reshape(3, 15, 21)
-    a, c, beyond = STANDARD.index("A"), STANDARD.index("C"), 20
-    assert [(w, k) for w, k in zip(*np.nonzero(found[0]), strict=True)] == [
-        *((w, beyond) for w in range(7)),
-        (7, a),
-        (8, c),
-        *((w, beyond) for w in range(10, 15)),
-    ]
-    assert found[1, 6].argmax() == a
-    assert found[1, 7].argmax() == c
-    assert not found[1, 8].any()
-
-
-def test_residues_are_taken_evenly_where_there_are_too_many(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
-    train = examples(40)
-    made = task()
-    labelled = sum(int((made.inputs(e).target >= 0).sum()) for e in train)
-    monkeypatch.setattr(residue, "MOST_RESIDUES", 100)
-    fits: list[Any] = []
-    monkeypatch.setattr(residue, "fit_classes", lambda x, y, *rest: fits.append((x, y)) or residue.Linear(x[:3], y[:3]))
-    made.baselines(train, FineTuner(trunk, made.head(TINY)).eval())
-    every = np.concatenate([t[t >= 0] for t in (made.inputs(e).target for e in train)])
-    step = -(-labelled // 100)
-    assert step > 5
-    for x, y in fits:
-        assert len(x) == len(y) == -(-labelled // step) <= 100
-        assert y.tolist() == every[::step].tolist()
-    windows = np.concatenate([made.features("one-hot window", e, None)[made.inputs(e).target >= 0] for e in train])
-    assert np.array_equal(fits[1][0], windows[::step])
-
-
 @pytest.mark.parametrize("kind", ["class", "number"])
 def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from sklearn import linear_model
@@ -468,11 +367,3 @@ def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, kind: str, monkeypatch
     expected = fitted.decision_function(x) if kind == "class" else fitted.predict(x).reshape(-1, 1)
     assert outputs[known] == pytest.approx(expected, abs=1e-4)
     assert np.ptp(outputs, axis=0).min() > 0.1
-
-
-def test_a_probe_needs_labels(trunk: ESM2) -> None:
-    bare = [Example("a", encode("MKT"), {"target": np.full(3, -1, np.int8)})]
-    made = task()
-    with pytest.raises(InputError, match="no residue of the training examples has a label"):
-        made.probe(made.head(TINY), bare, FineTuner(trunk, made.head(TINY)), seed=0)
-    assert made.baselines(bare, FineTuner(trunk, made.head(TINY))) == {}

@@ -1,7 +1,6 @@
 """The sequence task: labels, facts, head, loss, metrics, baselines and the probe."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,6 @@ def examples(n: int, kind: str = "number", seed: int = 0) -> list[Example]:
     [
         ({"kind": "class", "loss": "huber"}, "huber is for kind number, and the recipe has class; remove it"),
         ({"balance": 0.5}, "weighs classes, and the recipe has kind number; remove it"),
-        ({"kind": "number", "balance": 1.0}, "weighs classes"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(given: dict[str, Any], message: str) -> None:
@@ -145,12 +143,8 @@ def test_several_labels_come_from_one_column_or_from_columns_of_flags(files: Fil
         ("class", "a TARGET=x MKT\nb TARGET=x ACD", "every training record has the class 'x'; give labels of two"),
         ("multilabel", "a TARGET=x;y MKT\nb TARGET=y;x ACD", "every training record has the same labels"),
         ("number", "a TARGET=nan MKT\nb TARGET=nan ACD", "no record (a, b) has a TARGET="),
-        ("number", "a MKT\nb ACD", "no record (a, b) has a TARGET="),
-        ("number", "a TARGET=1 MKT\nb ACD", "1 of 2 records have no TARGET= (b); add"),
-        ("class", "a TARGET=x MKT\nb ACD\nc TARGET=y A", "1 of 3 records have no TARGET= (b); add"),
         ("number", "a TARGET=tall MKT\nb TARGET=2 ACD", "for names of classes, set task.kind=class"),
         ("number", "a TARGET=inf MKT\nb TARGET=2 ACD", "which is not a finite number"),
-        ("number", "a TARGET=1e39 MKT\nb TARGET=2 ACD", "which is not a finite number"),
     ],
 )
 def test_labels_that_nothing_can_be_learned_from_are_refused(files: Files, kind: str, text: str, message: str) -> None:
@@ -159,31 +153,6 @@ def test_labels_that_nothing_can_be_learned_from_are_refused(files: Files, kind:
     assert message in str(caught.value)
     assert "train.fasta" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_targets_and_labels_that_no_training_record_has_are_refused(files: Files) -> None:
-    text = "a MKT\nb ACD"
-    with pytest.raises(InputError, match="the target 'y' has no value in training"):
-        files.learn({}, text, labels=files.table("id,x,y\na,1,\nb,2,\nc,3,4\n"), target=["x", "y"])
-    table = files.table("id,x,y\na,1,0\nb,0,0\nc,1,1\n")
-    with pytest.raises(InputError, match="no training record has the label 'y'"):
-        files.learn({"kind": "multilabel"}, text, labels=table, target=["x", "y"])
-    # Records of the file that belong to another fold
-    fasta, store = files.split("folds", "a TARGET=x MKT\nb TARGET=y ACD\nc TARGET=z AAA")
-    new = task({}, kind="class")
-    part = Examples("train", fasta, store, new.labels(fasta, store, data()), members_N=np.array([True, True, False]))
-    with pytest.raises(InputError, match="no training record has the class 'z', so that it cannot be learned"):
-        new.learn(part)
-
-
-def test_arguments_that_do_not_fit_are_refused(files: Files) -> None:
-    fasta, store = files.split("train", "a TARGET=1 MKT")
-    with pytest.raises(UsageError, match=r"data.mask: is for labels of residues"):
-        task({}).labels(fasta, store, data(mask="m.fasta"))
-    with pytest.raises(InputError, match="a label FASTA has labels of residues"):
-        task({}).labels(fasta, store, data(labels="m.fasta"))
-    with pytest.raises(UsageError, match=r"data.target: a class comes from one column; name one, or set task.kind"):
-        task({}, kind="class").labels(fasta, store, data(target=["a", "b"]))
 
 
 # Head
@@ -229,19 +198,6 @@ def test_a_new_head_says_what_the_training_labels_are_on_the_whole() -> None:
     labels = task(THREE | {"counts": [5, 9, 0]}, kind="multilabel")
     with torch.no_grad():
         assert labels.head(TINY).out.bias.sigmoid().tolist() == pytest.approx([5.5 / 11, 9.5 / 11, 0.5 / 11])
-
-
-def test_dropout_is_of_training_alone() -> None:
-    head = task(dropout=0.5, hidden=4).head(TINY)
-    torch.nn.init.normal_(head.out.weight)
-    x_TD, batch = torch.randn(5, 32), tokenise(["MKT"])[1]
-    drawn = [head(x_TD, replace(batch, draw_N=torch.tensor([draw], dtype=torch.int32)))[0] for draw in (7, 7, 8)]
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-    with pytest.raises(ValueError, match="dropout needs the draws"):
-        head(x_TD, batch)
-    head.eval()
-    assert torch.equal(head(x_TD, batch)[0], head(x_TD, batch)[0])
 
 
 # Loss
@@ -298,28 +254,6 @@ def test_numbers_are_scored_in_the_unit_of_the_labels() -> None:
     assert found["R2"] == pytest.approx(reference.r2_score(truth, predicted), rel=1e-4)
 
 
-def test_of_several_targets_each_is_scored_and_the_mean_is_of_those_known() -> None:
-    rng = np.random.default_rng(0)
-    predicted, truth = rng.normal(size=(2, 30, 2)).astype(np.float32)
-    truth[:7, 0] = np.nan
-    scored = task(TWO)
-    found = scored.summary(scored.score(list(predicted), list(truth)))
-    each = [
-        stats.spearmanr(predicted[7:, 0], truth[7:, 0]).statistic,
-        stats.spearmanr(predicted[:, 1], truth[:, 1]).statistic,
-    ]
-    assert [found["Spearman a"], found["Spearman b"]] == pytest.approx(each)
-    assert found["Spearman"] == pytest.approx(np.mean(each))
-    assert found["RMSE b"] == pytest.approx(10 * np.sqrt(((predicted - truth)[:, 1] ** 2).mean()), rel=1e-5)
-    assert "RMSE" not in found
-    assert scored.columns == ("Spearman", "Pearson", "R2", "Spearman a", "Spearman b")
-    truth[:, 0] = np.nan
-    rows = scored.score(list(predicted), list(truth))
-    assert scored.summary(rows)["Spearman"] == pytest.approx(each[1])
-    assert math.isnan(scored.summary(rows)["Spearman a"])
-    assert math.isnan(rows[0]["target a"])
-
-
 @pytest.mark.parametrize("n_classes", [2, 4])
 def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
     rng = np.random.default_rng(0)
@@ -346,14 +280,6 @@ def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
     assert scored.predict(logits[0]) == pytest.approx(probability[0], rel=1e-5)
 
 
-def test_many_classes_have_no_matrix_in_each_row() -> None:
-    names = [str(k) for k in range(500)]
-    (row,) = task({"classes": names, "counts": [1] * 500}, kind="class").score(
-        [np.zeros(500, np.float32)], [np.array(0)]
-    )
-    assert sum(np.size(value) for value in row.values()) < 150
-
-
 def test_labels_are_scored_by_fmax() -> None:
     rng = np.random.default_rng(0)
     truth = rng.random((60, 3)) < 0.4
@@ -377,15 +303,6 @@ def test_labels_are_scored_by_fmax() -> None:
             best = max(best, 2 * precision * recall / (precision + recall) if precision + recall else 0)
     assert found["Fmax"] == pytest.approx(best)
     assert scored.predict(logits[0]) == pytest.approx(probability[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["number", "class", "multilabel"])
-def test_a_model_that_says_nan_is_scored(kind: str) -> None:
-    facts = NUMBERS if kind == "number" else THREE
-    target = {"number": np.zeros(1, np.float32), "class": np.array(1), "multilabel": np.ones(3, np.float32)}[kind]
-    made = task(facts, kind=kind)
-    output = np.full(1 if kind == "number" else 3, np.nan, np.float32)
-    assert made.summary(made.score([output] * 3, [target] * 3)).keys() == set(made.columns)
 
 
 # Baselines and the probe
@@ -426,15 +343,6 @@ def test_baselines_say_what_follows_from_composition_and_not_from_length(trunk: 
         assert made.predict(outputs["majority"][0]) == pytest.approx(np.array(made.facts["counts"]) / 120)
     without = made.baseline_outputs(test[0], known, None)
     assert list(without) == [first, "length", "composition"]
-
-
-def test_composition_is_over_all_residues() -> None:
-    known = {"composition.weight": np.eye(20, dtype=np.float32), "composition.bias": np.zeros(20, np.float32)}
-    output = task().baseline_outputs(Example("a", encode("AAWX"), {}), known, None)["composition"]
-    assert output.tolist() == [0.5, *[0] * 17, 0.25, 0]
-    known = {"length.weight": np.eye(2, dtype=np.float32), "length.bias": np.zeros(2, np.float32)}
-    output = task().baseline_outputs(Example("a", encode("AAWX"), {}), known, None)["length"]
-    assert output == pytest.approx([4, math.log(4)])
 
 
 @pytest.mark.parametrize("kind", ["number", "class", "multilabel"])

@@ -10,14 +10,10 @@ import torch
 from model_files import TINY, fair_esm, ours, perturb, write_transformers
 
 from esmshard.batch import pack
-from esmshard.data.batching.loader import Example
-from esmshard.data.variants.mutations import protein_of
-from esmshard.errors import InputError
 from esmshard.predict.sequence_scores import score_sequences
-from esmshard.predict.zero_shot import score_table
 from esmshard.tasks.marginals import pseudo_log_likelihoods
 from esmshard.tasks.mlm import corrupt
-from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask
+from esmshard.tasks.sequence import SequenceHead
 from esmshard.vocab import SEPARATOR, encode, is_residue
 
 A, B = "MKTAYIAKQR", "GQISFVKSH"
@@ -56,13 +52,6 @@ def test_means_are_over_the_residues_of_all_chains() -> None:
     torch.testing.assert_close(found, head.out(head.norm(expected)))
 
 
-def test_baselines_count_residues() -> None:
-    chains, joined = (Example("x", encode(text, linker=30), {}) for text in (f"{A}:{B}", A + B))
-    task = SequenceTask(SequenceSettings(name="sequence"), {})
-    for name in ("length", "composition"):
-        np.testing.assert_array_equal(task.features(name, chains, None), task.features(name, joined, None))
-
-
 def test_scores_are_of_the_residues_in_the_joined_sequence(model: Path, tmp_path: Path) -> None:
     fasta, out = tmp_path / "x.fasta", tmp_path / "x.csv"
     fasta.write_text(f">ab\n{A}:{B}\n>a\n{A}\n")
@@ -86,12 +75,3 @@ def test_scores_are_of_the_residues_in_the_joined_sequence(model: Path, tmp_path
         linker += float(logits_PV.log_softmax(-1)[0, 6])
     assert math.isclose(float(ab["pseudo_log_likelihood"]), whole - linker, abs_tol=1e-3)
     assert '"join": "linker:6"' in (tmp_path / "x.json").read_text()
-
-
-def test_the_wild_type_of_variants_is_one_chain(model: Path, tmp_path: Path) -> None:
-    fasta = tmp_path / "x.fasta"
-    fasta.write_text(f">ab\n{A}:{B}\n")
-    with pytest.raises(InputError, match=r"x.fasta: the wild type has several chains; give the one that the variants"):
-        protein_of(fasta)
-    with pytest.raises(InputError, match="the wild type has several chains"):
-        score_table(str(model), fasta, None, tmp_path / "y.csv")

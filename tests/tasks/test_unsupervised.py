@@ -12,12 +12,11 @@ from sklearn.linear_model import LogisticRegression
 
 from esmshard.batch import pack
 from esmshard.data.batching.loader import Example
-from esmshard.errors import InputError
 from esmshard.model.attention import attention_map
-from esmshard.model.families.esm2 import ESM2, EsmConfig
+from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
 from esmshard.tasks import contact
-from esmshard.tasks.contact import ContactSettings, ContactTask, contact_precision, valid_pairs
+from esmshard.tasks.contact import ContactSettings, ContactTask
 from esmshard.vocab import STANDARD, encode
 
 N_MAPS = TINY.n_layers * TINY.n_heads
@@ -96,50 +95,6 @@ def test_the_fit_is_that_of_scikit_learn_on_all_valid_pairs_of_the_chosen(trunk:
     assert np.array_equal(again, weight_C)
 
 
-def synthetic(rng: np.random.Generator, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int8]]:
-    """Maps [120, L, L] of noise with sinks (columns that all rows look at), and contacts that maps 7 and 42 show."""
-    labels_LL = np.zeros((length, length), np.int8)
-    for _ in range(int(1.5 * length)):
-        i = int(rng.integers(0, length - 6))
-        j = int(rng.integers(i + 6, length))
-        labels_LL[i, j] = labels_LL[j, i] = 1
-    maps = rng.random((120, length, length), dtype=np.float32) ** 3
-    sinks = rng.integers(0, length, size=(120, 2))
-    for c in range(120):
-        maps[c, :, sinks[c]] += rng.gamma(3.0, 3.0, size=(2, length))
-    for c, strength in ((7, 1.2), (42, 2.0)):
-        shown = labels_LL * (rng.random((length, length)) < 0.6)
-        maps[c] += strength * shown
-    maps /= maps.sum(-1, keepdims=True)
-    both = torch.from_numpy(maps.astype(np.float32))
-    return apc(symmetrize(both)).numpy(), labels_LL
-
-
-def test_two_planted_heads_of_120_are_found(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
-    """20 proteins of 50 residues in which two heads see contacts. The regression keeps few weights, theirs are the
-    largest in their order, and on proteins that it has not seen it ranks contacts far above chance.
-    """
-    rng = np.random.default_rng(0)
-    given = [synthetic(rng, 50) for _ in range(25)]
-    maps = {bytes(example.tokens): m for example, (m, _) in zip(examples(25, (50,)), given, strict=True)}
-    trunk_120 = ESM2(EsmConfig(n_layers=6, dim=320, n_heads=20))
-
-    def features(model: ESM2, example: Example, i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]):
-        assert model is trunk_120
-        return maps[bytes(example.tokens)][:, i, j].T
-
-    monkeypatch.setattr(contact, "pair_features", features)
-    weight_C, bias = contact.fit_regression(trunk_120, examples(25, (50,))[:20], [t for _, t in given[:20]], seed=0)
-    assert np.count_nonzero(weight_C) <= 12
-    assert np.argsort(-np.abs(weight_C))[:2].tolist() == [42, 7]
-    assert weight_C[42] > weight_C[7] > 3 * np.sort(np.abs(weight_C))[-3]
-    assert bias < -1
-    scores = [(np.tensordot(weight_C, m, 1).astype(np.float32), t) for m, t in given[20:]]
-    reached = np.mean([contact_precision(s, t)["long P@L"] for s, t in scores])
-    chance = np.mean([t[valid_pairs(t, "long")].mean() for _, t in scores])
-    assert reached > 5 * chance
-
-
 # Which proteins, which pairs
 
 
@@ -148,18 +103,6 @@ def contacts(length: int, count: int) -> npt.NDArray[np.int8]:
     for k in range(count):
         labels_LL[k, k + 6] = labels_LL[k + 6, k] = 1
     return labels_LL
-
-
-def test_proteins_without_contacts_are_not_chosen_and_long_ones_last() -> None:
-    labels = [contacts(300, 3) for _ in range(30)] + [contacts(20, 2) for _ in range(18)] + [contacts(20, 0)] * 30
-    chosen = contact.choose(labels, np.random.default_rng(0))
-    assert sorted(n for n in chosen if n >= 30) == list(range(30, 48))
-    assert len(chosen) == 20
-    assert contact.choose(labels, np.random.default_rng(0)) == chosen
-    assert contact.choose(labels, np.random.default_rng(1)) != chosen
-    only = contact.choose(labels[29:32], np.random.default_rng(0))
-    assert sorted(only) == [0, 1, 2]
-    assert only[-1] == 0, "long"
 
 
 def test_pairs_beyond_the_bound_are_drawn_and_weigh_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,24 +124,6 @@ def test_pairs_beyond_the_bound_are_drawn_and_weigh_for_the_others(monkeypatch: 
     keep, weights = contact.thin(hits, 10, np.random.default_rng(0))
     assert (keep & hits).sum() == (keep & ~hits).sum() == 20
     assert weights[~hits] == pytest.approx(49)
-
-
-def test_a_fit_on_drawn_pairs_is_about_that_on_all(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, rng = examples(20), np.random.default_rng(0)
-    labels = [planted(trunk, example, rng) for example in data]
-    weight_C, bias = contact.fit_regression(trunk, data, labels, seed=0)
-    pairs = sum(len(valid_pairs(t, "all")[0]) for t in labels)
-    monkeypatch.setattr(contact, "MOST_NUMBERS", N_MAPS * pairs // 3)
-    sizes: list[int] = []
-    fit = LogisticRegression.fit
-    monkeypatch.setattr(
-        LogisticRegression, "fit", lambda self, x, y, w: (sizes.append(len(x)), fit(self, x, y, sample_weight=w))[1]
-    )
-    fewer_C, other = contact.fit_regression(trunk, data, labels, seed=0)
-    assert sizes == [pairs // 3]
-    assert fewer_C != pytest.approx(weight_C, rel=1e-6)
-    assert other == pytest.approx(bias, abs=0.3)
-    assert fewer_C == pytest.approx(weight_C, abs=0.15 * float(np.abs(weight_C).max()))
 
 
 # In the task
@@ -244,11 +169,3 @@ def test_the_baseline_is_the_fit_on_the_model_before_training(trunk: ESM2, label
     # Without any contact to fit there is no such baseline, and the others stay.
     bare = [Example(e.id, e.tokens, {"cb": np.minimum(e.labels["cb"], 0)}) for e in labelled]
     assert task.baselines(bare, base).keys() == {"separation prior"}
-
-
-def test_training_records_without_any_contact(trunk: ESM2) -> None:
-    data = examples(3)
-    with pytest.raises(
-        InputError, match=r"^no training record has contacts between residues at least six apart.*; give "
-    ):
-        contact.fit_regression(trunk, data, [contacts(len(e.tokens) - 2, 0) for e in data], 0)

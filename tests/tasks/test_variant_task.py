@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import nn
 
-from esmshard.batch import batch_of, pack
+from esmshard.batch import pack
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels, VariantRecords
 from esmshard.data.variants.mutations import read_variants
 from esmshard.data.variants.substitutions import parse_variant
-from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
@@ -27,7 +26,6 @@ from esmshard.model.finetuner import FineTuner
 from esmshard.predict.zero_shot import score
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks.base import collate
-from esmshard.tasks.baselines import fit_numbers
 from esmshard.tasks.variant_features import FEWEST, frozen
 from esmshard.tasks.variants import AUGMENTED, FROZEN, ONE_HOT, SCORE, VariantSettings, VariantTask, fit_scale
 from esmshard.vocab import STANDARD, encode
@@ -101,9 +99,9 @@ def log_odds(trunk: ESM2, name: str) -> float:
 # Packs and pools
 
 
-@pytest.mark.parametrize("zero_shot", [True, False])
 @pytest.mark.parametrize("pool", POOLS)
-def test_a_pack_says_what_each_variant_says_alone(trunk: ESM2, pool: str, zero_shot: bool) -> None:
+def test_a_pack_says_what_each_variant_says_alone(trunk: ESM2, pool: str) -> None:
+    zero_shot = True
     made = task(("y", "z"), pool=pool, zero_shot=zero_shot, hidden=8)
     found = model(trunk, made)
     together = say(found, made, *NAMES)
@@ -113,25 +111,15 @@ def test_a_pack_says_what_each_variant_says_alone(trunk: ESM2, pool: str, zero_s
     assert len(np.unique(together[:, 0].round(4))) == 5, "all say different things"
 
 
-@pytest.mark.parametrize("hidden", [0, 8])
 @pytest.mark.parametrize("pool", POOLS[:3])
-def test_the_wild_type_is_the_bias(trunk: ESM2, pool: str, hidden: int) -> None:
+def test_the_wild_type_is_the_bias(trunk: ESM2, pool: str) -> None:
+    hidden = 8
     made = task(("y", "z"), pool=pool, hidden=hidden)
     found = model(trunk, made)
     bias = found.head.out.bias.detach().numpy()  # type: ignore[union-attr]
     assert np.array_equal(say(found, made, "WT")[0], bias), "no change at all in the batch"
     assert np.array_equal(say(found, made, *NAMES)[1], bias)
     assert np.abs(say(found, made, "K2A")[0] - bias).min() > 1e-3
-
-
-def test_pool_wild_type_packs_the_wild_type_only(trunk: ESM2) -> None:
-    made = task(pool="wild_type", hidden=8)
-    batch = batch_of([made.question(example(name)) for name in NAMES], NAMES)
-    assert batch.tokens_T.tolist() == encode(WT).tolist()
-    assert (batch.n_records, batch.n_residues, len(batch)) == (5, 24, 1)
-    of_variants = batch_of([task(pool="sites").question(example(name)) for name in NAMES])
-    assert (of_variants.n_records, of_variants.n_residues, len(of_variants)) == (5, 5 * 24, 6)
-    assert of_variants.tokens_T.tolist()[-26:] == encode(WT).tolist(), "behind its variants"
 
 
 @pytest.mark.parametrize(("pool", "adds"), [("wild_type", True), ("sites", False), ("difference", False)])
@@ -197,16 +185,9 @@ def test_letters_other_than_the_20_have_no_log_odds(trunk: ESM2, pool: str) -> N
     assert made._zero_shot(example("K2U:Q9C"), log_p_LA) == made._zero_shot(example("Q9C"), log_p_LA) != 0
 
 
-def test_the_zero_shot_term_needs_an_lm_head_that_has_learned() -> None:
-    fresh, made, without = weights.fresh(NANO, 0), task(), task(zero_shot=False)
-    with pytest.raises(InputError, match=r"has no trained LM head.*set task\.zero_shot=false"):
-        made.start(made.head(NANO), fresh)
-    assert without.start(without.head(NANO), fresh) is None
-
-
-@pytest.mark.parametrize("zero_shot", [True, False])
 @pytest.mark.parametrize("pool", POOLS)
-def test_gradients_reach_the_trunk(trunk: ESM2, pool: str, zero_shot: bool) -> None:
+def test_gradients_reach_the_trunk(trunk: ESM2, pool: str) -> None:
+    zero_shot = True
     made = task(pool=pool, zero_shot=zero_shot, hidden=8)
     found = model(trunk, made)
     found.zero_grad()
@@ -218,13 +199,6 @@ def test_gradients_reach_the_trunk(trunk: ESM2, pool: str, zero_shot: bool) -> N
         assert gradient.abs().sum() > 0
     assert (trunk.lm_head.dense.weight.grad is not None) is zero_shot
     found.zero_grad()
-
-
-def test_a_sequence_of_another_length_is_refused() -> None:
-    with pytest.raises(InputError, match=r"record 'p' has 3 residues, and the wild type .* 24; give variants of it"):
-        task().question(Example("p", encode("MKT"), {}))
-    with pytest.raises(InputError, match=r"p\.fasta: the model is of variants, whose values stand in a table"):
-        task().labels(Path("p.fasta"), None, None)  # type: ignore[arg-type]
 
 
 # Losses
@@ -272,19 +246,6 @@ def test_a_batch_without_a_target_has_no_loss(loss: str) -> None:
     assert (found.sum.item(), float(found.count)) == (0, 0)
     assert outputs.grad is not None
     assert not outputs.grad.any()
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_add_up_over_micro_batches(loss: str) -> None:
-    made = task(("y", "z"), loss=loss)
-
-    def total(*cuts: int) -> float:
-        ends = [0, *cuts, 4]
-        parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
-        return sum(made.loss(list(torch.tensor(OUTPUTS)[part]), as_targets(TARGETS[part])).sum.item() for part in parts)
-
-    assert total(1, 2, 3) == pytest.approx(total(), rel=1e-6)
-    assert total(3) == pytest.approx(total(), rel=1e-6)
 
 
 # What is learned of training labels
@@ -337,15 +298,6 @@ def of(split: Examples) -> list[Example]:
     return [split.get(n) for n in range(len(split))]
 
 
-def test_targets_that_say_nothing_are_refused(tmp_path: Path) -> None:
-    split = train(tmp_path, {"y": [1, 2, 3, 4, 5], "z": [7, 7, np.nan, 7, 7]}, FIVE)
-    with pytest.raises(InputError, match=r"v\.csv: the target 'z' is 7 for every variant that has one in training"):
-        learn(split)
-    nothing = train(tmp_path, {"y": [1, 2, 3, 4, 5], "z": [np.nan] * 5}, FIVE)
-    with pytest.raises(InputError, match=r"v\.csv: the target 'z' has no value in training, so that nothing can be"):
-        learn(nothing)
-
-
 @pytest.mark.parametrize("loss", ["ranking", "mse"])
 def test_the_ranking_loss_sees_the_order_only(tmp_path: Path, loss: str) -> None:
     y = [0.3, -2.0, 1.0, 4.0, 0.9]
@@ -388,16 +340,6 @@ def test_scales_by_hand() -> None:
     expected = stats.norm.ppf([0.5 / 6, 1.5 / 6, 3 / 6, 3 / 6, 4.5 / 6, 5.5 / 6])
     assert [rank.to(value) for value in VALUES] == pytest.approx(expected, abs=1e-9)
     assert rank.to(30 + VALUES.std()) == pytest.approx(expected[-1] + 1), "beyond them a straight line"
-
-
-def test_a_rank_scale_of_many_values_keeps_few(tmp_path: Path) -> None:
-    values = np.random.default_rng(0).gamma(1.0, size=5000)
-    scale = fit_scale(values, "rank")
-    assert len(scale.values) == len(scale.scores) == 200
-    z = np.array([scale.to(value) for value in values])
-    assert abs(z.mean()) < 0.01
-    assert z.std() == pytest.approx(1, abs=0.02)
-    assert stats.spearmanr(z, values).statistic == pytest.approx(1)
 
 
 # Baselines
@@ -448,25 +390,6 @@ def test_baselines_on_positions_that_were_never_seen(trunk: ESM2, cache: Path, m
     assert set(made.baseline_outputs(example("K2A"), known, None)) == {ONE_HOT, SCORE, AUGMENTED}
 
 
-def test_without_the_zero_shot_score_there_are_two_baselines(trunk: ESM2) -> None:
-    made = task(zero_shot=False)
-    base = model(trunk, made)
-    known = made.baselines([example(name, n % 5) for n, name in enumerate(SEEN)], base)
-    assert set(made.baseline_outputs(example("K2A"), known, base)) == {ONE_HOT, FROZEN}
-
-
-def test_a_light_feature_is_hardly_penalised() -> None:
-    """Of two equal features, one ten times as light, it gets a hundred times the weight."""
-    rng = np.random.default_rng(0)
-    x_N = rng.normal(size=30)
-    y_N1 = (x_N + rng.normal(size=30))[:, None]
-    found = fit_numbers(np.stack([x_N, x_N], 1), y_N1, np.array([1.0, 10.0]))
-    assert found.weight_OF[0, 1] == pytest.approx(100 * found.weight_OF[0, 0], rel=1e-3)
-    alike = fit_numbers(np.stack([x_N, x_N], 1), y_N1)
-    assert alike.weight_OF[0, 1] == pytest.approx(alike.weight_OF[0, 0], rel=1e-3)
-    assert alike(np.array([0.0, 0.0])) == pytest.approx(found(np.array([0.0, 0.0])), abs=0.1)
-
-
 # What the frozen model says, kept
 
 MANY = [f"{WT[n]}{n + 1}{letter}" for n in range(24) for letter in "ACDE" if letter != WT[n]][: FEWEST + 6]
@@ -511,7 +434,7 @@ def test_features_are_computed_once(trunk: ESM2, tmp_path: Path, monkeypatch: py
     assert ask_frozen(other, MANY)[1] > len(MANY), "another model says other things"
 
 
-@pytest.mark.parametrize("damage", ["empty", "text", "cut short", "changed"])
+@pytest.mark.parametrize("damage", ["cut short", "changed"])
 def test_a_damaged_file_is_made_anew(trunk: ESM2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
     first, _ = ask_frozen(trunk, MANY)
@@ -530,11 +453,9 @@ def test_a_damaged_file_is_made_anew(trunk: ESM2, tmp_path: Path, monkeypatch: p
 # The probe
 
 
-@pytest.mark.parametrize("zero_shot", [True, False])
 @pytest.mark.parametrize("pool", POOLS)
-def test_a_probe_is_what_scikit_learn_fitted(
-    trunk: ESM2, pool: str, zero_shot: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    zero_shot = True
     from sklearn.linear_model import RidgeCV
 
     made = task(("y", "z"), pool=pool, zero_shot=zero_shot, hidden=0)

@@ -125,17 +125,6 @@ def test_predicted_maps_are_of_the_residues_of_both_chains(run: Path) -> None:
     assert not (run / "maps.npz.chains.tsv").exists()
 
 
-def test_python_predicts_the_same(run: Path) -> None:
-    import esmshard as package
-
-    record = (run / "test.fasta").read_text().split()[1]
-    map_LL = package.load(run / "run" / "model").predict(record)
-    assert map_LL.shape == (48, 48)
-    ran("predict", run / "run" / "model", run / "test.fasta", "-o", run / "again.npz")
-    with np.load(run / "again.npz") as maps:
-        assert np.abs(maps["test0"] - map_LL).max() < 1e-5
-
-
 def test_structures_of_complexes_train_score_and_predict(tmp_path: Path) -> None:
     """Two helices side by side, in mmCIF files; one record a file, whose chains are not found twice."""
     sequences = ["MKTAYIAKQRGGLV", "GSHMLEDPVRWK", "AVILMFYWSTNQ", "MKTAYIAKQRGGLV"]

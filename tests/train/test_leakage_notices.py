@@ -14,14 +14,6 @@ from esmshard.train import evaluate, inputs
 from esmshard.train.finetune import run
 
 
-def test_a_clean_split_is_one_line(tiny_recipe: Path) -> None:
-    job = inputs.prepare(recipe_file.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
-    assert inputs.leakage_notices(job) == [
-        "leakage: none of 5 valid records and 5 test records is identical or similar to training records (similar: one "
-        "training record has a fifth of the 5-mers; this does not find remote homologs)"
-    ]
-
-
 def test_a_run_says_what_is_shared_and_goes_on(tiny_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for ending in ("fasta", "npz"):
         shutil.copy(tiny_recipe.with_name(f"train.{ending}"), tiny_recipe.with_name(f"test.{ending}"))
@@ -35,15 +27,6 @@ def test_a_run_says_what_is_shared_and_goes_on(tiny_recipe: Path, capsys: pytest
         "In sample: 24 of 24 test records"
         in json.loads(tiny_recipe.with_name("run").joinpath("evaluation.json").read_text())["verdict"]
     )
-
-
-def test_a_check_that_fails_does_not_stop_the_run(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(inputs, "check", fail)
-    job = inputs.prepare(recipe_file.load(tiny_recipe, []), 1, 1, torch.device("cpu"))
-    assert inputs.leakage_notices(job) == ["leakage: could not be checked (no memory)"]
 
 
 def test_variants_are_compared_by_all_positions_that_they_change(tmp_path: Path) -> None:

@@ -178,8 +178,3 @@ def test_a_lock_that_another_run_took_meanwhile_is_given_back(tmp_path: Path, mo
     assert found is not None
     assert found.nonce == "b" * 32
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
-
-
-def test_a_directory_that_cannot_be_written_to_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert "cannot be written to" in refusal(tmp_path / "file" / "run")

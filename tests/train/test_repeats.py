@@ -9,26 +9,9 @@ import pytest
 
 from esmshard.data.splits.recipe_splits import fold_of, open_split
 from esmshard.data.store.ingestion import cached
-from esmshard.errors import UsageError
 from esmshard.recipe import recipe_file
 from esmshard.train import cross_validation as repeats
 from esmshard.train.cross_validation import summarise
-
-
-def test_seeds_count_up_and_folds_come_for_each(tiny_recipe: Path) -> None:
-    recipe = recipe_file.load(tiny_recipe, ["train.seed=7"])
-    assert [run.name for run in repeats.repeats(recipe, 3, None)] == ["seed-7", "seed-8", "seed-9"]
-    found = repeats.repeats(recipe, 2, 3)
-    assert [run.name for run in found] == [f"seed-{s}-fold-{f}" for s in (7, 8) for f in (0, 1, 2)]
-    one = recipe_file.load(tiny_recipe, list(found[5].overrides))
-    assert (one.train.seed, one.data.folds, one.data.fold) == (8, 3, 2)
-    assert Path(one.out) == Path(recipe.out) / "seed-8-fold-2" == found[5].out
-
-
-def test_a_recipe_of_one_fold_is_not_repeated(tiny_recipe: Path) -> None:
-    recipe = recipe_file.load(tiny_recipe, ["data.folds=4", "data.fold=1"])
-    with pytest.raises(UsageError, match="remove that key"):
-        repeats.repeats(recipe, 2, None)
 
 
 def test_each_record_is_tested_in_one_fold_and_trained_on_in_the_others(tiny_recipe: Path) -> None:

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import esmshard
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import replace_text
 from esmshard.parallel.preemption import Preempted
 from esmshard.train.run_dir import (
     EXIT_CODES,
     LOCK,
-    METRICS,
     STATUS,
     Attempt,
     Lock,
@@ -83,33 +80,6 @@ def test_a_process_that_was_killed(tmp_path: Path) -> None:
     assert found["holder"] is not None
 
 
-def test_a_run_of_another_machine_is_believed(tmp_path: Path) -> None:
-    run(tmp_path)
-    with Lock(tmp_path):
-        fields = json.loads((tmp_path / LOCK).read_text())
-    (tmp_path / LOCK).write_text(json.dumps(fields | {"host": "node7", "machine": "node7", "pid": 4242}))
-    found = one(tmp_path)
-    assert found["state"] == "running"
-    assert "node7" in found["holder"]
-    assert found["last_seen"] is not None
-
-
-def test_the_last_step_is_that_of_the_metrics(tmp_path: Path) -> None:
-    run(tmp_path)
-    lines = [{"step": n, "lr": 1e-4, "loss": 2.0, "time": 5000.0 + n} for n in range(1, 5000)]
-    lines = [line for line in lines if line["step"] < 232 or line["step"] > 4990]
-    text = "".join(json.dumps(line) + "\n" for line in [*lines, {"step": 4999, "split": "valid", "time": 6000.0}])
-    (tmp_path / METRICS).write_text("x" * 300_000 + "\n" + text + '{"step": 5000, "lr"')
-    with Lock(tmp_path):
-        found = one(tmp_path)
-    assert (found["step"], found["last_step"]) == (4999, 9999.0)
-    assert one(tmp_path)["step"] == 200, "what came after the checkpoint is lost"
-    assert status_text([found], now=9999.0 + 300).splitlines()[2:4] == [
-        "  step        4999 of 380, done 5 min ago",
-        "  attempt     2, begun 3 h ago",
-    ]
-
-
 def test_several_runs_and_their_exit_code(tmp_path: Path) -> None:
     run(tmp_path / "seed-0", state="done", exit_code=0)
     run(tmp_path / "seed-1", state="preempted", exit_code=75)
@@ -126,18 +96,6 @@ def test_several_runs_and_their_exit_code(tmp_path: Path) -> None:
         assert EXIT_CODES[joint_state(standings(tmp_path))] == 3
     with pytest.raises(UsageError, match="no run has begun there"):
         standings(tmp_path / "nowhere")
-
-
-def test_the_command(tmp_path: Path) -> None:
-    run(tmp_path, state="done", exit_code=0, message="trained and evaluated")
-    done = esmshard("status", tmp_path)
-    assert (done.returncode, done.stdout.splitlines()[1]) == (0, "  state       done: trained and evaluated")
-    run(tmp_path)
-    found = esmshard("status", tmp_path, "--json")
-    assert found.returncode == 1
-    assert json.loads(found.stdout)["runs"][0]["state"] == "failed"
-    none = esmshard("status", tmp_path / "nowhere")
-    assert (none.returncode, none.stderr[:7]) == (2, "error: ")
 
 
 def test_what_an_attempt_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,15 +132,6 @@ def test_what_an_attempt_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert not begun_by_this_job(tmp_path)
 
 
-@pytest.mark.parametrize("state", ["preempted", "done", "failed"])
-def test_a_last_word_stays(tmp_path: Path, state: str) -> None:
-    run(tmp_path, state=state, exit_code=75)
-    before = (tmp_path / STATUS).read_bytes()
-    assert state in last_word(tmp_path, 75)
-    assert "ended with exit code 137" in last_word(tmp_path, 137)
-    assert (tmp_path / STATUS).read_bytes() == before
-
-
 def test_a_launcher_speaks_for_killed_processes(tmp_path: Path) -> None:
     assert "exit code 137" in last_word(tmp_path, 137)
     assert list(tmp_path.iterdir()) == [], "a run that never began has no status"
@@ -191,29 +140,6 @@ def test_a_launcher_speaks_for_killed_processes(tmp_path: Path) -> None:
     found = read_status(tmp_path)
     assert found is not None
     assert (found["state"], found["exit_code"], found["step"]) == ("failed", 137, 200)
-
-
-@pytest.mark.parametrize("text", ["", '{"state": "runn', "[]", '{"state": "running"}', "\0\0"])
-def test_a_foreign_status_is_one_sentence(tmp_path: Path, text: str) -> None:
-    (tmp_path / STATUS).write_text(text)
-    with pytest.raises(InputError, match=r"status.json: damaged"):
-        read_status(tmp_path)
-
-
-def test_text_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    replace_text(path, "old, and longer")
-    seen = []
-
-    def broken(handle: int) -> None:
-        seen.append((path.read_text(), (tmp_path / ".tmp-file").read_text()))
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", broken)
-    with pytest.raises(OSError, match="No space"):
-        replace_text(path, "new")
-    assert seen == [("old, and longer", "new")]  # on the disk before it takes the name
-    assert path.read_text() == "old, and longer"
 
 
 def test_a_run_that_never_comes_to_a_step_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,17 +33,6 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_epochs_are_counted_in_steps(tiny_recipe: Path) -> None:
-    text = tiny_recipe.read_text()
-    tiny_recipe.write_text(text.replace("steps: 6, ", ""))
-    assert steps(tiny_recipe) == 400
-    one = steps(tiny_recipe, "train.epochs=1")
-    # 24 chains of 60 residues at most make 400 tokens a step: 24 x 62 = 1,488 tokens are 4 steps at most.
-    assert one in (3, 4)
-    assert steps(tiny_recipe, "train.epochs=2.5") == round(2.5 * one)
-    assert steps(tiny_recipe, "train.epochs=0.01") == 1
-
-
 def frozen(*parts: str) -> set[str]:
     task = new_task(ContactSettings(name="contact", channels=4, blocks=0), {})
     model = FineTuner(ESM2(SIZES["nano"]), task.head(SIZES["nano"]))
@@ -72,11 +61,6 @@ def test_what_is_frozen_does_not_learn() -> None:
 def test_a_layer_that_is_not_there_is_refused_before_training(tiny_recipe: Path, part: str) -> None:
     with pytest.raises(InputError, match=r"adapt.freeze: .*: the model has layers.0 to layers.1"):
         prepare(recipe_file.load(tiny_recipe, [f"adapt.freeze=[{part}]"]), 1, 1, CPU)
-
-
-def test_tracks_of_a_model_without_them_are_refused_before_training(tiny_recipe: Path) -> None:
-    with pytest.raises(InputError, match=r"adapt\.freeze: tracks: the model has no part of its own for a track"):
-        prepare(recipe_file.load(tiny_recipe, ["adapt.freeze=[tracks]"]), 1, 1, CPU)
 
 
 def test_a_frozen_part_stays_what_it_was(tiny_recipe: Path) -> None:
@@ -112,13 +96,6 @@ def test_a_probe_is_fitted_without_a_step(tiny_recipe: Path) -> None:
     metrics = json.loads((out / "evaluation.json").read_text())["metrics"]
     # The baseline is the same fit on the same chains.
     assert metrics["fine-tuned"]["AUPRC"] == pytest.approx(metrics["unsupervised head"]["AUPRC"], abs=1e-4)
-
-
-@pytest.mark.parametrize(("processes", "options"), [(2, ()), (1, ("parallel.cpu_offload=true",))])
-def test_a_probe_wants_one_process(tiny_recipe: Path, processes: int, options: tuple[str, ...]) -> None:
-    recipe = recipe_file.load(tiny_recipe, ["task.head=attention", "adapt.method=probe", *options])
-    with pytest.raises(InputError, match="is fitted in one process"):
-        prepare(recipe, processes, processes, CPU)
 
 
 def test_a_missing_lm_head_is_named_where_the_task_uses_it(tiny_recipe: Path, tmp_path: Path) -> None:

@@ -81,15 +81,3 @@ def test_folders_of_structures_train_and_score(
     assert f"{directory}/valid: {copies}" in capfd.readouterr().err
     rows = (directory / "scores" / "per_protein.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows[1:]] == ["1tst_A", "2tst_A"]
-
-
-def test_a_broken_structure_is_one_sentence(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (recipe.parent / "train" / "9trn.pdb").write_text("<html>")
-    monkeypatch.setattr(sys, "argv", ["esmshard", "finetune", str(recipe), "--dry-run"])
-    with pytest.raises(SystemExit) as left:
-        app.main()
-    assert left.value.code == 1
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"error: {recipe.parent}/train/9trn.pdb: holds a web page")

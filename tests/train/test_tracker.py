@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from conftest import RECIPE, write_subset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_files import offline
 
-from esmshard.errors import UsageError
 from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
 from esmshard.train import finetune, loop, tracking
@@ -187,39 +185,3 @@ def test_a_tracker_that_fails_does_not_touch_the_run(
     assert not any((tmp_path / "untracked" / name).exists() for name in tracking.TRACKED)
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("track:")]
     assert [line.split()[1] for line in told] == ["wandb", "tensorboard"]
-
-
-def test_a_new_start_is_a_new_run(tmp_path: Path) -> None:
-    """`--overwrite` removes what trackers left; a start that had no checkpoint yet goes on with the same run."""
-    from esmshard.parallel.process_group import own_device
-    from esmshard.train.inputs import prepare
-    from esmshard.train.resume import starting_point
-
-    job = prepare(recipe_file.load(write(tmp_path)), 1, 1, own_device(0, 1))
-    for name in ("tensorboard", "wandb"):
-        (job.out / name).mkdir(parents=True)
-    (job.out / "wandb-id").write_text("abc")
-    assert starting_point(job, "auto") is None
-    assert (job.out / "wandb-id").exists()
-    assert starting_point(job, None) is None
-    assert list(job.out.iterdir()) == []
-
-
-def test_a_missing_package_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # type: ignore[arg-type]
-    with pytest.raises(UsageError) as error:
-        run(write(tmp_path), "track=[wandb]")
-    assert str(error.value) == "track: wandb needs wandb; pip install 'esmshard[wandb]'"
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_directory_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "runs_of_mine").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UsageError, match="needs runs_of_mine"):
-        tracking.check_installed(["runs_of_mine"])
-
-
-def test_a_tracker_is_named_once(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="track: names a tracker twice"):
-        recipe_file.load(write(tmp_path), ["track=[wandb, wandb]"])

@@ -31,19 +31,12 @@ def of(metric: str, ours: float, theirs: float, limits: tuple[float, float], **h
     [
         (of("MCC", 0.7, 0.6, (0.05, 0.2)), "Fine-tuning beat the best baseline, best: MCC 0.700 against 0.600"),
         (of("MCC", 0.527, 0.657, (-0.2, -0.05)), "Fine-tuning was worse than the best baseline, best: MCC 0.527"),
-        (of("MCC", 0.527, 0.657, (-0.2, -0.05)), "; it was not worth it, as best needs none and is better."),
         (of("MCC", 0.527, 0.657, (-0.2, 0.05)), "; that it was worth it is not shown, as best needs none."),
-        (of("MCC", 0.7, 0.6, (0.05, 0.2)), "[+0.050, +0.200] (95%, paired over 12 records)."),
         (of("MCC", 0.527, 0.657, (-0.2, 0.05)), "was not clearly apart from the best baseline, best: MCC 0.527 "),
         (of("ppl", 8.0, 9.0, (-1.5, -0.5), lower_is_better=True), "Fine-tuning beat the best baseline"),
-        (of("ppl", 9.0, 8.0, (0.5, 1.5), lower_is_better=True), "Fine-tuning was worse than the best baseline"),
         (
             of("MCC", 0.7, 0.6, NO_INTERVAL),
             "was better in this sample than the best baseline, best: MCC 0.700 against 0.600",
-        ),
-        (
-            of("ppl", 9.0, 8.0, NO_INTERVAL, lower_is_better=True),
-            "Fine-tuning was worse in this sample than the best baseline",
         ),
         (of("MCC", 0.7, 0.7, NO_INTERVAL), "Fine-tuning was equal in this sample to the best baseline"),
         (of("MCC", NAN, 0.7, NO_INTERVAL), "MCC is undefined for the model or for every baseline"),
@@ -53,20 +46,6 @@ def test_one_sentence(said: str, expected: str) -> None:
     assert expected in said
     assert said.endswith(".")
     assert len(re.findall(r"\.(\s|$)", said)) == 1
-
-
-def test_without_an_interval_nothing_is_claimed() -> None:
-    said = of("MCC", 0.7, 0.6, NO_INTERVAL)
-    assert "whether that is more than chance cannot be said: there is no interval" in said
-    assert "beat" not in said
-
-
-def test_the_best_baseline_of_an_error_is_the_lowest() -> None:
-    intervals = {name: Interval(v, v, v) for name, v in (("fine-tuned", 8.0), ("a", 17.0), ("before fine-tuning", 9.0))}
-    gains = {name: Interval(8.0 - one.value, -20, -0.5) for name, one in intervals.items() if name != "fine-tuned"}
-    said = verdict("perplexity", intervals, gains, "x", lower_is_better=True)
-    assert "the best baseline, the model before fine-tuning: perplexity 8.000 against 9.000" in said
-    assert verdict("x", intervals, {}, "x").startswith("There is no baseline")
 
 
 COLUMNS = ("P@L", "rare")

@@ -177,8 +177,8 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
     if not rules.a3m and _IN_TURNS.fullmatch(text):
         raise RefusedSymbols(
             "has residues and structure letters in turns, as SaProt writes them",
-            "for SaProt set data.tracks.3di=inside, or pass --track 3di=inside; for other models remove the letters, "
-            "in a FASTA file by `sed '/^>/!s/[a-z#]//g' FILE > NEW`",
+            "in a FASTA file remove the letters by `sed '/^>/!s/[a-z#]//g' FILE > NEW`, and give them to SaProt as "
+            "a track (docs/tracks.md)",
         )
     if text != written:
         kinds.append("a '*' at the end was removed")

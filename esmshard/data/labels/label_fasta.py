@@ -14,7 +14,7 @@ from Bio.SeqIO.FastaIO import SimpleFastaParser
 
 from esmshard.data.fasta.headers import id_of
 from esmshard.data.fasta.sources import ConvertedSource, open_source
-from esmshard.data.fasta.symbols import BLANKS, Edits
+from esmshard.data.fasta.symbols import BLANKS
 from esmshard.data.tables import readable, shown
 from esmshard.errors import InputError
 
@@ -34,15 +34,15 @@ class LabelRecord:
     """Line of the header, counted from 1."""
 
 
-def read_label_fasta(path: Path, edits: Edits | None = None) -> Iterator[LabelRecord]:
+def read_label_fasta(path: Path) -> Iterator[LabelRecord]:
     """Read the records of a label file in file order, plain or compressed (gz, bz2, xz, zst). Ids may come twice.
 
     Args:
         path: the file.
-        edits: gets what a table or a file of another format leaves out. Without it, such a file is refused.
 
     Raises:
-        InputError: the file cannot be read or has no record; the message names file and line.
+        InputError: the file cannot be read or has no record, or a table has rows without a sequence; the
+            message names file and line.
     """
     lines: deque[int] = deque()  # lines of headers that the parser has read and not yet returned
     none_yet = True
@@ -52,9 +52,7 @@ def read_label_fasta(path: Path, edits: Edits | None = None) -> Iterator[LabelRe
         TextIOWrapper(stream, encoding="utf-8-sig") as handle,
     ):
         converted = stream if isinstance(stream, ConvertedSource) else None
-        if converted is not None and edits is not None:
-            edits.extend(converted.edits)
-        elif converted is not None and converted.edits.counts:
+        if converted is not None and converted.edits.counts:
             raise InputError(
                 f"{path}: {converted.edits.notices()[0]}; fill in what is missing, or remove these records"
             )

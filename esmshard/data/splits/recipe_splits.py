@@ -20,7 +20,7 @@ from esmshard.data.splits.variant_records import open_variants
 from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures import structure_folder
-from esmshard.data.tracks.track_files import TrackFile, outside, record_tracks
+from esmshard.data.tracks.track_files import TrackFile, record_tracks, with_paths
 from esmshard.errors import UsageError
 from esmshard.joined_chains import Chains
 from esmshard.recipe.data_section import DataSettings, JoinSettings
@@ -116,14 +116,14 @@ def _holds_structures(path: str | None) -> bool:
 
 
 def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
-    """Return the FASTA file that a data path means, its records, and tracks with a path each (`outside`). For
+    """Return the FASTA file that a data path means, its records, and tracks with a path each (`with_paths`). For
     structures, the FASTA file is made from them.
     """
-    sequences, outer = outside(path, tracks)
+    outer = with_paths(path, tracks)
     fasta = structure_folder.cached_split(path, data.complexes) if structure_folder.holds_structures(path) else path
     rules = rules_of(path, data) if is_sequence_table(path) else Rules()
     linker = None if data.join.linker is None else data.join.over(Chains()).tokens
-    tokens = cached(fasta if sequences == path else sequences, rules, linker)
+    tokens = cached(fasta, rules, linker)
     if fasta != path:  # Notices about the structures come before notices about their sequences.
         tokens.notices = [*structure_folder.notices(fasta), *tokens.notices]
     return fasta, tokens, outer

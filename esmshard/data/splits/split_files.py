@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from esmshard import spreadsheet
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers, sets_of_fold
 from esmshard.data.splits.fasta_split import FastaRecords
 from esmshard.data.splits.leakage import MOST
@@ -133,9 +132,9 @@ def _write_list(data: Data, path: Path, number_N: Numbers, names: Sequence[str],
     columns = data.columns()
     (first, ids), *others = columns.items()
     with open(path, "w", encoding="utf-8") as file:
-        file.write(spreadsheet.tab_line([first, what, *(name for name, _ in others)]))
+        file.write("\t".join([first, what, *(name for name, _ in others)]) + "\n")
         for record_id, number, *rest in zip(ids, number_N.tolist(), *(column for _, column in others), strict=True):
-            file.write(spreadsheet.tab_line([record_id, names[number], *rest]))  # -1 is `none`, the last name
+            file.write("\t".join(map(str, [record_id, names[number], *rest])) + "\n")  # -1 is `none`, the last name
 
 
 def _rename(work: Path, out: Path) -> None:

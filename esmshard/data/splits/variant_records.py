@@ -17,7 +17,7 @@ from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
 from esmshard.data.splits.given_splits import sets_of_rows
 from esmshard.data.tables import counted, first_three
-from esmshard.data.tracks.track_files import TrackFile, outside, protein_tracks
+from esmshard.data.tracks.track_files import TrackFile, protein_tracks, with_paths
 from esmshard.data.variants.mutations import Variants, is_library, read_variants
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
@@ -132,7 +132,8 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
             split.
     """
     assert data.wild_type is not None
-    fasta, outer = outside(remote.data_file(data.wild_type), tracks)
+    fasta = remote.data_file(data.wild_type)
+    outer = with_paths(fasta, tracks)
     data = data.model_copy(update={"wild_type": str(fasta)})
     variants = table_of(data)
     fold_N, notices = divide(data)

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from esmshard import spreadsheet
 from esmshard.data.splits import assignment, leakage
 from esmshard.data.splits.assignment import LEFT_OUT, Numbers, check_given
 from esmshard.data.splits.given_splits import sets_of_rows
 from esmshard.data.splits.split_method import Method
-from esmshard.data.tables import counted, first_three
+from esmshard.data.tables import counted, first_three, write_rows
 from esmshard.data.variants.mutations import read_variants
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import name_of
@@ -112,9 +111,8 @@ class VariantRows:
         """Write `STEM.csv`, with all columns of the table."""
         cells = list(self._table.columns.values())
         with open(stem.with_name(f"{stem.name}.csv"), "w", encoding="utf-8", newline="") as file:
-            writer = spreadsheet.writer(file)
-            writer.writerow(self._table.columns)
-            writer.writerows([column[self._rows[n]] for column in cells] for n in number_M.tolist())
+            rows = [[column[self._rows[n]] for column in cells] for n in number_M.tolist()]
+            write_rows(file, [[*self._table.columns], *rows])
 
     def check(self, sets: Mapping[str, Numbers], _most: int) -> leakage.Leakage:
         """Compare the sets with the training set; see `leakage.check_variants`."""

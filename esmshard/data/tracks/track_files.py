@@ -13,10 +13,9 @@ import numpy.typing as npt
 from esmshard import remote
 from esmshard.data.fasta.fasta_reader import read_fasta
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.store.token_store import TokenStore, is_store
+from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures.structure_folder import holds_structures
 from esmshard.data.tables import counted, shown
-from esmshard.data.tracks.interleaved import cached_pair
 from esmshard.data.tracks.track_entries import entries
 from esmshard.data.tracks.track_store import TrackStore, cached_track, states
 from esmshard.data.tracks.track_values import in_batches, known_residues
@@ -31,17 +30,7 @@ class TrackFile:
 
     track: Track
     path: Path | None
-    """The file or directory; None if the file of the sequences has the values: letters between the residues, or the
-    coordinates of the structures that the sequences are read from."""
-    inside: Path | None = None
-    """The file of the sequences, if it had the values (`outside`)."""
-    left_out: tuple[str, ...] = ()
-    """Sentences on what was left out of that file."""
-
-    @property
-    def shown(self) -> str:
-        """The source as the user named it, for messages."""
-        return str(self.inside or self.path)
+    """The file or directory; None for the coordinates of the structures that the sequences are read from."""
 
 
 def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, key: str) -> list[TrackFile]:
@@ -81,53 +70,40 @@ def named_tracks(options: Sequence[str]) -> dict[str, str]:
     for option in options:
         name, equals, path = option.partition("=")
         if not name or not equals or not path:
-            raise UsageError(f"--track {option}: NAME=PATH is expected, with {INSIDE} for a track inside the sequences")
+            raise UsageError(f"--track {option}: NAME=PATH is expected, with {INSIDE} for coordinates of the input")
         if name in found:
             raise UsageError(f"--track {name}: is given twice; give one path")
         found[name] = path
     return found
 
 
-def outside(path: Path, files: Sequence[TrackFile]) -> tuple[Path, list[TrackFile]]:
-    """Return the path of the sequences alone, and tracks that all have a path of their own.
+def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
+    """Return the tracks, each with a path. Coordinates `inside` the data have the path of the data.
 
     Args:
-        path: a path of sequences, which may have tracks inside.
+        path: the data: sequences, or structures, which have coordinates.
         files: the tracks.
 
     Raises:
-        InputError: the path has no such track inside.
+        InputError: the data have no such track.
     """
-    sequences, found = path, []
-    for one in files:
-        track = one.track
-        if one.path is not None:
-            found.append(one)
-        elif track.kind == "coordinates" and holds_structures(path):
-            found.append(replace(one, path=path, inside=path))
-        elif track.kind == "letters" and not is_store(path) and not holds_structures(path) and sequences == path:
-            sequences, letters, notices = cached_pair(path, track)
-            left_out = tuple(f"{path}: {notice}" for notice in notices)
-            found.append(replace(one, path=letters, inside=path, left_out=left_out))
-        else:
-            expected = {
-                "coordinates": "PDB or mmCIF files hold coordinates",
-                "letters": "a FASTA file with one letter after each residue holds one such track",
-                "codes": "codes are in an .npz file",
-            }[track.kind]
-            raise InputError(f"{path}: has no {track.title} inside ({expected}); give the path of the {track.title}")
-    return sequences, found
+    for file in files:
+        if file.path is None and not (file.track.kind == "coordinates" and holds_structures(path)):
+            raise InputError(
+                f"{path}: has no {file.track.title} inside (only PDB and mmCIF files have a track inside, their "
+                f"coordinates); give the path of the {file.track.title}"
+            )
+    return [replace(file, path=file.path or path) for file in files]
 
 
 def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
     """Return facts, ready for JSON, that show quickly whether the sources are unchanged, by the name of the track."""
     found = {}
     for one in files:
-        source = one.inside or one.path
-        assert source is not None
-        facts = [(name, size, written) for name, _, size, written, _ in states(source)]
+        assert one.path is not None
+        facts = [(name, size, written) for name, _, size, written, _ in states(one.path)]
         state = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-        found[one.track.name] = {"path": source.name, "state": state}
+        found[one.track.name] = {"path": one.path.name, "state": state}
     return found
 
 
@@ -154,8 +130,8 @@ class RecordTracks:
 
     def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
         """Return sentences on what is known of some records."""
-        found: list[str] = [notice for one in self._files for notice in one.left_out]
-        for store, source in zip(self._stores, (one.shown for one in self._files), strict=True):
+        found: list[str] = []
+        for store, source in zip(self._stores, (file.path for file in self._files), strict=True):
             known_M = store.known_N[records_M].astype(np.int64)
             residues = f"{known_M.sum():,} of {store.lengths(records_M).sum():,} residues"
             records = f"{(known_M > 0).sum():,} of {counted(len(known_M), 'record')}"
@@ -168,7 +144,7 @@ def record_tracks(files: Sequence[TrackFile], store: TokenStore) -> RecordTracks
     """Open the tracks of the records of a store. They are read on first use and kept in the user's cache.
 
     Args:
-        files: the tracks, each with a path; see `outside`.
+        files: the tracks, each with a path; see `with_paths`.
         store: the records.
 
     Raises:
@@ -186,11 +162,10 @@ class ProteinTracks:
 
     Args:
         values: for each track its values, [L, ...].
-        left_out: see `TrackFile`.
     """
 
-    def __init__(self, values: Sequence[tuple[Track, npt.NDArray[Any]]], left_out: Sequence[str] = ()) -> None:
-        self._values, self._left_out = tuple(values), tuple(left_out)
+    def __init__(self, values: Sequence[tuple[Track, npt.NDArray[Any]]]) -> None:
+        self._values = tuple(values)
 
     @property
     def digest(self) -> str:
@@ -206,12 +181,11 @@ class ProteinTracks:
 
     def part(self, first: int, length: int) -> "ProteinTracks":
         """Return the tracks of a part of the protein."""
-        values = [(track, values[first : first + length]) for track, values in self._values]
-        return ProteinTracks(values, self._left_out)
+        return ProteinTracks([(track, values[first : first + length]) for track, values in self._values])
 
     def notices(self, records_M: npt.NDArray[np.int64] | None = None) -> list[str]:
         """Return sentences on what is known of the protein, whatever the variants."""
-        return [*self._left_out] + [
+        return [
             f"{track.title} of {known_residues(track, values):,} of {len(values):,} residues of the wild type"
             for track, values in self._values
         ]
@@ -244,7 +218,7 @@ def protein_tracks(files: Sequence[TrackFile], fasta: Path) -> ProteinTracks:
     """Read the tracks of the protein in a FASTA file with one record.
 
     Args:
-        files: the tracks, each with a path; see `outside`.
+        files: the tracks, each with a path; see `with_paths`.
         fasta: the file.
 
     Raises:
@@ -260,4 +234,4 @@ def protein_tracks(files: Sequence[TrackFile], fasta: Path) -> ProteinTracks:
                 f"{one.path}: has no {one.track.title} of {shown(record.id)}, the protein in {fasta}; give them its id"
             )
         found.append((one.track, values[0]))
-    return ProteinTracks(found, [notice for one in files for notice in one.left_out])
+    return ProteinTracks(found)

@@ -1,5 +1,6 @@
 """Embeddings as rows of a table: numpy's matrix, CSV, Parquet, and AnnData."""
 
+import csv
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import Any, BinaryIO, ClassVar, TextIO
 
 import numpy as np
 
-from esmshard import spreadsheet
 from esmshard.embed.compute.outputs import NUMPY, About, Dtype, Output, Row
 from esmshard.embed.formats.format_writer import FormatWriter
 from esmshard.errors import InputError
@@ -85,7 +85,7 @@ class CsvFormat(FormatWriter):
     def open(self) -> None:
         """Create the file with its first line."""
         self._file: TextIO = open(self.work, "w", encoding="utf-8", newline="")  # noqa: SIM115  # `close` closes it
-        self._rows = spreadsheet.writer(self._file)
+        self._rows = csv.writer(self._file, lineterminator="\n")
         self._rows.writerow(["", *range(self.about.dim)])
 
     def write(self, row: Row) -> None:

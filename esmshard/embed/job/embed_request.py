@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
-from esmshard.data.tracks.track_files import TrackFile, outside, track_files
+from esmshard.data.tracks.track_files import TrackFile, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.embed.compute.outputs import DTYPES, Dtype, Long, choose
 from esmshard.embed.formats.format_registry import FORMATS, suits
@@ -52,14 +52,14 @@ class EmbedRequest:
         return [*self.found.notices, *of_tracks, *self.of_structures]
 
     def of_input(self, path: Path) -> "tuple[EmbedRequest, Path]":
-        """Return the request with a path for each track, and the file of the sequences alone.
+        """Return the request with a path for each track, and the file of the sequences.
 
         Args:
-            path: the input, which may have tracks inside. Structures are read into a FASTA file of their chains.
+            path: the input. Structures are read into a FASTA file of their chains.
         """
-        fasta, tracks = outside(path, self.tracks)
+        fasta, tracks = path, with_paths(path, self.tracks)
         told: tuple[str, ...] = ()
-        if fasta == path and holds_structures(path):
+        if holds_structures(path):
             fasta = cached_split(path)
             told = (f"{path}: the sequences of its chains were read", *(f"{path}: {text}" for text in notices(fasta)))
         return replace(self, tracks=tuple(tracks), of_structures=told), fasta

@@ -31,7 +31,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import remote, spreadsheet
+from esmshard import remote
 from esmshard.embed.compute.outputs import About, Row, as_float
 from esmshard.embed.store.part_plan import FORMAT, VERSION, Spec, digest, read_plan, store_of
 from esmshard.embed.store.parts import DamagedError, PartLayout, PartReader
@@ -255,8 +255,8 @@ def failures(embeddings: EmbeddingStore) -> Iterator[tuple[str, int, str]]:
 
 def failed_table(embeddings: EmbeddingStore) -> str:
     """Return the text of `failed.tsv`; empty if every record has values."""
-    lines = [spreadsheet.tab_line(failure) for failure in failures(embeddings)]
-    return "".join([spreadsheet.tab_line(("id", "length", "reason")), *lines]) if lines else ""
+    lines = [f"{record_id}\t{length}\t{reason}\n" for record_id, length, reason in failures(embeddings)]
+    return "".join(["id\tlength\treason\n", *lines]) if lines else ""
 
 
 def write_failed(embeddings: EmbeddingStore, path: Path) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from run_directories import SECTIONS, Page, evaluation, make, proteins, whole
 
-from esmshard.report.draw import charts
-from esmshard.report.read.run_directory import read
-from esmshard.report.text import training
-from esmshard.report.text.html_report import report
+from esmshard.report import charts, run_page
+from esmshard.report.files import read_run
+from esmshard.report.page import report
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def test_what_the_time_went_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(charts, "bars", lambda axes, rows: drawn.append(rows))
     lines = whole()
     lines[0] = lines[0] | {"seconds_lost": 5.0, "steps_lost": 1}
-    training.time(read(make(tmp_path / "run", lines)))
+    run_page.time(read_run(make(tmp_path / "run", lines)))
     (parts,) = drawn
     assert list(parts.values()) == [40.0, 5.0, 10.0, 4.0, 41.0]  # of 100 s
     assert next(iter(parts)) == "steps that count"

@@ -1,4 +1,4 @@
-"""The page on a sweep: its trials, what each setting matters, and the test of the best settings."""
+"""The page about a sweep: its trials, what each setting matters, and the test of the best settings."""
 
 import json
 import math
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from esmshard.data.tables import counted
 from esmshard.recipe.sweep_file import shown, value_text
-from esmshard.report.draw import charts
-from esmshard.report.read.run_directory import number
-from esmshard.report.read.sweep_directory import SweepFiles
-from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, count_text, unit_text
+from esmshard.report import charts
+from esmshard.report.files import SweepFiles, number
+from esmshard.report.parts import Figure, PageTable, Section, cell, unit_text
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.metrics import Interval
 
@@ -45,7 +45,7 @@ def facts(found: SweepFiles) -> list[tuple[str, str, str]]:
         rows.append((f"best validation {found.raw['metric']}", unit_text(best["value"]), "optimistic: selected by it"))
     if (tested := _tested(found)) is not None:
         column, row = tested
-        count = count_text(len(row["runs"]), "new seed")
+        count = counted(len(row["runs"]), "new seed")
         rows.append((f"test {column}", unit_text(number(row["mean"])), f"mean over {count}"))
     return rows
 
@@ -70,7 +70,7 @@ def history(found: SweepFiles) -> Section:
         axes.step(x_N, best_N, where="post", color=charts.ORANGE, linewidth=1.3)
         charts.name_axes(axes, "trial", f"valid {found.raw['metric']}")
 
-    caption = f"{count_text(len(x_N), 'trial')} trained to the end, and the best so far (orange)."
+    caption = f"{counted(len(x_N), 'trial')} trained to the end, and the best so far (orange)."
     figures = [Figure(caption, charts.chart("history", draw))]
     if any(len(one["validations"]) > 1 for one in found.trials):
         figures.append(
@@ -173,7 +173,7 @@ def tested(found: SweepFiles) -> Section:
         [name, *(cell(Interval(*(number(row[column][key]) for key in ("mean", "low", "high")))) for column in columns)]
         for name, row in found.summary["metrics"].items()
     ]
-    count = count_text(len(found.summary["runs"]), "run")
+    count = counted(len(found.summary["runs"]), "run")
     texts = [f"{count} with new seeds, each tested once. No trial has seen the test set."]
     note = f"Mean over runs and {found.summary['interval']}."
     return Section(*section, texts, tables=[PageTable(["", *columns], rows, note)])

@@ -1,6 +1,7 @@
-"""The scores of the model: metrics beside baselines, predictions, scores by length, calibration."""
+"""The page about one run: its scores, the course of its training, its data and its recipe."""
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,23 @@ import torch
 from pydantic import ValidationError
 
 from esmshard.data.splits.recipe_splits import open_split, open_tested
+from esmshard.data.tables import counted
 from esmshard.data.tracks.track_files import track_files
 from esmshard.errors import InputError
 from esmshard.files import found_place, memory_text
 from esmshard.model.families.family_registry import family_of
+from esmshard.progress import duration, rate
 from esmshard.recipe.sections import Recipe
-from esmshard.report.draw import charts, plots
-from esmshard.report.read.run_directory import Evaluation, Headline, RunFiles, Values, intervals, number
-from esmshard.report.text.page_parts import Figure, PageTable, Section, cell, if_intervals, range_text, value_text
+from esmshard.report import charts
+from esmshard.report.files import Evaluation, Headline, RunFiles, Values, intervals, number
+from esmshard.report.parts import Figure, PageTable, Section, cell, if_intervals, range_text, value_text
 from esmshard.tasks.base import BEFORE, MAIN
 from esmshard.tasks.finetuned import load_finetuned, tracks_of
 from esmshard.tasks.metrics import LEAST, Interval
 from esmshard.tasks.registry import traits
 from esmshard.train import evaluate
+from esmshard.train.evaluate import comparison
+from esmshard.train.run_dir import METRICS
 
 LONGEST_MAP = 512
 """The longest protein whose contact map is drawn, in residues: larger maps are unreadable and take long on a CPU."""
@@ -40,7 +45,7 @@ def metrics(run: RunFiles) -> Section:
         return Section(*section, missing="The model has not been tested yet: there is no evaluation.json.")
     raw, columns, main = found.raw, found.raw["columns"], found.main
     texts = [
-        f"On {raw['records']:,} records of the {raw['split']} set. The headline is {head.name}: "
+        f"On {counted(raw['records'], 'record')} of the {raw['split']} set. The headline is {head.name}: "
         f"{'lower' if head.lower_is_better else 'higher'} is better. Intervals: {raw['interval']}."
     ]
     if missing := [f"{count:,} without {name}" for name, count in raw.get("without_value", {}).items() if count]:
@@ -103,7 +108,7 @@ def achieved(run: RunFiles) -> list[str]:
     sentences = []
     if now is not None and math.isfinite(now.value):
         earlier = f", and was {value_text(before.value)} before" if before is not None else ""
-        of = f"{found.raw['records']:,} {found.raw['split']} records"
+        of = counted(found.raw["records"], f"{found.raw['split']} record")
         of = f"After fine-tuning, {head.name} of {of}" if found.main == MAIN else f"{head.name} of {found.main} on {of}"
         sentences.append(f"{of} is {value_text(now.value)} {range_text(now)}{earlier}.")
     return [*sentences, *filter(None, [found.raw.get("verdict")])]
@@ -195,7 +200,7 @@ def _maps(run: RunFiles) -> tuple[list[Figure], str]:
     figures = [
         Figure(
             f"{word}: {table.ids[n]}, {table.length_N[n]:.0f} residues, {name} {score_N[n]:.3f}.",
-            png=plots.data_uri(plots.contact_map(found, examples[n])),
+            png=charts.data_uri(charts.contact_map(found, examples[n])),
         )
         for n, word in chosen.items()
     ]
@@ -315,7 +320,7 @@ def lengths(run: RunFiles) -> Section:
     if len(np.unique(score_N)) > 2:
         figures.append(Figure(f"How many proteins have which {name}.", charts.chart("spread", spread)))
     left_out = int((~known).sum())
-    texts = [f"{left_out:,} proteins without {name} are left out."] if left_out else []
+    texts = [f"{counted(left_out, 'protein')} without {name} left out."] if left_out else []
     return Section(*section, texts, figures)
 
 
@@ -371,3 +376,324 @@ def calibration(run: RunFiles) -> Section:
             )
         ],
     )
+
+
+MOST_ATTEMPTS = 50
+"""The number of latest attempts in the table."""
+
+
+def curves(run: RunFiles) -> Section:
+    """Draw loss, main metric, learning rate and gradient norm over steps."""
+    steps, valid = run.steps, run.validations
+    section = ("curves", "Learning curves")
+    if not len(steps["step"]) and not valid:
+        return Section(*section, missing=_no_step(run))
+    valid_step = np.array([number(line["step"]) for line in valid])
+    valid_loss = np.array([number(line.get("loss")) for line in valid])
+    averaged = ""
+    if len(steps["step"]) > charts.POINTS:
+        each = math.ceil(len(steps["step"]) / charts.POINTS)
+        averaged = f" Each point is the mean of up to {each:,} steps, the band their range."
+
+    def loss(axes: Any) -> None:
+        charts.curve(axes, steps["step"], steps["loss"], label="training")
+        if len(valid):
+            charts.curve(axes, valid_step, valid_loss, charts.ORANGE, "validation")
+            axes.legend(fontsize="small")
+        charts.name_axes(axes, "optimizer step", "loss")
+
+    figures = [
+        Figure(
+            "Loss: of each training step, and of the whole validation set. A validation loss that rises while the "
+            f"training loss falls is overfitting.{averaged}",
+            charts.chart("loss", loss),
+        )
+    ]
+    if run.headline is not None and valid:
+        figures.append(_validation(run, valid_step))
+    clip = f"; a longer one is scaled to {run.recipe.optim.clip:g}" if run.recipe is not None else ""
+    for name, title, caption in (
+        ("lr", "learning rate", "Learning rate of the language model at each step."),
+        ("grad_norm", "gradient norm", f"Norm of the gradient before clipping{clip}."),
+    ):
+        if np.isfinite(steps[name]).any():
+
+            def draw(axes: Any, name: str = name, title: str = title) -> None:
+                charts.curve(axes, steps["step"], steps[name])
+                axes.yaxis.set_major_formatter("{x:g}")  # the format of recipes, such as 2e-05
+                charts.name_axes(axes, "optimizer step", title)
+
+            figures.append(Figure(f"{caption}{averaged}", charts.chart(name, draw)))
+    texts = []
+    if lost := int((~np.isfinite(steps["loss"])).sum()):
+        texts.append(f"{counted(lost, 'step')} had no finite loss, and no point in the chart.")
+    if not valid:
+        texts.append("There is no validation yet.")
+    return Section(*section, texts, figures)
+
+
+def _validation(run: RunFiles, valid_step: Values) -> Figure:
+    assert run.headline is not None
+    name, lower = run.headline.name, run.headline.lower_is_better
+    values, top = np.array([number(line.get(name)) for line in run.validations]), best(run)
+
+    def draw(axes: Any) -> None:
+        charts.curve(axes, valid_step, values, charts.ORANGE)
+        if top is not None:
+            axes.plot([top[0]], [top[1]], marker="*", markersize=13, linestyle="", color=charts.BLUE, clip_on=False)
+        charts.name_axes(axes, "optimizer step", name)
+
+    caption = f"{name} on the validation set"
+    if lower is not None:
+        caption += f"; {'lower' if lower else 'higher'} is better"
+    caption += f". Best (star): {value_text(top[1])} at step {top[0]:,}." if top is not None else "."
+    if run.evaluation is not None:
+        caption += f" The model that was tested is that of step {run.evaluation.raw['step']:,}."
+    return Figure(caption, charts.chart("valid", draw))
+
+
+def _no_step(run: RunFiles) -> str:
+    return f"{METRICS} has no step{'' if run.evaluation is not None else ' yet'}."
+
+
+def best(run: RunFiles) -> tuple[int, float] | None:
+    """Return step and value of the best validation, the first among equals. None if the better direction is unknown."""
+    if run.headline is None or run.headline.lower_is_better is None:
+        return None
+    found = [(int(line["step"]), number(line.get(run.headline.name))) for line in run.validations]
+    known = [pair for pair in found if math.isfinite(pair[1])]
+    sign = -1 if run.headline.lower_is_better else 1
+    return max(known, key=lambda pair: sign * pair[1], default=None)
+
+
+def throughput(run: RunFiles) -> Section:
+    """Draw residues per second, and memory."""
+    section = ("speed", "Throughput and memory")
+    steps = run.steps
+    if not np.isfinite(steps["residues_per_s"]).any():
+        return Section(*section, missing=_no_step(run))
+
+    def fast(axes: Any) -> None:
+        charts.curve(axes, steps["step"], steps["residues_per_s"])
+        charts.from_zero(axes)
+        charts.name_axes(axes, "optimizer step", "residues/s")
+
+    figures = [
+        Figure(
+            f"Residues a second that were trained on, all processes together, padding not counted; "
+            f"{rate(speed(run))} over all steps.",
+            charts.chart("speed", fast),
+        )
+    ]
+    memory = steps["peak_memory_bytes"]
+    texts = []
+    if np.isfinite(memory).any():
+
+        def held(axes: Any) -> None:
+            charts.curve(axes, steps["step"], memory / 2**30)
+            charts.from_zero(axes)
+            charts.name_axes(axes, "optimizer step", "peak memory (GiB)")
+
+        figures.append(
+            Figure(
+                f"Most memory that one process held in a step, of the process with the most: at most "
+                f"{memory_text(float(np.nanmax(memory)))}. On a GPU its memory, else that of the process.",
+                charts.chart("memory", held),
+            )
+        )
+    else:
+        texts.append("Memory was not recorded.")
+    return Section(*section, texts, figures)
+
+
+def speed(run: RunFiles) -> float:
+    """Return residues per second over all steps."""
+    known = np.isfinite(run.steps["residues"]) & np.isfinite(run.steps["step_s"])
+    seconds = float(run.steps["step_s"][known].sum())
+    return float(run.steps["residues"][known].sum()) / seconds if seconds else math.nan
+
+
+def time(run: RunFiles) -> Section:
+    """Return goodput, the use of the remaining time, and the attempts."""
+    section, spent = ("time", "Time"), run.goodput
+    if not spent["attempts"]:
+        return Section(*section, missing=f"{METRICS} does not tell when the run was started.")
+    begun = [event for event in run.events if event["event"] == "attempt"]
+    parts = {
+        "steps that count": spent["useful_s"],
+        "steps lost": spent["lost_s"],
+        "start, before a step": sum(event["time"] - event["started"] for event in begun),
+        "waiting for checkpoints": float(
+            np.nansum([number(event.get("stall_s")) for event in run.events if event["event"] == "checkpoint"])
+        ),
+    }
+    parts["validation, test, other"] = max(0.0, spent["allocated_s"] - sum(parts.values()))
+    share = "" if spent["goodput"] is None else f", {spent['goodput']:.0%} of it in steps that count (goodput)"
+    texts = [
+        f"{duration(spent['allocated_s'])} in {counted(spent['attempts'], 'attempt')}{share}. Time between "
+        "attempts, such as in a queue, is not counted."
+    ]
+    if spent["steps_lost"]:
+        texts.append(
+            f"{counted(spent['steps_lost'], 'step')} had to be taken again after a restart: "
+            f"{duration(spent['lost_s'])} of work."
+        )
+
+    def draw(axes: Any) -> None:
+        charts.bars(axes, parts)
+        axes.set_xlabel("seconds")
+
+    figure = Figure("What the time went into, all attempts together.", charts.chart("time", draw, height=2.2))
+    note = "Each start of the run." if spent["attempts"] <= MOST_ATTEMPTS else f"The last {MOST_ATTEMPTS} starts."
+    head = ["attempt", "went on from step", "steps lost before", "time to first step", "ended as"]
+    return Section(*section, texts, [figure], [PageTable(head, _attempts(run)[-MOST_ATTEMPTS:], note)])
+
+
+def _attempts(run: RunFiles) -> list[list[str]]:
+    """Return a row of the table for each attempt."""
+    rows: list[list[str]] = []
+    for event in run.events:
+        if event["event"] == "attempt":
+            known = (event["attempt"], event.get("from_step", 0), event["steps_lost"])
+            rows.append([*(f"{n:,}" for n in known), "-", "-"])
+        elif rows and event["event"] == "first_step":
+            rows[-1][3] = duration(event["seconds"])
+        elif rows and event["event"] == "end":
+            rows[-1][4] = str(event.get("state"))
+    return rows
+
+
+def about(run: RunFiles) -> str:
+    """Describe task and model in a line."""
+    if run.recipe is None:
+        return f"Task {run.task or 'unknown'}."
+    recipe = run.recipe
+    return f"Task {recipe.task.name}, model {recipe.model.name} ({recipe.init}), adaptation {recipe.adapt.method}."
+
+
+def state(run: RunFiles) -> str:
+    """Return a sentence: how the run ended, or how far it is."""
+    if run.status is None:
+        return "There is no status.json: how the run ended is not known."
+    found = run.status
+    words = {"done": "Done", "running": "Still running when this page was made", "preempted": "Preempted"}
+    state = words.get(found["state"], "Failed")
+    return f"{state}; step {found['step']:,} of {found['steps']:,}: {found['message'].rstrip('.')}."
+
+
+def facts(run: RunFiles) -> list[tuple[str, str, str]]:
+    """Return the numbers on top of the page: name, value and explanation."""
+    shown, steps, head, tested = [], run.steps, run.headline, run.evaluation
+    if tested is not None and head is not None:
+        ours = tested.metrics[tested.main][head.name]
+        of = counted(tested.raw["records"], f"{tested.raw['split']} record")
+        shown.append((head.name, value_text(ours.value), f"{range_text(ours)}, {of}"))
+        if (name := strongest(run)) is not None:
+            gain = tested.differences[name][head.name]
+            how = comparison(gain, lower_is_better=bool(head.lower_is_better))
+            note = f"{range_text(gain)}, {how} the best baseline"
+            shown.append((f"against {name}", value_text(gain.value, "+"), note))
+    elif head is not None and (top := best(run)) is not None:
+        shown.append((f"best validation {head.name}", value_text(top[1]), f"at step {top[0]:,}; not tested yet"))
+    if len(steps["step"]):
+        seen = rate(float(np.nansum(steps["residues"])))
+        shown.append(("steps", f"{int(np.nanmax(steps['step'])):,}", f"{seen} residues seen"))
+    if math.isfinite(mean_speed := speed(run)):
+        shown.append(("speed", rate(mean_speed), "residues/s over all steps"))
+    if np.isfinite(steps["peak_memory_bytes"]).any():
+        shown.append(("memory", memory_text(float(np.nanmax(steps["peak_memory_bytes"]))), "peak of a process"))
+    if run.goodput["goodput"] is not None:
+        note = f"{run.goodput['goodput']:.0%} of it in steps that count"
+        shown.append(("time", duration(run.goodput["allocated_s"]), note))
+    return shown
+
+
+def _data(run: RunFiles) -> Section:
+    splits: Mapping[str, Mapping[str, Any]] = run.versions.get("data", {})
+    leakage = (
+        [str(s).removeprefix("leakage: ") for s in run.evaluation.raw.get("leakage", ())] if run.evaluation else []
+    )
+    texts = leakage or ["What the splits share has not been recorded: evaluation.json has no leakage check."]
+    changed = dict.fromkeys(str(notice) for s in splits.values() for notice in s.get("notices", ()))
+    texts += [f"Changed or left out: {notice}" for notice in changed]
+    head = ["split", "file", "records", "residues", "sha256 of the tokens"]
+    rows = [
+        [
+            name,
+            str(s.get("path", "-")),
+            *(_count(s.get(k)) for k in ("records", "residues")),
+            s.get("tokens_sha256", "-"),
+        ]
+        for name, s in splits.items()
+    ]
+    tables = [PageTable(head, rows, "What went in. The digest is of all sequences in their order.")] if rows else []
+    if not rows:
+        texts = ["Which data went in is not recorded: versions.json is missing.", *texts]
+    return Section("data", "Data and leakage", texts, tables=tables)
+
+
+def _versions(run: RunFiles) -> Section:
+    facts = [[name, str(value)] for name, value in run.versions.items() if not isinstance(value, dict | list)]
+    if not facts:
+        return Section("versions", "Versions", missing="versions.json is missing.")
+    return Section("versions", "Versions", tables=[PageTable(["", ""], facts)])
+
+
+def _recipe(run: RunFiles) -> Section:
+    if run.recipe_text is None:
+        return Section("recipe", "Recipe", missing="recipe.yaml is missing.")
+    texts = ["With every key resolved, as recipe.yaml holds it."]
+    if run.recipe_problem is not None:
+        texts.append(f"This version of esmshard cannot use it: {run.recipe_problem}")
+    return Section("recipe", "Recipe", texts, code=run.recipe_text)
+
+
+def _count(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else "-"
+
+
+def _reproduce(run: RunFiles) -> Section:
+    section = ("reproduce", "Command to reproduce")
+    if run.recipe_text is None and run.evaluation is not None and run.evaluation.raw.get("model"):
+        raw = run.evaluation.raw
+        model, data, labels, complexes = (
+            Path(str(raw.get(key) or "")).name for key in ("model", "data", "labels", "complexes")
+        )
+        more = [*(["--labels", labels] if labels else []), *(["--complexes", complexes] if complexes else [])]
+        command = ["esmshard", "evaluate", model, data, *more, "-o", f"{run.path.resolve().name}-again"]
+        text = (
+            "The test of a model that is there already. Files are named without directories; evaluation.json has them."
+        )
+        return Section(*section, [text], code=shlex.join(command))
+    if run.recipe_text is None:
+        return Section(*section, missing="recipe.yaml is missing, so there is none.")
+    directory = Path(run.path.resolve().name)
+    processes = run.versions.get("processes", 1)
+    nproc = ["--nproc", str(processes)] if isinstance(processes, int) and processes > 1 else []
+    commands = [["esmshard", "finetune", str(directory / "recipe.yaml"), *nproc, f"out={directory}-again"]]
+    if run.evaluation is not None and run.evaluation.raw.get("data"):
+        data, out = str(run.evaluation.raw["data"]), f"{directory}-test"
+        data = data if data.startswith("sample:") else Path(data).name
+        commands.append(["esmshard", "evaluate", str(directory / "model"), data, "-o", out])
+    text = (
+        "Training again, and the test alone, from the directory in which that of the run lies. Files are named here "
+        "without their directories; recipe.yaml has them. The same versions, data and number of processes give the "
+        "same model on a CPU; on GPUs the same up to rounding."
+    )
+    return Section(*section, [text], code="\n".join(map(shlex.join, commands)))
+
+
+SECTIONS: Sequence[Callable[[RunFiles], Section]] = (
+    predictions,
+    metrics,
+    curves,
+    lengths,
+    calibration,
+    throughput,
+    time,
+    _data,
+    _versions,
+    _recipe,
+    _reproduce,
+)
+"""The sections of the page from top to bottom."""

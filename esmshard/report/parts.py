@@ -93,12 +93,3 @@ def cell(found: Interval | None, sign: str = "") -> str:
         return value_text(found.value)
     star = "*" if sign and (found.low > 0 or found.high < 0) else ""
     return f"{value_text(found.value, sign)}{star}\n{range_text(found)}"
-
-
-def count_text(count: int, what: str) -> str:
-    """Format a number of things.
-
-    >>> count_text(1, "attempt"), count_text(1200, "step")
-    ('1 attempt', '1,200 steps')
-    """
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

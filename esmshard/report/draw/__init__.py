@@ -1,1 +1,0 @@
-"""Charts and figures of a report."""

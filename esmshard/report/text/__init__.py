@@ -1,1 +1,0 @@
-"""Sections, tables and sentences of a report, and the page that holds them."""
