@@ -26,7 +26,8 @@ OF_CONTAINERS = "cpus device ipc memory nv pwd shm-size ulimit"
 OF_PIP = """dest extra-index-url force-reinstall hash ignore-installed implementation index-url no-build-isolation
     no-deps only-binary python-version quiet requirement upgrade wheel-dir yes"""
 OF_TORCHRUN = "local-addr max-restarts nnodes nproc-per-node rdzv-backend rdzv-conf rdzv-endpoint rdzv-id"
-OF_OTHERS = "head chdir cov-mode min-seq-id query-compute-apps query-gpu sort status"  # of ray, env, mmseqs, nvidia-smi
+# Of ray, env, mmseqs, nvidia-smi and ps.
+OF_OTHERS = "head chdir cov-mode min-seq-id query-compute-apps query-gpu sort status"
 FOREIGN = {f"--{name}" for text in (OF_SLURM, OF_CONTAINERS, OF_PIP, OF_TORCHRUN, OF_OTHERS) for name in text.split()}
 """Options of other programs that the source calls or names."""
 

@@ -89,8 +89,8 @@ def our_passes(numbers: ModelNumbers) -> float:
     for a token, in the precision of the arithmetic.
 
     In every layer these are 4 for norms, 29 for the rotation (in fp32, with its casts), and 6 for sums. Norms of
-    queries and keys have 4 more. The activation is as wide as the feed-forward part: gelu reads one such vector and writes one,
-    and a gate moves five, two of them for silu. A compiled layer needs about half of all this.
+    queries and keys have 4 more. The activation is as wide as the feed-forward part: gelu reads one such vector and
+    writes one, and a gate moves five, two of them for silu. A compiled layer needs about half of all this.
     """
     wide = numbers.ffn_width / numbers.dim
     return 39 + (5 if numbers.gated else 2) * wide + (4 if numbers.qk_norm else 0)
