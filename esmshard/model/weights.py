@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -234,7 +235,9 @@ def _read_directory(path: Path) -> Weights:
     if adapters.is_adapter(path):
         return _read_adapter(path)
     if not _has_config(path) and ((path / "checkpoints").is_dir() or re.fullmatch(r"step_\d+", path.name)):
-        raise InputError(f"{path}: holds no model yet; make one of it with `esmshard consolidate {path} -o MODEL`")
+        made = (path if (path / "checkpoints").is_dir() else path.absolute().parents[1]) / "model"
+        command = shlex.join(["esmshard", "consolidate", str(path), "-o", str(made)])
+        raise InputError(f"{path}: holds no model yet; make a model of it with `{command}`, and give {made}")
     published = path / "data" / "weights"
     if published.is_dir() and (not _has_config(path) or weight_reader.read_json(path / "config.json") == {}):
         # An ESM3 or an ESM-C of 2024-12, beside models that decode structures.

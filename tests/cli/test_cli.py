@@ -294,7 +294,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], object], list[str], int, str]] = {
         lambda d: replace(d / "tiny.yaml", "init: random", "init: pretrained"),
         ["model.name=esm2_t6_8M_UR50D"],
         1,
-        "esm2_t6_8M_UR50D: neither ",
+        "esm2_t6_8M_UR50D: no such file or directory, and no complete copy",
     ),
     "a batch smaller than a record": (lambda d: None, ["batch.tokens_per_rank=30"], 1, "62 tokens"),
 }
