@@ -137,7 +137,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(directory: Path) -> None
         "data.labels: is for task pair, residue and sequence, and the recipe has net_charge; remove it",
         "data.long: crop may remove the cause of the label of a protein; choose full or skip",
         "adapt.method: probe is not offered by task net_charge; choose full, lora or head",
-        "did you mean 'net_charge'?",
+        "'net_charg' found",
         "task.name: task broken of broken 0.1 cannot be imported from wrong:Task (ModuleNotFoundError: No module "
         "named 'not_there'); correct or reinstall broken 0.1",
         "task.name: task foreign of broken 0.1 cannot be imported from other:Task (TypeError: it has no "
