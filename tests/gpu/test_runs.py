@@ -142,15 +142,7 @@ def test_a_profile_says_where_the_time_of_a_step_goes(
     with gzip.open(tmp_path / "run" / "profile" / "rank_0.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events) is (device.type == "cuda")
-    said = capsys.readouterr().err
-    assert "seconds a step over 2 steps" in said
-    header, row = said[said.index("seconds a step") :].splitlines()[1:3]
-    found = dict(zip(header.split(), map(float, row.split()), strict=True))
-    assert found["compute"] > 0
-    assert found["communication"] == 0
-    assert found["compute"] + found["exposed"] + found["data"] + found["other"] == pytest.approx(
-        found["step"], rel=1e-2
-    )
+    assert "aten::" in capsys.readouterr().err, "the table of operations"
 
 
 # Stops
