@@ -218,7 +218,8 @@ def _connect(rank: int, start: int, seconds: float) -> Any:
         timeout=timedelta(seconds=seconds),
         multi_tenant=True,
     )
-    return dist.PrefixStore(launch.prefix(launch.attempt(), start), store)  # type: ignore[attr-defined]
+    # A store of the ranks themselves is new at each start, and machines that joined later count fewer restarts.
+    return dist.PrefixStore(launch.prefix(launch.attempt() if held else 0, start), store)  # type: ignore[attr-defined]
 
 
 def _meet(rank: int, size: int, start: int, seconds: int) -> Any:
