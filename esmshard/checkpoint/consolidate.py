@@ -16,7 +16,7 @@ import torch
 from esmshard import __version__
 from esmshard.checkpoint import adapted, card, manifest, sharded
 from esmshard.data.batching.loader import SEEN
-from esmshard.errors import InputError, UsageError, writing
+from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.files import check_replaced, found_place, replace_json, settle, shared_place, whole_directory
 from esmshard.model import adapters, export, weights
 from esmshard.model.config import ModelConfig
@@ -199,11 +199,15 @@ def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None])
     sizes = _without(found.absent, sizes, to)
     path = weights.directory(source)
     directory = path.parent if path.suffix == ".safetensors" else path
-    about = read_json(directory / "esmshard.json") if (directory / "esmshard.json").is_file() else {}
-    about |= {"format": FORMAT, "version": VERSION}  # an adapter has another format
-    for model in (about.get("recipe", {}).get("model"), about.get("base")):
-        if model:  # the name is relative to that directory
-            model["name"] = found_place(model["name"], directory)
+    record = directory / weights.ABOUT
+    with reading(str(record), "get the model again, or remove this file"):  # it may come from another program or person
+        about = read_json(record) if record.is_file() else {}
+        about |= {"format": FORMAT, "version": VERSION}  # an adapter has another format
+        if "recipe" in about:
+            about["recipe"]["task"]["name"], about["recipe"]["model"]
+        for model in (about.get("recipe", {}).get("model"), about.get("base")):
+            if model:  # the name is relative to that directory
+                model["name"] = found_place(model["name"], directory)
     evaluation = _evaluation(directory.parent)
     altered = weights.altered(found.files)
     if altered is not None:
