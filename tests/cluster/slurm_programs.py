@@ -144,6 +144,8 @@ def _run_job(job: Job, options: dict[str, str], first: int, task: int | None, n:
         variables["SLURM_CPUS_PER_TASK"] = options["cpus-per-task"]
     if task is not None:
         variables |= {"SLURM_ARRAY_JOB_ID": str(first), "SLURM_ARRAY_TASK_ID": str(task)}
+        lowest, highest = (int(number) for number in options["array"].split("-"))
+        variables |= {"SLURM_ARRAY_TASK_MIN": str(lowest), "SLURM_ARRAY_TASK_COUNT": str(highest - lowest + 1)}
     for restart in range(20):
         if restart:
             variables["SLURM_RESTART_COUNT"] = str(restart)

@@ -389,7 +389,7 @@ def test_workers_of_an_array_make_one_file_and_one_that_is_preempted_comes_back(
     given = ("starter", fasta, "-o", out, "--tokens", "64")
     job = cluster.launch("embed", "--array", "2", "--", *given)
     first = f"{job}_0"
-    cluster.until(lambda: any((tmp_path / "emb.npy.partial" / "work").glob("*")) or out.exists())
+    cluster.until(lambda: any((tmp_path / "emb.npy.partial").glob("*")) or cluster.is_over(first))
     cluster.signal("-s", "USR1", first)
     assert cluster.wait(f"{job}_1") == (0, "COMPLETED"), cluster.log(f"{job}_1", "embed-emb")
     assert cluster.wait(first) == (0, "COMPLETED"), cluster.log(first, "embed-emb")
