@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -217,12 +218,14 @@ class Saver:
         directory: `checkpoints` of the run.
         keep: the number of newest checkpoints to keep.
         background: write while training continues.
+        timeout: the seconds for which a rank waits for the others.
     """
 
-    def __init__(self, directory: Path, keep: int, background: bool) -> None:
+    def __init__(self, directory: Path, keep: int, background: bool, timeout: int = 1800) -> None:
         self._directory, self._keep, self._background = directory, keep, background
         # Both modes use a group of their own, so they share their code, and no check of one rank costs a GPU a kernel.
-        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        seconds = timedelta(seconds=timeout)
+        self._group: Any = dist.new_group(backend="gloo", timeout=seconds) if dist.is_initialized() else None
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False

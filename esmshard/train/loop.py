@@ -415,7 +415,9 @@ def _build(
         is_validated=saved is None or saved["validated"],
         state=state,
         watch=Watch(ranks, control, _peak(ranks.device, job.layout.precision)),
-        saver=Saver(job.out / "checkpoints", recipe.checkpoint.keep, _in_background(recipe, ranks.device)),
+        saver=Saver(
+            job.out / "checkpoints", recipe.checkpoint.keep, _in_background(recipe, ranks.device), ranks.timeout
+        ),
         plan=StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed),
     )
 
