@@ -229,7 +229,7 @@ def test_an_address_with_a_password_is_refused_and_not_repeated(url: str) -> Non
         (("status", "gs://b/run"), "gs://b/run: `esmshard status` takes no address in a bucket for run"),
         (("embed", "status", "s3://b/out"), "s3://b/out: status reads a directory on a disk"),
         (("ingest", "x", "-o", "s3://b/x", "--part", "1/2"), "--part and --merge share a directory on a disk"),
-        (("embed", "starter", "x", "-o", "s3://b/x", "--shard", "--nproc", "2"), "--shard writes to a disk only"),
+        (("embed", "starter", "x", "-o", "s3://b/x", "--engine", "ray"), "--engine ray writes to a disk that all nodes see"),
     ],
 )
 def test_commands_that_take_no_address_say_so(
@@ -294,6 +294,6 @@ def test_a_run_that_was_copied_to_a_bucket_goes_on_from_there(server: Buckets, t
     made = esmshard("consolidate", f"s3://{BUCKET}/run/checkpoints/step_000004", "-o", f"s3://{BUCKET}/model")
     assert made.returncode == 0, made.stderr
     assert "model/model.safetensors" in server.names()
-    with pytest.raises(InputError, match=r"damaged .its sha256 is not the one in"):
+    with pytest.raises(InputError, match="damaged"):
         command("consolidate", f"s3://{BUCKET}/run/checkpoints/step_000006", "-o", f"s3://{BUCKET}/other")
     assert not server.names("other")
