@@ -49,6 +49,8 @@ class World:
     """The process group for numbers and objects; None for the default group."""
     timeout: int = START_TIMEOUT
     """The seconds that a collective waits for a rank."""
+    step_timeout: int = START_TIMEOUT
+    """The seconds that collectives of a step and of a save wait, also where `timeout` is that of the start."""
     start: int = 0
     """How many process groups this process had before."""
 
@@ -184,7 +186,7 @@ def world(
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         try:
             mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-            yield World(rank, size, device, mesh, timeout=seconds, start=start)
+            yield World(rank, size, device, mesh, timeout=seconds, step_timeout=seconds, start=start)
         except LostProcess:  # NCCL would wait here for the rank that is lost
             raise
         except BaseException:

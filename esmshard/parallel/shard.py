@@ -70,14 +70,14 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
             "Layout: tensor, context and activation_checkpointing='selective' are for esmshard's own models; leave "
             "them out, or take activation_checkpointing='full'"
         )
-    mesh = None if world.mesh is None else _mesh(world.mesh, layout, world.timeout)
+    mesh = None if world.mesh is None else _mesh(world.mesh, layout, world.step_timeout)
     with_own_parts: list[Wrapper] = [lambda forward: forward] * len(layers)
     if mesh is not None and layout.tensor > 1:
         with_own_parts = tensor_parallel.split(model, mesh[tensor_parallel.DIMENSION])
     if mesh is None and layout.precision != "fp32":
         with_own_parts = [partial(_in_precision, layer, layout) for layer in layers]
     if mesh is not None and layout.context > 1:
-        context_parallel.split(model, _mesh_of_context(mesh, layout, world.timeout))
+        context_parallel.split(model, _mesh_of_context(mesh, layout, world.step_timeout))
     checkpointed = _checkpointing(model, layout)
     # `forward` is replaced: a wrapping module would change names, and FSDP's hooks must stay outside.
     for layer, wrapped in zip(layers, with_own_parts, strict=True):

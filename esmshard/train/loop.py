@@ -416,7 +416,7 @@ def _build(
         state=state,
         watch=Watch(ranks, control, _peak(ranks.device, job.layout.precision)),
         saver=Saver(
-            job.out / "checkpoints", recipe.checkpoint.keep, _in_background(recipe, ranks.device), ranks.timeout
+            job.out / "checkpoints", recipe.checkpoint.keep, _in_background(recipe, ranks.device), ranks.step_timeout
         ),
         plan=StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed),
     )
