@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 import esmshard
 from esmshard.cli.app import app
-from esmshard.cluster.scripts.site import Site
+from esmshard.cluster.site import Site
 from esmshard.data.splits.variant_records import _IN_RECIPE
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.registry import registered

@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 from ruamel.yaml import YAML
 
 from esmshard.cli import app, help_text
-from esmshard.cluster.scripts.site import Site
+from esmshard.cluster.site import Site
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.sweep_file import SweepSettings
 from esmshard.tasks.registry import registered

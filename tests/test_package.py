@@ -37,7 +37,7 @@ def test_the_wheel_holds_recipes_samples_and_types(wheel: Path) -> None:
     assert {f"esmshard/_shipped/data/{name}/model/model.safetensors" for name in SHIPPED} <= names
     assert wheel.stat().st_size < 20_000_000
     assert "esmshard/_shipped/recipes/schema.json" in names
-    assert "esmshard/cluster/scripts/torchrun_wrapper.sh" in names
+    assert "esmshard/cluster/templates/torchrun_wrapper.sh" in names
     for split in ("train", "valid", "test"):
         assert {f"esmshard/_shipped/data/contact/{split}{end}" for end in (".fasta", ".npz")} <= names
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)

@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
 from esmshard.cli import app as cli
-from esmshard.cluster.scripts import site
+from esmshard.cluster import site
 from esmshard.recipe import recipe_file
 
 _LINK = r"\[(?P<text>[^]]+)\]\((?P<target>[^)#:]+\.md)\)"

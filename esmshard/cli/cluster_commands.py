@@ -23,7 +23,8 @@ def launch(
             metavar="[KEY=VALUE]...", help="Overrides such as optim.lr=1e-4; for embed, its own arguments after --."
         ),
     ] = None,
-    target: Annotated[Optional[Literal["slurm", "kubernetes"]], typer.Option(help="The scheduler.")] = None,
+    *,
+    target: Annotated[Literal["slurm", "kubernetes"], typer.Option(help="The scheduler.")],
     nodes: Annotated[
         Optional[str],
         typer.Option(
@@ -59,17 +60,21 @@ def launch(
     out: Annotated[
         Optional[Path], typer.Option("-o", "--out", help="File to write; by default NAME.sbatch or NAME.job.yaml.")
     ] = None,
+    template: Annotated[
+        Optional[Path],
+        typer.Option(metavar="FILE", help="Jinja2 template of the file, in place of the one that esmshard ships."),
+    ] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the file, and stop.")] = False,
     env: Env = None,
 ) -> None:
     """Run a recipe, or workers of embed, on a cluster: write the scheduler's file, and submit it if possible."""
-    from esmshard.cluster.scripts import launch_command, submit
-    from esmshard.cluster.scripts import site as sites
+    from esmshard.cluster import launch as jobs
+    from esmshard.cluster import site as sites
     from esmshard.progress import say
 
-    options = launch_command.Options(
-        target=launch_command.chosen_target(target or ""),
+    options = jobs.Options(
+        target=target,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         nproc=nproc,
@@ -80,7 +85,7 @@ def launch(
         name=name,
     )
     profile = sites.found()
-    site = launch_command.merged(sites.load(), options)
+    site = jobs.merged(sites.load(), options)
     if site.python is None:
         site = site.model_copy(update={"python": sys.executable})
     given = arguments or []
@@ -89,22 +94,23 @@ def launch(
         assert ctx.parent is not None
         parser = ctx.parent.command.get_command(ctx.parent, "embed")  # type: ignore[attr-defined]
         with parser.make_context("embed", list(given), parent=ctx.parent) as parsed:
-            job = launch_command.embed_job(given, parsed.params, options, site)
+            job = jobs.embed_job(given, parsed.params, options, site)
     elif what == "doctor":
-        job = launch_command.doctor_job(given, options, site)
+        job = jobs.doctor_job(given, options, site)
     else:
-        job = launch_command.finetune_job(what, given, options, site)
-    text = launch_command.render(job, site, options.target)
+        job = jobs.finetune_job(what, given, options, site)
+    text = jobs.render(job, site, target, template)
     say(f"site profile: {profile or f'none at {sites.path()}; all its keys have their defaults'}")
-    for path in launch_command.not_here(job) if target == "slurm" else ():
-        say(f"{path}: is not on this machine; make sure that the nodes have it")
+    for path in job.reads if target == "slurm" else ():
+        if not Path(path).exists():
+            say(f"{path}: is not on this machine; make sure that the nodes have it")
     if dry_run:
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         return
-    file = out or launch_command.default_file(job, options.target)
-    submit.write(text, file, overwrite, job.reads)
+    file = out or jobs.default_file(job, target)
+    jobs.write(text, file, overwrite, job.reads)
     print(file)
-    print(submit.submit(file, options.target))
+    print(jobs.submit(file, target))
 
 
 def doctor(

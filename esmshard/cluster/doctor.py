@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,14 +30,12 @@ from esmshard.recipe.sections import Recipe
 Level = Literal["ok", "note", "warning", "error"]
 ANSWER = 30.0
 """The seconds in which nvidia-smi must answer. It hangs where a GPU does."""
-START, LIMIT = 120, 240
-"""The seconds for which processes wait for each other, and those after which a collective that hangs is given up."""
+START = 120
+"""The seconds for which processes wait for each other."""
 DRIVERS = {"12.6": "525.60.13", "12.8": "525.60.13", "13.0": "580", "13.2": "580"}
 """The oldest Linux driver for each CUDA that torch is built for, by minor version compatibility (NVIDIA CUDA Toolkit
 Release Notes, "Minimum Required Driver Version for CUDA Minor Version Compatibility")."""
-FIELDS = (
-    "name,driver_version,compute_cap,memory.total,memory.free,ecc.errors.uncorrected.volatile.total,mig.mode.current"
-)
+FIELDS = "name,driver_version,compute_cap,memory.total,memory.free,ecc.errors.uncorrected.volatile.total"
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,6 @@ class Card:
     free: int
     ecc_errors: int
     """The uncorrected memory errors since the driver was loaded."""
-    is_divided: bool
-    """Whether the GPU is divided into instances (MIG)."""
 
 
 def run(
@@ -109,7 +104,7 @@ def run(
     own: list[Finding] = []
     if os.environ.get("LOCAL_RANK", "0") == "0":
         own = [replace(finding, node=socket.gethostname()) for finding in _machine(resolved, processes, out)]
-    findings = _together(own, as_json)
+    findings = _together(own)
     return 0 if findings is None else _show(findings, as_json)
 
 
@@ -147,22 +142,12 @@ def _packages() -> Iterator[Finding]:
         f"esmshard {__version__}, Python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}"
     )
     yield Finding("versions", "ok", found)
-    missing: dict[str, list[str]] = {}
     for wanted in map(Requirement, metadata.requires("esmshard") or [] if "esmshard" in installed else []):
-        extra = next(iter(re.findall(r"extra == ['\"]([\w-]+)['\"]", str(wanted.marker or ""))), "")
-        name, of = str(canonicalize_name(wanted.name)), f" of the extra {extra}" if extra else ""
-        if extra in ("all", "test", "dev", "gpu") or name == "esmshard":
-            continue
+        name, is_extra = str(canonicalize_name(wanted.name)), "extra" in str(wanted.marker or "")
         version = installed.get(name)
-        if version is None and extra:
-            missing.setdefault(extra, []).append(name)
-        elif version is None or not wanted.specifier.contains(version, prereleases=True):
-            found = f"{name} {version}{of} does not fit {wanted.specifier}" if version else f"{name} is missing"
-            fix = f"pip install '{name}{wanted.specifier}'"
-            yield Finding("versions", "warning" if extra else "error", found, fix)
-    if missing:
-        found = "extras that are not installed: " + ", ".join(f"{key} ({' '.join(of)})" for key, of in missing.items())
-        yield Finding("versions", "note", found, f"pip install 'esmshard[{','.join(missing)}]' for those that you need")
+        if not is_extra and (version is None or not wanted.specifier.contains(version, prereleases=True)):
+            found = f"{name} {version} does not fit {wanted.specifier}" if version else f"{name} is missing"
+            yield Finding("versions", "error", found, f"pip install '{name}{wanted.specifier}'")
     if "esm" in installed and "fair-esm" in installed:
         spec = find_spec("esm")
         found = f"fair-esm and esm are both installed, and both own the package `esm` ({spec and spec.origin})"
@@ -202,10 +187,6 @@ def _cuda(cards: Sequence[Card]) -> Iterator[Finding]:
             found = f"{card.name} has compute capability {card.capability}, and this torch has code for {sorted(built)}"
             yield Finding("versions", "error", found, build + ("cu126" if card.capability < (7, 5) else "cu130"))
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    wheels = [one.version for one in metadata.distributions() if (one.name or "").startswith("nvidia-nccl-cu")]
-    if wheels and _numbers(wheels[0])[:3] != _numbers(nccl)[:3]:
-        fix = "remove the other NCCL from LD_PRELOAD and LD_LIBRARY_PATH, unless the site wants its own"
-        yield Finding("versions", "warning", f"torch loaded NCCL {nccl}, but came with {wheels[0]}", fix)
     yield Finding("versions", "ok", f"driver {driver}, CUDA {cuda}, NCCL {nccl}")
 
 
@@ -224,11 +205,10 @@ def gpus() -> list[Card]:
         return []
     cards = []
     for line in nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits").splitlines():
-        name, driver, capability, total, free, errors, mig = [cell.strip() for cell in line.split(", ")]
+        name, driver, capability, total, free, errors = [cell.strip() for cell in line.split(", ")]
         major, minor = _numbers(capability)[:2] or (0, 0)
         total_bytes, free_bytes, ecc = [int(cell) if cell.isdecimal() else 0 for cell in (total, free, errors)]
-        card = Card(name, driver, (major, minor), total_bytes << 20, free_bytes << 20, ecc, mig == "Enabled")
-        cards.append(card)
+        cards.append(Card(name, driver, (major, minor), total_bytes << 20, free_bytes << 20, ecc))
     return cards
 
 
@@ -241,12 +221,6 @@ def _gpus(cards: Sequence[Card]) -> Iterator[Finding]:
         if card.ecc_errors:
             fix = "drain the node and reset the GPU; until then leave it out with CUDA_VISIBLE_DEVICES"
             yield Finding("gpus", "error", f"GPU {n} has had {card.ecc_errors} uncorrected memory errors", fix)
-        if card.is_divided:
-            fix = "run one process on each instance with --nproc 1, or switch MIG off as root: nvidia-smi -mig 0"
-            yield Finding("gpus", "warning", f"GPU {n} is divided (MIG): NCCL connects no instances", fix)
-    if len({(card.name, card.total) for card in cards}) > 1:
-        fix = "choose equal ones with CUDA_VISIBLE_DEVICES: each step waits for the slowest"
-        yield Finding("gpus", "warning", f"the GPUs are unequal: {', '.join(card.name for card in cards)}", fix)
 
 
 def _disks(out: Path, needed: int) -> Iterator[Finding]:
@@ -339,10 +313,10 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
         yield Finding("recipe", "error", found, fix or "correct what this names, in the recipe or its files")
 
 
-def _together(own: Sequence[Finding], as_json: bool) -> list[Finding] | None:
+def _together(own: Sequence[Finding]) -> list[Finding] | None:
     """Connect all processes, compare their versions, and time an all-reduce. Return all findings on the first rank.
 
-    A process that cannot connect, or hangs, reports what it found about its own machine.
+    A process that cannot connect reports what it found about its own machine.
     """
     import torch
     import torch.distributed as dist  # noqa: TID251  # a measurement of its own, outside of a run
@@ -353,13 +327,6 @@ def _together(own: Sequence[Finding], as_json: bool) -> list[Finding] | None:
         fix = "mend the errors above first; then check MASTER_ADDR, the network, and firewalls between the machines"
         return [*own, Finding("collectives", "error", f"the processes did not work together: {why}", fix)]
 
-    def hang() -> None:
-        _show(give_up(f"a collective did not end within {LIMIT} s"), as_json)
-        os._exit(1)
-
-    watchdog = threading.Timer(LIMIT, hang)
-    watchdog.daemon = True
-    watchdog.start()
     with tempfile.TemporaryDirectory(prefix="esmshard_doctor_") as name:
         # NCCL has no other interface that names the network it uses; it reads these variables when it starts.
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{name}/nccl"}
@@ -381,8 +348,6 @@ def _together(own: Sequence[Finding], as_json: bool) -> list[Finding] | None:
                 known = ranks.gather((list(own), here, socket.gethostname(), sorted(set(_NETWORK.findall(log)))))
         except Exception as error:  # of gloo, NCCL or CUDA
             return give_up(" ".join(str(error).split())[:300]) if own else None
-        finally:
-            watchdog.cancel()
     if not ranks.is_first:
         return None
     findings = [finding for findings, *_ in known for finding in findings]

@@ -9,9 +9,8 @@ from typing import Any
 
 import yaml as pyyaml  # an independent parser; and of YAML 1.1, as is kubectl's
 
-from esmshard.cluster.scripts.kubernetes import render
-from esmshard.cluster.scripts.scheduler_job import SchedulerJob
-from esmshard.cluster.scripts.site import Site
+from esmshard.cluster.launch import Job, render
+from esmshard.cluster.site import Site
 
 BARE = {"container": {"image": "esmshard"}, "kubernetes": {"claim": "data"}}
 FULL = {
@@ -37,7 +36,7 @@ FULL = {
 }
 
 
-def run(**changes: Any) -> SchedulerJob:
+def run(**changes: Any) -> Job:
     """A run of two nodes, with what is to be different."""
     values: dict[str, Any] = {
         "name": "contact",
@@ -49,12 +48,14 @@ def run(**changes: Any) -> SchedulerJob:
         "gpus_per_node": 8,
         "nproc": 8,
     }
-    return SchedulerJob(**values | changes)
+    return Job(**values | changes)
 
 
-def objects(job: SchedulerJob, site: dict[str, Any]) -> dict[str, Any]:
+def objects(job: Job, site: dict[str, Any]) -> dict[str, Any]:
     """By kind, as kubectl reads them."""
-    documents = [document for document in pyyaml.safe_load_all(render(job, Site.model_validate(site))) if document]
+    documents = [
+        document for document in pyyaml.safe_load_all(render(job, Site.model_validate(site), "kubernetes")) if document
+    ]
     kinds = [document["kind"] for document in documents]
     assert len(set(kinds)) == len(kinds)
     return dict(zip(kinds, documents, strict=True))

@@ -264,7 +264,7 @@ def apptainer(arguments: list[str]) -> None:
     if arguments[:1] != ["exec"]:
         refuse(f"apptainer {arguments[:1]}")
     options, (image, *command) = _options(arguments[1:], {"nv", "bind", "pwd"}, "apptainer")
-    places = [place.split(":") for place in options["bind"].split("\0")]
+    places = [place.split(":") for place in options["bind"].split(",")]
     _check_places([place[0] for place in places], [place[1] for place in places], options["pwd"])
     if not Path(image).is_file():
         refuse(f"apptainer: no image {image}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.cluster.scripts import site
+from esmshard.cluster import site
 from esmshard.errors import UsageError
 
 TEXT = """\
@@ -120,28 +120,8 @@ kubernetes: {labels: [a]}
         ("24:00:00", "tomorrow", "slurm.time: must be a time such as 24:00:00, 2-12:00:00 or 90 (minutes), not 'tom"),
         ("cuda/12.8", "a;b", "slurm.modules: 'a;b' is no name of a module"),
         ("partition: gpu", "options: [-N3]", "slurm.options: '-N3' must be an option of sbatch in its long form"),
-        ("partition: gpu", "options: [--nodes=3]", "slurm.options: --nodes is set by esmshard launch --nodes; remove"),
-        (
-            "partition: gpu",
-            "options: [--constraint=a]",
-            "slurm.options: --constraint is set by slurm.constraint",
-        ),
-        ("partition: gpu", "options: [--requeue]", "slurm.options: --requeue is set by the script itself"),
-        (
-            "partition: gpu",
-            "options: [--gres=gpu:4]",
-            "slurm.options: --gres=gpu:4 is set by gpus_per_node and slurm.gpu",
-        ),
         ("partition: gpu", "gpu_type: 'a100:4'", "slurm.gpu_type: must be the name of a type of GPU, such as a100"),
         ("partition: gpu", 'setup: ["a\\nb"]', "slurm.setup: 'a\\nb' must be one line of bash"),
-        *(
-            (
-                "partition: gpu",
-                f"options: [{option}]",
-                f"slurm.options: {option.split('=')[0]} would run jobs as another user",
-            )
-            for option in ("--uid=0", "--ui=0", "--gid=0", "--chdir=/etc", "--export=NONE", "--clusters=other")
-        ),
         (
             "partition: gpu",
             "cpus_per_gpu: 99999999999",
@@ -151,6 +131,8 @@ kubernetes: {labels: [a]}
         ("gpus_per_node: ", f"gpus_per_node: {10**27} #", "gpus_per_node: Input should be less than or equal to 1024"),
         ("partition: gpu", "options: ['--comment=a b']", "slurm.options: '--comment=a b' cannot stand in an #SBATCH"),
         ("${SHARED}/venv", "venv", "python: must be an absolute path, not 'venv/bin/python'"),
+        ("gpus_per_node: 4", "kubernetes: {mount: work}", "kubernetes.mount: 'work' must be an absolute path"),
+        ("gpus_per_node: 4", "kubernetes: {namespace: Team A}", "kubernetes.namespace: 'Team A' must have"),
         ("[/data,", "[/a:b,", "container.mounts: '/a:b' must be a directory"),
     ],
 )

@@ -375,7 +375,7 @@ def test_whatever_a_value_holds_it_arrives_as_it_is(runtime: str, cluster: Clust
         assert len(noted("apptainer")) == 6
         assert noted("apptainer")[0]["image"] == str(image)
         assert "nv" not in noted("apptainer")[0]["options"]
-        places = noted("apptainer")[0]["options"]["bind"].split("\0")
+        places = noted("apptainer")[0]["options"]["bind"].split(",")
     if runtime != "none":
         here, scratch = str(cluster.work), str(tmp_path / "scratch" / "4001")
         assert places == [f"{folder}:{folder}", f"{here}:{here}", f"{scratch}:{scratch}"]

@@ -15,7 +15,7 @@ import pytest
 
 import esmshard
 
-WRAPPER = Path(esmshard.__file__).parent / "cluster" / "scripts" / "torchrun_wrapper.sh"
+WRAPPER = Path(esmshard.__file__).parent / "cluster" / "templates" / "torchrun_wrapper.sh"
 
 SHELLS = [name for name in ("sh", "bash", "busybox") if shutil.which(name)]
 

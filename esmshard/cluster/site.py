@@ -28,26 +28,6 @@ OF_THE_JOB = r"SLURM_\w+"
 
 _WORD = re.compile(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", re.ASCII)
 _TIME = re.compile(r"\d{1,6}(:\d\d){0,2}|\d{1,5}-\d{1,2}(:\d\d){0,2}", re.ASCII)
-_GPUS = "gpus_per_node and slurm.gpu_type of the profile, or esmshard launch --gpus-per-node"
-_LAUNCH, _SCRIPT = "esmshard launch {}", "the script itself, which needs it"
-_OURS = {
-    **{key: f"slurm.{key} of the profile" for key in ("time", "partition", "account", "qos", "constraint")},
-    "job-name": _LAUNCH.format("--name"),
-    "array": _LAUNCH.format("--array"),
-    "nodes": _LAUNCH.format("--nodes"),
-    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"), _GPUS),
-    **dict.fromkeys(
-        ("ntasks", "ntasks-per-node", "output", "error", "open-mode", "signal", "requeue", "no-requeue", "no-kill"),
-        _SCRIPT,
-    ),
-    **dict.fromkeys(("wrap", "test-only"), _SCRIPT),
-}
-"""The options of sbatch that another key sets or that would break the script, each with the reason."""
-
-_AS_ANOTHER = ("uid", "gid", "get-user-env", "chdir", "export", "export-file", "prolog", "epilog", "bcast", "clusters")
-"""The options of sbatch or srun that run the job as another user, in another directory, on another cluster, or with
-other variables than the script needs. A profile serves all users of a site and must not decide this for them.
-"""
 
 
 def directive(value: str) -> str:
@@ -120,9 +100,7 @@ class SlurmSite(Settings):
     modules: tuple[str, ...] = Field((), strict=False)
     """Modules that `module load` loads after `setup`."""
     options: tuple[str, ...] = Field((), strict=False)
-    """Further options of sbatch, each in a form such as --mail-type=END. An option that another key sets is refused.
-    Refused, too, is an option that runs the job as another user or in another place (--uid, --gid, --chdir,
-    --clusters, --export, --prolog and similar ones)."""
+    """Further options of sbatch, each in a form such as --mail-type=END."""
     grace: int = Field(180, ge=10, le=65535)
     """How many seconds before the time limit the run gets the signal to save (--signal=B:USR1@N)."""
 
@@ -170,18 +148,8 @@ class SlurmSite(Settings):
     @classmethod
     def _options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
         for option in options:
-            name = re.match(r"--([a-z][a-z-]*)(=.|$)", option)
-            if name is None:
+            if not re.match(r"--[a-z][a-z-]*(=.|$)", option):
                 raise ValueError(f"{option!r} must be an option of sbatch in its long form, as --mail-type=END")
-            if option.startswith("--gres=gpu"):
-                raise ValueError(f"{option} is set by {_GPUS}, with gpu_option: gres; remove it from the options")
-            if name[1] in _OURS:
-                raise ValueError(f"--{name[1]} is set by {_OURS[name[1]]}; remove it from the options")
-            if any(one.startswith(name[1]) for one in _AS_ANOTHER):  # Slurm takes --ui for --uid
-                raise ValueError(
-                    f"--{name[1]} would run jobs as another user, in another place, or with other variables than the "
-                    "script needs; remove it (variables belong under exports)"
-                )
             directive(option)
         return options
 
@@ -215,6 +183,20 @@ class KubernetesSite(Settings):
     """The user id in the container. It is never 0."""
     port: int = Field(29400, ge=1024, le=65535)
     """The port of the rendezvous, on which torchrun listens in the first pod of a run."""
+
+    @field_validator("namespace")
+    @classmethod
+    def _label(cls, value: str) -> str:
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", value):
+            raise ValueError(f"{value!r} must have at most 63 lower-case letters, digits and '-'")
+        return value
+
+    @field_validator("mount")
+    @classmethod
+    def _place(cls, value: str) -> str:
+        if not re.fullmatch(r"/[^:]*[^:/]", value) or value in ("/tmp", "/dev/shm"):  # noqa: S108
+            raise ValueError(f"{value!r} must be an absolute path of its own, such as /work")
+        return value
 
 
 class Site(Settings):

@@ -1,1 +1,0 @@
-"""Job scripts for Slurm and Kubernetes, made from a site profile."""
