@@ -269,7 +269,7 @@ def run(recipe: Recipe) -> list[Any]:
         return 1.0, task.score([np.zeros(target.shape, np.float32)], [target])
 
     class Recorder:
-        def __init__(self, directory: Path, keep: int, background: bool) -> None:
+        def __init__(self, directory: Path, keep: int, background: bool, *_: object) -> None:
             asked.append(("keep", keep, background))
 
         def __enter__(self) -> "Recorder":
