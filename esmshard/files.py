@@ -1,4 +1,4 @@
-"""Files and directories: reading within bounds, writing completely or not at all, sha256, sizes, caches. No torch."""
+"""Files and directories: writing completely or not at all, sha256, sizes, caches. No torch."""
 
 import fnmatch
 import hashlib
@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,93 +16,10 @@ from typing import IO, Any
 
 from esmshard.errors import UsageError
 
-MAX_JSON_BYTES = 256 * 2**20
-"""The largest JSON file that is read, in bytes. Our longest files, plans of embeddings, have some 10 MiB."""
-MAX_JSON_DEPTH = 60
-"""The depth to which lists and objects of a JSON file may be nested. Our files have less than ten levels."""
-MAX_DIGITS = 100
-"""The most digits of a whole number in a JSON file. The state of a random generator has 39; a float holds 308."""
-
-
-def read_text(path: Path, most_bytes: int) -> str:
-    """Read a text file in UTF-8.
-
-    Args:
-        path: a regular file. Reading a device or a pipe might never end.
-        most_bytes: the size above which a file is refused and not read.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is not a regular file, is too large, or is not UTF-8.
-    """
-    about = path.stat()  # before it is opened: opening a pipe waits for whoever writes into it
-    if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):  # reading a directory says what it is
-        raise ValueError("it is not a regular file")
-    if about.st_size > most_bytes:
-        raise ValueError(f"it has {about.st_size:,} bytes, and at most {most_bytes:,} are read")
-    return path.read_bytes().decode("utf-8")
-
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. Every JSON file is read here.
-
-    Raises:
-        OSError: the file cannot be read; `FileNotFoundError` if it is missing.
-        ValueError: the file is not JSON, or exceeds the bounds of `parse_json`.
-    """
-    return parse_json(read_text(path, MAX_JSON_BYTES))
-
-
-def parse_json(text: str) -> Any:
-    r"""Parse a text of JSON, such as a line of `metrics.jsonl`.
-
-    Raises:
-        ValueError: the text is not JSON, is nested deeper than `MAX_JSON_DEPTH`, or holds a number of more than
-            `MAX_DIGITS` digits, a NUL, or half of a surrogate pair, which no file of UTF-8 can hold.
-
-    >>> parse_json('{"step": 1}')
-    {'step': 1}
-    >>> parse_json("[" * 100_000)
-    Traceback (most recent call last):
-    ValueError: lists or objects lie in one another more than 60 deep
-    >>> parse_json('{"id": "a\\u0000b"}')
-    Traceback (most recent call last):
-    ValueError: a text holds a NUL character
-    >>> print(parse_json('"C:\\\\u0000"'))
-    C:\u0000
-    """
-    try:
-        found = json.loads(text, parse_int=_whole_number)
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    level = [found]
-    for _ in range(MAX_JSON_DEPTH + 1):
-        level = [one for part in level if isinstance(part, list | dict) for one in _parts(part)]
-        if not level:
-            break
-    else:
-        raise ValueError(_TOO_DEEP)
-    if re.search(r"(?<!\\)(?:\\\\)*\\u0000", text):  # after an escaped backslash it is five letters
-        raise ValueError("a text holds a NUL character")
-    if re.search(r"\\u[dD][89a-fA-F]", text):
-        try:
-            json.dumps(found, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError("a text holds half of a surrogate pair") from None
-    return found
-
-
-_TOO_DEEP = f"lists or objects lie in one another more than {MAX_JSON_DEPTH} deep"
-
-
-def _parts(found: list[Any] | dict[str, Any]) -> list[Any]:
-    return list(found.values()) if isinstance(found, dict) else found
-
-
-def _whole_number(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number has {len(digits):,} digits, and at most {MAX_DIGITS} are read")
-    return int(digits)
+    """Read a JSON file. `OSError` if it cannot be read, `ValueError` if it is not JSON."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @contextmanager

@@ -1,22 +1,18 @@
 """Files that would take the time or the memory of a machine, and numbers with digits too many, are refused at once."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 from command import esmshard
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json
 from esmshard.model import weights
 from esmshard.model.families import family_registry
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.weight_reader import read_json as read_model_json
 from esmshard.recipe import recipe_file
 
 NOT_FOR_ANYBODY = {
-    "five million digits": ("train: {steps: " + "9" * 5_000_000 + "}", "at most 1,048,576 are read"),
     "a 13th month": ("out: 2020-13-40", "month must be"),
     "text that is to be a number": ("train: {steps: !!int many}", "invalid literal"),
     "a tag on what it is not for": ("out: !!omap x", "a tag does not fit"),
@@ -32,56 +28,6 @@ def test_yaml_beyond_the_bounds_is_one_sentence(case: str, tmp_path: Path) -> No
         recipe_file.load(recipe)
     assert str(error.value).startswith(f"{recipe}:")
     assert len(str(error.value).splitlines()) == 1
-
-
-ODD_JSON = {
-    "deep": ("[" * 100_000, "deep"),
-    "deep and closed": ("[" * 500 + "]" * 500, "deep"),
-    "long number": ('{"step": ' + "9" * 5_000_000 + "}", "5,000,000 digits"),
-    "a number that no float holds": ('{"step": ' + "9" * 400 + "}", "400 digits"),
-    "NUL": ('{"name": "/a\\u0000b"}', "NUL"),
-    "half a surrogate pair": ('{"name": "\\ud800"}', "surrogate"),
-}
-
-
-@pytest.mark.parametrize("case", ODD_JSON)
-def test_json_beyond_the_bounds(case: str, tmp_path: Path) -> None:
-    text, reason = ODD_JSON[case]
-    path = tmp_path / "config.json"
-    path.write_text(text)
-    with pytest.raises(InputError, match=reason) as error:
-        read_model_json(path)
-    assert str(error.value).startswith(f"{path}: ")
-
-
-def test_what_looks_odd_and_is_not_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "some.json"
-    for value in ({"state": 2**127}, {"name": "🧬"}, [[[[1]]]], {"loss": 1e300}):
-        path.write_text(json.dumps(value))
-        assert read_json(path) == value
-
-
-def test_json_is_read_from_files_only(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.json")
-    for path in (tmp_path / "pipe.json", Path("/dev/zero")):
-        with pytest.raises(ValueError, match="not a regular file"):
-            read_json(path)
-    large = tmp_path / "large.json"
-    with open(large, "wb") as file:
-        file.truncate(2**30)
-    with pytest.raises(ValueError, match="at most"):
-        read_json(large)
-
-
-def test_the_package_reads_json_in_one_place() -> None:
-    package = Path(recipe_file.__file__).parents[1]
-    wrong = [
-        f"{path.name}:{n}"
-        for path in package.rglob("*.py")
-        for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if ("json.load" in line and "read_text" in line and path.name != "agent.py") or "YAML().load" in line
-    ]
-    assert wrong == [f"yaml_keys.py:{wrong[0].split(':')[1]}"]
 
 
 @pytest.mark.parametrize(

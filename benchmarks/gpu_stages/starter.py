@@ -117,8 +117,6 @@ def _finetune(context: Context, work: Path, name: str, run: Path, more: list[str
         *more,
         "--nproc",
         "1",
-        "--env",
-        "STARTER",
     ]
     if context.rehearsal:
         command += [f"data.test={work / 'valid_chains.fasta'}"]
@@ -127,7 +125,7 @@ def _finetune(context: Context, work: Path, name: str, run: Path, more: list[str
 
 
 def _run(command: list[str], work: Path) -> None:
-    environment = {**os.environ, "STARTER": str(work)}
+    environment = {**os.environ, "SCRATCH": str(work)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         said = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])

@@ -119,7 +119,6 @@ def finetune(
     device: "str | torch.device | None" = None,
     resume: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
-    env: Sequence[str] = (),
     seeds: int | None = None,
     folds: int | None = None,
     sweep: str | os.PathLike[str] | None = None,
@@ -144,8 +143,6 @@ def finetune(
         resume: `auto` continues from the newest checkpoint of `out` if there is one; a path continues from that run or
             checkpoint.
         overwrite: replace the files of an earlier run in `out`.
-        env: the environment variables that the recipe may read as `${NAME}`, besides `HOME`, `USER`, `SCRATCH`,
-            `TMPDIR`, `WORK` and Slurm's.
         seeds: the number of runs with different seeds; 1 by default, and 3 for the best settings of a sweep.
         folds: the number of folds of a cross-validation; 5 by default for a table of variants.
         sweep: a file with settings to search (docs/sweep.md).
@@ -174,7 +171,6 @@ def finetune(
                 device=None if device is None else str(device),
                 resume=None if resume is None else os.fspath(resume),
                 overwrite=overwrite,
-                env=tuple(env),
                 seeds=seeds,
                 folds=folds,
                 sweep=None if sweep is None else os.fspath(sweep),

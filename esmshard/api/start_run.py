@@ -61,8 +61,6 @@ class RunOptions:
     """Whether figures and report.html are drawn at the end."""
     take_over: bool = False
     """Whether the lock of a run on another machine is taken, which cannot be seen to have ended."""
-    env: tuple[str, ...] = ()
-    """The environment variables that the recipe may read besides the harmless ones (`recipe_file.may_read`)."""
     started: float | None = None
     """The time at which the command began, in seconds since 1970; None means now."""
 
@@ -124,22 +122,20 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
-    variables = {**until, **_allocator(), **launch.variables(), **recipe_file.allowing(options.env)}
+    variables = {**until, **_allocator(), **launch.variables()}
     with launch.environment(variables):
         if options.sweep is not None:
             return _sweep(recipe, overrides, options)
         with preemption.Preemption():
             launch.follow_launcher()
             resolved = recipe_file.load(recipe_file.resolve(recipe), overrides)
-            recipe_file.check_companions(recipe_file.resolve(recipe), resolved, overrides)
 
             from esmshard.parallel.process_group import is_launched
 
             if is_launched():
                 _run_here(resolved, _as_rank(resolved, options))
                 return Path(resolved.out)
-            if options.dry_run and _is_out_of_sight(resolved):
-                return Path(resolved.out)
+            _check_dry_run(resolved, options)
             runs = _checked(recipe, resolved, overrides, options)
             if options.dry_run:
                 return Path(resolved.out)
@@ -178,16 +174,12 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
         path = recipe_file.resolve(recipe)
         settings = sweep_file.load(Path(options.sweep), path, overrides)
         resolved = recipe_file.load(path, overrides)
-        recipe_file.check_companions(path, resolved, overrides)
         if resolved.divides_table and resolved.data.split not in ("mutations", "given"):
             # The other folds are trained and validated on by trials, so that they are no test.
             overrides = [*overrides, f"data.folds={FOLDS}", "data.fold=0"]
             say(f"trials are validated, and the best settings tested, on fold 0 of {FOLDS}: {' '.join(overrides[-2:])}")
             resolved = recipe_file.load(path, overrides)
-        if options.dry_run and (far := recipe_file.far_inputs(resolved)):
-            raise UsageError(
-                f"--dry-run sends nothing over a network, and the sweep reads {', '.join(far)}; copy it first"
-            )
+        _check_dry_run(resolved, options)
         probe = resolved.adapt.method == "probe"
         processes = processes_of(chosen_device(options.device), options.nproc or (1 if probe else None))
         job = prepare(resolved, processes, processes, own_device(0, processes, options.device))
@@ -217,20 +209,12 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
     return search.out
 
 
-def _is_out_of_sight(recipe: Recipe) -> bool:
-    """Whether a dry run, which sends nothing over a network, cannot look at all inputs. Say which are not looked at."""
+def _check_dry_run(recipe: Recipe, options: RunOptions) -> None:
     from esmshard.model import weights
 
-    far = recipe_file.far_inputs(recipe)
-    if not far and weights.is_far(recipe.model.name):
-        far = [f"model.name ({recipe.model.name})"]
-    if far:
-        print(f"task      {recipe.task.name}\nmodel     {recipe.model.name}\nout       {recipe.out}")
-        say(
-            f"not looked at, since a dry run sends nothing over a network: {', '.join(far)}; the recipe's keys are "
-            "valid, and its data and model are not checked; copy or download them first to check them, too"
-        )
-    return bool(far)
+    name = recipe.model.name
+    if options.dry_run and weights.is_far(name):
+        raise UsageError(f"--dry-run opens the model, and downloads none; type esmshard download {name} first")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from esmshard.files import is_hub_name, read_text, replace_json, replace_text, sync_directory
+from esmshard.files import is_hub_name, replace_json, replace_text, sync_directory
 from esmshard.model import hub
 from esmshard.model.config import SHIPPED
 from esmshard.model.families.family import Family
@@ -368,7 +368,7 @@ def licence_of_base(recipe: Mapping[str, Any]) -> str | None:
 
 def _of_card(path: Path) -> str | None:
     try:
-        text = read_text(path, 2**20)
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
     front = re.match(r"\ufeff?---\r?\n(.*?)^---\s*$", text, re.DOTALL | re.MULTILINE)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Optional
 
 import typer
 
-from esmshard.cli.shared_options import AsJson, Env, Overrides, Overwrite, SweepFile, SweepTrials
+from esmshard.cli.shared_options import AsJson, Overrides, Overwrite, SweepFile, SweepTrials
 
 
 def launch(
@@ -66,7 +66,6 @@ def launch(
     ] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the file, and stop.")] = False,
-    env: Env = None,
 ) -> None:
     """Run a recipe, or workers of embed, on a cluster: write the scheduler's file, and submit it if possible."""
     from esmshard.cluster import launch as jobs
@@ -129,7 +128,6 @@ def doctor(
             metavar="DIR", help="Directory of runs to check; by default the recipe's out, or the working directory."
         ),
     ] = None,
-    env: Env = None,
 ) -> None:
     """Check this machine (versions, GPUs, disks, collectives) and a recipe on it, and print problems with fixes."""
     from esmshard.cluster import doctor as checks

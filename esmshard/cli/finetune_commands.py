@@ -9,7 +9,6 @@ import typer
 from esmshard.cli.shared_options import (
     AsJson,
     Device,
-    Env,
     LocalProcesses,
     Overrides,
     Overwrite,
@@ -81,7 +80,6 @@ def finetune(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the directory of a run of another machine, which has ended.")
     ] = False,
-    env: Env = None,
 ) -> None:
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
     from esmshard.api import start_run
@@ -105,7 +103,6 @@ def finetune(
             report=page,
             take_over=take_over,
             started=_STARTED,
-            env=tuple(env or ()),
         )
         start_run.finetune(recipe, overrides or [], options)
     except RunFailed as failed:  # the processes have printed the reason
@@ -124,7 +121,6 @@ def plan(
         Optional[float], typer.Option(metavar="GB", help="Memory of a GPU, for a card that is not known.")
     ] = None,
     as_json: AsJson = False,
-    env: Env = None,
 ) -> None:
     """Estimate memory and time of a recipe on given GPUs, and recommend a strategy. Needs no GPU, reads no weights."""
     import json

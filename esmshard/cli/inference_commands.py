@@ -135,10 +135,8 @@ def embed(
     if dry_run:
         from esmshard.model import weights
 
-        far = [*(["MODEL"] if weights.is_far(model) else []), *(["FASTA"] if remote.is_remote(fasta) else [])]
-        if far:
-            inputs = " and ".join(far)
-            raise UsageError(f"--dry-run sends nothing over a network, where {inputs} would come from; copy it first")
+        if weights.is_far(model):
+            raise UsageError(f"--dry-run opens the model, and downloads none; type esmshard download {model} first")
     asked = embed_request.request(model, out, **how)
     if dry_run and offload:
         raise UsageError("--dry-run needs the whole model in one process; leave --offload out")

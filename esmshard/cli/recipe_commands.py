@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from esmshard.cli.next_steps import with_next_step
-from esmshard.cli.shared_options import Env, Overrides, Overwrite, RecipeName
+from esmshard.cli.shared_options import Overrides, Overwrite, RecipeName
 from esmshard.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True, help="The shipped recipes.")
@@ -43,7 +43,6 @@ def recipes_cp(
 def recipes_validate(
     recipe: RecipeName,
     overrides: Overrides = None,
-    env: Env = None,
 ) -> None:
     """Check a recipe, and print it with the values of all keys."""
     from esmshard.recipe import recipe_file

@@ -22,23 +22,6 @@ Device = Annotated[
 ]
 
 
-def _allow(ctx: typer.Context, names: list[str] | None) -> list[str] | None:
-    from esmshard.parallel.launch import environment
-    from esmshard.recipe.recipe_file import allowing
-
-    ctx.with_resource(environment(allowing(names or ())))
-    return names
-
-
-Env = Annotated[
-    Optional[list[str]],
-    typer.Option(
-        "--env",
-        metavar="NAME",
-        callback=_allow,
-        help="Let the recipe read the environment variable NAME as ${NAME}; may be given again.",
-    ),
-]
 Join = Annotated[
     Optional[str],
     typer.Option(

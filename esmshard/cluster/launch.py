@@ -137,7 +137,6 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         raise UsageError(
             "--array: a table of variants is cross-validated by one job; leave it out, or set data.folds and data.fold"
         )
-    recipe_file.check_companions(path, resolved, overrides)
     least, most = _nodes(options.nodes)
     if options.target == "slurm" and least != most:
         raise UsageError(
@@ -161,7 +160,6 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         searched = ["--sweep", _absolute(str(options.sweep))]
         reads.append(searched[-1])
         searched += [] if options.trials is None else ["--trials", str(options.trials)]
-    allowed = [part for name in recipe_file.allowed_names() for part in ("--env", name)]
     if options.target == "kubernetes":
         text = None if shipped else path.read_text(encoding="utf-8")
         # The paths in the recipe are relative to the volume.
@@ -170,7 +168,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
     return Job(
         name=options.name or path.stem,
         kind="finetune",
-        arguments=("finetune", named, *overrides, *searched, *allowed, "--resume", "auto"),
+        arguments=("finetune", named, *overrides, *searched, "--resume", "auto"),
         out=out,
         directory=str(Path.cwd()),
         reads=tuple(sorted(set(reads))),

@@ -6,7 +6,7 @@ overrides with the same checks, and makes every path absolute.
 
 Paths: `sample:NAME` is data shipped with the package, and `s3://` and `gs://` are addresses in buckets; other data and
 model paths are relative to the recipe file, those given as an override and `out` to the working directory. `~` expands,
-and so does `${VAR}` for the variables of `may_read`. Files of a run keep `${VAR}` as it was written.
+and so does `${VAR}` for the variables of `may_read`.
 """
 
 import json
@@ -42,10 +42,6 @@ TWO_WAYS = (("train", "steps", "epochs"), ("batch", "sequences", "global_tokens"
 TRACKS = ("data", "tracks")
 """The key whose members are paths, too."""
 
-ALLOWED = "ESMSHARD_RECIPE_ENV"
-"""The environment variable with the names, separated by commas, of further variables that recipes may read. The option
-`--env NAME` sets it for a command and the processes that the command starts.
-"""
 _HARMLESS = re.compile(r"HOME|USER|SCRATCH|TMPDIR|WORK|SLURM_(?!JWT)\w+")  # SLURM_JWT is a password for Slurm's server
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
@@ -70,45 +66,31 @@ def resolve(name: str) -> Path:
     raise UsageError(f"{name}: neither a file nor a shipped recipe ({', '.join(names())}){hint}")
 
 
-def allowed_names() -> list[str]:
-    """Return the names that `--env` allowed."""
-    return [name for name in os.environ.get(ALLOWED, "").split(",") if name]
-
-
-def allowing(names: Sequence[str]) -> dict[str, str]:
-    """Return the environment variable that lets recipes read further variables, for a command and its processes."""
-    return {ALLOWED: ",".join(dict.fromkeys([*allowed_names(), *names]))}
-
-
 def may_read(name: str) -> bool:
-    """Whether a recipe, which a stranger may have written, may read an environment variable.
+    """Whether a recipe, which a stranger may have written, may read an environment variable: no secret is in these.
 
     >>> may_read("SCRATCH"), may_read("SLURM_JOB_ID"), may_read("AWS_SECRET_ACCESS_KEY")
     (True, True, False)
     """
-    return _HARMLESS.fullmatch(name) is not None or name in allowed_names()
+    return _HARMLESS.fullmatch(name) is not None
 
 
-def load(path: Path, overrides: Sequence[str] = (), *, of_run: bool = False) -> Recipe:
-    """Read, override and check a recipe. In that `of_run`, which another machine may have made, a variable that is not
-    set or not allowed stays as it is written.
+def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and check a recipe.
 
     Raises `UsageError` with one sentence for each problem, as `recipe.yaml:4:3: optim.lrr: unknown key; did you mean
     'lr'?`.
     """
-    return checked(opened(path, overrides, of_run=of_run))
+    return checked(opened(path, overrides))
 
 
-def opened(path: Path, overrides: Sequence[str] = (), *, of_run: bool = False) -> Tree:
+def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
     """Read and override a recipe, which `checked` then checks."""
     tree = read(path, "a recipe", Recipe)
     for override in overrides:
         tree.override(override)
     _make_room(tree, path)
-    problems = [*tree.problems]
     _expand_all(tree, path.parent)
-    if of_run:
-        tree.problems = problems
     return tree
 
 
@@ -140,63 +122,15 @@ def _is_shipped(recipe: Path) -> bool:
 
 def checked(tree: Tree) -> Recipe:
     """Check a recipe that was opened. Errors are those of `load`."""
-    recipe = tree.checked(Recipe, sections())
-    recipe.remember_written(tree.written)
-    return recipe
-
-
-def far_inputs(recipe: Recipe) -> list[str]:
-    """Return the addresses in buckets that a recipe reads, each with its key. They are not asked for."""
-    values = recipe.model_dump(mode="json")
-    inputs = [(f"{section}.{key}", values[section][key]) for section, key in PATH_KEYS]
-    inputs += [(f"data.tracks.{name}", path) for name, path in (recipe.data.tracks or {}).items()]
-    paths = [(key, path) for key, value in inputs for path in (value if isinstance(value, list) else [value])]
-    return [f"{key} ({path})" for key, path in paths if isinstance(path, str) and remote.address(path) is not None]
-
-
-def check_companions(path: Path, resolved: Recipe, overrides: Sequence[str]) -> None:
-    """Refuse the training data of a user beside labels and other files that a recipe has for its samples.
-
-    Args:
-        path: of the recipe.
-        resolved: it with the overrides.
-        overrides: as they were typed.
-
-    Raises:
-        UsageError: naming the keys that are still the samples'.
-    """
-    if not any(override.startswith("data") for override in overrides):
-        return
-    try:
-        before = load(path)
-    except UsageError:  # whole with its overrides alone
-        return
-    variants = resolved.task.reads_table
-    leading = ("table", "wild_type") if variants else ("train",)
-    others = leading if variants else ("labels", "mask", "clusters")
-    now, then = resolved.data.model_dump(), before.data.model_dump()
-    own = [key for key in leading if now[key] != then[key] and not is_sample(now[key])]
-    left = [key for key in others if now[key] is not None and now[key] == then[key]]
-    left = [key for key in left if is_sample(now[key]) or (_is_shipped(path) and not variants)]
-    if not own or not left:
-        return
-    still = ", ".join(f"data.{key} is still {now[key]}" for key in left)
-    typed = " ".join(f"data.{key}=FILE" for key in left)
-    inside = (
-        f". If the labels are in {now['train']} itself, give data.labels=null data.target=COLUMN, or data.target=null "
-        "for TARGET= in its headers"
-        if "labels" in left
-        else ""
-    )
-    raise UsageError(f"data.{own[0]}: is yours, and {still}, of other proteins; give {typed} too{inside}")
+    return tree.checked(Recipe, sections())
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, every key written out, and `${VAR}` as it was written."""
+    """The resolved recipe as YAML, every key written out."""
     out = StringIO()
     yaml = YAML()
     yaml.width = 1000
-    yaml.dump(recipe.as_written(), out)
+    yaml.dump(recipe.model_dump(mode="json"), out)
     return out.getvalue()
 
 
@@ -278,13 +212,9 @@ def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path)
     """Expand `${VAR}` and `~`, and make a path absolute. Names of samples, model sizes and repositories of the hub stay
     as they are.
     """
-    typed = str(node[keys[-1]])
-    text = tree.variables(typed, keys, allowed=may_read)
+    text = tree.variables(str(node[keys[-1]]), keys, allowed=may_read)
     if text is None:
         return
-    if text != typed:
-        is_relative = remote.address(text) is None and not Path(text).expanduser().is_absolute()
-        tree.written[keys] = os.path.abspath(base / typed) if is_relative else typed  # noqa: PTH100
     is_model = keys == ("model", "name")
     is_name = text.startswith("sample:") or (is_model and (re.fullmatch(r"[\w-]+", text) or is_hub_name(text)))
     is_name = is_name or (keys[:-1] == TRACKS and text == INSIDE)

@@ -4,10 +4,9 @@
 """
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.section_base import Clash, Names, Settings, as_list
@@ -321,25 +320,6 @@ class Recipe(Settings):
     @classmethod
     def _suits_task(cls, data: DataSettings, info: ValidationInfo) -> DataSettings:
         return suiting(data, info.data["task"]) if "task" in info.data else data
-
-    _written: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
-
-    def remember_written(self, written: Mapping[tuple[str, ...], str]) -> None:
-        """Keep the paths that held `${VAR}`, by their keys, for `as_written`."""
-        self._written = dict(written)
-
-    def as_written(self, *, model: bool = True) -> dict[str, Any]:
-        """Return all values, ready for JSON, with `${VAR}` where a path was written with it: files that are shared do
-        not tell what an environment variable held. Without `model`, the path of the model is expanded.
-        """
-        values = self.model_dump(mode="json")
-        for (*sections, last), text in self._written.items():
-            section = values
-            for name in sections:
-                section = section[name]
-            if model or sections != ["model"]:
-                section[last] = text
-        return values
 
     @property
     def keeps_best(self) -> bool:

@@ -19,13 +19,9 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from esmshard.errors import UsageError
-from esmshard.files import read_text
 from esmshard.recipe.section_base import Clash
 
 M = TypeVar("M", bound=BaseModel)
-
-MAX_YAML_BYTES = 2**20
-"""The largest file that is read. The shipped files have at most 10 kB."""
 
 
 @dataclass
@@ -38,8 +34,6 @@ class Tree:
     """The kind of file in messages, such as `a recipe`."""
     overrides: dict[tuple[str, ...], str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    written: dict[tuple[str, ...], str] = field(default_factory=dict)
-    """The paths with `${VAR}` as they were before the variables were expanded."""
 
     def where(self, keys: tuple[str, ...], on_value: bool = False) -> str:
         """Return where a key was written, as `my.yaml:4:3`, or the override that set the key."""
@@ -113,8 +107,8 @@ class Tree:
             at = f"{self.where(keys, on_value=True)}: {'.'.join(keys)}:"
             if allowed is not None and not allowed(name):
                 self.problems.append(
-                    f"{at} {self.called} does not read the environment variable {name} by itself, since it may hold a "
-                    f"secret; pass --env {name} to allow it"
+                    f"{at} {self.called} does not read the environment variable {name}, since it may hold a secret; "
+                    f"let the shell expand it, as in {'.'.join(keys)}=${name}"
                 )
                 return None
             if name not in os.environ:
@@ -193,7 +187,7 @@ def read(path: Path, called: str, root: type[BaseModel], *, may_be_empty: bool =
         UsageError: the file cannot be read, is not YAML, or is no mapping.
     """
     try:
-        node = parse_yaml(read_text(path, MAX_YAML_BYTES))
+        node = parse_yaml(path.read_text(encoding="utf-8"))
     except MarkedYAMLError as error:  # a key that is given twice, too
         mark = error.problem_mark
         raise UsageError(f"{path}:{mark.line + 1}:{mark.column + 1}: not YAML: {error.problem}") from None

@@ -3,6 +3,7 @@ fewer files than a finished run.
 """
 
 import csv
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from esmshard.data.splits.variant_records import OUT_OF_FOLD
 from esmshard.data.variants.substitutions import Mutation, parse_variant
 from esmshard.errors import InputError, UsageError, reading
-from esmshard.files import parse_json
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import MAIN
@@ -111,7 +111,7 @@ def read_run(run: Path) -> RunFiles:
     recipe_text, recipe, problem = _text(run / "recipe.yaml"), None, None
     if recipe_text is not None:
         try:
-            recipe = recipe_file.load(run / "recipe.yaml", of_run=True)
+            recipe = recipe_file.load(run / "recipe.yaml")
         except UsageError as error:  # a recipe of another version; the results are still readable
             problem = error.problems[0]
     lines = _lines(run)
@@ -213,7 +213,7 @@ def json_object(path: Path) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        found = parse_json(text)
+        found = json.loads(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -77,7 +77,7 @@ def _named(run: Path) -> Iterator[str]:
         found = json_object(run / name) or {}
         yield from _paths(found)
     try:
-        yield from _paths(recipe_file.load(run / "recipe.yaml", of_run=True).model_dump())
+        yield from _paths(recipe_file.load(run / "recipe.yaml").model_dump())
     except UsageError:  # a cross-validation has no such file, or another version wrote it
         pass
 

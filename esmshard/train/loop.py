@@ -445,7 +445,7 @@ def _facts(
     """Return the part of a checkpoint that no step changes."""
     weights = job.weights
     facts: dict[str, Any] = {
-        "recipe": full_recipe.as_written(model=False),
+        "recipe": full_recipe.model_dump(mode="json"),
         "config": weights.config.recorded(),
         "world_size": ranks.size,
         "versions": versions(job.recipe, ranks.device),

@@ -79,7 +79,7 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
         return None
     state = sharded.read_state(start)
     then, now = Recipe.model_validate(state["recipe"]), resolved(job, job.recipe.batch.tokens_per_rank)
-    changed = recipe_file.differences(then, Recipe.model_validate(now.as_written(model=False)))
+    changed = recipe_file.differences(then, now)
     is_extended = extensions(state, job.steps) != state.get("extended", [])
     free = (*_FREE, "train.steps ") if is_extended else _FREE
     changed = [line for line in changed if not line.startswith(free)]

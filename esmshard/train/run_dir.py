@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from esmshard.checkpoint import manifest
 from esmshard.errors import ExitCode, InputError, UsageError, reading
-from esmshard.files import parse_json, read_json, replace_json, replace_text
+from esmshard.files import read_json, replace_json, replace_text
 from esmshard.parallel.launch import LAUNCH
 from esmshard.parallel.liveness import machine, process_lives, process_start
 from esmshard.parallel.preemption import Preempted
@@ -464,7 +464,7 @@ def metrics_of(out: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]
             file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
         for text in file:
             try:
-                line = parse_json(text.decode(errors="replace"))
+                line = json.loads(text.decode(errors="replace"))
             except ValueError:
                 continue
             if isinstance(line, dict):

@@ -21,7 +21,7 @@ from esmshard.embed.store import part_plan
 from esmshard.embed.store.embedding_store import EmbeddingStore, manifest_of, note_file, write_failed
 from esmshard.embed.store.part_plan import Spec
 from esmshard.errors import InputError, UsageError
-from esmshard.files import parse_json, read_json, replace_json, replace_text
+from esmshard.files import read_json, replace_json, replace_text
 from esmshard.progress import say
 from esmshard.remote import RemoteDirectory, Stored
 
@@ -92,7 +92,7 @@ class RemoteStore:
         if data is None:
             return None
         try:
-            plan: dict[str, Any] = parse_json(data.decode())
+            plan: dict[str, Any] = json.loads(data.decode())
             if (plan["format"], plan["version"]) != (part_plan.FORMAT, part_plan.VERSION):
                 raise UsageError(f"{self.place.url}: was begun by another version of esmshard; --overwrite starts over")
             if plan["digest"] != part_plan.digest(plan):
@@ -113,7 +113,7 @@ class RemoteStore:
         new = [key for key in keys if key not in self._notes or self._tags[key] != listed[key].tag]
         for key, data in self.place.read(*new).items():
             try:
-                note = parse_json(data.decode())
+                note = json.loads(data.decode())
                 note["file"], note["bytes"], note["tag"]
                 self._notes[key], self._tags[key] = note, listed[key].tag
                 self._note_file(key).unlink(missing_ok=True)
