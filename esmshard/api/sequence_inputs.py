@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.fasta import nucleotides
-from esmshard.data.fasta.advice import instead
 from esmshard.data.fasta.fasta_reader import read_fasta
 from esmshard.data.fasta.sequence_tables import id_column, sequence_columns
-from esmshard.data.fasta.symbols import Edits, RefusedSymbols, Rules, clean, shown
+from esmshard.data.fasta.symbols import Edits, RefusedSymbols, Rules, clean, in_a_store, shown
 from esmshard.data.store.token_store import TokenStore, is_store
 from esmshard.data.tables import Table, counted
 from esmshard.data.variants.substitutions import STOP, Mutation, parse_variant
@@ -218,7 +217,7 @@ def _of_file(path: Path, linker: int) -> SequenceInputs:
         records = list(read_fasta(path, edits, Rules(linker=linker)))
         ids, tokens = [record.id for record in records], [encode(record.sequence, linker) for record in records]
         if found := nucleotides.finding((one[1:-1] for one in tokens), counted(len(records), "record")):
-            raise InputError(f"{path}: {found}; translate them, or, {instead([path], '--on-nucleotides keep')}")
+            raise InputError(f"{path}: {found}; translate them, or {in_a_store('--on-nucleotides keep')}")
         _warn(edits, f"{path}: ")
     return SequenceInputs(tokens, [f"{path}: record '{shown(record_id)}'" for record_id in ids], single=False, ids=ids)
 

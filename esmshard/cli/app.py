@@ -66,7 +66,7 @@ app = typer.Typer(
 )
 for part, commands in COMMANDS.items():
     for command in commands:
-        declared = with_next_step(with_addresses(help_text.grouped(command)))
+        declared = with_next_step(with_addresses(command))
         app.command(rich_help_panel=part, epilog=help_text.examples(command))(declared)
 app.add_typer(recipe_commands.app, name="recipes", rich_help_panel="Train")
 
@@ -108,7 +108,6 @@ def _main() -> None:
     from esmshard.parallel import launch, preemption
 
     try:
-        _refuse_former_options(sys.argv[1:])
         app()
     except preemption.Preempted as stop:
         if os.environ.get("RANK", "0") == "0":
@@ -136,16 +135,3 @@ def _main() -> None:
     except Exception:
         traceback.print_exc()
         raise SystemExit(ExitCode.CRASHED) from None
-
-
-def _refuse_former_options(arguments: list[str]) -> None:
-    """Refuse options of earlier releases, by which `finetune` and `doctor` were started on each machine."""
-    former = ("--nnodes", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--local-addr")
-    command = arguments[0] if arguments else ""
-    given = next((word for word in arguments if word.partition("=")[0] in former), None)
-    if command in ("finetune", "doctor") and given is not None:
-        raise UsageError(
-            f"{given.partition('=')[0]}: several machines are started by Slurm (`srun esmshard {command} ...`, a task "
-            f"a GPU) or by torchrun (`torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
-            f"HOST:29400 --rdzv-id NAME -m esmshard {command} ...` on each machine); give it to torchrun, before `-m`"
-        )

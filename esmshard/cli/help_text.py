@@ -1,10 +1,6 @@
-"""Texts that help adds to the declarations of commands: examples, the groups of options, and the greeting."""
+"""Texts that help adds to the declarations of commands: examples, and the greeting."""
 
-import inspect
-import typing
-from collections.abc import Callable, Iterator
-
-import typer.models
+from collections.abc import Callable
 
 WELCOME = """\
 esmshard fine-tunes protein language models on your own proteins. Five things to do with it:
@@ -78,48 +74,7 @@ EXAMPLES = {
 }
 """Two examples of each command, which stand at the end of its help."""
 
-GROUPS = {
-    "Where the result goes": {"--out", "--format", "--dtype", "--png", "--report", "--overwrite"},
-    "How fast": {
-        *(
-            "--device",
-            "--precision",
-            "--tokens",
-            "--nproc",
-            "--workers",
-            "--offload",
-            "--engine",
-            "--worker",
-            "--ray-address",
-            "--reuse",
-            "--profile",
-        ),
-    },
-    "On many machines, and after a stop": {"--resume", "--stop-after", "--max-restarts", "--part", "--merge"},
-}
-"""The options that stand in a group of their own. All others say what is computed."""
-MANY = 10
-"""The number of options from which on a command has groups."""
-
 
 def examples(command: Callable[..., None]) -> str:
     """Return the end of the help of a command; each example becomes a line."""
     return "\n\n".join(["Examples:", *(f"  {line}" for line in EXAMPLES[command.__name__])])
-
-
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the options of a command that has many of them their groups in its help."""
-    options = [*_options(command)]
-    if len(options) >= MANY:
-        for option, names in options:
-            option.rich_help_panel = next((group for group, members in GROUPS.items() if members & names), None)
-    return command
-
-
-def _options(command: Callable[..., None]) -> Iterator[tuple[typer.models.OptionInfo, set[str]]]:
-    """Yield the declaration and the names of each option."""
-    for name, parameter in inspect.signature(command).parameters.items():
-        for part in typing.get_args(parameter.annotation):
-            if isinstance(part, typer.models.OptionInfo):
-                # Until typer has read the function, `default` holds the first name that was declared.
-                yield part, {f"--{name.replace('_', '-')}", str(part.default), *(part.param_decls or ())}

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esmshard.data.fasta import fasta_blocks
-from esmshard.data.fasta.fasta_blocks import occurrences, read_blocks
+from esmshard.data.fasta.fasta_blocks import read_blocks
 from esmshard.data.fasta.fasta_reader import Record, read_fasta
 from esmshard.data.fasta.sources import STDIN, is_plain
 from esmshard.data.fasta.symbols import Edits, Rules
@@ -291,20 +291,6 @@ def test_records_without_ids_have_the_same_names_in_every_range() -> None:
     for start in (1, 2, 3, 50, 200):
         found = in_range(path, start, None)
         assert [name for name, _, _ in found] == names[-len(found) :]
-
-
-def test_occurrences_are_those_of_the_records_that_are_kept() -> None:
-    one = write(">a x\nMK\n>b\nMK\n>a\nM7\n\n>a\nMM\n", "one.fasta")
-    two = write(gzip.compress(b"\xef\xbb\xbf\r\n>ab\r\nMK\r\n>a\tz\r\nMKTAA\r\n>\r\nM\r\n"), "two.gz")
-    mask, drop = Rules(on_unknown="mask"), Rules(on_unknown="drop")
-    assert list(occurrences([one, two], b"a", mask)) == [(one, 1), (one, 5), (one, 8), (two, 4)]
-    assert list(occurrences([one, two], b"a", drop)) == [(one, 1), (one, 8), (two, 4)]
-    assert list(occurrences([one, two], b"seqnum000000005", mask)) == [(two, 6)]
-    windows = Rules(on_unknown="mask", long="window", max_length=3)
-    assert list(occurrences([one, two], b"a/3-5", windows)) == [(two, 4)]
-    assert list(occurrences([one, STDIN, two], b"a", mask)) == [(one, 1), (one, 5), (one, 8)]
-    assert list(occurrences([one, Path("gone"), two], b"a", mask)) == [(one, 1), (one, 5), (one, 8)]
-    assert list(occurrences([one], b"none", mask)) == []
 
 
 def test_an_id_with_two_sequences_names_the_record_that_differs() -> None:

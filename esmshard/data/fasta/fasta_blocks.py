@@ -9,7 +9,7 @@ The id is the first word of the header; `>` alone gets `seqnum000000004`, its li
 
 import codecs
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,8 +17,6 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta.advice import instead
-from esmshard.data.fasta.file_kinds import kind_of, text_without_headers
 from esmshard.data.fasta.sources import STDIN, ConvertedSource, open_source, read_block
 from esmshard.data.fasta.symbols import (
     BLANKS,
@@ -28,6 +26,7 @@ from esmshard.data.fasta.symbols import (
     Rules,
     clean,
     cut,
+    in_a_store,
     shown,
     table,
 )
@@ -94,24 +93,6 @@ def read_blocks(
                 yield block
 
 
-def occurrences(paths: Sequence[Path], name: bytes, rules: Rules) -> Iterator[tuple[Path, int]]:
-    """Find file and line of each record with an id. The search ends at a file that cannot be read again, such as the
-    standard input. Called only before an error.
-    """
-    for path in paths:
-        if path == STDIN:
-            return
-        reader = _Reader(path, Edits(), rules)
-        try:
-            with open_source(path, rules) as stream:
-                for at, chunk in reader.chunks(stream, 0, None):
-                    block = reader.block(at, chunk, None)
-                    for k in [k for k, found in enumerate(block.ids) if found == name]:
-                        yield path, reader.line(at, chunk, int(block.starts[k]) - at)
-        except (OSError, InputError):
-            return
-
-
 class _Reader:
     """A reader of the blocks of one file that also finds line numbers in the file."""
 
@@ -163,15 +144,11 @@ class _Reader:
             at, before = at + len(blank), blank[-1:] or before
             if text:
                 if not text.startswith(b">") or before not in b"\r\n":
-                    head = text + read_block(stream, 4096)
-                    if known := kind_of(head):
-                        what, fix = known
-                        raise InputError(f"{self._path}: is {what}, and a FASTA file is expected; {fix}")
                     self._check_text(at, text, whole=False)
-                    looks = text_without_headers(head)
                     raise InputError(
-                        f"{self._path}:{lines + 1}: text before the first '>'; "
-                        + (f"it looks like {looks}" if looks else "a FASTA record begins with '>ID'")
+                        f"{self._path}:{lines + 1}: text before the first '>', with which a FASTA record begins, as in "
+                        "'>ID'; tables (.csv, .tsv, .parquet, .xlsx), GenBank, UniProt, Stockholm and Clustal files "
+                        "are read by their names"
                     )
                 if self._path == STDIN:
                     self._lines, self._counted = lines, at
@@ -281,9 +258,7 @@ class _Reader:
             place = f"{self._path}:{self.line(*where)}: record '{shown(record_id)}' {refused.what}"
             if not refused.droppable:
                 raise InputError(f"{place}; {refused.fix}") from None
-            raise InputError(
-                f"{place}; {refused.fix}, or {instead([self._path], '--on-unknown drop', self._rules)}"
-            ) from None
+            raise InputError(f"{place}; {refused.fix}, or {in_a_store('--on-unknown drop')}") from None
 
     def _check_headers(self, at: int, chunk: bytes, headers: list[bytes]) -> None:
         """Refuse a NUL in a header, since no file name, HDF5 string or environment variable can hold one."""

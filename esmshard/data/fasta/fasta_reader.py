@@ -1,16 +1,14 @@
 """Records of FASTA files, and the messages about ids that come twice."""
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from esmshard.data.fasta.advice import instead
-from esmshard.data.fasta.fasta_blocks import occurrences, read_blocks
-from esmshard.data.fasta.symbols import Edits, Rules, shown
+from esmshard.data.fasta.fasta_blocks import read_blocks
+from esmshard.data.fasta.symbols import Edits, Rules, in_a_store, shown
 from esmshard.errors import InputError
 from esmshard.vocab import decode
 
@@ -43,15 +41,13 @@ def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: 
     path = Path(path)
     edits = Edits() if edits is None else edits
     seen: dict[bytes, bytes] = {}
-    again: Counter[bytes] = Counter()
     for block in read_blocks(path, edits, rules):
         end = 0
         for name, header, length in zip(block.ids, block.headers, block.lengths.tolist(), strict=True):
             tokens, end = block.tokens[end : end + length], end + length + 1
             if name in seen:
-                again[name] += 1
                 if seen[name] != tokens:
-                    raise InputError(repeated(name, [path], rules, again[name]))
+                    raise InputError(repeated(name.decode(), [path]))
                 edits.add(READ_ONCE, name.decode())
                 continue
             seen[name] = tokens
@@ -61,19 +57,9 @@ def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: 
 READ_ONCE = "a record that came twice was read once"
 
 
-def repeated(name: bytes, paths: Sequence[Path], rules: Rules, place: int) -> str:
-    """Write the message about an id with two sequences, with the lines of its first record and of a later one.
-
-    Args:
-        name: the id.
-        paths: files that were read together.
-        rules: the rules under which they were read.
-        place: which of the later records of the id has another sequence, counted from 1.
-    """
-    record, where = shown(name.decode()), list(occurrences(paths, name, rules))
-    advice = f"rename one of the two, or {instead(paths, '--on-duplicate suffix', rules)}"
-    if place >= len(where):  # These are the standard input, or files that are gone.
-        return f"{paths[0]}: '{record}' comes twice with two sequences; {advice}"
-    (first, _), (second, line) = where[0], where[place]
-    there = "" if first == second else f" in {first}"
-    return f"{second}:{line}: '{record}' was used before{there} with another sequence; {advice}"
+def repeated(name: str, paths: Sequence[Path]) -> str:
+    """Return the message about an id with two sequences in files that were read together."""
+    return (
+        f"{', '.join(map(str, paths))}: '{shown(name)}' comes twice with two sequences; rename one of the two, or "
+        f"{in_a_store('--on-duplicate suffix')}"
+    )

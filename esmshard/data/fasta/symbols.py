@@ -142,6 +142,11 @@ class Edits:
         return found
 
 
+def in_a_store(option: str) -> str:
+    """Return the advice to read a file under another rule, which only `ingest` has. All commands take its store."""
+    return f"type `esmshard ingest FILE -o NAME.store {option}`, and name NAME.store instead"
+
+
 def shown(name: str) -> str:
     r"""Format an id for a message: at most 60 characters, all of them printable.
 

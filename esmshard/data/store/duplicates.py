@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from esmshard.data.fasta.fasta_reader import READ_ONCE, repeated
-from esmshard.data.fasta.symbols import Edits, Rules
+from esmshard.data.fasta.symbols import Edits
 from esmshard.data.store.store_index import Shard, write_index
 from esmshard.data.store.token_store import TokenStore, header_shard, keys, token_shard
 from esmshard.errors import InputError
@@ -33,19 +33,19 @@ def without_duplicates(whole: Path, final: Path, on_duplicate: OnDuplicate, sour
         sources: the FASTA files, for messages.
 
     Raises:
-        InputError: an id has two sequences; the message names the lines of both records.
+        InputError: an id has two sequences; the message names it.
     """
     store = TokenStore(whole)
     dropped: dict[int, str] = {}
     renamed: dict[int, str] = {}
-    clash: tuple[int, str, int] | None = None
+    clash: tuple[int, str] | None = None
     taken: set[str] = set()
     for name, rows in _repeated_ids(store):
         first = store.residues(rows[0])
-        for place, n in enumerate(rows[1:], 1):
+        for place, n in enumerate(rows[1:], 2):
             same = np.array_equal(first, store.residues(n))
             if on_duplicate == "suffix":
-                number = place + 1
+                number = place
                 while f"{name}_{number}" in taken or store.find(f"{name}_{number}") is not None:
                     number += 1
                 renamed[n] = f"{name}_{number}"
@@ -55,10 +55,9 @@ def without_duplicates(whole: Path, final: Path, on_duplicate: OnDuplicate, sour
             elif on_duplicate == "first":
                 dropped[n] = "a record with the id of an earlier one and another sequence was left out"
             else:
-                clash = (n, name, place) if clash is None else min(clash, (n, name, place))
+                clash = min(clash or (n, name), (n, name))
     if clash is not None:
-        _, name, place = clash
-        raise InputError(repeated(name.encode(), sources, Rules(**store.manifest["rules"]), place))
+        raise InputError(repeated(clash[1], sources))
     if not dropped and not renamed:
         return whole
     edits = Edits()

@@ -27,9 +27,8 @@ from typing import Any
 import numpy as np
 
 from esmshard.data.fasta import nucleotides
-from esmshard.data.fasta.advice import instead
 from esmshard.data.fasta.sources import CONVERSION, STDIN, is_plain, other_kind
-from esmshard.data.fasta.symbols import Edits, Rules
+from esmshard.data.fasta.symbols import Edits, Rules, in_a_store
 from esmshard.data.store.duplicates import OnDuplicate, without_duplicates
 from esmshard.data.store.pieces import Piece, piece_directory, read_piece
 from esmshard.data.store.store_index import Shard, write_index
@@ -192,8 +191,7 @@ def _merge(out: Path, fastas: Sequence[Path], overwrite: bool) -> TokenStore:
         store = TokenStore(final)
         if found := nucleotides.finding(nucleotides.some(store), counted(len(store), "record")):
             named = ", ".join(map(str, fastas))
-            advice = instead(fastas, "--on-nucleotides keep", Rules(**plan["rules"]))
-            raise InputError(f"{named}: {found}; translate them, or, {advice}")
+            raise InputError(f"{named}: {found}; translate them, or {in_a_store('--on-nucleotides keep')}")
     if overwrite and out.exists():
         _remove(out)
     try:
