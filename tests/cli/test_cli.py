@@ -284,7 +284,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], object], list[str], int, str]] = {
         lambda d: (d / "train.fasta").write_text(">a\nMKT\n\n>a\nMKV\n"),
         [],
         1,
-        "train.fasta:4: 'a' was used before with another sequence",
+        "train.fasta: 'a' comes twice with two sequences",
     ),
     "labels of another length": (shorten_labels, [], 1, "residues in"),
     "missing labels": (lambda d: (d / "valid.npz").unlink(), [], 1, "valid.npz: no such file"),

@@ -135,9 +135,9 @@ def test_an_id_with_two_sequences_is_an_error_with_both_places(shard: int, monke
     one = write(">z\nMK\n>a\nMK\n>b\nM\n>b\nM\n>a\nmk\n", "one.fasta")
     two = write(gzip.compress(b"\r\n>a x\r\nM K\r\n>b\r\nMM\r\n>a\r\nMM\r\n"), "two.gz")
     out = Path("out")
-    wanted = "two.gz:4: 'b' was used before in one.fasta with another sequence"
+    wanted = "one.fasta, two.gz: 'b' comes twice with two sequences"
     assert refusal(lambda: ingest([one, two], out)).startswith(wanted)  # the first record of all that differs
-    wanted = "two.gz:6: 'a' was used before with another sequence"
+    wanted = "two.gz, one.fasta: 'a' comes twice with two sequences"
     assert refusal(lambda: ingest([two, one], out)).startswith(wanted)
     assert refusal(lambda: ingest([two], out)).startswith(wanted)
     assert sorted(path.name for path in Path().iterdir()) == ["one.fasta", "two.gz"]
@@ -145,10 +145,10 @@ def test_an_id_with_two_sequences_is_an_error_with_both_places(shard: int, monke
 
 def test_records_that_the_rules_leave_out_are_no_places() -> None:
     data = ">a\nM7\n>a\nMK\n>a\nM8\n>a\nMK\n>a\nMM\n"
-    wanted = "x.fasta:9: 'a' was used before with another sequence"
+    wanted = "x.fasta: 'a' comes twice with two sequences"
     assert refusal(lambda: read(data, "error", rules=Rules("drop"))).startswith(wanted)
     data = ">a\nMKTAAGV\n>b\nM\n>a/1-5\nMKTAA\n>a/3-7\nM\n"
-    wanted = "x.fasta:7: 'a/3-7' was used before with another sequence"
+    wanted = "x.fasta: 'a/3-7' comes twice with two sequences"
     assert refusal(lambda: read(data, "error", rules=Rules(long="window", max_length=5))).startswith(wanted)
     store = read(data, "suffix", rules=Rules(long="window", max_length=5))
     assert [header for header, _ in records(store)] == ["a/1-5", "a/3-7", "b", "a/1-5_2", "a/3-7_2"]
@@ -156,7 +156,7 @@ def test_records_that_the_rules_leave_out_are_no_places() -> None:
 
 def test_an_id_of_ten_thousand_letters_is_cut_in_the_sentence() -> None:
     name = "a" * 10_000
-    wanted = f"x.fasta:3: '{'a' * 57}...' was used before with another sequence"
+    wanted = f"x.fasta: '{'a' * 57}...' comes twice with two sequences"
     assert refusal(lambda: read(f">{name}\nM\n>{name}\nK\n", "error")).startswith(wanted)
     assert [header for header, _ in records(read(f">{name} x\nM\n>{name} y\nK\n", "suffix"))] == [
         f"{name} x",
@@ -229,7 +229,7 @@ def test_ids_that_share_a_key_are_told_apart(monkeypatch: pytest.MonkeyPatch) ->
     assert len(records(read(distinct, "error", "distinct"))) == 10
     assert TokenStore(Path("distinct")).notices == []
     again = distinct + ">a3\nMM\n>b1\nMK\n>a9\nM\n>a3\nMT\n>c\nM\n"
-    wanted = "x.fasta:21: 'a3' was used before with another sequence"
+    wanted = "x.fasta: 'a3' comes twice with two sequences"
     assert refusal(lambda: read(again, "error")).startswith(wanted)
     first = [header for header, _ in records(read(again, "first", "first"))]
     assert first == [f"{letter}{k}" for k in range(5) for letter in "ab"] + ["a9", "c"]

@@ -102,11 +102,11 @@ def test_errors_name_their_line_whatever_block_they_are_in(
     wanted = (
         f"{4 * k + 2}: record 'bad{k}' has '7' at position 4, which is not a residue; write X for an unknown residue"
     )
-    assert refusal(lambda: read(write(data))).startswith(f"x.fasta:{wanted}, or leave")
-    assert refusal(lambda: read(write(gzip.compress(data.encode()), "x.gz"))).startswith(f"x.gz:{wanted}, or leave")
+    assert refusal(lambda: read(write(data))).startswith(f"x.fasta:{wanted}, or ")
+    assert refusal(lambda: read(write(gzip.compress(data.encode()), "x.gz"))).startswith(f"x.gz:{wanted}, or ")
     for packed in (data.encode(), gzip.compress(data.encode())):
         pipe(monkeypatch, packed)
-        assert refusal(lambda: read(STDIN)).startswith(f"-:{wanted}, or leave")
+        assert refusal(lambda: read(STDIN)).startswith(f"-:{wanted}, or ")
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -115,7 +115,7 @@ def test_text_before_the_first_header_has_its_line(block: int, monkeypatch: pyte
     for blank, line in (("\n" * 40, 41), ("\r\n" * 40, 41), ("\r" * 41, 42), (" \n" * 9, 10)):
         for text in ("MKT\n>a\nMK\n", ";x\n", " >a\nMK\n", "\t>a\nMK\n"):
             message = refusal(lambda: read(write(blank + text)))  # noqa: B023
-            assert message == f"x.fasta:{line}: text before the first '>'; a FASTA record begins with '>ID'"
+            assert message.startswith(f"x.fasta:{line}: text before the first '>'")
             pipe(monkeypatch, (blank + text).encode())
             assert refusal(lambda: read(STDIN)) == "-" + message.removeprefix("x.fasta")
         assert read(write(blank + ">a\nMK\n"))[0] == [Record("a", "a", "MK")]
@@ -128,7 +128,7 @@ def test_text_before_the_first_header_may_have_letters_that_a_block_ends_in(
 ) -> None:
     monkeypatch.setattr(fasta_blocks, "BLOCK", block)
     message = refusal(lambda: read(write("Prot\xe9\u2028\u2028\n>a\nMK\n")))
-    assert message == "x.fasta:1: text before the first '>'; a FASTA record begins with '>ID'"
+    assert message.startswith("x.fasta:1: text before the first '>'")
     assert refusal(lambda: read(write(b"ab\xff\n>a\nMK\n"))).startswith("x.fasta: not text (byte 2 is not UTF-8)")
 
 
@@ -291,13 +291,6 @@ def test_records_without_ids_have_the_same_names_in_every_range() -> None:
     for start in (1, 2, 3, 50, 200):
         found = in_range(path, start, None)
         assert [name for name, _, _ in found] == names[-len(found) :]
-
-
-def test_an_id_with_two_sequences_names_the_record_that_differs() -> None:
-    data = ">a\nMK\n>b\nM\n>a\nmk\n>a x\nM-K\n>a y\nMM\n>a\nMV\n"
-    assert refusal(lambda: read(write(data))).startswith("x.fasta:9: 'a' was used before with another sequence; rename")
-    dropped = ">a\nM7\n>a\nMK\n>a\nM8\n>a\nMM\n"
-    assert refusal(lambda: read(write(dropped), Rules(on_unknown="drop"))).startswith("x.fasta:7: 'a' was used before")
 
 
 def test_long_records_are_seen_among_usual_ones() -> None:

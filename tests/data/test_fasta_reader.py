@@ -120,20 +120,17 @@ def test_a_record_without_residues_is_refused(written: str) -> None:
 
 
 def test_a_symbol_that_is_no_residue_is_refused_and_the_option_is_named() -> None:
-    """Whatever is said can be typed as it stands: the store that it makes goes in for the file."""
     data = ">a\nMK\n>b\nM*K\n>c\nMKT/MKV\n>d\nM<mask>K\n>e\n\n>f\nMK*\n>g\nm-k\n"
     assert refusal(data, "my x.fa.gz") == (
         "my x.fa.gz:3: record 'b' has '*' at position 2, which is not a residue; cut the sequence at the stop "
-        "codon, or leave out such records: `esmshard ingest 'my x.fa.gz' -o 'my x.store' --on-unknown "
-        "drop`, and name 'my x.store' instead"
+        "codon, or type `esmshard ingest FILE -o NAME.store --on-unknown drop`, and name NAME.store instead"
     )
     for separator in "/|+":
         message = refusal(f">a\nMKT{separator}MKV\n>b\nMK{separator}\n")
         assert f"has '{separator}' at position 4, which is not a residue; " in message
-        assert "if it divides the chains of a complex, write ':' there, or leave " in message
+        assert "if it divides the chains of a complex, write ':' there, or type " in message
         assert "write X" not in message
     assert "'<mask>' at position 2, which is not a residue; write X for" in refusal(">a\nM<mask>K\n")
-    assert "--a3m --on-unknown drop`" in refusal(">a\nMK7\n", rules=Rules(a3m=True))
 
 
 def test_chains_are_divided_by_a_colon() -> None:

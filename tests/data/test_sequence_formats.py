@@ -123,7 +123,7 @@ def test_gaps_of_an_alignment_are_removed_with_a_notice() -> None:
             GENBANK.replace("3 aa            linear", "3 bp    DNA     linear"),
             "x.gb:14: record 'NP_000002.7' is DNA, and proteins ",
         ),
-        ("x.embl", SWISS.replace("10 AA.", "10 BP."), "x.embl: is an EMBL or UniProt text file, "),
+        ("x.embl", SWISS.replace("10 AA.", "10 BP."), "x.embl:1: text before the first '>'"),
         ("x.dat", SWISS.replace("MKTAYIAKQR", "MKTAYIAK?R"), "x.dat:1: record 'P12345' has '?' at position 9, "),
         ("x.xml", XML.replace("YIAKQR<", "YIAK?R<"), "x.xml:3: record 'P12345' has '?' at position 9, "),
         ("x.sto", STOCKHOLM.replace("mkATTA", "mkA?TA"), "x.sto:5: record 'b/2-9' has '?' at position 4, "),

@@ -146,9 +146,8 @@ class _Reader:
                 if not text.startswith(b">") or before not in b"\r\n":
                     self._check_text(at, text, whole=False)
                     raise InputError(
-                        f"{self._path}:{lines + 1}: text before the first '>', with which a FASTA record begins, as in "
-                        "'>ID'; tables (.csv, .tsv, .parquet, .xlsx), GenBank, UniProt, Stockholm and Clustal files "
-                        "are read by their names"
+                        f"{self._path}:{lines + 1}: text before the first '>'; a FASTA record begins with '>ID', and "
+                        "the name of a table ends in .csv, .tsv, .parquet or .xlsx"
                     )
                 if self._path == STDIN:
                     self._lines, self._counted = lines, at
