@@ -1,7 +1,7 @@
 """The model card: `README.md` beside a model, as the Hugging Face hub shows it.
 
 The card contains known facts, and names unknown ones. A model is never called an ESM-2 because of its shape, but only
-if the recipe names released weights.
+if the recipe names released weights. Paths are shortened to their last part, since the card is shared.
 """
 
 import html
@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult, ModelCardData
+
 from esmshard.files import is_hub_name, replace_json, replace_text, sync_directory
 from esmshard.model import hub
 from esmshard.model.config import SHIPPED
-from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import (
     FAMILIES,
     RELEASED,
-    SIZES,
     authors_files,
     family_of,
     n_parameters,
@@ -39,30 +39,25 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         about: the content of its `esmshard.json`.
         evaluation: the content of its `evaluation.json`; without it the card says that the model has not been scored.
     """
-    replace_text(directory / "README.md", text(directory, about, evaluation))
+    is_authors_file = not (directory / "config.json").is_file()
+    sections = {
+        "Use": _use(directory, about, is_authors_file),
+        "Data": _data(about),
+        "Training": _training(about),
+        "Metrics": _scores(about, evaluation),
+        "Limits": _limits(about),
+        "Licence": _licence(about["recipe"]),
+        "Citation": _citation(about),
+    }
+    title = f"# {_text(_name(about['recipe']['out']))}"
+    parts = [*(f"## {name}\n\n{text}" for name, text in sections.items())]
+    text = "\n\n".join([_front_matter(about, evaluation, is_authors_file), title, _base(about), *parts])
+    replace_text(directory / "README.md", f"{text}\n")
     if evaluation is not None and evaluation["split"] == "test":
         tested = {"records": evaluation["records"], "interval": evaluation["interval"]}
         tested["metrics"] = evaluation["metrics"].get(MAIN, {})
         replace_json(directory / "esmshard.json", {**about, "test": tested})
     sync_directory(directory)
-
-
-def text(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
-    """Return the text of the card. Paths are shortened to their last part, since the card is shared."""
-    recipe, authors_file = about["recipe"], not (directory / "config.json").is_file()
-    parts = [
-        _front_matter(recipe, "" if authors_file else _family(about).files.model_class, evaluation),
-        f"# {_text(_name(recipe['out']))}\n\n{_base(about)}",
-        _use(directory, about, authors_file),
-        _data(about),
-        _training(about),
-        _scores(about, evaluation),
-        _limits(about, authors_file),
-        _licence(recipe),
-        _citation(about),
-        _made(about, authors_file),
-    ]
-    return "\n\n".join(parts) + "\n"
 
 
 def _released(recipe: Mapping[str, Any]) -> str | None:
@@ -78,57 +73,54 @@ def _repository(recipe: Mapping[str, Any]) -> str | None:
     return name if is_hub_name(name) else None
 
 
-def _front_matter(recipe: Mapping[str, Any], model_class: str, evaluation: Mapping[str, Any] | None) -> str:
-    """Return the YAML that the hub reads. JSON is a part of YAML. `model_class` reads the model in `transformers`."""
-    found: dict[str, Any] = {}
-    licence = licence_of_base(recipe)
-    if base := _released(recipe):
-        found["license"] = RELEASED[base].licence
+def _front_matter(about: Mapping[str, Any], evaluation: Mapping[str, Any] | None, is_authors_file: bool) -> str:
+    """Return the YAML that the hub reads."""
+    recipe = about["recipe"]
+    task, licence, base = recipe["task"]["name"], licence_of_base(recipe), _released(recipe)
+    known: dict[str, Any] = {"tags": ["biology", "protein-language-model", "esmshard", f"{task}-prediction"]}
+    if base:
+        known["license"] = RELEASED[base].licence
     elif licence is not None and forbids_commercial_use(licence):  # so that what is made from this model knows it
-        found |= {"license": "other", "license_name": licence}
+        known |= {"license": "other", "license_name": licence}
     if repository := _repository(recipe):
-        found |= {"base_model": repository, "base_model_relation": "finetune"}
-    if model_class:
-        found["library_name"] = "transformers"
-    found["tags"] = ["biology", "protein-language-model", "esmshard", f"{recipe['task']['name']}-prediction"]
-    if metrics := _metrics_for_hub(evaluation):
-        task, data = {"type": f"{recipe['task']['name']}-prediction"}, _name((evaluation or {})["data"])
-        result = {"task": task, "dataset": {"name": data, "type": "protein"}, "metrics": metrics}
-        found["model-index"] = [{"name": _name(recipe["out"]), "results": [result]}]
-    return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in found.items()), "---"])
-
-
-def _metrics_for_hub(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the test metrics of the model as the hub shows them, each with its interval in its name."""
-    if evaluation is None or evaluation["split"] != "test":
-        return []
-    model = evaluation["metrics"].get(MAIN, {})
-    return [
-        {"type": column, "value": found["value"], "name": f"{column}, {_interval(found)}"}
-        for column, found in model.items()
-        if found["value"] is not None and not column.endswith("before scaling")
-    ]
+        known |= {"base_model": repository, "base_model_relation": "finetune"}
+    if not is_authors_file and _family(about).files.model_class:
+        known["library_name"] = "transformers"
+    if evaluation is not None and evaluation["split"] == "test":
+        dataset = _name(evaluation["data"])
+        known["model_name"] = _name(recipe["out"])
+        known["eval_results"] = [
+            EvalResult(
+                task_type=f"{task}-prediction",
+                dataset_type="protein",
+                dataset_name=dataset,
+                metric_type=column,
+                metric_value=found["value"],
+                metric_name=f"{column}, {_interval(found)}",
+            )
+            for column, found in evaluation["metrics"].get(MAIN, {}).items()
+            if found["value"] is not None and not column.endswith("before scaling")
+        ]
+    return f"---\n{ModelCardData(**known).to_yaml()}\n---"
 
 
 def _base(about: Mapping[str, Any]) -> str:
     recipe = about["recipe"]
-    name, task = recipe["model"]["name"], recipe["task"]
+    name, task, title = recipe["model"]["name"], recipe["task"], _family(about).title
     options = _text(", ".join(f"{key} {value}" for key, value in task.items() if key != "name"))
     kind = "A protein language model" if traits(task["name"]).trains_lm_head else "A protein language model with a head"
     lines = [f"{kind} for the task {_code(task['name'])} ({options})."]
     repository = _repository(recipe)
     link = f"[{repository}](https://huggingface.co/{repository})"
+    unknown = f"whether they are those of a released {title} model is not known here."
     if base := _released(recipe):
         lines.append(f"It was fine-tuned from `{base}` ({link}).")
     elif repository:
-        lines.append(
-            f"It was fine-tuned from the weights of the repository {link} on the Hugging Face hub: whether they are "
-            f"those of a released {_family(about).title} model is not known here."
-        )
+        lines.append(f"It was fine-tuned from the weights of the repository {link} on the Hugging Face hub: {unknown}")
     elif recipe["init"] == "random":
         lines.append(
-            f"**It is not {_family(about).title}**: it was trained from random weights (seed "
-            f"{recipe['train']['seed']}) in the shape of {_code(_name(name))}, and on nothing but the data below."
+            f"**It is not {title}**: it was trained from random weights (seed {recipe['train']['seed']}) in the shape "
+            f"of {_code(_name(name))}, and on nothing but the data below."
         )
     elif name in SHIPPED:
         lines.append(
@@ -136,70 +128,49 @@ def _base(about: Mapping[str, Any]) -> str:
             f"{SHIPPED[name]}."
         )
     else:
-        lines.append(
-            f"It was fine-tuned from the weights in {_code(_name(name))}, which were given as a file: whether they are "
-            f"those of a released {_family(about).title} model is not known here."
-        )
-    if method := recipe.get("adapt", {}).get("method"):
-        lines.append(f"Adaptation: {_code(method)}.")
+        lines.append(f"It was fine-tuned from the weights in {_code(_name(name))}, given as a file: {unknown}")
     if "config" in about:
         config = recorded_config(about["config"])
-        same = [size for size, shape in SIZES.items() if shape == config]
-        shape = f", the shape of `{same[0]}`" if same else ""
         lines.append(
             f"{config.n_layers} layers, width {config.dim}, {config.n_heads} heads, {n_parameters(config):,} "
-            f"parameters without the head{shape}; weights in {_text(about['dtype'])}."
+            f"parameters without the head; weights in {_text(about['dtype'])}."
         )
     return " ".join(lines)
 
 
-def _family(about: Mapping[str, Any]) -> Family:
+def _family(about: Mapping[str, Any]) -> Any:
     return family_of(recorded_config(about["config"])) if "config" in about else FAMILIES["esm2"]
-
-
-def _authors_word(about: Mapping[str, Any]) -> str:
-    """Return the word for the authors' file in `consolidate --to`."""
-    return next(iter(_family(about).pickles))
 
 
 def _citation(about: Mapping[str, Any]) -> str:
     base, family = _released(about["recipe"]), _family(about)
     name, paper = (base, RELEASED[base].paper) if base else (family.title, family.paper)
-    return f"## Citation\n\n{name}:\n\n```bibtex\n{paper}\n```"
+    return f"{name}:\n\n```bibtex\n{paper}\n```"
 
 
-def _use(directory: Path, about: Mapping[str, Any], authors_file: bool) -> str:
-    recipe = about["recipe"]
-    if authors_file:
+def _use(directory: Path, about: Mapping[str, Any], is_authors_file: bool) -> str:
+    family = _family(about)
+    word = next(iter(family.pickles))
+    if is_authors_file:
         file = next(p.name for p in sorted(directory.glob("*.pt*")) if not p.stem.endswith("-contact-regression"))
-        kind = authors_files(_family(about))[_authors_word(about)]
+        kind = authors_files(family)[word]
         code = kind.use.replace("FILE", json.dumps(file))
-        return f"## Use\n\nThe language model, without the head, for {kind.code}:\n\n```python\n{code}\n```"
-    if traits(recipe["task"]["name"]).reads_table:
+        return f"The language model, without the head, for {kind.code}:\n\n```python\n{code}\n```"
+    if traits(about["recipe"]["task"]["name"]).reads_table:
         return (
-            "## Use\n\n```\nesmshard predict MODEL variants.csv -o ranked.csv    # or --all-singles\n```\n\nVariants "
-            "of the wild type in `esmshard.json` only: substitutions, one or several."
+            "```\nesmshard predict MODEL variants.csv -o ranked.csv    # or --all-singles\n```\n\nVariants of the wild "
+            "type in `esmshard.json` only: substitutions, one or several."
         )
     commands = (
-        "## Use\n\n```\nesmshard predict MODEL proteins.fasta -o out.npz    # what the head says\n"
-        "esmshard embed MODEL proteins.fasta -o out.h5\n```\n\n"
+        "```\nesmshard predict MODEL proteins.fasta -o out.npz\nesmshard embed MODEL proteins.fasta -o out.h5\n```"
     )
-    files = _family(about).files
-    if not files.model_class:
-        return (
-            f"{commands}The names of its tensors are esmshard's own, and no other library reads them. "
-            f"`esmshard consolidate MODEL -o OUT --to {_authors_word(about)}` writes the language model for its "
-            "authors' code."
-        )
-    return (
-        f"{commands}The language model alone, without the head, also loads in `{files.call}`, "
-        "which names the tensors under `head.` as unused."
-    )
+    if family.files.model_class:
+        return f"{commands}The language model alone, without the head, also loads in `{family.files.call}`."
+    return f"{commands}`esmshard consolidate MODEL -o OUT --to {word}` writes the language model for its authors' code."
 
 
 def _data(about: Mapping[str, Any]) -> str:
-    given = about["recipe"]["data"]
-    rows = []
+    given, rows = about["recipe"]["data"], []
     for split in ("train", "valid", "test"):
         facts = about.get("data", {}).get(split, {})
         numbers = [f"{facts[key]:,}" if key in facts else "not recorded" for key in ("records", "residues")]
@@ -210,77 +181,46 @@ def _data(about: Mapping[str, Any]) -> str:
     if given.get("table") is not None:
         fold = f", fold {given['fold']} of {given['folds']}" if given["folds"] else ""
         offset = about.get("facts", {}).get("offset", 0)
-        numbering = f" The table counts residues in its own way: its positions {offset:+d} are the wild type's."
-        return (
-            f"## Data\n\n{table}\n\nVariants of one protein, divided by {_code(given['split'])}{_text(fold)}: only a "
-            "division by positions tests what the model knows of positions without a measurement."
-            f"{numbering if offset else ''}"
-        )
+        moved = f" The positions of the table {offset:+d} are those of the wild type." if offset else ""
+        return f"{table}\n\nVariants of one protein, divided by {_code(given['split'])}{_text(fold)}.{moved}"
     return (
-        "## Data\n\n"
-        + table
-        + "\n\nThe splits are as they were given. How they were divided, and how much alike training and test proteins "
-        "are, is for whoever publishes this model to say; `esmshard split` divides by clusters and tells what they "
-        "share. "
-        f"Training records of more than {given['max_length']:,} residues: {_code(given['long'])}."
+        f"{table}\n\nHow much alike training and test proteins are is for whoever publishes this model to say "
+        f"(`esmshard split` reports it). Training records of more than {given['max_length']:,} residues: "
+        f"{_code(given['long'])}."
     )
 
 
 def _training(about: Mapping[str, Any]) -> str:
-    recipe = about["recipe"]
-    optim, parallel = recipe["optim"], recipe["parallel"]
-    if recipe.get("adapt", {}).get("method") == "probe":
-        fitted = "None: the head was fitted by scikit-learn on what the frozen model says."
-        return f"## Training\n\n{fitted}{_quantized(about)} {_software(about)}"
-    rows = [
-        ["steps", f"{about['step']:,} of {recipe['train']['steps'] or about['step']:,}"],
-        ["tokens a step, at most", f"{recipe['batch']['global_tokens']:,}"],
-        ["optimizer", f"AdamW, betas {_pair(optim['betas'])}, weight decay {optim['weight_decay']:g}"],
-        ["learning rate", f"{optim['lr']:g}, head {optim['head_lr']:g}"],
-        ["schedule", f"{_text(optim['schedule'])}, {100 * optim['warmup']:g}% warm-up{_extended(about)}"],
-        ["gradient norm, at most", f"{optim['clip']:g}"],
-        ["seed", _text(recipe["train"]["seed"])],
-        ["precision", f"{_text(parallel['precision'])}, weights and optimizer state in fp32"],
-        ["processes", _text(f"{about.get('world_size', 'not recorded')}, {parallel['strategy']}{_together(parallel)}")],
-        ["software", _software(about)],
-    ]
-    return "## Training\n\n" + _table(["", ""], rows) + (f"\n\n{said.strip()}" if (said := _quantized(about)) else "")
-
-
-def _together(parallel: Mapping[str, Any]) -> str:
-    """Return how many processes computed each layer together, if more than one did."""
-    sizes = {key: parallel.get(key, 1) for key in ("tensor", "context")}
-    return "".join(f", {key} {size}" for key, size in sizes.items() if size != 1)
-
-
-def _quantized(about: Mapping[str, Any]) -> str:
-    """Return a sentence if the model saw quantised weights, which are not those of the files, in training."""
-    kind = about["recipe"]["model"].get("quantize")
-    if kind is None:
-        return ""
-    library = " ".join(["bitsandbytes", *filter(None, [about.get("versions", {}).get("bitsandbytes")])])
-    return (
-        f" The matrices of the base model's layers were quantised to {_text(kind)} ({_text(library)}) in training. "
-        "The weights here are made of the base model's own, which are not quantised."
-    )
-
-
-def _extended(about: Mapping[str, Any]) -> str:
-    """Return the changes of the number of steps in the course of the run, for the row of the schedule."""
-    return "".join(
-        f"; of {change['steps_before']:,} steps until step {change['after']:,}, then of {change['steps']:,}"
-        for change in about.get("extended", [])
-    )
-
-
-def _software(about: Mapping[str, Any]) -> str:
-    torch = about.get("versions", {}).get("torch")
-    return _text(f"esmshard {about['esmshard']}" + (f", torch {torch}" if torch else ""))
+    recipe, versions = about["recipe"], about.get("versions", {})
+    optim, parallel, adapt = recipe["optim"], recipe["parallel"], recipe.get("adapt", {})
+    software = f"esmshard {about['esmshard']}" + (f", torch {versions['torch']}" if "torch" in versions else "")
+    rows = [["adaptation", _code(adapt["method"])]] if adapt.get("method") else []
+    if kind := recipe["model"].get("quantize"):
+        quantized = f"the layers' matrices to {kind} (bitsandbytes) in training; the weights here are not"
+        rows.append(["quantised", _text(quantized)])
+    if adapt.get("method") == "probe":
+        rows.append(["head", "fitted by scikit-learn on what the frozen model says"])
+    else:
+        betas, split = " and ".join(f"{beta:g}" for beta in optim["betas"]), parallel["strategy"]
+        split += "".join(f", {key} {parallel[key]}" for key in ("tensor", "context") if parallel.get(key, 1) != 1)
+        rows += [
+            ["steps", f"{about['step']:,} of {recipe['train']['steps'] or about['step']:,}"],
+            ["tokens a step, at most", f"{recipe['batch']['global_tokens']:,}"],
+            ["optimizer", f"AdamW, betas {betas}, weight decay {optim['weight_decay']:g}"],
+            ["learning rate", f"{optim['lr']:g}, head {optim['head_lr']:g}"],
+            ["schedule", f"{_text(optim['schedule'])}, {100 * optim['warmup']:g}% warm-up"],
+            ["gradient norm, at most", f"{optim['clip']:g}"],
+            ["seed", _text(recipe["train"]["seed"])],
+            ["precision", f"{_text(parallel['precision'])}, weights and optimizer state in fp32"],
+            ["processes", _text(f"{about.get('world_size', 'not recorded')}, {split}")],
+        ]
+    rows += [["software", _text(software)], ["sha256 of the weights", _code(about["weights_sha256"])]]
+    return _table(["", ""], rows) + "\n\n`esmshard.json` holds the whole recipe."
 
 
 def _scores(about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
     if evaluation is None:
-        return "## Metrics\n\nNot scored yet. `esmshard evaluate` scores a model beside its baselines."
+        return "Not scored yet. `esmshard evaluate` scores a model beside its baselines."
     metrics: Mapping[str, Mapping[str, Any]] = evaluation["metrics"]
     columns = list(evaluation.get("columns") or next(iter(metrics.values())))
     rows = [[_text(name), *(_interval(row.get(column)) for column in columns)] for name, row in metrics.items()]
@@ -290,13 +230,11 @@ def _scores(about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> s
     ]
     if missing := [_text(f"{count} without {name}") for name, count in evaluation["without_value"].items() if count]:
         lines.append(f"Records that a metric has no value for are left out of it: {', '.join(missing)}.")
-    if few := [_text(f"{name} ({reason})") for name, reason in evaluation.get("without_interval", {}).items()]:
-        lines.append(f"No interval, for too few records: {'; '.join(few)}.")
-    if said := evaluation.get("verdict"):
-        lines.append(_text(said))
+    if verdict := evaluation.get("verdict"):
+        lines.append(_text(verdict))
     if evaluation["weights_sha256"] != about["weights_sha256"]:
         lines.append("Scored before the weights were written in this layout and precision.")
-    return "## Metrics\n\n" + " ".join(lines) + "\n\n" + _table(["", *map(_text, columns)], rows)
+    return " ".join(lines) + "\n\n" + _table(["", *map(_text, columns)], rows)
 
 
 def _interval(value: Mapping[str, float | None] | None) -> str:
@@ -307,45 +245,33 @@ def _interval(value: Mapping[str, float | None] | None) -> str:
     return f"{value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
 
 
-def _limits(about: Mapping[str, Any], authors_file: bool) -> str:
-    recipe = about["recipe"]
+def _limits(about: Mapping[str, Any]) -> str:
     lines = [
         "The scores hold for proteins that are to the training data as the test set is; for others, such as families, "
         "lengths or organisms that the data do not have, nothing was measured.",
         "What it says is a prediction, and no ground for a medical decision.",
     ]
     parts = {"lm_head": "LM head", "contact_head": "contact regression (`predict_contacts`)"}
-    if traits(recipe["task"]["name"]).trains_lm_head:
-        del parts["lm_head"]
-    if about.get("contact_regression") == "head":
-        del parts["contact_head"]
-        lines.append("Its contact regression is the fine-tuned head.")
-    never = [parts.pop(name) for name in about.get("unlearned", ()) if name in parts]
-    if never:
-        left = "of no use" if authors_file else "left out"
-        lines.append(f"Its {' and its '.join(never)} never learned and {'are' if never[1:] else 'is'} {left}.")
-    if parts and recipe.get("adapt", {}).get("method") not in ("head", "probe"):
-        lines.append(f"Its {' and its '.join(parts.values())} did not learn along with the layers below.")
-    return "## Limits\n\n" + "\n".join(f"- {line}" for line in lines)
+    if never := [part for name, part in parts.items() if name in about.get("unlearned", ())]:
+        lines.append(f"Of no use, because they never learned: {' and '.join(never)}.")
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _licence(recipe: Mapping[str, Any]) -> str:
+    stated = licence_of_base(recipe)
     if base := _released(recipe):
         released = RELEASED[base]
         licence = released.licence.upper()
-        said = f"The weights of the base model are under the {licence} licence (Copyright {released.holder})."
+        text = f"The weights of the base model are under the {licence} licence (Copyright {released.holder})."
     elif recipe["init"] == "random":
-        said = "No licence is stated. It holds no weights of others."
+        text = "No licence is stated. It holds no weights of others."
     elif recipe["model"]["name"] in SHIPPED:
-        said = "The weights of the base model are under the MIT licence (Copyright the esmshard authors)."
-    elif repository := _repository(recipe):
-        said = f"No licence is stated; that of the repository {repository} on the Hugging Face hub holds on."
+        text = "The weights of the base model are under the MIT licence (Copyright the esmshard authors)."
     else:
-        said = "No licence is stated; that of the weights it was fine-tuned from holds on."
-    stated = licence_of_base(recipe)
+        text = "No licence is stated; that of the weights it was fine-tuned from holds on."
     if stated is not None and forbids_commercial_use(stated):
-        said += f" The licence of the base model, {_code(stated)}, forbids commercial use, and this holds here too."
-    return f"## Licence\n\n{said} The licence of the training data is for whoever publishes this model to state."
+        text += f" The licence of the base model, {_code(stated)}, forbids commercial use, and this holds here too."
+    return f"{text} The licence of the training data is for whoever publishes this model to state."
 
 
 def licence_of_base(recipe: Mapping[str, Any]) -> str | None:
@@ -363,12 +289,8 @@ def licence_of_base(recipe: Mapping[str, Any]) -> str | None:
     place: Path | None = Path(name).expanduser()
     if place is not None and not place.exists():
         place = hub.find(name) if is_hub_name(name) else None
-    return None if place is None else _of_card(place / "README.md")
-
-
-def _of_card(path: Path) -> str | None:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = (place / "README.md").read_text(encoding="utf-8") if place is not None else ""
     except (OSError, ValueError):
         return None
     front = re.match(r"\ufeff?---\r?\n(.*?)^---\s*$", text, re.DOTALL | re.MULTILINE)
@@ -377,9 +299,7 @@ def _of_card(path: Path) -> str | None:
         for key in ("license", "license_name")
         if front and (match := re.search(rf"^{key}:\s*(?:-\s*|\[)?[\"']?([\w.+-]+)", front[1], re.MULTILINE))
     }
-    if named.get("license", "other").lower() == "other":
-        return named.get("license_name")
-    return named["license"]
+    return named.get("license_name") if named.get("license", "other").lower() == "other" else named["license"]
 
 
 def forbids_commercial_use(licence: str) -> bool:
@@ -391,20 +311,6 @@ def forbids_commercial_use(licence: str) -> bool:
     (False, False)
     """
     return re.search(r"(?<![a-z0-9])nc(?![a-z0-9])|non-?_?commercial", licence.lower()) is not None
-
-
-def _made(about: Mapping[str, Any], authors_file: bool) -> str:
-    processes = f" --nproc {int(about['world_size'])}" if about.get("world_size", 1) > 1 else ""
-    word = _authors_word(about) if authors_file else "hf" if _family(about).files.model_class else ""
-    layout = f" --to {word}" if word else ""
-    dtype = "".join(re.findall(r"\w", str(about["dtype"])))
-    return (
-        "## How it was made\n\n```\n"
-        f"esmshard finetune recipe.yaml{processes}\n"
-        f"esmshard consolidate RUN -o MODEL{layout} --dtype {dtype}\n"
-        "```\n\n`recipe.yaml` is what `esmshard.json` holds under `recipe`. sha256 of the weights, as `esmshard.json` "
-        f"has it: {_code(about['weights_sha256'])}."
-    )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -427,10 +333,6 @@ def _code(value: object) -> str:
     """Put a text between backticks, or escape it if it holds HTML, which some readers of Markdown show even there."""
     shown = " ".join(str(value).replace("`", "'").split())
     return _text(shown) if re.search("[<>&]", shown) else f"`{shown}`"
-
-
-def _pair(betas: Sequence[float]) -> str:
-    return " and ".join(f"{beta:g}" for beta in betas)
 
 
 def _name(given: str) -> str:

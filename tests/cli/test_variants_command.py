@@ -93,7 +93,10 @@ def test_what_a_run_leaves(made: tuple[Path, str, str, list[str]]) -> None:
         versions = json.loads((run / name / "versions.json").read_text())
         assert versions["data"]["train"]["notices"] == table["notices"]
         assert json.loads((run / name / "model" / "esmshard.json").read_text())["facts"]["offset"] == -SHIFT
-        assert "its positions -23 are the wild type's" in (run / name / "model" / "README.md").read_text()
+        assert (
+            "The positions of the table -23 are those of the wild type"
+            in (run / name / "model" / "README.md").read_text()
+        )
     methods = ["fine-tuned", "one-hot ridge", "frozen embedding ridge"]
     assert list(summary["joint"]["metrics"]) == methods
     assert summary["joint"]["metrics"]["one-hot ridge"]["value"] is None, "it says the same of all variants of a fold"
