@@ -23,12 +23,12 @@ import torch.nn.functional as F
 
 from esmshard.batch import TokenBatch, pack, pack_variants
 from esmshard.data.batching.packing import by_length
+from esmshard.devices import packs_at_once, side_by_side
 from esmshard.model import export, weights
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, FAIR_ESM, FAMILY, EsmConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard

@@ -56,7 +56,7 @@ def test_a_configuration_that_the_weights_do_not_bear_out(
 
 def test_no_size_is_near_the_bounds() -> None:
     for config in SIZES.values():
-        files = family_registry.family_of(config).files
+        files = family_registry.family_of(config)
         assert files.read_config(files.write_config(config)) == config
 
 

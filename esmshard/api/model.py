@@ -15,7 +15,7 @@ from esmshard.api.sequence_inputs import SequenceInputs, Sequences
 from esmshard.api.track_inputs import Tracks, tracks_of_inputs
 from esmshard.data.batching.loader import Example
 from esmshard.data.batching.packing import by_length
-from esmshard.devices import DeviceName, chosen_device
+from esmshard.devices import DeviceName, chosen_device, packs_at_once, side_by_side
 from esmshard.embed.compute.embedder import TORCH, Embedder, Failed
 from esmshard.embed.compute.outputs import Dtype, Long, Output, choose
 from esmshard.errors import InputError, UsageError
@@ -23,7 +23,6 @@ from esmshard.joined_chains import BETWEEN, join_option
 from esmshard.model import weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import family_of
-from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.trunk import Trunk
 from esmshard.predict.variant_ranking import predictions
 from esmshard.predict.zero_shot import Method, score

@@ -20,7 +20,6 @@ from esmshard.model.config import SHIPPED
 from esmshard.model.families.family_registry import (
     FAMILIES,
     RELEASED,
-    authors_files,
     family_of,
     n_parameters,
     recorded_config,
@@ -84,7 +83,7 @@ def _front_matter(about: Mapping[str, Any], evaluation: Mapping[str, Any] | None
         known |= {"license": "other", "license_name": licence}
     if repository := _repository(recipe):
         known |= {"base_model": repository, "base_model_relation": "finetune"}
-    if not is_authors_file and _family(about).files.model_class:
+    if not is_authors_file and _family(about).model_class:
         known["library_name"] = "transformers"
     if evaluation is not None and evaluation["split"] == "test":
         dataset = _name(evaluation["data"])
@@ -153,7 +152,7 @@ def _use(directory: Path, about: Mapping[str, Any], is_authors_file: bool) -> st
     word = next(iter(family.pickles))
     if is_authors_file:
         file = next(p.name for p in sorted(directory.glob("*.pt*")) if not p.stem.endswith("-contact-regression"))
-        kind = authors_files(family)[word]
+        kind = family.pickles[word]
         code = kind.use.replace("FILE", json.dumps(file))
         return f"The language model, without the head, for {kind.code}:\n\n```python\n{code}\n```"
     if traits(about["recipe"]["task"]["name"]).reads_table:
@@ -164,8 +163,8 @@ def _use(directory: Path, about: Mapping[str, Any], is_authors_file: bool) -> st
     commands = (
         "```\nesmshard predict MODEL proteins.fasta -o out.npz\nesmshard embed MODEL proteins.fasta -o out.h5\n```"
     )
-    if family.files.model_class:
-        return f"{commands}The language model alone, without the head, also loads in `{family.files.call}`."
+    if family.model_class:
+        return f"{commands}The language model alone, without the head, also loads in `{family.call}`."
     return f"{commands}`esmshard consolidate MODEL -o OUT --to {word}` writes the language model for its authors' code."
 
 

@@ -22,7 +22,7 @@ from esmshard.model import adapters, export, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source
 from esmshard.model.families.family import AuthorsFile
-from esmshard.model.families.family_registry import authors_files, family_of, recorded_config
+from esmshard.model.families.family_registry import family_of, recorded_config
 from esmshard.model.weight_reader import read_json
 from esmshard.recipe.recipe_file import for_others
 
@@ -119,11 +119,11 @@ def consolidate(
 def _target(to: str | None, config: ModelConfig) -> AuthorsFile | None:
     """Return how the authors' file is written; None for a directory. `UsageError` if the family has no such layout."""
     family = family_of(config)
-    if to is None or (to == "hf" and family.files.model_class):
+    if to is None or (to == "hf" and family.model_class):
         return None
     if to in family.pickles:
-        return authors_files(family)[to]
-    known = [*(["hf"] if family.files.model_class else []), *family.pickles]
+        return family.pickles[to]
+    known = [*(["hf"] if family.model_class else []), *family.pickles]
     raise UsageError(
         f"--to {to}: {family.title} models can be written as {', '.join(known)}, or without --to as a directory that "
         "all commands of esmshard read"

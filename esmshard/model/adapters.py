@@ -110,7 +110,7 @@ def read(
     if file is None:
         raise InputError(f"{directory}: holds no {ADAPTERS[0]}; it is not a complete adapter, copy it again")
     readers = weight_reader.read_safetensors if file.suffix == ".safetensors" else weight_reader.read_state_dict
-    files = family_of(config).files
+    files = family_of(config)
     halves: dict[str, dict[str, WeightReader]] = {"lora_A": {}, "lora_B": {}}
     modules: dict[str, str] = {}
     whole: dict[str, WeightReader] = {}
@@ -207,7 +207,7 @@ def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
     >>> peft_name("layers.3.fc1.bias", size, ["q"])
     'base_model.model.esm.encoder.layer.3.intermediate.dense.bias'
     """
-    files = family_of(config).files
+    files = family_of(config)
     for part in (".lora_A.weight", ".lora_B.weight"):
         if name.endswith(part):
             return PREFIX + str(files.key(name.replace(part, ".weight"))).removesuffix(".weight") + part
@@ -230,7 +230,7 @@ def adapter_config(
         targets: as in a recipe's `adapt.targets`.
         bias: `none` or `all`.
     """
-    files = family_of(config).files
+    files = family_of(config)
     # AutoPeftModel asks for the class of the base. A family that `transformers` does not have is read by esmshard only.
     classes = {"base_model_class": files.model_class, "parent_library": files.model_module}
     paths = [matrix.path for matrix in config.matrices if matrix.target in targets]
@@ -286,7 +286,7 @@ def write_adapter(
     joined: dict[str, torch.Tensor] = {}
     for key, group in groups.items():
         module, _, part = key.removeprefix(PREFIX).rpartition(".lora_")
-        pieces = family_of(config).files.pieces(f"{module}.weight", config) if module else ()
+        pieces = family_of(config).pieces(f"{module}.weight", config) if module else ()
         rows = {piece.name.removesuffix("weight") + f"lora_{part}": piece.rows for piece in pieces}
         if len(pieces) < 2:
             joined[key] = next(iter(group.values())).contiguous()

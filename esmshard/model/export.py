@@ -60,7 +60,7 @@ def write_transformers(
     """
     from huggingface_hub import split_torch_state_dict_into_shards  # It reads its variables when it is imported.
 
-    theirs = family_of(config).files
+    theirs = family_of(config)
     keys: dict[str, list[str]] = {}
     for name in sorted(sizes):
         if (key := theirs.key(name)) is not None:

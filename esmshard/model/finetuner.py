@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from esmshard.batch import Inputs, TokenBatch, batch_of
+from esmshard.devices import exact_convolutions
 from esmshard.errors import UsageError
 from esmshard.model import weights
 from esmshard.model.config import Quantization
-from esmshard.model.convolutions import exact_convolutions
 from esmshard.model.lora import add_lora
 from esmshard.model.quantized import packed_of, quantize
 from esmshard.model.trunk import Trunk

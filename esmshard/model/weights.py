@@ -344,7 +344,7 @@ def _by_our_names(
     """Sort the tensors of files into trunk and heads. `ours` are keys that are names of ours already."""
     head = {key.removeprefix("head."): reader for key, reader in readers.items() if key.startswith("head.")}
     left_out = tuple(sorted({key.split(".")[0] for key in readers if key.startswith("classifier.")}))
-    pieces = family_registry.family_of(config).files.pieces
+    pieces = family_registry.family_of(config).pieces
     trunk = {
         piece.name: reader.part(piece.rows)
         for key, reader in readers.items()

@@ -21,13 +21,12 @@ from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store, linker_of
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
 from esmshard.data.tracks.track_files import TrackFile, record_tracks, track_files, with_paths
-from esmshard.devices import DeviceName, chosen_device, is_out_of_memory
+from esmshard.devices import DeviceName, chosen_device, is_out_of_memory, packs_at_once, side_by_side
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.files import replace_json, replacing, without_directories
 from esmshard.joined_chains import Chains
 from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of
-from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.predict import contact_pictures
 from esmshard.predict.writers import (
     CsvWriter,

@@ -16,9 +16,8 @@ from esmshard.data.tables import counted, first_three
 from esmshard.data.variants.mutations import is_library
 from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of, parse_variant, renumbered
-from esmshard.devices import DeviceName
+from esmshard.devices import DeviceName, packs_at_once, side_by_side
 from esmshard.errors import InputError, UsageError, reading
-from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.predict import known_variants, proposals, variant_tables
 from esmshard.predict.known_variants import Known, baseline_of, baseline_predictions, better_baseline
 from esmshard.predict.language_models import check_finite

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 
 from esmshard.batch import pack, piece
+from esmshard.devices import packs_at_once, side_by_side
 from esmshard.model.families.family import Corruption
 from esmshard.model.families.family_registry import window_of
-from esmshard.model.threads import packs_at_once, side_by_side
 from esmshard.model.trunk import Trunk
 from esmshard.progress import Progress
 from esmshard.vocab import MASK, RESIDUES, STANDARD, VOCAB_SIZE, encode

@@ -8,9 +8,8 @@ from pathlib import Path
 from esmshard.checkpoint import card, manifest, sharded
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.data.batching.loader import SEEN
-from esmshard.devices import DeviceName
+from esmshard.devices import DeviceName, exact_convolutions
 from esmshard.errors import LostProcess
-from esmshard.model.convolutions import exact_convolutions
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weight_reader import read_json
 from esmshard.parallel import launch

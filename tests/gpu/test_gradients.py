@@ -12,7 +12,7 @@ from shared import apart, masked_pack, size
 from small_model import FULL, built
 from training import set_up
 
-from esmshard.model.convolutions import exact_convolutions
+from esmshard.devices import exact_convolutions
 from esmshard.parallel.layout import Layout
 from esmshard.recipe.sections import AdaptSettings, Recipe
 from esmshard.tasks.mlm import MlmSettings, MlmTask

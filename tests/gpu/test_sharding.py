@@ -12,7 +12,7 @@ from shared import apart, size
 from torch.distributed.tensor import DTensor
 from training import Training, set_up
 
-from esmshard.model.convolutions import exact_convolutions
+from esmshard.devices import exact_convolutions
 from esmshard.parallel.layout import STRATEGIES, Layout, layout
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import groups, local, trainable

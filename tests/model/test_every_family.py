@@ -46,7 +46,7 @@ def perturbed(config: ModelConfig) -> Trunk:
 def test_names_of_families_sizes_and_released_models_are_their_own() -> None:
     assert {name: family.name for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
     sizes = [name for family in FAMILIES.values() for name in family.sizes]
-    files = [family.files for family in FAMILIES.values()]
+    files = [*FAMILIES.values()]
     kinds = [(kind, one.vocab_size) for one in files for kind in one.model_types]
     assert len(set(sizes)) == len(sizes)
     assert len(set(kinds)) == len(kinds)
@@ -83,7 +83,7 @@ def test_matrices_and_what_learns_are_those_of_the_model(family: Family) -> None
 
 def test_names_of_files_and_back(family: Family) -> None:
     config = smallest(family)
-    files, shapes = family.files, weights.shapes(config)
+    files, shapes = family, weights.shapes(config)
     for name in shapes:
         key = files.key(name)
         if key is None:

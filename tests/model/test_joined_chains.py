@@ -103,6 +103,4 @@ def test_the_model_records_how_chains_are_joined(tmp_path: Path) -> None:
         lambda names: {name: model.state_dict()[name] for name in names},
     )
     assert weights.read(str(tmp_path)).config.chains == Chains(25, 512)
-    assert transformers_config(
-        {**FAMILIES["esm2"].files.write_config(TINY), "joined_chains": "linker:3"}
-    ).chains == Chains(3)
+    assert transformers_config({**FAMILIES["esm2"].write_config(TINY), "joined_chains": "linker:3"}).chains == Chains(3)

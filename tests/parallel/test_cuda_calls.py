@@ -8,8 +8,7 @@ import torch
 
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.sharded import Saver
-from esmshard.devices import is_out_of_memory
-from esmshard.model.convolutions import exact_convolutions
+from esmshard.devices import exact_convolutions, is_out_of_memory
 from esmshard.planner import memory_model
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")

@@ -15,11 +15,10 @@ import torch
 
 from esmshard.batch import TokenBatch, pack, piece
 from esmshard.data.batching.packing import by_length
-from esmshard.devices import is_out_of_memory
+from esmshard.devices import is_out_of_memory, packs_at_once
 from esmshard.embed.compute.attention_maps import AttentionMaps
 from esmshard.embed.compute.outputs import Dtype, Long, Output
 from esmshard.model.contacts import ContactAccumulators
-from esmshard.model.threads import packs_at_once
 from esmshard.model.trunk import Trunk
 from esmshard.vocab import VOCAB_SIZE, is_residue
 

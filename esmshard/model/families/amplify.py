@@ -27,8 +27,7 @@ from esmshard.model.families.family import (
     check_settings,
     renamed,
 )
-from esmshard.model.families.gated_base import GatedConfig, GatedTrunk
-from esmshard.model.gated_layer import RMSNorm
+from esmshard.model.families.gated_base import GatedConfig, GatedTrunk, RMSNorm
 from esmshard.model.trunk import ABSENT
 from esmshard.vocab import TOKENS, VOCAB_SIZE
 

@@ -32,10 +32,10 @@ from esmshard.model.families.gated_base import (
     ROWS,
     GatedConfig,
     GatedTrunk,
+    UntiedLMHead,
     authors_pieces,
     authors_sizes,
 )
-from esmshard.model.gated_layer import UntiedLMHead
 from esmshard.model.trunk import embedding
 from esmshard.vocab import CLS, EOS, PAD, SEPARATOR, Track
 

@@ -29,8 +29,15 @@ from esmshard.model.families.family import (
     check_settings,
     renamed,
 )
-from esmshard.model.families.gated_base import LM_HEAD, ROWS, GatedConfig, GatedTrunk, authors_pieces, authors_sizes
-from esmshard.model.gated_layer import UntiedLMHead
+from esmshard.model.families.gated_base import (
+    LM_HEAD,
+    ROWS,
+    GatedConfig,
+    GatedTrunk,
+    UntiedLMHead,
+    authors_pieces,
+    authors_sizes,
+)
 from esmshard.vocab import CLS, EOS, MASK, PAD, SEPARATOR, TOKENS, UNK
 
 

@@ -142,9 +142,7 @@ class Family(ABC):
     known, or all residues that they were asked for were masked."""
     tracks: ClassVar[tuple[Track, ...]] = ()
     """What the models read of each residue besides its amino acid, if the user gives it."""
-    encoders: ClassVar[
-        Mapping[str, Callable[[Path, npt.NDArray[np.float32], torch.device], npt.NDArray[np.int64]]]
-    ] = {}
+    encoders: ClassVar[Mapping[str, Encoder]] = {}
     """Functions that compute a track of codes, by the name of the track."""
     pickles: ClassVar[Mapping[str, AuthorsFile]] = {}
     """The files of the authors' own code that can be written, by their word in `consolidate --to`."""
@@ -178,11 +176,6 @@ class Family(ABC):
         """The call that reads what is written, for texts."""
         more = "(DIRECTORY, trust_remote_code=True)" if self.remote_code else ""
         return f"transformers.{self.model_class}.from_pretrained{more}"
-
-    @property
-    def files(self) -> Family:
-        """The family itself, while callers still ask for its files."""
-        return self
 
     def computed(self, name: str) -> bool:
         """Return whether a tensor follows from the architecture, so that a file may lack it. Rotary frequencies do."""

@@ -12,7 +12,7 @@ from esmshard.errors import UsageError
 from esmshard.joined_chains import Chains, read_chains
 from esmshard.model.config import ModelConfig
 from esmshard.model.families import amplify, esm2, esm3, esmc, saprot
-from esmshard.model.families.family import AuthorsFile, Encoder, Family, Opened, Released
+from esmshard.model.families.family import Encoder, Family, Opened, Released
 from esmshard.model.trunk import Trunk
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (esm2, esmc, esm3, amplify, saprot)}
@@ -94,11 +94,6 @@ def transformers_config(raw: Any) -> ModelConfig:
     kinds = ", ".join(dict.fromkeys(repr(name) for family in FAMILIES.values() for name in family.model_types))
     titles = ", ".join(family.title for family in FAMILIES.values())
     raise ValueError(f"model_type is {kind!r} and not one of {kinds}; models of {titles} can be read")
-
-
-def authors_files(family: Family) -> Mapping[str, AuthorsFile]:
-    """Return how files of the authors' own code are written, by their word in `consolidate --to`."""
-    return family.pickles
 
 
 def read_pickle(data: Mapping[str, Any], path: Path) -> Opened | None:
