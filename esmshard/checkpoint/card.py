@@ -149,7 +149,7 @@ def _citation(about: Mapping[str, Any]) -> str:
 
 def _use(directory: Path, about: Mapping[str, Any], is_authors_file: bool) -> str:
     family = _family(about)
-    word = next(iter(family.pickles))
+    word = next(iter(family.pickles), "")
     if is_authors_file:
         file = next(p.name for p in sorted(directory.glob("*.pt*")) if not p.stem.endswith("-contact-regression"))
         kind = family.pickles[word]
@@ -161,7 +161,7 @@ def _use(directory: Path, about: Mapping[str, Any], is_authors_file: bool) -> st
             "type in `esmshard.json` only: substitutions, one or several."
         )
     commands = (
-        "```\nesmshard predict MODEL proteins.fasta -o out.npz\nesmshard embed MODEL proteins.fasta -o out.h5\n```"
+        "```\nesmshard predict MODEL proteins.fasta -o out.npz\nesmshard embed MODEL proteins.fasta -o out.h5\n```\n\n"
     )
     if family.model_class:
         return f"{commands}The language model alone, without the head, also loads in `{family.call}`."

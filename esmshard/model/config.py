@@ -20,19 +20,6 @@ SHIPPED = {
 what they have seen. They are no released models.
 """
 
-MOST = {
-    "n_layers": 1000,
-    "dim": 65536,
-    "n_heads": 4096,
-    "v_heads": 4096,
-    "ffn": 10**6,
-    "max_positions": 10**7,
-    "window": 10**7,
-}
-"""Limits far above every model (the largest has 80 layers, another a width of 5120), so that a damaged number cannot
-make a model that fills the memory.
-"""
-
 
 @dataclass(frozen=True)
 class Matrix:
@@ -81,16 +68,11 @@ class ModelConfig(ABC):
     """Whether `esmshard.vocab.SEPARATOR` is the model's own token of a chain break."""
 
     def __post_init__(self) -> None:
-        for name, most in MOST.items():
-            if not hasattr(self, name):
-                continue
-            value = getattr(self, name)
-            if value is None and name in ("ffn", "max_positions", "window"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        for name in ("n_layers", "dim", "n_heads", "v_heads", "ffn", "max_positions", "window"):
+            value = getattr(self, name, None)
+            is_unset = value is None and name not in ("n_layers", "dim", "n_heads")
+            if not is_unset and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a positive whole number, not {value!r}")
-            if value > most:
-                raise ValueError(f"{name} is {value}, and at most {most:,} can be read")
         if self.dim % (2 * self.n_heads):
             raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads}): rotary turns pairs")
         if self.chains.linker == "break" and not self.chain_break:

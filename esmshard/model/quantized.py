@@ -144,10 +144,5 @@ def check_quantization(device: torch.device) -> None:
             f"model.quantize: needs a GPU of compute capability {'.'.join(map(str, OLDEST_GPU))} or later, and "
             f"{torch.cuda.get_device_name(device)} is older; pass model.quantize=null"
         )
-    check_bitsandbytes()
-
-
-def check_bitsandbytes() -> None:
-    """Raise `UsageError` if bitsandbytes is not installed."""
     if find_spec("bitsandbytes") is None:
         raise UsageError("model.quantize: needs bitsandbytes; pip install 'esmshard[quantize]'")

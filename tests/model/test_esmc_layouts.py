@@ -63,21 +63,6 @@ def test_every_layout_says_the_logits_of_transformers(reference: EsmcForMaskedLM
 
 
 @pytest.mark.parametrize("layout", "ABD")
-def test_a_configuration_with_unknown_names_of_sizes_is_refused(
-    layout: str, reference: EsmcForMaskedLM, tmp_path: Path
-) -> None:
-    directory = esmc_files.write(tmp_path / "model", layout, reference)
-    path = directory / "config.json"
-    raw = json.loads(path.read_text())
-    for old, new in (("num_hidden_layers", "layers"), ("n_layers", "layers")):
-        if old in raw:
-            raw[new] = raw.pop(old)
-    path.write_text(json.dumps(raw))
-    with pytest.raises(InputError, match=r"config\.json: not a model that can be read: '\w*layers' is missing"):
-        weights.read(str(directory))
-
-
-@pytest.mark.parametrize("layout", "ABD")
 def test_a_file_that_lacks_a_joined_tensor_is_refused(layout: str, reference: EsmcForMaskedLM, tmp_path: Path) -> None:
     directory = esmc_files.write(tmp_path / "model", layout, reference)
     file = directory / "model.safetensors"

@@ -82,19 +82,11 @@ def test_a_released_name_whose_file_is_its_own(file: Path, monkeypatch: pytest.M
 # config.json
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "another model type": ({"model_type": "bert"}, "model_type is 'bert' and not one of 'esm'"),
     "an ESMFold": ({"is_folding_model": True}, "it is an ESMFold"),
-    "other positions": ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
-    "positions as text": (
-        {"position_embedding_type": "absolute", "max_position_embeddings": "x"},
-        "max_position_embeddings is 'x'",
-    ),
     "another vocabulary": ({"vocab_size": 64}, "vocab_size is 64, not 33 (ESM-2) or 446 (SaProt)"),
     "a mask that is another token": ({"mask_token_id": 4}, "mask_token_id is 4, not 32"),
-    "another feed-forward": ({"intermediate_size": 100}, "intermediate_size is 100"),
     "layers as text": ({"num_hidden_layers": "2"}, "n_layers must be"),
     "another epsilon": ({"layer_norm_eps": 1e-12}, "layer_norm_eps"),
-    "another activation": ({"hidden_act": "relu"}, "hidden_act"),
 }
 
 
@@ -206,7 +198,7 @@ def place(request: pytest.FixtureRequest, directory: Path, file: Path) -> tuple[
     }[request.param]
 
 
-@pytest.mark.parametrize("size", [0, 5, 400, -1000])
+@pytest.mark.parametrize("size", [0, 400, -1000])
 def test_a_truncated_file(size: int, place: tuple[Path, Path]) -> None:
     model, path = place
     path.write_bytes(path.read_bytes()[: size if path.suffix != ".json" else size // 20])
@@ -260,14 +252,9 @@ def test_a_whole_model_in_a_pickle_is_code_too(tmp_path: Path, reference: FairEs
 
 OTHERS: dict[str, tuple[Any, str]] = {
     "no cfg": ({"model": {}}, "neither cfg.model nor args"),
-    "a fairseq file": ({"args": None, "cfg": {}, "model": {}}, "neither cfg.model nor args"),
     "ESM-1": (
         {"args": argparse.Namespace(arch="protein_bert_base"), "model": {}},
         "architecture is 'protein_bert_base'",
-    ),
-    "ESM-1b without sizes": (
-        {"args": argparse.Namespace(arch="roberta_large"), "model": {}},
-        "does not say its 'layers'",
     ),
     "no model": (fair_esm_settings(TINY), "'model' holds no weights"),
     "a list": ([1, 2], "not a dictionary"),
@@ -284,10 +271,8 @@ def test_a_pt_file_of_something_else(case: str, tmp_path: Path) -> None:
 SIZES_SAID: dict[str, tuple[str, Any, str]] = {
     "heads that do not divide": ("encoder_attention_heads", 5, "multiple of"),
     "one layer more": ("encoder_layers", 3, "layers.2."),
-    "one layer less": ("encoder_layers", 1, "layers.1."),
     "another width": ("encoder_embed_dim", 64, "was expected"),
     "another feed-forward": ("encoder_ffn_embed_dim", 100, "feed-forward width is 100"),
-    "layers as text": ("encoder_layers", "two", "n_layers must be"),
 }
 
 

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,15 +23,13 @@ from transformers import AutoTokenizer
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint.consolidate import consolidate, consolidate_adapter
-from esmshard.data.variants.substitutions import Mutation
 from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.attention import attention_map
 from esmshard.model.families.amplify import FAMILY, ROWS, VOCABULARY
 from esmshard.model.families.family_registry import RELEASED, SIZES, n_parameters
 from esmshard.model.trunk import ABSENT, Trunk
-from esmshard.predict.zero_shot import score
-from esmshard.vocab import MASK, RESIDUES, TOKENS, encode
+from esmshard.vocab import RESIDUES, TOKENS, encode
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "amplify.safetensors"
 REFERENCE = Path(__file__).with_name("amplify_reference.py")
@@ -221,27 +218,6 @@ def test_an_adapter_of_joined_matrices_is_the_merged_model(run: Path, tmp_path: 
     keys = load_file(adapter / "adapter_model.safetensors")
     assert keys[f"base_model.model.{joined[0]}.lora_A.weight"].shape == (4, 32)
     assert keys[f"base_model.model.{joined[0]}.lora_B.weight"].shape == (2 * 88, 4)
-
-
-def test_contacts_embeddings_and_scores(run: Path, tmp_path: Path) -> None:
-    contact = finetuned(tmp_path, "")
-    predicted = esmshard("predict", contact, tmp_path / "valid.fasta", "-o", tmp_path / "contacts.npz")
-    assert predicted.returncode == 0, predicted.stderr
-    assert len(np.load(tmp_path / "contacts.npz").files) > 0
-    fasta = tmp_path / "some.fasta"
-    fasta.write_text(">a\nMKTAYIAKQRQISFVK\n>b\nMXBUZOKT\n")
-    done = esmshard("embed", run / "model", fasta, "-o", tmp_path / "out.parquet", "--pool", "mean,logits")
-    assert done.returncode == 0, done.stderr
-    plan = esmshard("plan", tmp_path / "tiny.yaml", "--gpus", "8xA100-40GB")
-    assert plan.returncode == 0, plan.stderr
-    trunk = weights.load_model(str(run / "model"), torch.device("cpu"))
-    found = score(trunk, "MKTAYIAKQRQISFVK", [(Mutation(1, "K", "A"),), ()], "masked-marginals")
-    tokens = encode("MKTAYIAKQRQISFVK").copy()
-    tokens[2] = MASK
-    with torch.no_grad():
-        log_p = trunk(pack([tokens]), logits_at=torch.tensor([2])).logits_PV[0].log_softmax(-1)
-    by_hand = float(log_p[TOKENS.index("A")] - log_p[TOKENS.index("K")])
-    np.testing.assert_allclose(found, [by_hand, 0], atol=1e-5)
 
 
 @pytest.mark.skipif(

@@ -20,17 +20,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.checkpoint import card
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError, UsageError
 from esmshard.model import hub, weights
-from esmshard.model.families.esm3 import ESM3, FAMILY, Esm3Config
+from esmshard.model.families.esm3 import ESM3, FAMILY
 from esmshard.model.families.family_registry import SIZES, build, n_parameters, recorded_config
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.trunk import Trunk
 from esmshard.planner.memory_model import numbers_of
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.vocab import encode
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "esm3.safetensors"
 TOLERANCE = 1e-5
@@ -192,19 +190,6 @@ def test_a_directory_of_our_own_holds_the_same_model(repository: Path, tmp_path:
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_head_of_another_width_is_not_written_to_a_file_that_cannot_tell(tmp_path: Path) -> None:
-    config = Esm3Config(n_layers=1, dim=32, n_heads=4, v_heads=2)
-    directory = tmp_path / "own"
-    directory.mkdir()
-    found = weights.fresh(config, 0)
-    from esmshard.model.export import write_transformers
-
-    sizes = weights.stored_shapes(config)
-    write_transformers(directory, config, sizes, lambda names: {name: found[name] for name in names})
-    with pytest.raises(InputError, match="tells neither the width of a head"):
-        consolidate(directory, tmp_path / "out", to="esm3-pth")
-
-
 def test_what_cannot_be_read_is_refused_with_the_fix(tmp_path: Path) -> None:
     source = published(tmp_path / "source")
     second = source / "data" / "weights" / "second.pth"
@@ -229,48 +214,8 @@ def test_what_cannot_be_read_is_refused_with_the_fix(tmp_path: Path) -> None:
         weights.read(str(source))
 
 
-@pytest.mark.parametrize(("size", "value"), [("v_heads", 0), ("v_heads", True), ("v_heads", 10**6), ("dim", 12)])
-def test_sizes_that_cannot_be_right_are_refused(size: str, value: int) -> None:
-    with pytest.raises(ValueError, match=size):
-        Esm3Config(**{"n_layers": 1, "dim": 32, "n_heads": 2, "v_heads": 2} | {size: value})
-
-
 def test_of_the_released_repository_only_the_model_is_downloaded() -> None:
     """Its files are https://huggingface.co/biohub/esm3-sm-open-v1/tree/main."""
     parts = ("structure_encoder", "structure_decoder", "function_decoder")
     others = [f"data/weights/esm3_{part}_v0.pth" for part in parts]
     assert hub.authors_weights(["README.md", "config.json", *others, FILE]) == FILE
-
-
-def test_lora_on_every_matrix_learns_and_moves_nothing_else(repository: Path) -> None:
-    found, tuner = weights.read(str(repository)), FineTuner(model_of(repository), LanguageModelHead())
-    targets = ("q", "k", "v", "out", "fc1", "fc2")
-    tuner.adapt(AdaptSettings(method="lora", rank=2, targets=targets, bias="none"), seed=1)
-    read = tuner.rows_of(found, tuner.head)
-    with torch.no_grad():
-        for name, parameter in tuner.named_parameters():
-            parameter.copy_(read(name, slice(None)))
-    before = {name: parameter.clone() for name, parameter in tuner.trunk.named_parameters()}
-    batch = pack([encode("MKTAYIAKQR"), encode("ACDEFGHIKL")])
-    targets_P = batch.tokens_T.long()
-    optimizer = torch.optim.AdamW([p for p in tuner.parameters() if p.requires_grad], lr=0.05)
-    losses = []
-    for _ in range(20):
-        logits = tuner.trunk(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
-        assert logits is not None
-        loss = F.cross_entropy(logits, targets_P)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.4
-    changed = {name for name, p in tuner.trunk.named_parameters() if not torch.equal(p, before[name])}
-    assert len(changed) == 2 * 7 * NANO.n_layers
-    assert all(".lora_" in name for name in changed)
-
-
-def test_the_card_of_a_directory_that_transformers_does_not_read_names_the_other_file() -> None:
-    about = {"config": NANO.recorded(), "recipe": {"task": {"name": "mlm"}}}
-    text = card._use(Path("model"), about, False)
-    assert "transformers" not in text
-    assert "--to esm3-pth" in text

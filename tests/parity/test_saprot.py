@@ -30,7 +30,7 @@ from esmshard.model.families.family_registry import SIZES, n_parameters, release
 from esmshard.model.families.saprot import FAMILY, SaprotConfig
 from esmshard.model.lora import add_lora
 from esmshard.model.trunk import ABSENT, Trunk
-from esmshard.vocab import CLS, EOS, MASK, STANDARD, TOKENS, UNK, encode
+from esmshard.vocab import CLS, EOS, MASK, STANDARD, TOKENS, UNK
 
 # The authors' `utils/esm_loader.py` and `utils/constants.py`, commit e91e485.
 AMINO_ACIDS, STRUCTURES = "ACDEFGHIKLMNPQRSTVWY#", "pynwrqhgdlvtmfsaeikc#"
@@ -171,32 +171,6 @@ def test_gradients_are_those_of_transformers(saved: Saved) -> None:
         assert (parameter.grad - expected).abs().max() < TOLERANCE * expected.abs().max(), name
         compared += 1
     assert compared == len(theirs) - 2, "all but the contact regression"
-
-
-def test_without_a_track_every_structure_letter_is_unknown(saved: Saved, model: Trunk) -> None:
-    residues, structure = PAIRS["a chain"]
-    *absent, logits = everything(model, pack([encode(residues)]))
-    *unknown, same = everything(model, packed((residues, "#" * len(residues))))
-    *known, other = everything(model, packed((residues, structure)))
-    assert torch.equal(logits, same)
-    assert all(torch.equal(a, b) for a, b in zip(absent, unknown, strict=True))
-    assert (logits - other).abs().max() > 0.1
-    assert (absent[0] - known[0]).abs().max() > 0.1
-
-
-def test_packed_is_alone_and_no_protein_sees_another(saved: Saved, model: Trunk) -> None:
-    *layers, logits = everything(model, saved.batch)
-    for n, pair in enumerate(PAIRS.values()):
-        own = slice(saved.batch.bounds[n], saved.batch.bounds[n + 1])
-        *alone, alone_logits = everything(model, packed(pair))
-        assert (logits[own] - alone_logits).abs().max() < TOLERANCE
-        assert all((mine[own] - other).abs().max() < TOLERANCE for mine, other in zip(layers, alone, strict=True))
-    # Bit for bit where nothing but the structure of the other protein changes.
-    first = ("MKTAYI", "vpql#d")
-    *with_one, _ = everything(model, packed(first, ("ACDEFG", "vvvvvv")))
-    *with_other, _ = everything(model, packed(first, ("ACDEFG", "pppppp")))
-    assert all(torch.equal(a[:8], b[:8]) for a, b in zip(with_one, with_other, strict=True))
-    assert not torch.equal(with_one[-1], with_other[-1])
 
 
 def test_scores_of_variants_are_the_authors(saved: Saved, model: Trunk) -> None:

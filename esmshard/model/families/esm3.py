@@ -19,14 +19,12 @@ import torch
 from torch import nn
 
 from esmshard.batch import TokenBatch
-from esmshard.errors import InputError
 from esmshard.model.attention import OnAttention
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.esm3_structure import GeometricAttention, structure_tokens
 from esmshard.model.families.family import AuthorsFile, Encoder, Family, Opened, Piece, Released, renamed
 from esmshard.model.families.gated_base import (
     AUTHORS,
-    HEAD,
     JOINED,
     LM_HEAD,
     ROWS,
@@ -81,11 +79,6 @@ class Esm3Config(GatedConfig):
 
     v_heads: int
     """Heads of the geometric attention in the first block."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dim % FUNCTIONS:
-            raise ValueError(f"dim {self.dim} must be a multiple of {FUNCTIONS}: so many function tokens share it")
 
     def kept_with(self, track: str) -> int:
         """Geometric attention keeps its input, the same normalised, its vectors, and the input of the last matrix."""
@@ -227,16 +220,7 @@ model.load_state_dict(state)"""
     lacks = ("head.", "contact_head.")
 
     def path(self, directory: Path, stem: str, config: Esm3Config) -> Path:
-        """Return the path of the file.
-
-        Raises:
-            InputError: the file cannot tell the sizes of this model.
-        """
-        if config.head_dim != HEAD or config.ffn is not None:
-            raise InputError(
-                f"{stem}: the authors' file tells neither the width of a head ({config.head_dim} here, {HEAD} there) "
-                "nor that of the feed-forward part; leave --to out, for a directory that esmshard reads"
-            )
+        """Return the path of the file."""
         return directory / f"{stem}.pth"
 
     def joined(self, config: Esm3Config) -> dict[str, tuple[str, ...]]:

@@ -308,8 +308,6 @@ class EsmFamily(Family):
         positions, rows = raw.get("position_embedding_type", "absolute"), raw.get("max_position_embeddings", 1026)
         if positions not in ("rotary", "absolute"):
             raise ValueError(f"position_embedding_type is {positions!r}")
-        if positions == "absolute" and not isinstance(rows, int):
-            raise ValueError(f"max_position_embeddings is {rows!r} and not a whole number")
         config = self.config(
             **renamed(raw, SIZES_OF_TRANSFORMERS),
             token_dropout=bool(raw.get("token_dropout", False)),

@@ -89,8 +89,6 @@ def transformers_config(raw: Any) -> ModelConfig:
     if of_this_kind:
         sizes = " or ".join(f"{family.vocab_size} ({family.title})" for family in of_this_kind)
         raise ValueError(f"vocab_size is {raw.get('vocab_size')!r}, not {sizes}")
-    if raw == {}:
-        raise ValueError("it is empty, so that it does not say which model it is of")
     kinds = ", ".join(dict.fromkeys(repr(name) for family in FAMILIES.values() for name in family.model_types))
     titles = ", ".join(family.title for family in FAMILIES.values())
     raise ValueError(f"model_type is {kind!r} and not one of {kinds}; models of {titles} can be read")
