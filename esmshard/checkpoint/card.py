@@ -149,8 +149,8 @@ def _citation(about: Mapping[str, Any]) -> str:
 
 def _use(directory: Path, about: Mapping[str, Any], is_authors_file: bool) -> str:
     family = _family(about)
-    word = next(iter(family.pickles), "")
     if is_authors_file:
+        word = next(iter(family.pickles))
         file = next(p.name for p in sorted(directory.glob("*.pt*")) if not p.stem.endswith("-contact-regression"))
         kind = family.pickles[word]
         code = kind.use.replace("FILE", json.dumps(file))
@@ -165,7 +165,10 @@ def _use(directory: Path, about: Mapping[str, Any], is_authors_file: bool) -> st
     )
     if family.model_class:
         return f"{commands}The language model alone, without the head, also loads in `{family.call}`."
-    return f"{commands}`esmshard consolidate MODEL -o OUT --to {word}` writes the language model for its authors' code."
+    words = " or ".join(f"`--to {word}`" for word in family.pickles)
+    if not words:
+        return commands.strip()
+    return f"{commands}`esmshard consolidate MODEL -o OUT` with {words} writes the model for its authors' code."
 
 
 def _data(about: Mapping[str, Any]) -> str:

@@ -48,6 +48,24 @@ class TrunkOutput(NamedTuple):
     logits_PV: torch.Tensor | None
 
 
+class Pack:
+    """The part of a pack's tokens that the blocks of a trunk compute: all of them. Where ranks divide the tokens,
+    `esmshard.parallel` gives the trunk a subclass.
+    """
+
+    def own(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens [R, D] of a tensor that all ranks have computed alike."""
+        return x_TD
+
+    def all(self, x_RD: torch.Tensor) -> torch.Tensor:
+        """Return the tokens [T, D] of all ranks."""
+        return x_RD
+
+    def positions(self, batch: TokenBatch) -> TokenBatch:
+        """Return the batch with the positions of the tokens whose queries a block computes."""
+        return batch
+
+
 class Trunk(nn.Module, ABC):
     """A language model with its LM head and its contact regression. A family has a subclass.
 
@@ -76,6 +94,8 @@ class Trunk(nn.Module, ABC):
     of its weights. Calls then come one after the other. None for a model that this process has for itself.
     """
 
+    pack = Pack()
+
     @property
     def device(self) -> torch.device:
         """The device that computes, which is that of the weights, unless these are kept elsewhere."""
@@ -94,16 +114,6 @@ class Trunk(nn.Module, ABC):
     ) -> torch.Tensor:
         """Apply block `index` to x [T, D]."""
         return self.layers[index](x_TD, batch, index, on_attention)  # type: ignore[no-any-return]
-
-    def before_blocks(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return what the first block gets of the embedding. `esmshard.parallel` sets another function where ranks
-        share the tokens of a pack.
-        """
-        return x_TD
-
-    def after_blocks(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return the representations [T, D] of all tokens from what a block returns; see `before_blocks`."""
-        return x_TD
 
     def tie_weights(self) -> None:
         """Make the names in `tied` share their tensor again; `to_empty` gives each name a separate tensor."""
@@ -136,14 +146,15 @@ class Trunk(nn.Module, ABC):
         needed = self.config.n_layers
         if logits_at is None and wanted:
             needed = max(wanted)  # Layers that no result needs are not computed.
-        x_TD = self.before_blocks(x_TD)
+        x_TD = self.pack.own(x_TD)
+        batch = self.pack.positions(batch)
         for index in range(len(self.layers)):
             if index == needed:
                 return TrunkOutput(representations, None)
             x_TD = self.run_block(index, x_TD, batch, on_attention)
             if index + 1 in wanted and index + 1 < self.config.n_layers:
-                representations[index + 1] = self.after_blocks(x_TD)
-        x_TD = self.finish(self.after_blocks(x_TD))
+                representations[index + 1] = self.pack.all(x_TD)
+        x_TD = self.finish(self.pack.all(x_TD))
         if self.config.n_layers in wanted:
             representations[self.config.n_layers] = x_TD
         logits_PV = self.lm_head(x_TD[logits_at]) if logits_at is not None else None

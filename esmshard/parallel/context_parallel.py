@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from esmshard.batch import TokenBatch
-from esmshard.model.attention import OnAttention, PackedAttention, SelfAttention, kernel_name
-from esmshard.model.trunk import Trunk
+from esmshard.model.attention import PackedAttention, SelfAttention, kernel_name
 from esmshard.parallel.shared_tokens import Rows, divide_tokens, trunk_of
 
 DIMENSION = "context"
@@ -34,14 +33,20 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
         model: a trunk or a module that holds one, best on the meta device.
         mesh: the mesh of the group, of one dimension.
     """
-    trunk, rows = trunk_of(model), Rows(mesh)
+    rows = _RowsInOrder(mesh)
     divide_tokens(model, rows)
-    _own_positions(trunk, rows)
-
-    for block in trunk.layers:
+    for block in trunk_of(model).layers:
         attention = block.get_submodule("self_attn")
         assert isinstance(attention, SelfAttention)
         attention.core = _OwnTokens(rows)
+
+
+class _RowsInOrder(Rows):
+    """The tokens of a rank, of which blocks see the positions. All else in a batch is that of the pack."""
+
+    def positions(self, batch: TokenBatch) -> TokenBatch:
+        """Return the batch with the positions of this rank's tokens."""
+        return replace(batch, position_T=batch.position_T[self.place])
 
 
 class _OwnTokens(PackedAttention):
@@ -62,16 +67,6 @@ class _OwnTokens(PackedAttention):
     def whole(self, q_THK: torch.Tensor) -> torch.Tensor:
         """Gather the queries or keys of all tokens."""
         return self.rows.all(q_THK.flatten(1)).view(self.rows.tokens, *q_THK.shape[1:])
-
-
-def _own_positions(trunk: Trunk, rows: Rows) -> None:
-    """Let blocks see the positions of their own tokens. All else in a batch is that of the pack."""
-    run_block = trunk.run_block
-
-    def run(index: int, x_RD: torch.Tensor, batch: TokenBatch, on_attention: OnAttention | None) -> torch.Tensor:
-        return run_block(index, x_RD, replace(batch, position_T=batch.position_T[rows.place]), on_attention)
-
-    trunk.run_block = run  # type: ignore[method-assign,assignment]
 
 
 def attend_from(

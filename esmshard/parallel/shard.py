@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from esmshard.errors import UsageError
@@ -30,7 +29,7 @@ from esmshard.model.trunk import Trunk
 from esmshard.parallel import context_parallel, shared_tokens, tensor_parallel
 from esmshard.parallel.layout import Layout, kept_products
 from esmshard.parallel.process_group import NCCL_GRACE, World
-from esmshard.parallel.tensor_parallel import Wrapper
+from esmshard.parallel.tensor_parallel import Wrapper, computing_with
 from esmshard.parallel.tied_weights import check_ties, ties
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,7 +74,7 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     if mesh is not None and layout.tensor > 1:
         with_own_parts = tensor_parallel.split(model, mesh[tensor_parallel.DIMENSION])
     if mesh is None and layout.precision != "fp32":
-        with_own_parts = [partial(_in_precision, layer, layout) for layer in layers]
+        with_own_parts = [partial(computing_with, layer, partial(_in_precision, layout, layer)) for layer in layers]
     if mesh is not None and layout.context > 1:
         context_parallel.split(model, _mesh_of_context(mesh, layout, world.step_timeout))
     checkpointed = _checkpointing(model, layout)
@@ -91,26 +90,18 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
             layer.compile(dynamic=True)
             layer.forward = checkpointed(layer.forward)
     if mesh is not None:
-        _fully_shard(model, layers, layout, mesh if layout.tensor == 1 else mesh[*_data_dimensions(layout)])
+        _fully_shard(model, layers, layout, mesh, world)
     elif layout.precision != "fp32":
-        model.forward = _in_precision(model, layout, model.forward)
+        model.forward = computing_with(model, partial(_in_precision, layout, model), model.forward)
     check_ties(model, shared)
 
 
-def _in_precision(module: nn.Module, layout: Layout, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same `forward` of a layer or of the model, which computes with copies of parameters in the precision
-    of the arithmetic. The parameters of layers are left out where the module holds `layers`.
+def _in_precision(layout: Layout, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return copies of the parameters of a layer, or of what is outside the layers of a model, in the precision of the
+    arithmetic.
     """
-    callee = nn.Module()  # `functional_call` calls a module, and that of the layer would call this function again
-    callee.module, callee.forward = module, forward  # type: ignore[method-assign]
-
-    def run(*args: Any, **options: Any) -> Any:
-        of_layers = {id(p) for p in getattr(module, "layers", nn.ModuleList()).parameters()}
-        kept = {name: p for name, p in callee.named_parameters() if id(p) not in of_layers}
-        copies = {name: p.to(DTYPES[layout.precision]) for name, p in kept.items()}
-        return functional_call(callee, copies, args, options)
-
-    return run
+    of_layers = {id(p) for p in getattr(module, "layers", nn.ModuleList()).parameters()}
+    return {name: p.to(DTYPES[layout.precision]) for name, p in parameters.items() if id(p) not in of_layers}
 
 
 def _checkpointing(model: nn.Module, layout: Layout) -> Wrapper:
@@ -181,7 +172,15 @@ def _data_dimensions(layout: Layout) -> tuple[str, ...]:
     return ("shard",) if layout.replicas == 1 else ("replicate", "shard")
 
 
-def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: DeviceMesh) -> None:
+def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: DeviceMesh, world: World) -> None:
+    """Divide layers over the ranks that compute the same part of them, and all else over all ranks of a copy."""
+    of_root = mesh
+    if layout.tensor > 1:
+        mesh, sizes = mesh[*_data_dimensions(layout)], (layout.replicas, layout.group * layout.tensor)
+        assert world.mesh is not None
+        of_root = world.mesh
+        if layout.replicas > 1:
+            of_root = _named_mesh(mesh.device_type, sizes, ("replicate", "shard"), world.step_timeout)
     # Inputs are not cast: activations come in this precision already, and coordinates of a batch must stay fp32.
     mixed = MixedPrecisionPolicy(
         param_dtype=DTYPES[layout.precision], reduce_dtype=DTYPES[layout.reduce_dtype], cast_forward_inputs=False
@@ -192,7 +191,9 @@ def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: 
     for layer in layers:
         group(layer, reshard_after_forward=layout.frees_layers)
     model.forward = _without_views(model.forward)
-    group(model, reshard_after_forward=False)  # the root is needed at the beginning and at the end of a pass
+    group(
+        model, mesh=of_root, reshard_after_forward=False
+    )  # the root is needed at the beginning and at the end of a pass
     for module in groups(model):
         # Gradients are summed over ranks and not averaged, because the loss is divided once, by its global count.
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum

@@ -1,17 +1,15 @@
 """The division of a pack's tokens over a few neighbouring ranks that compute its layers together.
 
 Each rank of such a group has some tokens of the residual stream. Embedding, last norm, LM head and task head are
-computed by every rank for all tokens, alike, so that no task has to know of this; of the gradients there each rank
-counts 1/N, and the sum over the ranks is the gradient. Taking each rank's whole gradient without a sum would be the
-same but for rounding, and a GPU adds in no fixed order: copies that differ in the last digit would drift apart.
+computed by every rank for all tokens, alike, so that no task has to know of this. FSDP divides their parameters over
+the ranks of the group, too, and adds up their gradients: those of the embedding are of each rank's own tokens, and of
+those of the outputs each rank counts 1/N.
 
 `tensor_parallel` and `context_parallel` divide the work within the layers. All communication and its gradients are
 torch's `DTensor.redistribute`. `esmshard.batch` explains the letters of tensor names; R is the number of a rank's own
 tokens.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from esmshard.batch import TokenBatch
-from esmshard.model.attention import Between, TrunkBlock
-from esmshard.model.trunk import Trunk
+from esmshard.model.trunk import Pack, Trunk
 
 
-class Rows:
+class Rows(Pack):
     """The collectives over the tokens of a pack, among the ranks of one group.
 
     The gradients of `all`, `all_heads` and `sum_of_parts` are sums over the ranks: each rank computes a part of what
@@ -49,7 +45,7 @@ class Rows:
     def own(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens [R, D] of a tensor [T, D] that all ranks have computed alike."""
         self.tokens = len(x_TD)
-        return self._changed(_counted(x_TD, self.size), Replicate(), Shard(0)).to_local()
+        return x_TD[self.place]
 
     def all(self, x_RD: torch.Tensor) -> torch.Tensor:
         """Return the tokens of all ranks [T, D]."""
@@ -103,30 +99,10 @@ def divide_tokens(model: nn.Module, rows: Rows) -> None:
         model: a trunk or a module that holds one.
         rows: the collectives of the group.
     """
-    trunk = trunk_of(model)
-    trunk.before_blocks, trunk.after_blocks = rows.own, rows.all  # type: ignore[method-assign,assignment]
-    for block in trunk.layers:
-        assert isinstance(block, TrunkBlock)
-        block.add_between = partial(_between, rows, block.add_between)  # type: ignore[method-assign]
-    model.forward = _counted_outputs(model.forward, rows.size)
+    trunk_of(model).pack = rows
 
+    def count(_module: nn.Module, _given: object, found: Any) -> Any:
+        """Of the gradients of the outputs, which all ranks compute alike, each counts 1/N."""
+        return [_counted(one, rows.size) for one in found] if isinstance(found, list) else found
 
-def _between(
-    rows: Rows,
-    add_between: Callable[[Between, torch.Tensor, TokenBatch], torch.Tensor],
-    between: Between,
-    x_RD: torch.Tensor,
-    batch: TokenBatch,
-) -> torch.Tensor:
-    """Compute what a family adds between attention and feed-forward part for all tokens, on every rank alike."""
-    return rows.own(add_between(between, rows.all(x_RD), batch))
-
-
-def _counted_outputs(forward: Callable[..., Any], ranks: int) -> Callable[..., Any]:
-    """Return the same `forward`. Of the gradients of its outputs, which all ranks compute alike, each counts 1/N."""
-
-    def run(*args: Any, **options: Any) -> Any:
-        found = forward(*args, **options)
-        return [_counted(one, ranks) for one in found] if isinstance(found, list) else found
-
-    return run
+    model.register_forward_hook(count)

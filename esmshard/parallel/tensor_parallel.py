@@ -10,13 +10,12 @@ these matrices, in norms and in the residual stream, each rank has some tokens o
 and in the backward pass each gather becomes a sum and scatter, and the other way round. `shared_tokens` says what
 happens before and after the layers.
 
-Parameters are DTensors over the dimension `tensor` of the mesh before FSDP divides them over the other dimensions, so
-that names, shapes and checkpoints are those of one process. While a layer computes, the parts of this rank take their
-place as plain tensors.
+Parameters of layers are DTensors over the dimension `tensor` of the mesh before FSDP divides them over the other
+dimensions, so that names, shapes and checkpoints are those of one process. A layer computes with the parts of this rank
+as plain tensors (`torch.func.functional_call`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,13 +23,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.func import functional_call
 
-from esmshard.model.attention import PackedAttention, SelfAttention, TrunkBlock
+from esmshard.model.attention import PackedAttention, SelfAttention
 from esmshard.model.config import ModelConfig
 from esmshard.model.lora import LoraLinear
 from esmshard.parallel.shared_tokens import Rows, divide_tokens, trunk_of
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+Forward = Callable[..., Any]
+Wrapper = Callable[[Forward], Forward]
 """The type of a function that takes a `forward` and returns another one."""
 DIMENSION = "tensor"
 """The name of this dimension of the mesh. It is the last one: ranks of a group are neighbours."""
@@ -43,37 +44,44 @@ NORMS = ("self_attn_layer_norm", "final_layer_norm")
 def split(model: nn.Module, mesh: DeviceMesh) -> list[Wrapper]:
     """Divide the layers of a model over the ranks of `mesh`, in place.
 
-    Every parameter becomes a DTensor over `mesh`: those of `ModelConfig.matrices` in parts, all others whole.
+    Every parameter of a layer becomes a DTensor over `mesh`: those of `ModelConfig.matrices` in parts, all others
+    whole. Parameters outside the layers stay as they are.
 
     Args:
         model: a trunk or a module that holds one, best on the meta device. `layout.check_tensor` has passed.
         mesh: the dimension `tensor` of the mesh.
 
     Returns:
-        For each layer a function that wraps its `forward`, so that the layer has this rank's parts of its parameters
-        while it runs. Whoever wraps `forward` otherwise, too, chooses what is inside. The next step is `fully_shard`.
+        For each layer a function that wraps its `forward`, so that the layer computes with this rank's parts of its
+        parameters. Whoever wraps `forward` otherwise, too, chooses what is inside. The next step is `fully_shard`.
     """
     trunk, rows = trunk_of(model), Rows(mesh)
     divide_tokens(model, rows)
-    wrappers = [_split_block(block, trunk.config, rows) for block in trunk.layers]
-    inside = {id(parameter) for parameter in trunk.layers.parameters()}
-    done: dict[int, nn.Parameter] = {}
-    for module in model.modules():  # A tied parameter has several owners, and stays one.
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in inside:
-                done.setdefault(id(parameter), _placed(parameter, mesh, Replicate()))
-                setattr(module, name, done[id(parameter)])
-    in_layers = set(trunk.layers.modules())
-    outside = [module for module in model.modules() if module not in in_layers]
-    model.forward = _with_own_parts(outside, (), model.forward)
-    for block in trunk.layers:  # Activation checkpointing calls a layer again when `model.forward` has ended.
-        assert isinstance(block, TrunkBlock)
-        block.add_between = _with_own_parts(outside, (), block.add_between)  # type: ignore[method-assign]
-    return wrappers
+    return [_split_block(block, trunk.config, rows) for block in trunk.layers]
+
+
+def computing_with(
+    module: nn.Module, tensors_of: Callable[[dict[str, nn.Parameter]], Mapping[str, torch.Tensor]], forward: Forward
+) -> Forward:
+    """Return the same `forward` of a module, which computes with other tensors in place of its parameters.
+
+    Args:
+        module: the module.
+        tensors_of: returns the tensors by name, from the parameters by name. Others stay as they are.
+        forward: the function.
+    """
+    callee = nn.Module()  # `functional_call` calls a module, and `module` itself would call this function again
+    callee.module, callee.forward = module, forward  # type: ignore[method-assign]
+
+    def run(*args: Any, **options: Any) -> Any:
+        tensors = tensors_of(dict(module.named_parameters()))
+        return functional_call(callee, {f"module.{name}": tensor for name, tensor in tensors.items()}, args, options)
+
+    return run
 
 
 def _split_block(block: nn.Module, config: ModelConfig, rows: Rows) -> Wrapper:
-    summed: list[nn.Module] = []
+    summed: list[str] = []
     for matrix in config.matrices:
         linear = block.get_submodule(matrix.path)
         by_columns = matrix.target in ("out", "fc2")
@@ -82,7 +90,7 @@ def _split_block(block: nn.Module, config: ModelConfig, rows: Rows) -> Wrapper:
             _place(linear.lora_A, rows.mesh, Shard(1) if by_columns else Replicate(), None)
             _place(linear.lora_B, rows.mesh, Replicate() if by_columns else Shard(0), None)
         if by_columns:
-            summed.append(linear)
+            summed.append(f"{matrix.path}.bias")
             linear.register_forward_hook(lambda _module, _given, y_TD: rows.summed(y_TD))
     for name in NORMS:
         norm = block.get_submodule(name)
@@ -96,76 +104,41 @@ def _split_block(block: nn.Module, config: ModelConfig, rows: Rows) -> Wrapper:
             norm = NormOfWidth(full_norm, rows)
             _place(norm, rows.mesh, Shard(0), None)
             setattr(attention, name, norm)
-    return partial(_with_own_parts, list(block.modules()), summed if rows.rank else ())
+    return partial(computing_with, block, partial(_own_parts, summed if rows.rank else ()))
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placement | None) -> None:
     """Replace the weight and the bias of one layer by DTensors. Without a placement of its own a bias stays whole."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        setattr(module, name, _placed(parameter, mesh, weight if name == "weight" else bias or Replicate()))
+        placement = weight if name == "weight" else bias or Replicate()
+        whole = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
+        setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
-def _placed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    whole = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
-
-
-def _with_own_parts(
-    modules: Sequence[nn.Module], without_bias: Sequence[nn.Module], forward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return the same `forward`, in which the modules hold this rank's parts of their parameters as plain tensors.
-
-    Args:
-        modules: the modules, each for its own parameters.
-        without_bias: the modules whose biases are zero on this rank. Outputs that are summed over the ranks have the
-            bias of the first one.
-        forward: the function.
-    """
-
-    def run(*args: Any, **options: Any) -> Any:
-        with _own_parts(modules, without_bias):
-            return forward(*args, **options)
-
-    return run
-
-
-@contextmanager
-def _own_parts(modules: Sequence[nn.Module], without_bias: Sequence[nn.Module]) -> Iterator[None]:
-    holders: list[tuple[Any, str, DTensor]] = []
-    for module in modules:
-        named: list[tuple[str, Any]] = [*module._parameters.items()]
-        holders += [(module._parameters, name, whole) for name, whole in named if isinstance(whole, DTensor)]
-    try:
-        parts = _parts([whole for _, _, whole in holders])
-        for holder, name, whole in holders:
-            holder[name] = parts[id(whole)]
-        for holder in (module._parameters for module in without_bias):
-            if (bias := holder["bias"]) is not None:
-                holder["bias"] = bias * 0.0  # type: ignore[assignment]
-        yield
-    finally:
-        for holder, name, whole in holders:
-            holder[name] = whole
-
-
-def _parts(parameters: Sequence[DTensor]) -> dict[int, torch.Tensor]:
-    """Return this rank's part of each parameter, by the id of the parameter. A tied parameter has one part.
+def _own_parts(zero: Collection[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return this rank's parts of the parameters of a layer as plain tensors.
 
     If a parameter is whole on each rank, each computes a part of its gradient, and the parts are summed. A layer has
     six such norms and biases, and six matrices of a LoRA. They are joined, because each sum takes the time of an empty
     collective.
+
+    Args:
+        zero: the names of biases that are zero on this rank. Outputs that are summed over the ranks have the bias of
+            the first one.
+        parameters: the parameters by name.
     """
-    parts = {id(parameter): parameter.to_local() for parameter in parameters}
-    if not torch.is_grad_enabled():
-        return parts
-    whole = {id(p): p for p in parameters if p.requires_grad and not p.placements[0].is_shard()}
-    small = [p for p in whole.values() if p.numel() <= SMALL]
-    parts |= {n: _gradient_summed(parts[n], p.device_mesh) for n, p in whole.items() if p.numel() > SMALL}
-    if small:
-        joined = _gradient_summed(torch.cat([parts[id(p)].flatten() for p in small]), small[0].device_mesh)
-        pieces = torch.split(joined, [p.numel() for p in small])  # type: ignore[no-untyped-call]
-        parts |= {id(p): piece.view(p.shape) for p, piece in zip(small, pieces, strict=True)}
-    return parts
+    divided = {name: whole for name, whole in parameters.items() if isinstance(whole, DTensor)}
+    parts = {name: parameter.to_local() for name, parameter in divided.items()}
+    whole = [name for name, p in divided.items() if p.requires_grad and not p.placements[0].is_shard()]
+    if whole and torch.is_grad_enabled():
+        mesh = divided[whole[0]].device_mesh
+        small = [name for name in whole if parts[name].numel() <= SMALL]
+        parts |= {name: _gradient_summed(parts[name], mesh) for name in whole if name not in small}
+        if small:
+            joined = _gradient_summed(torch.cat([parts[name].flatten() for name in small]), mesh)
+            pieces = torch.split(joined, [parts[name].numel() for name in small])  # type: ignore[no-untyped-call]
+            parts |= {name: piece.view(parts[name].shape) for name, piece in zip(small, pieces, strict=True)}
+    return {name: part * 0.0 if name in zero else part for name, part in parts.items()}
 
 
 def _gradient_summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -146,7 +146,9 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     # Of `tensor` neighbours FSDP sees one.
     own, seen = numbers.of_rank(tensor), replace(machines, per_machine=machines.per_machine // tensor)
     layer = _group(own.layer_in_full, own.layer_trained, through and layout.frees_layers, layout, seen)
-    root = _group(own.root_parameters, own.root_trained, False, layout, seen)
+    # All ranks of a copy divide the root.
+    of_root = replace(layout, strategy="hybrid_shard", tensor=1, group=layout.group * tensor)
+    root = _group(own.root_parameters, own.root_trained, False, of_root, machines)
     syncs = 1 if layout.accumulate == "unsharded" else m
     weights, seconds = exchanged(numbers, layout, machines, work.tokens)
     received = m * (n * (layer.gathered + layer.gathered_again) + root.gathered + weights)
@@ -161,7 +163,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
         shown += sent + (root.reduce if last or syncs == m else 0.0) + (root.all_reduce if last else 0.0)
     exposed = shown + m * seconds
 
-    share = own.trained / layout.group
+    share = (n * own.layer_trained + own.root_trained / tensor) / layout.group
     optimizer = share * ADAMW_BYTES / (HOST_OPTIMIZER if layout.cpu_offload else HBM_SHARE * gpu.hbm)
     compute, recompute = m * (n * (forward + backward) + head), m * n * again
     total = compute + recompute + exposed + optimizer
@@ -183,8 +185,7 @@ def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens:
     A layer gathers [T, D] twice and scatters sums of it twice in each pass. A recomputed layer needs no sum of its last
     product, and under selective checkpointing none at all. Norms of queries and keys add four sums of a number for each
     token, and norms and biases that are whole have one sum of gradients in a layer: their bytes are few, but each takes
-    the time of an empty collective. Outside the layers, the last norm needs all tokens, its gradient is scattered, that
-    of the first layer's input is gathered, and the gradients of the root are summed.
+    the time of an empty collective. Outside the layers, the last norm needs all tokens, and its gradient is scattered.
 
     Where ranks divide the tokens, a layer gathers keys and values, [T, 2 D], and scatters the sums of their gradients.
 
@@ -200,17 +201,15 @@ def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens:
     again = backward * int(layout.activation_checkpointing != "none")
     if layout.context > 1:
         passes = numbers.n_layers * (1 + backward + again)
-        received = (2 * passes + 1 + 2 * backward) * _received(
+        received = (2 * passes + 1 + backward) * _received(
             tokens * numbers.dim * BYTES[layout.precision], layout.context
         )
-        return received, (passes + 1 + 2 * backward) * LATENCY + received / (LINK_SHARE * machines.gpu.link)
+        return received, (passes + 1 + backward) * LATENCY + received / (LINK_SHARE * machines.gpu.link)
     recomputed = {"none": 0, "selective": 2, "full": 3}[layout.activation_checkpointing]
-    large = numbers.n_layers * (4 + (4 + recomputed) * backward) + 1 + 2 * backward
+    large = numbers.n_layers * (4 + (4 + recomputed) * backward) + 1 + backward
     small = numbers.n_layers * (backward + 4 * int(numbers.qk_norm) * (1 + backward + again))
-    size = BYTES[layout.precision]
-    received = large * _received(tokens * numbers.dim * size, layout.tensor)
-    received += 2 * _received(numbers.root_trained * size, layout.tensor)
-    return received, (large + small + 1) * LATENCY + received / (LINK_SHARE * machines.gpu.link)
+    received = large * _received(tokens * numbers.dim * BYTES[layout.precision], layout.tensor)
+    return received, (large + small) * LATENCY + received / (LINK_SHARE * machines.gpu.link)
 
 
 def _received(whole: int, ranks: int) -> int:

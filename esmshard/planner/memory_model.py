@@ -274,6 +274,12 @@ def memory(
     learns = numbers.layer_trained > 0 and not scoring
     n, number, group = own.n_layers, BYTES[layout.precision], layout.group
     here = 0 if layout.cpu_offload and device != "cpu" else FP32  # on the device, for each number of this rank's share
+    # The root is divided over the ranks that compute each layer together, too.
+    elsewhere = 1 - 1 / layout.tensor
+    stored, trained = (
+        round(number - elsewhere * of_root) // group
+        for number, of_root in ((own.in_full, own.root_parameters), (own.trained, own.root_trained))
+    )
     weights = _Weights(own, layout, learns)
     layer = layer_bytes(numbers if learns else replace(numbers, layer_trained=0), layout, device, padding)
     ends = 2 * own.dim * number  # the embedding and the last LayerNorm
@@ -286,14 +292,14 @@ def memory(
         """Return one moment. `kept` is bytes of a token inside layers; None if there are no activations."""
         return Memory(
             when=when,
-            parameters=here * own.in_full // group + n * own.layer_packed,
+            parameters=here * stored + n * own.layer_packed,
             gradients=gradients,
-            optimizer=2 * here * own.trained // group,
+            optimizer=2 * here * trained,
             gathered=gathered,
             activations=0 if kept is None else tokens * (kept + ends),
             head=head,
             workspace=WORKSPACE[device] + gloo,
-            host=0 if here else FP32 * (own.in_full + 3 * own.trained) // group,
+            host=0 if here else FP32 * (stored + 3 * trained),
         )
 
     if scoring:
@@ -301,7 +307,7 @@ def memory(
 
     # Gradients: this rank's share of all and of a layer; those of a whole layer while its backward pass runs, and in
     # the precision of the reduction until they are reduced; the root's, which are reduced at the very end.
-    share, layer_share = here * own.trained // group, here * own.layer_trained // group
+    share, layer_share = here * trained, here * own.layer_trained // group
     sharded = int(layout.sharded)
     whole, root = sharded * own.layer_trained * number, sharded * own.root_trained * number
     reduce = sharded * own.layer_trained * BYTES[layout.reduce_dtype]

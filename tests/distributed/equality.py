@@ -193,7 +193,7 @@ def mistaken(path: str, mistake: str) -> dict[str, Any]:
     if mistake == "norm of own heads":
         tensor_parallel.NormOfWidth.forward = _norm_of_own_heads  # type: ignore[method-assign]
     elif mistake == "bias of every rank":
-        tensor_parallel._own_parts = lambda modules, _: _own_parts(modules, ())
+        tensor_parallel._own_parts = lambda _, parameters: _own_parts((), parameters)
     else:
         shared_tokens._counted = lambda x, ranks: x
     recipe = work.load(path)

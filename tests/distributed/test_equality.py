@@ -57,8 +57,8 @@ MATRIX: dict[int, dict[str, list[str]]] = {
 """What the suite has minutes for. `pytest -m slow` takes every strategy with every option on each number of ranks."""
 
 CASES = [(size, strategy, option) for size, row in MATRIX.items() for strategy, some in row.items() for option in some]
-TOLERANCE = {"reduced in bf16": (2e-2, 1e-3), "bf16": (0.3, 3e-2)}
-"""Of gradients and of losses; 1e-5 and 1e-5 for all others."""
+TOLERANCE = {"reduced in bf16": (2e-2, 1e-3), "bf16": (0.3, 5e-2)}
+"""Of gradients and of losses; 1e-5 and 1e-5 for all others. Kinds of CPUs differ in bf16."""
 
 
 @pytest.fixture(scope="module")

@@ -93,9 +93,9 @@ def test_what_the_forward_pass_gathers() -> None:
 
 
 def test_ranks_that_compute_each_layer_together() -> None:
-    """Four ranks: two with half of each layer, and two that FSDP divides each half over. The root is not halved."""
+    """Four ranks: two with half of each layer, and two that FSDP divides each half over. All four divide the root."""
     found = memory(MODEL, bf16(world_size=4, tensor=2), 100_000, 0, "cuda")
-    assert found.parameters == (60_000_000 + 8_000_000) * 4 // 2
+    assert found.parameters == (60_000_000 + 4_000_000) * 4 // 2
     assert found.optimizer == 2 * found.parameters
     assert found.when == "backward pass of layer 10 of 10"
     assert found.gathered == 16_000_000 + 2 * 12_000_000

@@ -178,7 +178,8 @@ class ESM3(GatedTrunk):
         return self.layers[0](x_TD, batch, index, on_attention, self._geometric)  # type: ignore[no-any-return]
 
     def _geometric(self, x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        return self.geom_attn(x_TD, batch.tracks[COORDINATES], batch.token_counts)  # type: ignore[no-any-return]
+        whole_TD = self.geom_attn(self.pack.all(x_TD), batch.tracks[COORDINATES], batch.token_counts)
+        return self.pack.own(whole_TD)
 
 
 _HAYES = """\
