@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from xopen import xopen
 
-from esmshard.data import workbooks
 from esmshard.errors import InputError
 
 MISSING = frozenset(
@@ -213,7 +212,7 @@ def read_table(path: Path) -> Table:
             return _read_parquet(path)
     if _is_workbook(path):
         with readable(path, "a table"):
-            rows, divided = iter(list(workbooks.sheet_rows(path))), ""
+            rows, divided = iter(list(sheet_rows(path))), ""
     else:
         text = read_text(path, "a table")
         separator = _separator(path, text)
@@ -269,7 +268,7 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _is_workbook(path: Path) -> bool:
-    return path.suffix.lower() == workbooks.SUFFIX
+    return path.suffix.lower() == SUFFIX
 
 
 def _read_parquet(path: Path) -> Table:
@@ -410,3 +409,47 @@ def _named(path: Path, header: list[str], columns: list[list[str]]) -> dict[str,
             raise InputError(f"{path}: has two columns {shown(key)}; rename one of them")
         named[key] = column
     return named
+
+
+SUFFIX = ".xlsx"
+
+
+def sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
+    """Yield the stripped cells of each row that has any, and the number of the row in the sheet, counted from 1.
+
+    Of formulas, the values that were saved with the workbook are read.
+
+    Raises:
+        InputError: openpyxl is not installed, the file is no workbook, or several of its sheets have cells.
+    """
+    try:
+        import openpyxl
+    except ImportError:
+        raise InputError(
+            f"{path}: reading an Excel workbook needs openpyxl; pip install openpyxl, or save the sheet as 'CSV UTF-8'"
+        ) from None
+    with open(path, "rb") as file:  # A missing file is called so by whoever called.
+        try:
+            book = openpyxl.load_workbook(file, read_only=True, data_only=True)
+            sheets = {sheet.title: list(_rows(sheet)) for sheet in book.worksheets}
+        except Exception as error:  # openpyxl lets errors of zip archives, XML and its own pass.
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(f"{path}: cannot be read as an Excel workbook ({reason}); save it again") from None
+    filled = [title for title, rows in sheets.items() if rows]
+    if len(filled) > 1:
+        named = ", ".join(map(repr, filled[:5]))
+        raise InputError(
+            f"{path}: has {len(filled)} sheets with cells ({named}); save the one with the table as 'CSV UTF-8', or "
+            "remove the others"
+        )
+    for title in filled:
+        yield from sheets[title]
+
+
+def _rows(sheet: Any) -> Iterator[tuple[list[str], int]]:
+    sheet.reset_dimensions()  # Some programs write a wrong size of the sheet, and cells outside would be lost.
+    for number, row in enumerate(sheet.iter_rows(values_only=True), 1):
+        # str() of a float is its repr, which has all digits that are needed to get the same number again.
+        cells = ["" if cell is None else str(cell).strip() for cell in row]
+        if any(cells):
+            yield cells, number

@@ -9,9 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from esmshard.data.fasta.symbols import Rules
-from esmshard.data.store import duplicates, ingestion, pieces, token_store
-from esmshard.data.store.duplicates import OnDuplicate, without_duplicates
-from esmshard.data.store.ingestion import ingest, ingest_part, merge
+from esmshard.data.store import ingestion, token_store
+from esmshard.data.store.ingestion import OnDuplicate, ingest, ingest_part, merge, without_duplicates
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
 from esmshard.vocab import decode
@@ -222,7 +221,7 @@ def same_key(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
 
 
 def test_ids_that_share_a_key_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (token_store, pieces, duplicates):
+    for module in (token_store, ingestion):
         monkeypatch.setattr(module, "keys", same_key)
     distinct = "".join(f">{letter}{k}\nMK\n" for k in range(5) for letter in "ab")
     assert len(records(read(distinct, "error", "distinct"))) == 10

@@ -16,8 +16,7 @@ from esmshard.data.fasta import fasta_blocks
 from esmshard.data.fasta.fasta_reader import read_fasta
 from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.data.store import ingestion
-from esmshard.data.store.duplicates import OnDuplicate
-from esmshard.data.store.ingestion import ingest, ingest_part, merge
+from esmshard.data.store.ingestion import OnDuplicate, ingest, ingest_part, merge
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
 from esmshard.vocab import decode

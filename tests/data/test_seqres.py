@@ -4,7 +4,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from esmshard.data.structures.seqres import align_to_listed
+from esmshard.data.structures.chains import align_to_listed
 
 
 def test_letters_alone_when_numbers_say_nothing() -> None:

@@ -14,8 +14,7 @@ from esmshard.data.fasta.fasta_reader import Record, read_fasta
 from esmshard.data.fasta.sources import STDIN, is_plain
 from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.data.labels.label_sources import label_source, rules_of
-from esmshard.data.splits.recipe_splits import open_split
-from esmshard.data.splits.set_members import marked_otherwise
+from esmshard.data.splits.recipe_splits import marked_otherwise, open_split
 from esmshard.data.store.ingestion import cached, ingest
 from esmshard.data.tables import Table
 from esmshard.errors import InputError, UsageError

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.data.splits.recipe_splits import open_split
-from esmshard.data.splits.set_members import marked_otherwise
+from esmshard.data.splits.recipe_splits import marked_otherwise, open_split
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe import recipe_file

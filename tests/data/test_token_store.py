@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from esmshard.data.fasta.symbols import Rules
-from esmshard.data.store import duplicates, ingestion, pieces, token_store
+from esmshard.data.store import ingestion, token_store
 from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store
 from esmshard.errors import InputError
@@ -166,7 +166,7 @@ def test_ids_are_found(store: TokenStore) -> None:
 
 
 def test_ids_that_share_a_key_are_told_apart(fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (token_store, pieces, duplicates):
+    for module in (token_store, ingestion):
         monkeypatch.setattr(module, "keys", same_key)
     fasta.write_text("".join(f">r{k} x\nMKT\n" for k in range(20)))
     store = ingest([fasta], tmp_path / "store")

@@ -10,7 +10,7 @@ import torch
 from model_files import TINY, fair_esm, ours
 
 from esmshard.batch import TokenBatch
-from esmshard.embed.compute import attention_maps, embedder
+from esmshard.embed.compute import embedder
 from esmshard.embed.compute.embedder import Computed, Embedder, Failed
 from esmshard.embed.compute.outputs import Long, Output, choose
 from esmshard.model.attention import attention_map
@@ -229,8 +229,8 @@ def test_attention_maps_are_computed_some_heads_at_a_time(esm: ESM2, monkeypatch
         computed.append(tuple(q_THK.shape[:2]))
         return attention_map(q_THK, k_THK)
 
-    monkeypatch.setattr(attention_maps, "attention_map", counted)
-    monkeypatch.setattr(attention_maps, "MAP_NUMBERS", 2 * 32 * 32)
+    monkeypatch.setattr(embedder, "attention_map", counted)
+    monkeypatch.setattr(embedder, "MAP_NUMBERS", 2 * 32 * 32)
     heads = [3, 0, 2]
     asked = choose(["attentions"], None, TINY, "", heads)
     for maps, some in zip(every, found(Embedder(esm, asked), given), strict=True):

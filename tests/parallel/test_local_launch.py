@@ -14,7 +14,7 @@ import pytest
 
 from esmshard.parallel import launch
 from esmshard.parallel.launch import LAUNCH, LAUNCHER
-from esmshard.parallel.liveness import process_start
+from esmshard.train.run_dir import process_start
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_preemption import ACTING, alive, wait_for, wait_until

@@ -16,8 +16,8 @@ import pytest
 
 from esmshard.errors import InputError, LostProcess, UsageError
 from esmshard.parallel import launch, preemption
-from esmshard.parallel.liveness import process_start
 from esmshard.parallel.preemption import Preempted, Preemption
+from esmshard.train.run_dir import process_start
 
 ACTING = Path(__file__).parent / "acting.py"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

@@ -13,8 +13,7 @@ import pytest
 
 from esmshard.errors import InputError
 from esmshard.parallel.launch import LAUNCH
-from esmshard.parallel.liveness import machine, process_start
-from esmshard.train.run_dir import LOCK, Lock, abandoned, holder
+from esmshard.train.run_dir import LOCK, Lock, abandoned, holder, machine, process_start
 
 
 @pytest.fixture(autouse=True)

@@ -16,28 +16,40 @@ import multiprocessing
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from esmshard.data.fasta import nucleotides
+from esmshard.data.fasta.fasta_blocks import Block, read_blocks
+from esmshard.data.fasta.fasta_reader import READ_ONCE, repeated
 from esmshard.data.fasta.sources import CONVERSION, STDIN, is_plain, other_kind
 from esmshard.data.fasta.symbols import Edits, Rules, in_a_store
-from esmshard.data.store.duplicates import OnDuplicate, without_duplicates
-from esmshard.data.store.pieces import Piece, piece_directory, read_piece
 from esmshard.data.store.store_index import Shard, write_index
-from esmshard.data.store.token_store import ARRAYS, FORMAT, VERSION, TokenStore, header_shard, is_store, token_shard
+from esmshard.data.store.token_store import (
+    ARRAYS,
+    FORMAT,
+    VERSION,
+    TokenStore,
+    header_shard,
+    is_store,
+    keys,
+    token_shard,
+)
 from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError, unwritable, writing
-from esmshard.files import cache_directory, check_replaced, read_json, state
+from esmshard.files import cache_directory, check_replaced, read_json, sha256, state
 from esmshard.progress import INTERVAL, say
-from esmshard.vocab import ALPHABET_HASH
+from esmshard.vocab import ALPHABET_HASH, EOS
+
+OnDuplicate = Literal["error", "first", "suffix"]
 
 SHARD = 1 << 26
 """Bytes of FASTA text that become one shard of the store, up to the end of a record."""
@@ -382,3 +394,234 @@ def _assemble(work: Path, plan: dict[str, Any], fastas: Sequence[Path], whole: P
     facts = {"sources": sources, "rules": plan["rules"], "on_duplicate": plan["on_duplicate"]}
     arrays = ([np.load(piece / f"{name}.npy") for name in ("lengths", "headers", "keys")] for piece in pieces)
     write_index(whole, shards, arrays, facts, edits)
+
+
+Piece = dict[str, Any]
+"""`sources`: numbers of input files. For a range of one plain file also `start` and `stop`, in bytes."""
+
+
+def piece_directory(work: Path, number: int) -> Path:
+    """Return the directory that a piece has when it is complete."""
+    return work / f"piece-{number:05d}"
+
+
+def read_piece(
+    work: Path,
+    plan: dict[str, Any],
+    fastas: Sequence[Path],
+    number: int,
+    count: Callable[[int], None] = lambda _: None,
+) -> int:
+    """Read one piece into a directory that gets its name when it is complete. Return the number of records."""
+    target = piece_directory(work, number)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=work))
+    try:
+        piece, edits = plan["pieces"][number], Edits()
+        with _Writer(scratch) as writer:
+            rules = Rules(**plan["rules"])
+            base = 0
+            for source in piece["sources"]:
+                start, last = piece.get("start", 0), base
+                for block in read_blocks(fastas[source], edits, rules, start, piece.get("stop")):
+                    read = base + block.at - start
+                    for shard, part in _by_shard(block, read, plan["shard"]):
+                        writer.add(shard, part)
+                    last = read + len(block.chunk)
+                    count(len(block.ids))
+                base = last  # The next small file continues where this file ends.
+        shards = [asdict(shard) for shard in writer.shards]
+        report = {"shards": shards, "counts": edits.counts, "first": edits.first}
+        (scratch / "piece.json").write_text(json.dumps(report), encoding="utf-8")
+        try:
+            scratch.rename(target)
+        except OSError:
+            if not target.exists():  # Another process has read the same piece meanwhile.
+                raise
+        return sum(shard.records for shard in writer.shards)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _by_shard(block: Block, read: int, size: int) -> Iterator[tuple[int, Block]]:
+    """Yield (shard, records) of a block that begins `read` bytes after its piece. The `>` of a record decides its
+    shard.
+    """
+    if read // size == (read + len(block.chunk) - 1) // size:
+        yield read // size, block
+        return
+    shard_N = (read + block.starts - block.at) // size
+    stops = np.cumsum(block.lengths + 1)
+    for shard in np.unique(shard_N).tolist():
+        begin, end = np.searchsorted(shard_N, [shard, shard + 1]).tolist()
+        first, last = int(stops[begin - 1]) if begin else 0, int(stops[end - 1])
+        yield (
+            shard,
+            replace(
+                block,
+                ids=block.ids[begin:end],
+                headers=block.headers[begin:end],
+                tokens=block.tokens[first:last],
+                lengths=block.lengths[begin:end],
+            ),
+        )
+
+
+class _Writer:
+    """A writer of the shards of one piece that also collects the arrays for the index."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._current = directory, -1
+        self.shards: list[Shard] = []
+        self._arrays: tuple[list[npt.NDArray[Any]], ...] = ([], [], [])
+
+    def add(self, number: int, block: Block) -> None:
+        """Append records to a shard. When the shard number changes, new files are opened."""
+        if number != self._current:
+            self._close()
+            self._current = number
+            k = len(self.shards)
+            names = (token_shard(k), header_shard(k))
+            self._files = [open(self._directory / name, "wb") for name in names]  # noqa: SIM115
+            self._hashes = [hashlib.sha256(), hashlib.sha256()]
+            self.shards.append(Shard())
+        lines = b"\n".join([*block.headers, b""])
+        for file, digest, data in zip(self._files, self._hashes, (block.tokens, lines), strict=True):
+            file.write(data)
+            digest.update(data)
+        shard = self.shards[-1]
+        shard.records += len(block.ids)
+        shard.tokens += len(block.tokens)
+        shard.headers += len(lines)
+        columns: tuple[npt.NDArray[Any], ...] = (
+            block.lengths.astype(np.int32),
+            np.fromiter(map(len, block.headers), np.int32, len(block.headers)),
+            keys(block.ids),
+        )
+        for parts, column in zip(self._arrays, columns, strict=True):
+            parts.append(column)
+
+    def _close(self) -> None:
+        if self.shards:
+            for file in self._files:
+                file.close()
+            self.shards[-1].sha256 = [digest.hexdigest() for digest in self._hashes]
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+        for name, parts, dtype in zip(("lengths", "headers", "keys"), self._arrays, "iiQ", strict=True):
+            np.save(self._directory / f"{name}.npy", np.concatenate([np.zeros(0, dtype), *parts]))
+
+
+def without_duplicates(whole: Path, final: Path, on_duplicate: OnDuplicate, sources: Sequence[Path]) -> Path:
+    """Return the directory of a store in which every id comes once: `whole` if this is true already, else a new store
+    at `final`.
+
+    Args:
+        whole: a store, which is not changed.
+        final: the directory of the new store; replaced if it exists.
+        on_duplicate: what happens to an id that comes again. `error`: the record is read once and counted if the
+            sequence is the same, else refused. `first`: all records but the first are left out. `suffix`: later records
+            are named `ID_2`, `ID_3` ..., with numbers that are free.
+        sources: the FASTA files, for messages.
+
+    Raises:
+        InputError: an id has two sequences; the message names it.
+    """
+    store = TokenStore(whole)
+    dropped: dict[int, str] = {}
+    renamed: dict[int, str] = {}
+    clash: tuple[int, str] | None = None
+    taken: set[str] = set()
+    for name, rows in _repeated_ids(store):
+        first = store.residues(rows[0])
+        for place, n in enumerate(rows[1:], 2):
+            same = np.array_equal(first, store.residues(n))
+            if on_duplicate == "suffix":
+                number = place
+                while f"{name}_{number}" in taken or store.find(f"{name}_{number}") is not None:
+                    number += 1
+                renamed[n] = f"{name}_{number}"
+                taken.add(renamed[n])
+            elif same:
+                dropped[n] = READ_ONCE
+            elif on_duplicate == "first":
+                dropped[n] = "a record with the id of an earlier one and another sequence was left out"
+            else:
+                clash = min(clash or (n, name), (n, name))
+    if clash is not None:
+        raise InputError(repeated(clash[1], sources))
+    if not dropped and not renamed:
+        return whole
+    edits = Edits()
+    for kind, entry in store.manifest["edits"].items():
+        edits.counts[kind], edits.first[kind] = entry["records"], list(entry["first"])
+    for n in sorted({*dropped, *renamed}):
+        edits.add(dropped.get(n, "an id that came again got a number"), renamed.get(n) or store.id(n))
+    _rewrite(store, final, dropped, renamed, edits)
+    return final
+
+
+def _repeated_ids(store: TokenStore) -> Iterator[tuple[str, list[int]]]:
+    """Yield each id that several records have, with the numbers of these records in file order."""
+    again = np.flatnonzero(store.keys[1:] == store.keys[:-1])  # Rows k and k + 1 of the index share a key.
+    for run in np.split(again, np.flatnonzero(np.diff(again) > 1) + 1) if len(again) else []:
+        by_id: dict[str, list[int]] = {}
+        for n in store.rows[run[0] : run[-1] + 2].tolist():  # The index is sorted stably, so these are in file order.
+            by_id.setdefault(store.id(n), []).append(n)
+        yield from ((name, rows) for name, rows in by_id.items() if len(rows) > 1)
+
+
+def _rewrite(store: TokenStore, final: Path, dropped: dict[int, str], renamed: dict[int, str], edits: Edits) -> None:
+    """Copy a store: unchanged shards are hard-linked, the others are written record by record."""
+    shutil.rmtree(final, ignore_errors=True)
+    final.mkdir()
+    touched = np.array(sorted({*dropped, *renamed}))
+    keys_N = np.empty(len(store), np.uint64)
+    keys_N[store.rows] = store.keys
+    length_N, header_N = np.diff(store.offsets) - 1, np.diff(store.header_offsets) - 1
+    shards: list[Shard] = []
+    hashes = store.manifest["sha256"]
+    begin = 0
+    for k, old in enumerate(store.manifest["shards"]):
+        rows = range(begin, begin + old["records"])
+        begin = rows.stop
+        tokens, headers = final / token_shard(len(shards)), final / header_shard(len(shards))
+        if np.searchsorted(touched, rows.start) == np.searchsorted(touched, rows.stop):
+            for name, path in ((token_shard(k), tokens), (header_shard(k), headers)):
+                _link(store.path / name, path)
+            shards.append(Shard(**old, sha256=[hashes[token_shard(k)], hashes[header_shard(k)]]))
+            continue
+        shard = Shard()
+        with open(tokens, "wb") as token_file, open(headers, "wb") as header_file:
+            for n in rows:
+                if n in dropped:
+                    continue
+                header = store.header(n)
+                if n in renamed:
+                    old_id, new_id = store.id(n).encode(), renamed[n].encode()
+                    header = new_id + header.lstrip()[len(old_id) :]
+                    header_N[n], keys_N[n] = len(header), keys([new_id])[0]
+                token_file.write(store.residues(n).tobytes() + bytes([EOS]))
+                header_file.write(header + b"\n")
+                shard.records += 1
+        if shard.records:
+            shard.tokens, shard.headers = tokens.stat().st_size, headers.stat().st_size
+            shard.sha256 = [sha256(tokens), sha256(headers)]
+            shards.append(shard)
+        else:
+            tokens.unlink()
+            headers.unlink()
+    kept = np.ones(len(store), dtype=bool)
+    kept[list(dropped)] = False
+    facts = {name: store.manifest[name] for name in ("sources", "rules", "on_duplicate")}
+    write_index(final, shards, [(length_N[kept], header_N[kept], keys_N[kept])], facts, edits)
+
+
+def _link(old: Path, new: Path) -> None:
+    try:
+        new.hardlink_to(old)
+    except OSError:  # Not every file system has hard links.
+        shutil.copyfile(old, new)

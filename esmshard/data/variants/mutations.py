@@ -17,7 +17,6 @@ from esmshard.data.fasta.fasta_reader import read_fasta
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.tables import Table, counted, first_three, listed, read_table, shown
 from esmshard.data.variants.numbering import placed
-from esmshard.data.variants.replicates import Replicates, averaged, grouped
 from esmshard.data.variants.substitutions import (
     LOWER,
     STOP,
@@ -42,6 +41,8 @@ TARGET_COLUMNS = (
 NAME_MUTANT = "pass data.mutant=COLUMN to finetune, or --mutant COLUMN to score, predict and split"
 NAME_TARGET = "pass data.target=COLUMN to finetune, or --target COLUMN to score and split"
 """Advice for messages: how to name a column."""
+
+Replicates = Literal["error", "mean", "keep"]
 
 Refusal = Literal["error", "drop"]
 MOST_UNUSABLE = 0.1
@@ -413,3 +414,42 @@ def _without(
     reading.note(sorted(rows), f"with {what}")
     reading.left_out.update(dict.fromkeys(rows, what))
     return {row: mutations for row, mutations in parsed.items() if row not in rows}
+
+
+def grouped(
+    table: Table, parsed: dict[int, tuple[Mutation, ...]], replicates: Replicates, notices: list[str]
+) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
+    """Return each variant with its rows: all rows of the same mutations, unless replicates are kept apart.
+
+    Args:
+        table: the table of the variants.
+        parsed: the variant in each row.
+        replicates: what happens to a variant in several rows.
+        notices: gets a sentence about such variants.
+
+    Raises:
+        InputError: there are such variants, and `replicates` is `error`.
+    """
+    groups = defaultdict[tuple[Mutation, ...], list[int]](list)
+    for row, mutations in parsed.items():
+        groups[mutations].append(row)
+    several = [mutations for mutations, rows in groups.items() if len(rows) > 1]
+    if several:
+        named = first_three(several, lambda key: f"{shown(name_of(key))} in {first_three(groups[key], table.at)}")
+        found = f"{counted(len(several), 'variant')} in several rows: {named}"
+        if replicates == "error":
+            raise InputError(f"{table.path}: {found}; set data.replicates=mean, or remove all but one row")
+        notices.append(f"{table.path}: {'averaged' if replicates == 'mean' else 'kept apart'} {found}")
+    if replicates == "keep":
+        return [(mutations, (row,)) for row, mutations in parsed.items()]
+    return [(mutations, tuple(rows)) for mutations, rows in groups.items()]
+
+
+def averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:
+    """Average each target over the rows of each variant that have it, float64 [N, T]; NaN if no row has it."""
+    group_R = np.repeat(np.arange(len(rows_N)), [len(rows) for rows in rows_N])
+    values_RT = target_RT[[row for rows in rows_N for row in rows]]
+    sum_NT, count_NT = np.zeros((2, len(rows_N), target_RT.shape[1]))
+    np.add.at(sum_NT, group_R, np.nan_to_num(values_RT))
+    np.add.at(count_NT, group_R, ~np.isnan(values_RT))
+    return np.divide(sum_NT, count_NT, out=np.full_like(sum_NT, np.nan), where=count_NT > 0)
