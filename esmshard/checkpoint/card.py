@@ -254,6 +254,9 @@ def _limits(about: Mapping[str, Any]) -> str:
         "What it says is a prediction, and no ground for a medical decision.",
     ]
     parts = {"lm_head": "LM head", "contact_head": "contact regression (`predict_contacts`)"}
+    if about.get("contact_regression") == "head":
+        del parts["contact_head"]
+        lines.append("Its contact regression is the fine-tuned head.")
     if never := [part for name, part in parts.items() if name in about.get("unlearned", ())]:
         lines.append(f"Of no use, because they never learned: {' and '.join(never)}.")
     return "\n".join(f"- {line}" for line in lines)

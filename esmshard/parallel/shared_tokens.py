@@ -45,7 +45,7 @@ class Rows(Pack):
     def own(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens [R, D] of a tensor [T, D] that all ranks have computed alike."""
         self.tokens = len(x_TD)
-        return x_TD[self.place]
+        return x_TD[self.place].clone()  # a view would keep the tokens of all ranks in memory
 
     def all(self, x_RD: torch.Tensor) -> torch.Tensor:
         """Return the tokens of all ranks [T, D]."""

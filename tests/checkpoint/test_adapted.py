@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from esmshard.checkpoint import adapted
+from esmshard.checkpoint import consolidate as adapted
 from esmshard.errors import InputError, UsageError
 from esmshard.files import sha256
 from esmshard.model import weights

@@ -225,7 +225,7 @@ def operations(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, 
                 task.loss(model(batch), targets).sum.backward()
             numbers = numbers_of(model, config_of(recipe))
             planned = exchanged(numbers, laid, parse("2xA100-40GB"), len(batch.tokens_T))[0]
-            found[name] = {**counted.calls, "planned bytes": planned, "largest sum": counted.largest_sum}
+            found[name] = {**counted.calls, "planned bytes": planned}
     return found
 
 
@@ -258,16 +258,12 @@ class Counted(TorchDispatchMode):
         super().__init__()
         self.ranks, self.calls = ranks, Counter[str]()
         """By operation; under `bytes` what gathers and scatters brought from the ranks that compute layers together."""
-        self.largest_sum = 0
-        """The bytes of the largest sum over these ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         self.calls[name] += 1
         if name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
             self.calls["bytes"] += max(args[0].nbytes, found.nbytes) * (self.ranks - 1) // self.ranks
-        if name == "all_reduce":
-            self.largest_sum = max(self.largest_sum, 2 * found.nbytes * (self.ranks - 1) // self.ranks)
         return found
 
 
