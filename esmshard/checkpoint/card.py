@@ -206,7 +206,7 @@ def _training(about: Mapping[str, Any]) -> str:
         betas, split = " and ".join(f"{beta:g}" for beta in optim["betas"]), parallel["strategy"]
         split += "".join(f", {key} {parallel[key]}" for key in ("tensor", "context") if parallel.get(key, 1) != 1)
         rows += [
-            ["steps", f"{about['step']:,} of {recipe['train']['steps'] or about['step']:,}"],
+            ["steps", f"{about['step']:,} of {recipe['train']['steps'] or about['step']:,}{_extended(about)}"],
             ["tokens a step, at most", f"{recipe['batch']['global_tokens']:,}"],
             ["optimizer", f"AdamW, betas {betas}, weight decay {optim['weight_decay']:g}"],
             ["learning rate", f"{optim['lr']:g}, head {optim['head_lr']:g}"],
@@ -218,6 +218,14 @@ def _training(about: Mapping[str, Any]) -> str:
         ]
     rows += [["software", _text(software)], ["sha256 of the weights", _code(about["weights_sha256"])]]
     return _table(["", ""], rows) + "\n\n`esmshard.json` holds the whole recipe."
+
+
+def _extended(about: Mapping[str, Any]) -> str:
+    """The learning rate of an extended run followed the earlier number of steps until the step of the extension."""
+    return "".join(
+        f"; planned as {change['steps_before']:,} until step {change['after']:,}"
+        for change in about.get("extended", ())
+    )
 
 
 def _scores(about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:

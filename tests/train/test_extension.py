@@ -30,7 +30,7 @@ def test_a_finished_run_is_extended(tiny_recipe: Path, capsys: pytest.CaptureFix
     assert (about["step"], about["extended"]) == (5, change)
     assert about["weights_sha256"] != first["weights_sha256"]
     assert json.loads((run.path / "versions.json").read_text())["extended"] == change
-    assert "of 2 steps until step 2, then of 5" in (run.path / "model" / "README.md").read_text()
+    assert "5 of 5; planned as 2 until step 2" in (run.path / "model" / "README.md").read_text()
     assert (run.status, is_done(run.path, 5), is_done(run.path, 6)) == ("done", True, False)
     # Once more, from a checkpoint that has a change already.
     finetune(tiny_recipe, report=False, resume="auto", train={"steps": 6, "eval_every": 2})
