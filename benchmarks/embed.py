@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shutil
 import signal
 import statistics
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import measure
 import model
@@ -25,16 +23,14 @@ from peers import flops, protein_lengths
 from process_tree import Watched, watch
 from sharding import markdown
 
-from esmshard.embed.formats.format_registry import FORMATS
-from esmshard.embed.job.embed_plan import forecast
-from esmshard.embed.job.embed_request import request
-from esmshard.embed.store.embedding_store import EmbeddingStore
+from esmshard.array_formats import FORMATS
+from esmshard.embed.store import EmbeddingStore
 from esmshard.model import export, weights
 from esmshard.model.families.esm2 import FAIR_ESM
 from esmshard.model.families.family_registry import SIZES
 from esmshard.vocab import STANDARD
 
-PARTS = ("peers", "fixed", "scaling", "formats", "memory", "reuse", "forecast")
+PARTS = ("peers", "fixed", "scaling", "formats", "memory", "reuse")
 NAMES = {**model.SHORT, **{name: name for name in SIZES if not name.startswith("esm")}}
 FIXED_LENGTH = 286
 SHORT_LENGTHS = (20, 40)
@@ -270,7 +266,7 @@ def formats(bench: Bench, name: str, records: int) -> Found:
     raw: dict[str, list[dict[str, float]]] = {f"{fmt}, {pool}": [] for fmt, pool in cases}
     for turn in range(bench.rounds):
         for fmt, pool in cases:
-            out = bench.out / "e" if fmt in ("parts", "fair-esm-pt") else bench.out / f"e.{fmt}"
+            out = bench.out / "e" if fmt == "parts" else bench.out / f"e.{fmt}"
             how = ("-o", out, "--format", fmt, "--pool", pool, "--nproc", 1)
             found, note = bench.run("esmshard", directory, fasta, *how, threads=1)
             one = {**note, "seconds": found.seconds, "start_up": found.seconds - note["work"]}
@@ -351,7 +347,7 @@ def reuse(bench: Bench, name: str, records: int) -> Found:
             found, note = bench.run("esmshard", directory, *arguments)
             raw[each].append(found.seconds)
             raw[f"{each}, work"].append(note["work"])
-        taken = sum(note["reused"] for note in EmbeddingStore(bench.out / "e").manifest["parts"])
+        taken = EmbeddingStore(bench.out / "e").manifest["counts"]["reused"]
         if taken != records - -(-records // NEW_SHARE):
             raise RuntimeError(f"{taken} of {records} sequences were reused, and not nine of ten")
         say(f"reuse: turn {turn + 1} of {bench.rounds}: {raw['first'][-1]:.0f} s and {raw['second'][-1]:.0f} s")
@@ -363,27 +359,6 @@ def reuse(bench: Bench, name: str, records: int) -> Found:
         table.append([what, *middle, spread(over(second, first))])
     title = f"Reuse, {name}, {records:,} sequences, 90% as before"
     return [markdown(title, table)], raw
-
-
-def forecasts(bench: Bench, name: str, records: int) -> Found:
-    """Compare the estimate of `--dry-run` with the run."""
-    directory, _ = bench.model(name)
-    fasta = bench.fasta(protein_lengths(records))
-    raw: dict[str, list[float]] = {}
-    table = [["", "said, s", "taken, s", "said / taken"]]
-    for processes in (1, 2):
-        each = f"{processes} process{'es' * (processes > 1)} of 1 thread"
-        said, taken = raw[f"{each}, said"], raw[f"{each}, taken"] = [], []
-        for turn in range(bench.rounds):
-            asked = request(str(directory), bench.folder / "forecast.npy")
-            torch.set_num_threads(1)
-            with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
-                said.append(forecast(asked, fasta, nproc=processes).time.total)
-            torch.set_num_threads(bench.threads)
-            taken.append(embed_once(bench, directory, fasta, "--nproc", processes, threads=1).seconds)
-            say(f"forecast: {each}, turn {turn + 1} of {bench.rounds}: {said[-1]:.0f} s said, {taken[-1]:.0f} s taken")
-        table.append([each, *(f"{statistics.median(one):.1f}" for one in (said, taken)), spread(over(said, taken))])
-    return [markdown(f"Forecast, {name}, {records:,} sequences", table)], raw
 
 
 # Figures
@@ -440,8 +415,6 @@ def sections(bench: Bench, args: argparse.Namespace) -> Iterator[tuple[str, Foun
         yield "memory", memory(bench, sorted(args.records_memory))
     if "reuse" in args.parts:
         yield "reuse", reuse(bench, models[0], args.records)
-    if "forecast" in args.parts:
-        yield "forecast", forecasts(bench, models[0], args.records)
 
 
 def main() -> None:
@@ -455,9 +428,7 @@ def main() -> None:
         default=["8M", "35M"],
         help="models beside the peers; all other sections use the first one",
     )
-    parser.add_argument(
-        "--records", type=int, default=2000, help="number of sequences for peers, scaling, reuse and forecast"
-    )
+    parser.add_argument("--records", type=int, default=2000, help="number of sequences for peers, scaling and reuse")
     parser.add_argument("--records-formats", type=int, default=500)
     parser.add_argument("--records-memory", nargs=2, type=int, default=[10_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=3, help="number of turns; memory is measured once")

@@ -41,13 +41,12 @@ def _status(key: str) -> int:
 def esmshard(note: Note, arguments: list[str]) -> None:
     """Run the command itself. Note when the model is loaded, and time the generator of rows."""
     from esmshard.cli import app
-    from esmshard.embed import engines
-    from esmshard.embed.compute.embedder import Embedder
-    from esmshard.embed.job import embed_job
+    from esmshard.embed import engines, job
+    from esmshard.embed.embedder import Embedder
 
-    whole, make, compute = embed_job.embed, engines.make_embedder, Embedder.compute
+    whole, make, compute = job.embed, engines.make_embedder, Embedder.compute
 
-    def worked(*given: Any, **more: Any) -> embed_job.EmbedReport:
+    def worked(*given: Any, **more: Any) -> job.EmbedReport:
         began = time.perf_counter()
         found = whole(*given, **more)
         note["work"] = time.perf_counter() - began - note.get("loading", 0.0)
@@ -70,7 +69,7 @@ def esmshard(note: Note, arguments: list[str]) -> None:
                 return
             yield one
 
-    embed_job.embed, engines.make_embedder, Embedder.compute = worked, made, timed  # type: ignore[method-assign]
+    job.embed, engines.make_embedder, Embedder.compute = worked, made, timed  # type: ignore[method-assign]
     sys.argv = ["esmshard", "embed", *arguments]
     app.main()
 

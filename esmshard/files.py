@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import socket
-import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,27 +38,6 @@ def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
     except BaseException:
         work.unlink(missing_ok=True)
         raise
-
-
-def publish(path: Path, text: str) -> bool:
-    """Write a file that appears complete or not at all. Returns False, and changes nothing, if the file exists."""
-    scratch = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        with open(scratch, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(scratch, path)
-        except FileExistsError:
-            return False
-        except OSError:  # a file system without hard links; two processes at the same moment may then both succeed
-            if path.exists():
-                return False
-            scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
-    return True
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -1,7 +1,7 @@
 """Addresses in buckets (`s3://`, `gs://`): copies of inputs in the local cache, and objects that are written whole.
 
-A bucket has no rename, no memory mapping and no appending. But an object appears complete or not at all, and it can be
-created only if its name is free. Everything that is written to a bucket relies on these two properties. No torch.
+A bucket has no rename, no memory mapping and no appending. But an object appears complete or not at all. Everything
+that is written to a bucket relies on this. No torch.
 """
 
 import functools
@@ -12,7 +12,6 @@ import re
 import shutil
 import socket
 import tempfile
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -122,19 +121,10 @@ class RemoteDirectory:
         with one_sentence(self.url):
             self._files.pipe_file(self._key(name), data)
 
-    def create(self, name: str, data: bytes) -> bool:
-        """Write an object if its name is free. Returns False if somebody else has created it."""
-        if not self.is_exclusive and self.look(name) is not None:
-            return False
-        with one_sentence(self.url):
-            try:
-                self._files.pipe_file(self._key(name), data, mode="create" if self.is_exclusive else "overwrite")
-            except FileExistsError:
-                pass
-            else:
-                return True
-        # A request whose answer was lost is sent again, and then meets the object that it has created.
-        return self.read(name).get(name) == data
+    def first_bytes(self, name: str, count: int) -> bytes:
+        """Return the first bytes of an object."""
+        with one_sentence(f"{self.url}/{name}"):
+            return bytes(self._files.cat_file(self._key(name), start=0, end=count))
 
     def upload(self, file: Path, name: str) -> Stored:
         """Copy a file into the bucket, and return the object as the bucket shows it."""
@@ -169,11 +159,6 @@ class RemoteDirectory:
                         pass
 
     @property
-    def is_exclusive(self) -> bool:
-        """Whether the server can create an object only if its name is free. It is asked once in a process."""
-        return _is_exclusive(self.url, os.getpid())
-
-    @property
     def _files(self) -> Any:
         return _library(self.url.partition("://")[0], os.getpid())
 
@@ -188,31 +173,6 @@ def _library(scheme: str, process: int) -> Any:
     import fsspec
 
     return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
-
-
-@functools.cache
-def _is_exclusive(url: str, process: int) -> bool:
-    scheme, _, place = url.partition("://")
-    files, name = _library(scheme, process), f"{place}/work/probe-{uuid.uuid4().hex}"
-    with one_sentence(url):
-        try:
-            files.pipe_file(name, b"1", mode="create")
-            files.pipe_file(name, b"2", mode="create")
-        except FileExistsError:
-            return True
-        except (NotImplementedError, OSError, ValueError) as error:
-            if "not implemented" not in str(error).lower():
-                raise
-        finally:
-            try:
-                files.rm_file(name)
-            except FileNotFoundError:
-                pass
-    say(
-        f"{url}: its server cannot create an object only if its name is free (If-None-Match), so let one "
-        "command at a time write there"
-    )
-    return False
 
 
 def _stored(entry: Mapping[str, Any]) -> Stored:

@@ -36,8 +36,6 @@ class Buckets:
         self.port = 0
         self.refuses = ""
         """A key of DENIED, with which each request is answered."""
-        self.knows_conditions = True
-        """Whether If-None-Match is followed, or overlooked as by servers that do not know it."""
         self.seen: list[tuple[str, str]] = []
         """Method and path of each request."""
         self.before: Callable[[str, str], None] = lambda method, path: None
@@ -65,8 +63,6 @@ class Buckets:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         self.seen.append((method, path))
         self.before(method, path)
-        if not self.knows_conditions:
-            environ.pop("HTTP_IF_NONE_MATCH", None)
         if self.refuses:
             text = f"<Error><Code>{self.refuses}</Code><Message>The request was refused</Message></Error>".encode()
             respond(DENIED[self.refuses], [("Content-Type", "application/xml"), ("Content-Length", str(len(text)))])
@@ -96,7 +92,7 @@ def files() -> Any:
 def forget() -> None:
     """Forget what this process knows of servers of earlier tests."""
     fsspec.filesystem("s3").clear_instance_cache()
-    for cache in (remote._library, remote._is_exclusive, remote._copied):
+    for cache in (remote._library, remote._copied):
         cache.cache_clear()
 
 

@@ -13,8 +13,9 @@ import command
 import numpy as np
 from forks import forks
 from model_files import TINY, fair_esm, write_transformers
+from safetensors import safe_open
 
-from esmshard.embed.store import part_plan
+from esmshard.embed import plan
 from esmshard.vocab import RESIDUES
 
 
@@ -108,7 +109,7 @@ def _be(arguments: list[str], environment: Mapping[str, str], part_tokens: int, 
     os.setsid()
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    part_plan._part_tokens = lambda *_: part_tokens
+    plan._part_tokens = lambda *_: part_tokens
     sys.exit(command._main(arguments, environment))
 
 
@@ -124,11 +125,11 @@ def stage(out: Path) -> str:
     if (work / "manifest.json").exists():
         return "sealed"
     try:
-        parts = json.loads((work / "plan.json").read_text())["parts"]
+        parts = len(json.loads((work / "plan.json").read_text())["bounds"]) - 1
     except OSError:
         return "planning"
     try:
-        done = sum(1 for _ in (work / "parts").glob("*.json"))
+        done = sum(1 for _ in (work / "parts").glob("[0-9]*.safetensors"))
     except FileNotFoundError:  # it is removed at this moment
         return stage(out)
     if done < parts:
@@ -145,18 +146,15 @@ def until(run: Run, condition: str, out: Path) -> None:
 def content(out: Path) -> dict[str, object]:
     """Everything that an output says, by file; of parts without what differs from run to run."""
     if (out / "manifest.json").exists():
-        manifest = json.loads((out / "manifest.json").read_text())
         found: dict[str, object] = {}
         for path in out.rglob("*"):
-            if path.parent.name != "parts" and path.is_file() and path != out / "manifest.json":
+            if path.suffix == ".safetensors":
+                with safe_open(path, "np") as file:
+                    note = json.loads(file.metadata()["note"])
+                    del note["seconds"]
+                    found[path.name] = note, {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+            elif path.is_file() and path != out / "manifest.json":
                 found[str(path.relative_to(out))] = path.read_bytes()
-        for note in manifest["parts"]:
-            found[f"part {note['part']}"] = (out / "parts" / note["file"]).read_bytes()
-            for own in ("file", "seconds"):
-                del note[own]
-        kept = {note["part"] for note in manifest["parts"]}
-        assert len(kept) == len(list((out / "parts").iterdir())), "files that are no part"
-        del manifest["sha256"]
-        return found | {"manifest": manifest}
+        return found | {"manifest": json.loads((out / "manifest.json").read_text())}
     files = [path for path in out.parent.rglob("*") if path.is_file()]
     return {str(path.relative_to(out.parent)): path.read_bytes() for path in files}

@@ -227,7 +227,7 @@ def test_an_address_with_a_password_is_refused_and_not_repeated(url: str) -> Non
         ),
         (("predict", "m", "x.fasta", "-o", "x.npz", "--png", "s3://b/x"), "takes no address in a bucket for png"),
         (("status", "gs://b/run"), "gs://b/run: `esmshard status` takes no address in a bucket for run"),
-        (("embed", "status", "s3://b/out"), "s3://b/out: status reads a directory on a disk"),
+        (("embeddings", "status", "s3://b/out"), "s3://b/out: status reads a directory on a disk"),
         (("ingest", "x", "-o", "s3://b/x", "--part", "1/2"), "--part and --merge share a directory on a disk"),
         (
             ("embed", "starter", "x", "-o", "s3://b/x", "--engine", "ray"),
@@ -253,14 +253,6 @@ def test_files_that_a_killed_command_left_are_removed(tmp_path: Path, monkeypatc
         with remote.scratch():
             assert not gone.exists()
     assert list((tmp_path / "uploads").iterdir()) == []
-
-
-def test_create_knows_its_own_object_again(server: Buckets) -> None:
-    place = remote.RemoteDirectory(f"s3://{BUCKET}/x")
-    assert place.create("claim", b"me")
-    assert place.create("claim", b"me"), "as after a lost answer"
-    assert not place.create("claim", b"you")
-    assert server.names("x/") == {"x/claim"}, "nothing is left of the question whether the server can do this"
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -12,6 +12,7 @@ import torch
 
 from esmshard.api import sequence_inputs
 from esmshard.api.sequence_inputs import SequenceInputs, Sequences
+from esmshard.array_formats import Dtype, Output
 from esmshard.data.batching.loader import Example
 from esmshard.data.batching.packing import by_length
 from esmshard.data.fasta.symbols import Edits
@@ -19,8 +20,8 @@ from esmshard.data.tracks.track_entries import entries
 from esmshard.data.tracks.track_files import track_files
 from esmshard.data.tracks.track_values import in_batches, require_length, unknown_entry, values_of
 from esmshard.devices import DeviceName, chosen_device, packs_at_once, side_by_side
-from esmshard.embed.compute.embedder import TORCH, Embedder, Failed
-from esmshard.embed.compute.outputs import Dtype, Long, Output, choose
+from esmshard.embed.embedder import Embedder, Failed
+from esmshard.embed.spec import TORCH, Long, choose
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import BETWEEN, join_option
 from esmshard.model import weights
@@ -117,7 +118,7 @@ class Model:
             layers: 0 (embedding, without `attentions`) to the number of layers; the last by default. Several layers are
                 a list.
             long: the treatment of sequences that are longer than those which the model was trained on: `full`, `window`
-                or `truncate`, or an `embed.compute.outputs.Long`.
+                or `truncate`, or an `embed.spec.Long`.
             tokens: tokens computed at once. A longer sequence is computed alone.
             tracks: what is known of the residues besides, for models that read it; see `track_inputs.Tracks`.
 

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.base import BaseEstimator, TransformerMixin
 
-from esmshard.embed.compute.outputs import Output, choose
+from esmshard.array_formats import Output
+from esmshard.embed.spec import choose
 from esmshard.errors import UsageError
 from esmshard.files import state
 from esmshard.model import weights

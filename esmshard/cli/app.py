@@ -69,6 +69,7 @@ for part, commands in COMMANDS.items():
         declared = with_next_step(with_addresses(command))
         app.command(rich_help_panel=part, epilog=help_text.examples(command))(declared)
 app.add_typer(recipe_commands.app, name="recipes", rich_help_panel="Train")
+app.add_typer(inference_commands.embeddings, name="embeddings", rich_help_panel="Use a model")
 
 
 def _version(wanted: bool) -> None:

@@ -10,14 +10,12 @@ from esmshard.errors import UsageError
 
 
 def embed(
-    model: Annotated[
-        str, typer.Argument(help="A model; or status, verify or merge, for an output that was written before.")
-    ],
+    model: Annotated[str, typer.Argument(help="A model.")],
     fasta: Annotated[
         Path,
         typer.Argument(
             help="FASTA file or table, plain or compressed, - for the standard input, a token store, or structures "
-            "(PDB, mmCIF); or an address in a bucket; after status, verify or merge, the output."
+            "(PDB, mmCIF); or an address in a bucket."
         ),
     ],
     out: Annotated[
@@ -29,20 +27,17 @@ def embed(
         ),
     ] = None,
     fmt: Annotated[
-        Optional[str],
-        typer.Option(
-            "--format",
-            metavar="FORMAT",
-            help="h5, npy, csv, parquet, h5ad, safetensors, fair-esm-pt, biotrainer-h5 or parts; by default from the "
-            "ending of OUT.",
-        ),
+        Optional[
+            Literal["h5", "npy", "npz", "csv", "parquet", "zarr", "h5ad", "safetensors", "biotrainer-h5", "parts"]
+        ],
+        typer.Option("--format", help="By default from the ending of OUT."),
     ] = None,
     pool: Annotated[
         str,
         typer.Option(
             metavar="POOL,...",
             help="mean, max, cls, residue, logits, contacts, attentions; by default mean for npy, csv, parquet, "
-            "h5ad and parts, else residue.",
+            "zarr, h5ad and parts, else residue.",
         ),
     ] = "",
     layers: Annotated[
@@ -107,26 +102,15 @@ def embed(
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write embeddings, without BOS and EOS, in input order; or check an output that was written."""
-    from esmshard import remote
+    """Write embeddings, without BOS and EOS, in input order."""
     from esmshard.data.tracks.track_files import named_tracks
-    from esmshard.embed.compute.outputs import Long
 
-    if model in ("status", "verify", "merge") and not Path(model).exists():
-        from esmshard.embed.job import embed_status
-
-        if model == "merge" and out is not None and (url := remote.address(out)) is not None:
-            remote.write_at(
-                url, overwrite, lambda path: print(embed_status.merge(fasta, path, fmt, overwrite=overwrite))
-            )
-        elif model == "merge":
-            print(embed_status.merge(fasta, out, fmt, overwrite))
-        else:
-            print(embed_status.status(fasta) if model == "status" else embed_status.verify(fasta))
-        return
     if out is None:
         raise UsageError("-o: name the file to write, or the directory, such as -o my.h5")
-    from esmshard.embed.job import embed_job, embed_plan, embed_request
+    from esmshard.embed import dry_run as dry
+    from esmshard.embed import job
+    from esmshard.embed.request import request
+    from esmshard.embed.spec import Long
 
     how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
     how |= {"layers": _integers("--layers", layers), "heads": _integers("--heads", heads)}
@@ -137,13 +121,13 @@ def embed(
 
         if weights.is_far(model):
             raise UsageError(f"--dry-run opens the model, and downloads none; type esmshard download {model} first")
-    asked = embed_request.request(model, out, **how)
+    asked = request(model, out, **how)
     if dry_run and offload:
         raise UsageError("--dry-run needs the whole model in one process; leave --offload out")
     if dry_run:
-        print(embed_plan.forecast(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
+        print(dry.forecast(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
         return
-    report = embed_job.embed(
+    report = job.embed(
         asked,
         fasta,
         nproc=nproc,
@@ -168,6 +152,37 @@ def _integers(option: str, text: str) -> list[int]:
         return [int(one) for one in text.split(",") if one.strip()]
     except ValueError:
         raise UsageError(f"{option} {text}: numbers with commas between them are expected, as 5,6") from None
+
+
+embeddings = typer.Typer(help="Look at outputs of embed, and convert them.", no_args_is_help=True)
+
+
+@embeddings.command("status")
+def embeddings_status(out: Annotated[Path, typer.Argument(help="An output of embed, finished or not.")]) -> None:
+    """Print how far an output is, and what it holds."""
+    from esmshard.embed import job
+
+    print(job.status(out))
+
+
+@embeddings.command("merge")
+def embeddings_merge(
+    directory: Annotated[Path, typer.Argument(help="A finished directory of parts.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="File to write; may lie in a bucket (s3://, gs://).")],
+    fmt: Annotated[
+        Optional[Literal["h5", "npy", "npz", "csv", "parquet", "zarr", "h5ad", "safetensors"]],
+        typer.Option("--format", help="By default from the ending of OUT."),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write one file from a directory of parts, which stays."""
+    from esmshard import remote
+    from esmshard.embed import job
+
+    if (url := remote.address(out)) is not None:
+        remote.write_at(url, overwrite, lambda path: print(job.merge(directory, path, fmt, overwrite=overwrite)))
+    else:
+        print(job.merge(directory, out, fmt, overwrite))
 
 
 def predict(

@@ -77,7 +77,11 @@ def _finetune(values: Mapping[str, Any]) -> str:
 
 def _embed(values: Mapping[str, Any]) -> str | None:
     out = values["out"]
-    return f"esmshard embed verify {out}" if out is not None and not Path(out).suffix else None
+    return (
+        f"esmshard embeddings merge {out} -o {out}.h5, for one file"
+        if out is not None and not Path(out).suffix
+        else None
+    )
 
 
 def _split(values: Mapping[str, Any]) -> str:

@@ -1,12 +1,10 @@
 """The engines that compute the parts of an embedding job: processes of this machine, workers of an array, or Ray.
 
-A part is finished when its note exists in `OUT.partial/parts`, so there is no protocol between processes: each engine
-only divides the numbers of the missing parts. If two processes compute the same part, the first note counts, and the
-other process removes its file.
+A part is finished when its file exists, so there is no protocol between processes: each engine only divides the numbers
+of the missing parts. If two processes compute the same part, the second file replaces an equal one.
 """
 
 import functools
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -14,7 +12,6 @@ import signal
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -26,21 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard import __version__
-from esmshard.embed.compute.embedder import TORCH, Embedder, Failed
-from esmshard.embed.store import part_plan
-from esmshard.embed.store.embedding_store import note_file
-from esmshard.embed.store.part_plan import Spec, read_plan, store_of
-from esmshard.embed.store.parts import DONE, WINDOWED, PartLayout, PartWriter
-from esmshard.embed.store.remote_store import RemoteStore
-from esmshard.embed.store.reuse import Reuse
-from esmshard.embed.store.row_index import RowIndex
+from esmshard.embed.embedder import Embedder, Failed
+from esmshard.embed.plan import store_of, tracks_of
+from esmshard.embed.spec import TORCH, Spec
+from esmshard.embed.store import Layout, Parts, Reuse, key_bytes, read_plan
 from esmshard.errors import InputError, UsageError
-from esmshard.files import publish
 from esmshard.model import weights
 from esmshard.model.attention import kernel_name
 from esmshard.model.families.family_registry import family_of
-from esmshard.model.weights import Weights, model_hash
+from esmshard.model.weights import model_hash
 from esmshard.parallel import cpu_limits
 from esmshard.progress import say
 from esmshard.vocab import CLS, EOS
@@ -51,8 +42,6 @@ MOST_LOSSES = 3
 """How often processes may be killed without a finished part in between."""
 OFFLOADED_PACK = 16384
 """Tokens of a pack where layers are copied for each pack."""
-
-_CLS, _EOS = (np.array([token], np.uint8) for token in (CLS, EOS))
 
 Progressed = Callable[[int, int], None]
 """A function that is called with the number of finished rows and residues."""
@@ -96,14 +85,8 @@ def share(text: str | None) -> Share:
     raise UsageError("--engine array: this process does not know its number; give --worker I/N, such as --worker 0/8")
 
 
-def missing_parts(directory: Path, plan: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of the parts that are not finished."""
-    return [part for part in range(plan["parts"]) if not note_file(directory, part).exists()]
-
-
-def _parts_of(directory: Path, plan: Mapping[str, Any], part_of: Share | None) -> list[int]:
-    """Return the missing parts that a worker computes, in its order."""
-    parts = missing_parts(directory, plan)
+def _parts_of(parts: list[int], part_of: Share | None) -> list[int]:
+    """Return those of the missing parts that a worker computes, in its order."""
     if part_of is None:
         return parts
     mine = [part for part in parts if part % part_of.count == part_of.number]
@@ -120,10 +103,11 @@ def compute_here(directory: Path, embedder: Embedder, progressed: Progressed, pa
         progressed: called with progress.
         part_of: the share of this process; by default all parts.
     """
-    plan, bucket = read_plan(directory), RemoteStore.of(directory)
-    for part in _parts_of(directory, plan, part_of):
-        if not note_file(directory, part).exists() and not (bucket is not None and bucket.is_done(part)):
-            compute_part(directory, plan, part, embedder, progressed)
+    plan = read_plan(directory)
+    parts = Parts(directory, plan)
+    for part in _parts_of(parts.missing(), part_of):
+        if not parts.is_done(part):
+            compute_part(directory, plan, parts, part, embedder, progressed)
 
 
 def compute_locally(
@@ -147,10 +131,10 @@ def compute_locally(
     Raises:
         InputError: with the message of a process, or if processes were killed again and again.
     """
-    plan, losses = read_plan(directory), 0
+    all_parts, losses = Parts(directory, read_plan(directory)), 0
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cpu_limits.cores() // processes))
     context = multiprocessing.get_context("spawn")
-    while parts := _parts_of(directory, plan, part_of):
+    while parts := _parts_of(all_parts.missing(), part_of):
         numbers = context.SimpleQueue()
         for number in range(processes):
             numbers.put(number)
@@ -162,7 +146,7 @@ def compute_locally(
             for done in as_completed(waiting):
                 progressed(*done.result())
         except BrokenProcessPool:
-            losses = losses + 1 if len(missing_parts(directory, plan)) == len(parts) else 1
+            losses = losses + 1 if len(_parts_of(all_parts.missing(), part_of)) == len(parts) else 1
             codes = {child.exitcode for child in children} - {0, None, -signal.SIGTERM}
             cause = f"a process was ended by signal {-min(codes)}" if codes else "a process was ended"
             cause += " (out of memory, perhaps)" if -signal.SIGKILL in codes else ""
@@ -201,17 +185,10 @@ def _begin_process(numbers: Any, device: str, threads: int) -> None:
 
 
 def _compute_in_process(directory: str, tokens: int | None, part: int) -> tuple[int, int]:
-    plan, embedder = _open(directory, _process["device"], tokens)
-    return _counted(Path(directory), plan, part, embedder)
+    return _compute_once(directory, _process["device"], tokens, part)
 
 
-@functools.lru_cache(maxsize=1)
-def _open(directory: str, device: str, tokens: int | None) -> tuple[dict[str, Any], Embedder]:
-    plan = read_plan(Path(directory))
-    return plan, make_embedder(plan, torch.device(device), tokens)
-
-
-def _counted(directory: Path, plan: Mapping[str, Any], part: int, embedder: Embedder) -> tuple[int, int]:
+def _compute_once(directory: str, device: str, tokens: int | None, part: int) -> tuple[int, int]:
     """Compute a part, unless it was finished meanwhile. Return its computed rows and residues."""
     rows, residues = 0, 0
 
@@ -219,10 +196,16 @@ def _counted(directory: Path, plan: Mapping[str, Any], part: int, embedder: Embe
         nonlocal rows, residues
         rows, residues = rows + more_rows, residues + more_residues
 
-    bucket = RemoteStore.of(directory)
-    if not note_file(directory, part).exists() and not (bucket is not None and bucket.is_done(part)):
-        compute_part(directory, plan, part, embedder, count)
+    plan, parts, embedder = _open(directory, device, tokens)
+    if not parts.is_done(part):
+        compute_part(Path(directory), plan, parts, part, embedder, count)
     return rows, residues
+
+
+@functools.lru_cache(maxsize=1)
+def _open(directory: str, device: str, tokens: int | None) -> tuple[dict[str, Any], Parts, Embedder]:
+    plan = read_plan(Path(directory))
+    return plan, Parts(Path(directory), plan), make_embedder(plan, torch.device(device), tokens)
 
 
 def compute_on_ray(directory: Path, device: str, tokens: int | None, address: str, progressed: Progressed) -> None:
@@ -260,10 +243,8 @@ def compute_on_ray(directory: Path, device: str, tokens: int | None, address: st
     try:
         use = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 1}
         task = ray.remote(**use, max_retries=-1, scheduling_strategy="SPREAD")(_compute_in_task)
-        plan = read_plan(directory)
-        waiting = [
-            task.remote(str(directory.resolve()), device, tokens, part) for part in missing_parts(directory, plan)
-        ]
+        parts = Parts(directory, read_plan(directory)).missing()
+        waiting = [task.remote(str(directory.resolve()), device, tokens, part) for part in parts]
         while waiting:
             done, waiting = ray.wait(waiting)
             progressed(*ray.get(done[0]))
@@ -279,8 +260,7 @@ def compute_on_ray(directory: Path, device: str, tokens: int | None, address: st
 def _compute_in_task(directory: str, device: str, tokens: int | None, part: int) -> tuple[int, int]:
     if device == "cpu":
         torch.set_num_threads(1)  # Ray gave this task one core.
-    plan, embedder = _open(directory, "cuda:0" if device == "cuda" else device, tokens)
-    return _counted(Path(directory), plan, part, embedder)
+    return _compute_once(directory, "cuda:0" if device == "cuda" else device, tokens, part)
 
 
 _told_to_wait: set[Share] = set()
@@ -295,87 +275,61 @@ def wait(worker: Share) -> None:
 
 
 def compute_part(
-    directory: Path, plan: Mapping[str, Any], part: int, embedder: Embedder, progressed: Progressed
+    directory: Path, plan: Mapping[str, Any], parts: Parts, part: int, embedder: Embedder, progressed: Progressed
 ) -> None:
-    """Compute one part and write it with its note.
+    """Compute one part and write it.
 
     Args:
         directory: `OUT.partial`.
         plan: its plan.
+        parts: its parts.
         part: the number of the part.
         embedder: the embedder of the plan's spec.
         progressed: called with progress.
     """
-    began, spec = time.monotonic(), Spec.of(plan)
-    index, store = RowIndex(directory / "index"), store_of(directory, plan)
-    rows = slice(index.bounds[part], index.bounds[part + 1])
-    first_U, content_U16, length_U = index.first[rows].tolist(), index.content[rows], index.lengths_of(part)
-    layout = PartLayout(spec.kind, spec.long.kept(length_U))
-    writer = PartWriter(directory / "parts" / f"{part:06d}-{uuid.uuid4().hex[:8]}.safetensors", layout, content_U16)
-    failed: list[tuple[int, str]] = []
-    windowed: list[tuple[int, int]] = []
-    try:
-        copied = _copy_earlier(plan, spec, content_U16, writer)
-        progressed(len(copied), 0)
-        todo = [row for row in range(len(layout)) if row not in copied]
-        sequences = [with_ends(store.residues(first_U[row])) for row in todo]
-        read = part_plan.tracks_of(directory, plan, family_of(embedder.esm.config).tracks)
-        tracks = None if read is None else [read.get(first_U[row], slice(None)) for row in todo]
-        for place, result in embedder.compute(sequences, tracks):
-            row = todo[place]
-            if isinstance(result, Failed):
-                failed.append((row, result.reason))
-            else:
-                arrays = [result.values[output.name] for output in spec.outputs]
-                buffers = [x.contiguous().view(-1).view(torch.uint8).numpy().data for x in arrays]
-                writer.add(row, buffers, WINDOWED if result.windowed else DONE)
-                if result.windowed:
-                    windowed.append((row, result.windowed))
-            progressed(1, int(length_U[row]))
-        on_gpu = embedder.device.type == "cuda"
-        note = {
-            "part": part,
-            **writer.close(),
-            "failed": sorted(failed),
-            "windowed": sorted(windowed),
-            "reused": len(copied),
-            "dtype": spec.dtype,
-            "compute": spec.compute,
-            "kernel": kernel_name(embedder.device, TORCH[spec.compute]),
-            "device": torch.cuda.get_device_name(embedder.device) if on_gpu else embedder.device.type,
-            "versions": {"esmshard": __version__, "torch": torch.__version__},
-            "seconds": round(time.monotonic() - began, 3),
-        }
-        bucket = RemoteStore.of(directory)
-        if bucket is not None:
-            published = bucket.publish(part, note, writer.path)
+    began, spec, index, store = time.monotonic(), Spec.of(plan), parts.index, store_of(directory, plan)
+    first_n = index.first[index.bounds[part] : index.bounds[part + 1]].tolist()
+    length_n = index.lengths_of(part)
+    layout = Layout(spec, length_n)
+    tensors = {one.name: layout.empty(one) for one in spec.outputs}
+
+    def put(row: int, values: Mapping[str, torch.Tensor]) -> None:
+        for one in spec.outputs:
+            target = tensors[one.name][layout.slice(one, row)]
+            target.copy_(values[one.name].reshape(target.shape))
+
+    todo = list(range(len(first_n)))
+    if plan["reuse"]:
+        earlier = _reuse(plan["reuse"], spec)
+        old_n = earlier.rows(np.asarray(index.keys[index.bounds[part] : index.bounds[part + 1]]))
+        todo = np.flatnonzero(old_n < 0).tolist()
+        for row in np.flatnonzero(old_n >= 0).tolist():
+            values = {name: torch.from_numpy(x) for name, x in earlier.values(int(old_n[row])).items()}
+            put(row, {name: x.view(TORCH[spec.dtype]) for name, x in values.items()})
+        progressed(len(first_n) - len(todo), 0)
+    failed, windowed = list[tuple[int, str]](), list[tuple[int, int]]()
+    records = tracks_of(directory, plan, family_of(embedder.esm.config).tracks, store)
+    tracks = None if records is None else [records.get(first_n[row], slice(None)) for row in todo]
+    for place, result in embedder.compute([with_ends(store.residues(first_n[row])) for row in todo], tracks):
+        row = todo[place]
+        if isinstance(result, Failed):
+            failed.append((row, result.reason))
         else:
-            published = publish(note_file(directory, part), json.dumps(note, indent=1) + "\n")
-        if not published:  # Another process has finished this part first.
-            writer.discard()
-    except BaseException:
-        if not note_file(directory, part).exists():
-            writer.discard()
-        raise
-
-
-def _copy_earlier(
-    plan: Mapping[str, Any], spec: Spec, content_U16: npt.NDArray[np.uint8], writer: PartWriter
-) -> set[int]:
-    """Copy the rows that the earlier embedding store of `--reuse` holds, and return their numbers in the part."""
-    if not plan["reuse"]:
-        return set()
-    reuse, copied = _reuse(plan["reuse"], spec), set()
-    old_U = reuse.rows(content_U16)
-    for row in np.flatnonzero(old_U >= 0).tolist():
-        values = reuse.get(int(old_U[row]), content_U16[row])
-        if values is not None:
-            writer.add(row, values)
-            copied.add(row)
-    if reuse.damaged:
-        say(f"{plan['reuse']}: {reuse.damaged} of its rows are damaged, and are computed again")
-        reuse.damaged = 0
-    return copied
+            put(row, result.values)
+            windowed += [(row, result.windowed)] if result.windowed else []
+        progressed(1, int(length_n[row]))
+    on_gpu = embedder.device.type == "cuda"
+    note = {
+        "rows": len(first_n),
+        "failed": sorted(failed),
+        "windowed": sorted(windowed),
+        "reused": len(first_n) - len(todo),
+        "kernel": kernel_name(embedder.device, TORCH[spec.compute]),
+        "device": torch.cuda.get_device_name(embedder.device) if on_gpu else embedder.device.type,
+        "torch": torch.__version__,
+        "seconds": round(time.monotonic() - began, 3),
+    }
+    parts.write(part, {**tensors, "keys": torch.from_numpy(key_bytes(index, part))}, note)
 
 
 @functools.lru_cache(maxsize=1)
@@ -385,7 +339,7 @@ def _reuse(path: str, spec: Spec) -> Reuse:
 
 def with_ends(residues: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Return the residues between `<cls>` and `<eos>`, as the embedder expects them."""
-    return np.concatenate((_CLS, residues, _EOS))
+    return np.concatenate(([CLS], residues, [EOS])).astype(np.uint8)
 
 
 def make_embedder(
@@ -399,21 +353,15 @@ def make_embedder(
         tokens: tokens of a pack.
         offload: a directory for layers that fit neither on the devices nor into memory. Each pass reads them.
     """
-    spec, found = Spec.of(plan), _same_model(plan)
-    dtype = TORCH[spec.compute]
+    read, spec = weights.read(plan["facts"]["model"]), Spec.of(plan)
+    if model_hash(read) != spec.model_hash:
+        raise InputError(f"{read.source}: its weights were changed since; --overwrite starts over")
+    read = weights.joining(read, spec.chains, "--join")
+    dtype, how = TORCH[spec.compute], dict[str, Any](dtype=spec.dtype, long=spec.long)
     if offload is None:
-        esm = weights.build(found, device, dtype).eval()
-        return Embedder(esm, spec.outputs, dtype=spec.dtype, long=spec.long, tokens=tokens)
-    from esmshard.embed.compute.offload import offloaded
+        return Embedder(weights.build(read, device, dtype).eval(), spec.outputs, tokens=tokens, **how)
+    from esmshard.embed.offload import offloaded
 
-    esm = offloaded(found, offload, dtype, device)
+    esm = offloaded(read, offload, dtype, device)
     # A pass copies the layers once, whatever its number of tokens. Packs at the same time would wait for each other.
-    tokens = tokens or OFFLOADED_PACK
-    return Embedder(esm, spec.outputs, dtype=spec.dtype, long=spec.long, tokens=tokens, device=device, workers=1)
-
-
-def _same_model(plan: Mapping[str, Any]) -> Weights:
-    found, spec = weights.read(plan["facts"]["model"]), Spec.of(plan)
-    if model_hash(found) != spec.model_hash:
-        raise InputError(f"{found.source}: its weights were changed since; --overwrite starts over")
-    return weights.joining(found, spec.chains, "--join")
+    return Embedder(esm, spec.outputs, tokens=tokens or OFFLOADED_PACK, device=device, workers=1, **how)

@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from esmshard.array_formats import FORMATS, About, FormatWriter, Output, Pool, Row
 from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Examples, Store
 from esmshard.data.batching.packing import by_length
@@ -28,21 +30,22 @@ from esmshard.joined_chains import Chains
 from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of
 from esmshard.predict import contact_pictures
-from esmshard.predict.writers import (
-    CsvWriter,
-    NpzWriter,
-    ParquetWriter,
-    TableWriter,
-    chains_file,
-    check,
-    pyarrow,
-    write_chains,
-)
 from esmshard.progress import Progress, rate, say
 from esmshard.tasks.base import of_residues
 from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks
 from esmshard.tasks.registry import traits
 from esmshard.vocab import chain_spans, decode
+from esmshard.writers import (
+    CsvWriter,
+    ParquetWriter,
+    TableWriter,
+    chains_file,
+    check,
+    facts_file,
+    failures_file,
+    pyarrow,
+    write_chains,
+)
 
 Array = npt.NDArray[np.float32]
 
@@ -61,6 +64,35 @@ PAIR = 256
 proteins is equivalent to a pack of at most 2^20 pairs of longer ones: one of 1,024 tokens, or four of 512.
 """
 FORMAT, VERSION = "esmshard-predictions", "1"
+PREDICTION = "prediction"
+ARRAYS, TABLES = ("npz", "h5", "zarr", "safetensors"), ("csv", "parquet")
+"""The formats with an array for each record, and those with a line for each protein or residue."""
+
+
+@dataclass(frozen=True)
+class Prediction(Output):
+    """The array of predictions of a record: [C] of a protein, [L, C] of its residues, or [L, L] if C is 0."""
+
+    pool: Pool = "residue"
+    layer: int | None = None
+    per_residue: bool = field(default=False, kw_only=True)
+    n_names: int = field(default=0, kw_only=True)
+    """C"""
+
+    @property
+    def name(self) -> str:
+        """Return the name that files use."""
+        return PREDICTION
+
+    @property
+    def pooled(self) -> bool:
+        """Whether each record has one vector."""
+        return self.n_names > 0 and not self.per_residue
+
+    @property
+    def paired(self) -> bool:
+        """Whether each pair of residues has a value."""
+        return self.n_names == 0
 
 
 class Failure(NamedTuple):
@@ -94,11 +126,11 @@ def predict(
     device: DeviceName = None,
     overwrite: bool = False,
 ) -> Predicted:
-    """Write the head's predictions for each record to an `.npz`, a `.csv` or a `.parquet` file.
+    """Write the head's predictions for each record.
 
-    An `.npz` has one array for each record under its id: for contacts float32 [L, L], symmetric probabilities; for
-    other tasks see their `predict`. A `.csv` or `.parquet` has a line for each protein, or for each residue; contacts
-    cannot be written so.
+    An `.npz`, `.h5`, `.zarr` or `.safetensors` file has one array for each record under its id, as `embed` writes it:
+    for contacts float32 [L, L], symmetric probabilities; for other tasks see their `predict`. A `.csv` or `.parquet`
+    has a line for each protein, or for each residue; contacts cannot be written so.
 
     Linkers between the chains of a record are cut out: its residues are those of one chain after the other, a table
     counts them in each chain, and `OUT.chains.tsv` lists the residues of each chain and how they were joined.
@@ -165,15 +197,6 @@ def predict(
         return Predicted(len(store) - len(failed), tuple(failed))
 
 
-def failures_file(out: Path) -> Path:
-    """Return the path of the list of an output's failures.
-
-    >>> failures_file(Path("maps/x.npz")).as_posix()
-    'maps/x.npz.failed.tsv'
-    """
-    return out.with_name(f"{out.name}.failed.tsv")
-
-
 def write_failures(out: Path, failures: Sequence[Failure]) -> None:
     """Write `OUT.failed.tsv`, in the order of the input. If nothing failed, remove the file of an earlier run."""
     path = failures_file(out)
@@ -202,17 +225,26 @@ def _removed_with(out: Path) -> Iterator[None]:
 
 def _check_out(out: Path, png: Path | None, overwrite: bool) -> None:
     """Refuse outputs that cannot be written, or are there already."""
-    if out.suffix not in (".npz", ".csv", ".parquet"):
-        raise UsageError(f"{out}: predictions are written as .npz, .csv or .parquet; give the file that ending")
-    if out.suffix == ".parquet":
+    form = out.suffix.removeprefix(".")
+    if form not in (*ARRAYS, *TABLES):
+        raise UsageError(
+            f"{out}: predictions are written as .{', .'.join((*ARRAYS, *TABLES[:-1]))} or .{TABLES[-1]}; give the file "
+            "that ending"
+        )
+    if form == "parquet":
         pyarrow(out)
-    check(out, failures_file(out), chains_file(out), facts_file(out), overwrite=overwrite)
+    if form in ARRAYS:
+        FORMATS[form].require(out)
+        FORMATS[form].check_place(out, overwrite=overwrite)
+    else:
+        check(out, overwrite=overwrite)
+    check(failures_file(out), chains_file(out), facts_file(out), overwrite=overwrite)
     if png is not None:
         contact_pictures.check(png, overwrite=overwrite)
 
 
 def _add(
-    writer: NpzWriter | TableWriter,
+    writer: FormatWriter | TableWriter,
     pictures: contact_pictures.MapFolder | None,
     record_id: str,
     values: Array,
@@ -222,9 +254,11 @@ def _add(
     if isinstance(writer, TableWriter):
         writer.add(record_id, values, decode(sequence))
         return
-    writer.add(record_id, values)
+    chains = tuple(end - start for start, end in chain_spans(sequence))
+    several = chains if len(chains) > 1 else ()
+    writer.add(Row(record_id, sum(chains), {PREDICTION: np.asarray(values, np.float32)}, chains=several))
     if pictures is not None:
-        pictures.add(record_id, values, [end - start for start, end in chain_spans(sequence)])
+        pictures.add(record_id, values, list(chains))
 
 
 def read_input(
@@ -276,15 +310,6 @@ def read_input(
     return examples, [*of_records, *about_tracks]
 
 
-def facts_file(out: Path) -> Path:
-    """Return the path of the facts about an output, as `embed` names it.
-
-    >>> facts_file(Path("maps/x.npz")).as_posix()
-    'maps/x.npz.json'
-    """
-    return out.with_name(f"{out.name}.json")
-
-
 def _facts(
     model: str, found: FineTuned, examples: Examples, tracks: Mapping[str, str], sentences: Sequence[str]
 ) -> dict[str, Any]:
@@ -308,18 +333,19 @@ def _facts(
 
 def _writer(
     out: Path, found: FineTuned, facts: Mapping[str, Any], store: Store
-) -> NpzWriter | CsvWriter | ParquetWriter:
-    task = found.task
-    if out.suffix == ".npz":
-        return NpzWriter(out)
+) -> FormatWriter | CsvWriter | ParquetWriter:
+    task, form = found.task, out.suffix.removeprefix(".")
+    about: dict[str, str] = {name: facts[name] for name in ("format", "version", "model")}
+    about |= {name: json.dumps(facts[name]) for name in ("task", "notices")}
+    if form in ARRAYS:
+        output = Prediction(per_residue=task.per_residue, n_names=len(task.names))
+        return FORMATS[form](out, About((output,), len(task.names), "fp32", None, about))
     if not task.names:
         raise UsageError(f"{out}: pair maps do not fit into a table; give the file the ending .npz")
     how = {"per_residue": task.per_residue, "choose": task.one_of_names, "pairs": task.settings.pairs}
     how["chains"] = task.per_residue and linker_of(store.manifest) is not None
     if out.suffix == ".csv":
         return CsvWriter(out, task.names, **how)
-    about: dict[str, str] = {name: facts[name] for name in ("format", "version", "model")}
-    about |= {name: json.dumps(facts[name]) for name in ("task", "notices")}
     about["versions"] = json.dumps({**facts["versions"], "pyarrow": version("pyarrow")})
     return ParquetWriter(out, task.names, **how, about=about)
 

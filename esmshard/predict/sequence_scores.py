@@ -27,11 +27,11 @@ from esmshard.predict import variant_tables
 from esmshard.predict.language_models import LanguageModels, check_finite, mean_and_sd, read_models
 from esmshard.predict.predictions import read_input
 from esmshard.predict.variant_tables import text
-from esmshard.predict.writers import GROUP_ROWS, check, pyarrow
 from esmshard.progress import say
 from esmshard.tasks.finetuned import without_tracks
 from esmshard.tasks.marginals import Protein, pseudo_log_likelihoods, scored_residues
 from esmshard.vocab import is_residue
+from esmshard.writers import GROUP_ROWS, check, pyarrow
 
 SequenceMethod = Literal["pseudo-perplexity", "one-pass", "both"]
 MASKED, ONE_PASS, BOTH = get_args(SequenceMethod)

@@ -27,12 +27,12 @@ from esmshard.predict import variant_tables
 from esmshard.predict.known_variants import spearman_sentence
 from esmshard.predict.language_models import check_finite, mean_and_sd, read_models
 from esmshard.predict.variant_tables import text
-from esmshard.predict.writers import check
 from esmshard.progress import say
 from esmshard.tasks.finetuned import without_tracks
 from esmshard.tasks.marginals import Tracks, log_probabilities, pseudo_log_likelihoods, scored_residues
 from esmshard.tasks.metrics import variant_spearman
 from esmshard.vocab import RESIDUES, STANDARD, TOKENS, encode
+from esmshard.writers import check
 
 Method = Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity"]
 METHODS = get_args(Method)

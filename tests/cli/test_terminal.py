@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from esmshard.cli import app
-from esmshard.embed.compute.embedder import Embedder
+from esmshard.embed.embedder import Embedder
 from esmshard.predict import sequence_scores
 from esmshard.shipped import shipped
 from esmshard.train import loop

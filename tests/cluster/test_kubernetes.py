@@ -449,7 +449,7 @@ def test_what_cannot_be_rendered_is_one_sentence(site: dict[str, Any], changes: 
 
 def test_examples_are_what_is_rendered(kubernetes_validate: ModuleType) -> None:
     examples = _examples()
-    assert {path.name for path in EXAMPLES.iterdir()} == {*examples, "site.yaml", "claim.yaml"}
+    assert {path.name for path in EXAMPLES.iterdir()} == {*examples, "site.yaml", "claim.yaml", "embed-rayjob.yaml"}
     for name, text in examples.items():
         assert (EXAMPLES / name).read_text(encoding="utf-8") == text, f"run: python {Path(__file__).name}"
     claim = YAML(typ="safe").load((EXAMPLES / "claim.yaml").read_text())
@@ -458,6 +458,11 @@ def test_examples_are_what_is_rendered(kubernetes_validate: ModuleType) -> None:
     assert job["metadata"]["namespace"] == claim["metadata"]["namespace"]
     claims = [v["persistentVolumeClaim"]["claimName"] for v in job["spec"]["template"]["spec"]["volumes"][:1]]
     assert claims == [claim["metadata"]["name"]]
+    cluster = pyyaml.safe_load((EXAMPLES / "embed-rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": group["template"]["spec"]}
+        assert kubernetes_validate.validate(pod, VERSIONS[0], strict=True) == VERSIONS[0]
+        assert pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claims[0]
 
 
 def _start(job: dict[str, Any], index: int, work: Path) -> pods.Pod:

@@ -12,7 +12,7 @@ from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store.ingestion import cached, ingest, ingest_part, merge
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.variants.mutations import protein_of
-from esmshard.embed.store.row_index import read_input
+from esmshard.embed.plan import read_input
 from esmshard.errors import InputError
 from esmshard.shipped import shipped
 from esmshard.vocab import encode
@@ -75,7 +75,7 @@ SAYS = (
     [
         lambda path: ingest([path], Path("out")),
         cached,  # as finetune and evaluate do
-        lambda path: read_input(path, Path("out")),  # as embed does
+        lambda path: read_input(path, Path("out"), 25),  # as embed does
     ],
 )
 def test_every_reader_refuses_them(read: Callable[[Path], TokenStore]) -> None:

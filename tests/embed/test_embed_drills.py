@@ -1,5 +1,6 @@
 """`esmshard embed` may be killed at any moment, and share its work with others: nothing is lost, doubled or mixed."""
 
+import socket
 import time
 from collections import Counter
 from pathlib import Path
@@ -9,11 +10,10 @@ import numpy as np
 import pytest
 from embed_runs import ORDER, Run, content, stage, until, write_fasta, write_model
 
-from esmshard.embed.job import embed_job
-from esmshard.embed.job.embed_job import embed
-from esmshard.embed.job.embed_request import request
-from esmshard.embed.store import part_plan
-from esmshard.embed.store.part_plan import PlanRequest
+from esmshard.embed import job
+from esmshard.embed.job import embed
+from esmshard.embed.plan import partial
+from esmshard.embed.request import request
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
 
@@ -111,23 +111,23 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x"])
-@pytest.mark.parametrize("where", ["check_room", "compute", "finish"])
+@pytest.mark.parametrize("where", ["check_room", "_compute", "_report"])
 def test_another_command_may_finish_at_any_moment(
     given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
 ) -> None:
     """The directory that this one works in is gone then."""
     out = tmp_path / "out" / name
-    asked, step = request(str(given.model), out), getattr(embed_job, where)
+    asked, step = request(str(given.model), out), getattr(job, where)
     others = 0
 
     def after_another(*arguments: Any) -> Any:
         nonlocal others
-        monkeypatch.setattr(embed_job, where, step)
+        monkeypatch.setattr(job, where, step)
         embed(asked, given.fasta, part_tokens=PART)
         others += 1
         return step(*arguments)
 
-    monkeypatch.setattr(embed_job, where, after_another)
+    monkeypatch.setattr(job, where, after_another)
     report = embed(asked, given.fasta, part_tokens=PART)
     assert (others, report.records) == (1, 600)
     assert content(out) == given.whole[name]
@@ -139,13 +139,14 @@ def test_another_command_may_finish_at_any_moment(
 def test_what_killed_processes_left_is_removed(given: Given, tmp_path: Path, name: str) -> None:
     out = tmp_path / "out" / name
     asked = request(str(given.model), out)
-    directory = part_plan.partial(asked.out)
-    part_plan.begin(directory, PlanRequest(given.fasta, asked.spec, asked.facts, None, "cpu", PART))
+    directory = partial(asked.out)
+    asked.begin(directory, given.fasta, 1, part_tokens=PART)
     (out.parent / f".removed-{name}.partial" / "parts").mkdir(parents=True)
-    for left in (f".tmp-99-{name}", ".tmp-99-x.ids.txt") if name == "x.npy" else ():
+    here = f".tmp-{socket.gethostname()}-999999999"
+    for left in (f"{here}-{name}", f"{here}-{name}.ids") if name == "x.npy" else ():
         (out.parent / left).write_text("half of it")
-    (out.parent / ".tmp-99-other.npy").write_text("somebody else's")
-    strays = "parts/000001-12345678.safetensors", "parts/.000001.json-12345678", ".plan.json-12345678"
+    (out.parent / f"{here}-other.npy").write_text("of another output")
+    strays = "parts/000001-12345678.safetensors", "parts/.000001.safetensors-12345678", ".tmp-plan.json"
     for stray in strays:
         (directory / stray).write_text("half of it")
     (out.parent / f".planning-{name}.partial-abc" / "index").mkdir(parents=True)
@@ -153,6 +154,6 @@ def test_what_killed_processes_left_is_removed(given: Given, tmp_path: Path, nam
     key = "x.npy" if name == "x.npy" else "manifest"
     assert content(out)[key] == given.whole[name][key]
     wanted = {"x"} if out.is_dir() else set(given.whole[name])
-    assert {path.name for path in out.parent.iterdir()} == wanted | {".tmp-99-other.npy"}
+    assert {path.name for path in out.parent.iterdir()} == wanted | {f"{here}-other.npy"}
     if out.is_dir():
         assert {path.name for path in out.iterdir()} == {"manifest.json", "index", "parts"}

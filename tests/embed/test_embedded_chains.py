@@ -13,11 +13,12 @@ from command import esmshard as esmshard_command
 from embed_runs import write_model
 
 import esmshard
-from esmshard.embed.compute.embedder import Computed, Embedder
-from esmshard.embed.compute.outputs import Long, Output
-from esmshard.embed.job import embed_job
-from esmshard.embed.job.embed_request import request
-from esmshard.embed.store.embedding_store import EmbeddingStore
+from esmshard.array_formats import Output
+from esmshard.embed.embedder import Computed, Embedder
+from esmshard.embed.job import embed
+from esmshard.embed.request import request
+from esmshard.embed.spec import Long
+from esmshard.embed.store import EmbeddingStore
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import Chains
 from esmshard.model import weights
@@ -49,7 +50,7 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(written: Written, fasta: str, out: str, **how: Any) -> Path:
     asked = request(written.model, Path(out), **how)
-    embed_job.embed(asked, written.directory / fasta)
+    embed(asked, written.directory / fasta)
     return Path(out)
 
 
@@ -98,7 +99,7 @@ def test_parts_know_where_chains_begin(written: Written) -> None:
         "again": (len(A), len(B)),
     }
     assert with_gap.attributes["join"] == "linker:3,gap:512"
-    assert with_gap.manifest["residues"] == 3 * len(A + B) + len(A) + len(C)
+    assert with_gap.index.lengths.sum() == 3 * len(A + B) + len(A) + len(C)
     model = esmshard.load(written.model, join="linker:3,gap:512")
     np.testing.assert_allclose(with_gap["ab"], model.embed(f"{A}:{B}", "residue"), atol=1e-6)
     np.testing.assert_allclose(with_gap["a"], esmshard.load(written.model).embed(A, "residue"), atol=1e-6)
@@ -106,7 +107,7 @@ def test_parts_know_where_chains_begin(written: Written) -> None:
     assert usual.shape == with_gap["ab"].shape
     assert np.abs(usual - with_gap["ab"]).max() > 1e-3
     with pytest.raises(UsageError, match="was made with --join linker:3,gap:512, and not with --join linker:25"):
-        embed_job.embed(request(written.model, Path("gap"), pools=["residue"]), written.directory / "x.fasta")
+        embed(request(written.model, Path("gap"), pools=["residue"]), written.directory / "x.fasta")
 
 
 @pytest.mark.parametrize(("window", "memory"), [(40, None), (0, 50)])
@@ -118,7 +119,7 @@ def test_windows_are_of_the_joined_sequence(
     outputs = (Output("residue", 2), Output("mean", 2), Output("contacts", None))
     tokens = [encode(f"{A}:{B}"), encode(A + "G" * 25 + B)]
     if memory is not None:
-        monkeypatch.setattr("esmshard.embed.compute.embedder.SMALLEST", 8)
+        monkeypatch.setattr("esmshard.embed.embedder.SMALLEST", 8)
         forward = model.forward
 
         def within_memory(batch: Any, *args: Any, **how: Any) -> Any:
@@ -185,7 +186,7 @@ def test_a_model_that_was_trained_with_a_gap_keeps_it(written: Written, tmp_path
 def test_rows_are_reused_with_the_same_join_only(written: Written) -> None:
     earlier = run(written, "x.fasta", "earlier", join="gap:512")
     with pytest.raises(UsageError, match="gap:512"):
-        embed_job.embed(request(written.model, Path("other")), written.directory / "x.fasta", reuse=earlier)
+        embed(request(written.model, Path("other")), written.directory / "x.fasta", reuse=earlier)
     asked = request(written.model, Path("same"), join="gap:512")
-    report = embed_job.embed(asked, written.directory / "x.fasta", reuse=earlier)
+    report = embed(asked, written.directory / "x.fasta", reuse=earlier)
     assert (report.reused, report.computed) == (3, 0)

@@ -10,13 +10,14 @@ import pytest
 from command import esmshard as esmshard_command
 from tracked_model import CONFIG, last_layer, random_pairs, rough_model, write_model, write_pairs
 
+from esmshard.array_formats import Output
 from esmshard.batch import TokenBatch
-from esmshard.embed.compute.embedder import Computed, Embedder
-from esmshard.embed.compute.outputs import Long, Output
-from esmshard.embed.job import embed_job, embed_plan
-from esmshard.embed.job.embed_output import EmbedReport
-from esmshard.embed.job.embed_request import request
-from esmshard.embed.store.embedding_store import EmbeddingStore
+from esmshard.embed.dry_run import forecast
+from esmshard.embed.embedder import Computed, Embedder
+from esmshard.embed.job import EmbedReport, embed
+from esmshard.embed.request import request
+from esmshard.embed.spec import Long
+from esmshard.embed.store import EmbeddingStore
 from esmshard.errors import UsageError
 from esmshard.model.trunk import Trunk
 from esmshard.vocab import CLS, EOS, encode
@@ -81,7 +82,7 @@ class Given(NamedTuple):
     def embed(self, out: str, track: Path | str | None, fasta: Path | None = None, **how: Any) -> EmbedReport:
         tracks = {} if track is None else {"3di": str(track)}
         asked = request(self.name, self.directory / out, pools=["residue"], tracks=tracks)
-        return embed_job.embed(asked, fasta or self.fasta, **how)
+        return embed(asked, fasta or self.fasta, **how)
 
     def check(self, out: str) -> None:
         """Compare each record with the model on it alone."""
@@ -157,15 +158,14 @@ def test_an_output_goes_on_with_the_tracks_that_it_was_begun_with(
             given.embed("out", track)
     given.embed("out", given.letters)
     given.check("out")
-    with pytest.raises(UsageError, match="out: was begun with another --track 3di"):
+    with pytest.raises(UsageError, match="out: was made with another --track 3di"):
         given.embed("out", other)
     given.embed("out", given.letters)
 
 
 def test_a_dry_run_counts_rows_with_their_letters(given: Given) -> None:
     asked = request(given.name, given.directory / "x.h5", tracks={"3di": str(given.letters)})
-    found = embed_plan.forecast(asked, given.fasta, seconds=0.0)
-    assert (found.records, found.unique) == (10, 9)
+    assert "\nsequences   9: 9 are computed, 0 reused\n" in forecast(asked, given.fasta, seconds=0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Every file format of embeddings, read back with the library that others will read it with."""
 
-import json
-import os
 import sys
 import time
 import warnings
@@ -15,13 +13,11 @@ import numpy as np
 import pandas
 import pytest
 import torch
+import zarr
 from pyarrow import parquet
 from safetensors import safe_open
 
-from esmshard.embed.compute.outputs import About, Output, Row
-from esmshard.embed.formats.format_registry import FORMATS, suits
-from esmshard.embed.formats.record_formats import SafetensorsFormat
-from esmshard.embed.formats.table_formats import AnnDataFormat, ParquetFormat
+from esmshard.array_formats import FORMATS, About, Output, ParquetFormat, Row, SafetensorsFormat, ZarrFormat, suits
 from esmshard.errors import InputError, UsageError
 
 DIM = 24
@@ -74,8 +70,8 @@ def names(directory: Path) -> list[str]:
 
 def test_what_is_computed_unless_told_otherwise() -> None:
     assert {name: writer.default_pool for name, writer in FORMATS.items()} == {
-        "h5": "residue", "npy": "mean", "csv": "mean", "parquet": "mean", "h5ad": "mean", "safetensors": "residue",
-        "fair-esm-pt": "residue", "biotrainer-h5": "residue",
+        "h5": "residue", "npy": "mean", "npz": "residue", "csv": "mean", "parquet": "mean", "zarr": "mean",
+        "h5ad": "mean", "safetensors": "residue", "biotrainer-h5": "residue",
     }  # fmt: skip
 
 
@@ -112,7 +108,7 @@ def test_h5_has_a_group_an_output(tmp_path: Path) -> None:
                 assert np.array_equal(data[()], expected[output.name].numpy())
 
 
-@pytest.mark.parametrize("fmt", ["h5", "h5ad", "biotrainer-h5"])
+@pytest.mark.parametrize("fmt", ["h5", "biotrainer-h5"])
 def test_hdf5_of_the_same_rows_has_the_same_bytes(tmp_path: Path, fmt: str) -> None:
     outputs = [MEAN, MAX] if FORMATS[fmt].several else [MEAN]
     write(fmt, tmp_path / "one", outputs)
@@ -255,10 +251,8 @@ def test_a_map_that_parquet_has_no_place_for_is_refused(tmp_path: Path, monkeypa
         write("parquet", tmp_path / "x.parquet", [CONTACTS], ids=["zeta", "other"])
 
 
-@pytest.mark.parametrize("chunk", [1, 500, 1 << 20])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_h5ad_is_read_by_anndata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, chunk: int) -> None:
-    monkeypatch.setattr(AnnDataFormat, "CHUNK_BYTES", chunk)
+def test_h5ad_is_read_by_anndata(tmp_path: Path, dtype: str) -> None:
     write("h5ad", tmp_path / "x.h5ad", [CLS, MEAN, MAX], dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an element without an encoding is read with a warning
@@ -278,12 +272,7 @@ def test_h5ad_is_read_by_anndata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("outputs", [*([one] for one in ALL), ALL], ids=lambda some: "+".join(o.name for o in some))
-@pytest.mark.parametrize("room", [128, 8])
-def test_safetensors_has_a_tensor_a_record_and_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outputs: list[Output], dtype: str, room: int
-) -> None:
-    """With room enough for the header, and where it has to be made."""
-    monkeypatch.setattr(SafetensorsFormat, "ROOM", room)
+def test_safetensors_has_a_tensor_a_record_and_output(tmp_path: Path, outputs: list[Output], dtype: str) -> None:
     write("safetensors", tmp_path / "x.safetensors", outputs, dtype)
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
         expected = {
@@ -302,15 +291,6 @@ def test_safetensors_has_a_tensor_a_record_and_output(
     assert names(tmp_path) == ["x.safetensors"]
 
 
-def test_tensors_that_are_larger_than_a_block_are_moved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("esmshard.embed.formats.record_formats._BLOCK", 1000)
-    monkeypatch.setattr(SafetensorsFormat, "ROOM", 8)
-    write("safetensors", tmp_path / "x.safetensors", [RESIDUE])
-    with safe_open(tmp_path / "x.safetensors", "pt") as file:
-        for record_id, tensors in zip(IDS, values_of([RESIDUE], "fp32"), strict=True):
-            assert torch.equal(file.get_tensor(record_id), tensors["residue_6"])
-
-
 def test_a_header_that_safetensors_would_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "x.safetensors"
     with pytest.raises(UsageError, match=r"header .* may have 100 MB; write it with --format parquet"):
@@ -325,104 +305,49 @@ def test_a_header_that_safetensors_would_not_read_is_refused(tmp_path: Path, mon
     assert names(tmp_path) == []
 
 
-PT_FILES = [
-    "zeta.pt", "sp|P12345|NAME_HUMAN.pt", "a/b.pt", "alpha.pt", "a_b.pt", "10.pt", "2.pt", "x/y/z.pt", "Ünï-蛋白.pt",
-    "...pt", "id_10.pt", "id_11.pt", 'q"uo\\te.pt', "c:1-20(+).pt", "A_B.pt", f"{'long' * 40}.pt", "last.pt",
-]  # fmt: skip
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("outputs", [*([one] for one in ALL), ALL], ids=lambda some: "+".join(o.name for o in some))
+def test_npz_has_an_array_a_record_and_output(tmp_path: Path, outputs: list[Output], dtype: str) -> None:
+    write("npz", tmp_path / "x.npz", outputs, dtype)
+    with np.load(tmp_path / "x.npz") as file:
+        assert len(file.files) == len(IDS) * len(outputs)
+        for record_id, tensors in zip(IDS, values_of(outputs, dtype), strict=True):
+            for name, tensor in tensors.items():
+                assert np.array_equal(file[f"{name}/{record_id}" if len(outputs) > 1 else record_id], tensor.numpy())
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_fair_esm_files_are_those_of_extract(tmp_path: Path, dtype: str) -> None:
-    first = Output("mean", 0)
-    outputs = [MEAN, first, CLS, RESIDUE, LOGITS, CONTACTS]
-    write("fair-esm-pt", tmp_path / "x", outputs, dtype)
-    found = [str(path.relative_to(tmp_path / "x")) for path in (tmp_path / "x").rglob("*") if path.is_file()]
-    assert sorted(found) == sorted([*PT_FILES, "embeddings.json"])
-    assert names(tmp_path) == ["x"]
-    about = json.loads((tmp_path / "x" / "embeddings.json").read_text(encoding="utf-8"))
-    assert about == ATTRIBUTES | {"records": len(IDS), "dim": DIM}
-    for record_id, file, tensors in zip(IDS, PT_FILES, values_of(outputs, dtype), strict=True):
-        record = torch.load(tmp_path / "x" / file, weights_only=True)
-        assert record.pop("label") == record_id
-        expected = {
-            "mean_representations": {6: tensors["mean_6"], 0: tensors["mean_0"]},
-            "bos_representations": {6: tensors["cls_6"]},
-            "representations": {6: tensors["residue_6"]},
-            "logits": tensors["logits"],
-            "contacts": tensors["contacts"],
-        }
-        assert {key: list(v) for key, v in record.items() if isinstance(v, dict)} == {
-            key: list(v) for key, v in expected.items() if isinstance(v, dict)
-        }
-        for tensor, other in zip(leaves(record), leaves({key: expected[key] for key in record}), strict=True):
-            assert tensor.dtype == other.dtype
-            assert torch.equal(tensor, other)
-            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-        assert record.keys() == expected.keys()
+@pytest.mark.parametrize("block", [1, 9000, 1 << 22])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_zarr_has_an_array_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, block: int) -> None:
+    monkeypatch.setattr(ZarrFormat, "BLOCK", block)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of what the format does not specify
+        write("zarr", tmp_path / "x.zarr", ALL, dtype)
+        group: Any = zarr.open_group(tmp_path / "x.zarr", mode="r")
+    assert dict(group.attrs) == ATTRIBUTES | {"records": len(IDS), "dim": DIM}
+    assert list(group["ids"][:]) == list(IDS)
+    assert group["lengths"][:].tolist() == [length + 1000 for length in LENGTHS]
+    for n, tensors in enumerate(values_of(ALL, dtype)):
+        for output in ALL:
+            values, expected = group[output.name], tensors[output.name].numpy()
+            assert values.dtype == NUMBERS[dtype]
+            rows = n if output.pooled else slice(*group[f"starts_{output.name}"][n : n + 2])
+            assert np.array_equal(values[rows].reshape(expected.shape), expected)
 
 
-def leaves(value: Any) -> list[torch.Tensor]:
-    return [leaf for v in value.values() for leaf in leaves(v)] if isinstance(value, dict) else [value]
+def test_only_a_zarr_group_is_ever_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "x.zarr"
+    out.mkdir()
+    (out / "thesis.tex").write_text("mine")
+    with pytest.raises(UsageError, match="thesis"):
+        ZarrFormat.check_place(out, overwrite=True)
+    with pytest.raises(UsageError, match="thesis"):
+        write("zarr", out, [MEAN])
+    assert (out / "thesis.tex").read_text() == "mine"
+    assert names(tmp_path) == ["x.zarr"]
 
 
-def test_a_directory_that_a_killed_process_left_is_no_obstacle(tmp_path: Path) -> None:
-    left = tmp_path / f".tmp-{os.getpid()}-x"
-    left.mkdir()
-    (left / "old.pt").write_text("half")
-    write("fair-esm-pt", tmp_path / "x", [MEAN], ids=["one"])
-    assert names(tmp_path) == ["x"]
-    assert names(tmp_path / "x") == ["embeddings.json", "one.pt"]
-
-
-def test_the_directory_comes_back_if_it_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write("fair-esm-pt", tmp_path / "x", [MEAN], ids=["one"])
-    rename = Path.rename
-
-    def fails(path: Path, target: Path) -> Path:
-        if path.name.startswith(".tmp-"):
-            raise OSError("no more room")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", fails)
-    with pytest.raises(OSError, match="no more room"):
-        write("fair-esm-pt", tmp_path / "x", [MEAN], ids=["two"])
-    assert names(tmp_path) == ["x"]
-    assert names(tmp_path / "x") == ["embeddings.json", "one.pt"]
-
-
-def test_fair_esm_files_have_only_what_was_asked_for(tmp_path: Path) -> None:
-    write("fair-esm-pt", tmp_path / "x", [MEAN])
-    assert torch.load(tmp_path / "x" / "10.pt", weights_only=True).keys() == {"label", "mean_representations"}
-
-
-def test_fair_esm_files_of_views_hold_no_more_than_the_view(tmp_path: Path) -> None:
-    whole = np.ones((1000, DIM), np.float32)
-    with FORMATS["fair-esm-pt"](tmp_path / "x", About((MEAN,), DIM, "fp32", 1, {})) as writer:
-        writer.add(Row("one", 5, {"mean_6": whole[3]}))
-    assert (tmp_path / "x" / "one.pt").stat().st_size < 3000
-
-
-@pytest.mark.parametrize(
-    ("ids", "files"),
-    [
-        (["a", "a.pt/b"], ["a.pt", "id_1.pt"]),
-        (["a.pt/b", "a"], ["a.pt/b.pt", "id_1.pt"]),
-        (["embeddings.json/x", "y"], ["id_0.pt", "y.pt"]),
-        (["id_1", "/x"], ["id_1.pt", "id_1_2.pt"]),
-        (["../x", "id_0"], ["id_0.pt", "id_1.pt"]),
-        (["a/../../x", "a/./b", "a//b", "/"], ["id_0.pt", "id_1.pt", "id_2.pt", "id_3.pt"]),
-        (["long" * 64, "é" * 127], ["id_0.pt", "id_1.pt"]),
-    ],
-)
-def test_no_id_leaves_the_directory_or_takes_another_file(tmp_path: Path, ids: list[str], files: list[str]) -> None:
-    write("fair-esm-pt", tmp_path / "x", [MEAN], ids=ids)
-    assert names(tmp_path) == ["x"]
-    found = {str(p.relative_to(tmp_path / "x")) for p in (tmp_path / "x").rglob("*.pt") if p.is_file()}
-    assert found == set(files)
-    assert [torch.load(tmp_path / "x" / file, weights_only=True)["label"] for file in files] == ids
-
-
-@pytest.mark.parametrize("fmt", ["h5", "parquet", "safetensors", "fair-esm-pt"])
+@pytest.mark.parametrize("fmt", ["h5", "npz", "parquet", "safetensors"])
 def test_arrays_may_be_parts_of_others_that_cannot_be_written_to(tmp_path: Path, fmt: str) -> None:
     whole = np.random.default_rng(0).random((50, 50), np.float32)
     whole.flags.writeable = False
@@ -450,7 +375,8 @@ def test_there_may_be_no_row(tmp_path: Path, fmt: str) -> None:
         "parquet": lambda: parquet.read_table(out).num_rows,
         "h5ad": lambda: anndata.read_h5ad(out).n_obs,
         "safetensors": lambda: len(safe_open(out, "np").keys()),
-        "fair-esm-pt": lambda: len(list(out.glob("*.pt"))),
+        "npz": lambda: len(np.load(out).files),
+        "zarr": lambda: zarr.open_group(out)["ids"].shape[0],  # type: ignore[union-attr]
         "biotrainer-h5": lambda: len(h5py.File(out)),
     }
     assert count[fmt]() == 0
@@ -462,7 +388,7 @@ class Broken(Exception):
 
 PLACES = {
     "h5": ["x.h5"], "npy": ["x.ids.txt", "x.npy"], "csv": ["x.csv"], "parquet": ["x.parquet"], "h5ad": ["x.h5ad"],
-    "safetensors": ["x.safetensors"], "fair-esm-pt": ["x.fair-esm-pt"],
+    "safetensors": ["x.safetensors"], "npz": ["x.npz"], "zarr": ["x.zarr"],
     "biotrainer-h5": ["x.biotrainer-h5"],
 }  # fmt: skip
 
@@ -496,7 +422,7 @@ def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path: Path, fmt: st
     assert names(tmp_path) == PLACES[fmt]
 
 
-@pytest.mark.parametrize("fmt", ["h5", "h5ad", "fair-esm-pt", "biotrainer-h5"])
+@pytest.mark.parametrize("fmt", ["h5", "zarr", "biotrainer-h5"])
 def test_a_file_that_cannot_be_begun_leaves_nothing(tmp_path: Path, fmt: str) -> None:
     writer = FORMATS[fmt](tmp_path / "x", About((MEAN,), DIM, "fp32", 1, {"note": object()}))
     with pytest.raises(TypeError), writer:
@@ -519,22 +445,20 @@ def test_too_few_rows_make_no_file(tmp_path: Path, fmt: str) -> None:
 @pytest.mark.parametrize(
     ("fmt", "outputs", "dtype", "message"),
     [
-        ("tsv", [MEAN], "fp32", "no format 'tsv'; there are h5, npy, csv, parquet, h5ad, safetensors, fair-esm-pt"),
+        ("tsv", [MEAN], "fp32", "no format 'tsv'; there are h5, npy, npz, csv, parquet, zarr, h5ad, safetensors"),
         ("npy", [RESIDUE], "fp32", "npy has a place for mean, max, cls, and none for residue_6; write it with"),
         ("csv", [RESIDUE], "fp32", "csv has a place for mean, max, cls, and none for residue_6; write it with"),
         ("csv", [MEAN, CLS], "fp32", "csv holds one output, and mean_6 and cls_6 are asked for"),
         ("csv", [MEAN], "bf16", "csv holds fp32 and fp16, and not bf16; write it with"),
         ("npy", [MEAN, CLS], "fp32", "npy holds one output, and mean_6 and cls_6 are asked for"),
-        ("npy", [MEAN], "bf16", "fp32 and fp16, and not bf16; write it with --format safetensors or fair-esm-pt"),
+        ("npy", [MEAN], "bf16", "fp32 and fp16, and not bf16; write it with --format safetensors"),
         ("h5", [MEAN], "bf16", "h5 holds fp32 and fp16, and not bf16"),
         ("parquet", [MEAN], "bf16", "parquet holds fp32 and fp16, and not bf16"),
         ("h5ad", [MEAN], "bf16", "h5ad holds fp32 and fp16, and not bf16"),
-        ("h5ad", [MEAN, CONTACTS], "fp32", "none for contacts; write it with --format h5 or parquet or safetensors"),
+        ("h5ad", [MEAN, CONTACTS], "fp32", "none for contacts; write it with --format h5 or npz or parquet"),
         ("biotrainer-h5", [LOGITS], "fp32", "has a place for mean, max, cls, residue, and none for logits"),
         ("biotrainer-h5", [MEAN, CLS], "fp32", "biotrainer-h5 holds one output, and mean_6 and cls_6 are asked for"),
-        ("parquet", [ATTENTIONS], "fp32", "none for attentions_6; write it with --format h5 or safetensors"),
-        ("fair-esm-pt", [ATTENTIONS], "fp32", "none for attentions_6; write it with --format h5 or safetensors"),
-        ("fair-esm-pt", [MAX], "fp32", "has a place for mean, cls, residue, logits, contacts, and none for max_6"),
+        ("parquet", [ATTENTIONS], "fp32", "none for attentions_6; write it with --format h5 or npz or zarr"),
     ],
 )  # fmt: skip
 def test_what_a_format_cannot_hold_is_refused(
@@ -547,7 +471,8 @@ def test_what_a_format_cannot_hold_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("fmt", "module", "extra"), [("h5", "h5py", "h5"), ("h5ad", "h5py", "h5"), ("parquet", "pyarrow", "tables")]
+    ("fmt", "module", "extra"),
+    [("h5", "h5py", "h5"), ("h5ad", "anndata", "h5ad"), ("zarr", "zarr", "zarr"), ("parquet", "pyarrow", "tables")],
 )
 def test_a_missing_library_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: str, module: str, extra: str
@@ -560,7 +485,7 @@ def test_a_missing_library_is_one_sentence(
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "fair-esm-pt"])
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "zarr"])
 def test_files_are_replaced_only_when_told(tmp_path: Path, fmt: str) -> None:
     out = tmp_path / f"x.{fmt}"
     FORMATS[fmt].check_place(out, overwrite=False)
@@ -573,25 +498,3 @@ def test_files_are_replaced_only_when_told(tmp_path: Path, fmt: str) -> None:
     out.mkdir()
     with pytest.raises(InputError, match="is a directory"):
         FORMATS[fmt].check_place(out, overwrite=True)
-
-
-def test_only_a_directory_of_embeddings_is_ever_replaced(tmp_path: Path) -> None:
-    out = tmp_path / "x"
-    about = About((MEAN,), DIM, "fp32", 1, {})
-    FORMATS["fair-esm-pt"].check_place(out, overwrite=False)
-    out.mkdir()
-    FORMATS["fair-esm-pt"].check_place(out, overwrite=False)
-    (out / "thesis.tex").write_text("mine")
-    with pytest.raises(UsageError, match="thesis"):
-        FORMATS["fair-esm-pt"].check_place(out, overwrite=True)
-    with pytest.raises(UsageError, match="thesis"):
-        FORMATS["fair-esm-pt"](out, about)
-    assert (out / "thesis.tex").read_text() == "mine"
-    with pytest.raises(UsageError, match="is a file"):
-        FORMATS["fair-esm-pt"].check_place(out / "thesis.tex", overwrite=True)
-    (out / "thesis.tex").unlink()
-    write("fair-esm-pt", out, [MEAN])
-    with pytest.raises(UsageError, match="exists already"):
-        FORMATS["fair-esm-pt"].check_place(out, overwrite=False)
-    FORMATS["fair-esm-pt"].check_place(out, overwrite=True)
-    assert names(tmp_path) == ["x"]

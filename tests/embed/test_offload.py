@@ -11,8 +11,8 @@ import torch
 from model_files import SMALL, fair_esm, ours, tokenise, write_transformers
 
 from esmshard.batch import TokenBatch
-from esmshard.embed.compute import offload
-from esmshard.embed.compute.offload import offloaded
+from esmshard.embed import offload
+from esmshard.embed.offload import offloaded
 from esmshard.errors import InputError, UsageError
 from esmshard.model import weights
 from esmshard.model.contacts import predict_contacts

@@ -17,13 +17,13 @@ from matplotlib.image import imread
 from model_files import SMALL, TINY, fair_esm, ours, perturb, tokenise, write_transformers
 from structure_texts import chain, pdb
 
-from esmshard import __version__
+from esmshard import __version__, writers
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
-from esmshard.predict import contact_pictures, predictions, writers
+from esmshard.predict import contact_pictures, predictions
 from esmshard.predict.predictions import predict
 from esmshard.tasks.contact import ContactSettings
 from esmshard.tasks.mlm import MlmSettings

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from esmshard.predict.contact_pictures import draw_map, matplotlib_figure
-from esmshard.predict.writers import CsvWriter, ParquetWriter
+from esmshard.writers import CsvWriter, ParquetWriter
 
 VALUES = np.array([[0.1], [0.2], [0.3], [0.4], [0.5]], dtype=np.float32)
 LINES = [("a", 1, 1, "M"), ("a", 1, 2, "K"), ("a", 2, 1, "T"), ("a", 2, 2, "V"), ("a", 2, 3, "L"), ("b", 1, 1, "G")]

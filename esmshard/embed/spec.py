@@ -1,91 +1,28 @@
-"""The outputs that `embed` computes for each sequence, and the description that a file has of them. No torch."""
+"""What `embed` computes: the outputs of each sequence, the treatment of long ones, and the key of a stored row."""
 
+import functools
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from esmshard.array_formats import POOLS, Dtype, Output, Pool
 from esmshard.errors import UsageError
+from esmshard.joined_chains import Chains
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import window_of
-from esmshard.vocab import VOCAB_SIZE
 
-Pool = Literal["mean", "max", "cls", "residue", "logits", "contacts", "attentions"]
-POOLS: tuple[Pool, ...] = get_args(Pool)
+TORCH: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYERLESS: tuple[Pool, ...] = ("logits", "contacts")
 """The outputs that come from the whole model and belong to no layer."""
 
-Dtype = Literal["fp32", "fp16", "bf16"]
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-NUMPY: Mapping[Dtype, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
-"""The numpy type of each dtype. numpy has no bfloat16, so its bits are kept as uint16; see `as_float`."""
-
 OVERLAP = 256
 """The residues that neighbouring windows share."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """One array for each sequence of L residues.
-
-    `mean`, `max` and `cls` are [D], `residue` [L, D], `logits` [L, 33] over the tokens of `esmshard.vocab`, `contacts`
-    [L, L] probabilities, `attentions` [H, L, L] probabilities of H heads, a row for each residue that attends. `<cls>`
-    and `<eos>` are used for `cls` only. The softmax of `attentions` is over them, too, so rows sum to less than 1.
-    """
-
-    pool: Pool
-    layer: int | None
-    """The layer, from 0 (embedding) to the number of layers; None for `logits` and `contacts`. `attentions` of layer n
-    are those of the n-th block, whose output is representation n, so there are none of layer 0.
-    """
-    heads: tuple[int, ...] = ()
-    """The heads of `attentions`, from 0; empty for every other pool."""
-
-    @property
-    def name(self) -> str:
-        """Return the name that files use.
-
-        >>> Output("mean", 33).name, Output("contacts", None).name
-        ('mean_33', 'contacts')
-        """
-        return self.pool if self.layer is None else f"{self.pool}_{self.layer}"
-
-    @property
-    def title(self) -> str:
-        """Return the name, with the heads if there are any, for messages.
-
-        >>> Output("attentions", 6, (0, 3)).title
-        'attentions_6 of heads 0,3'
-        """
-        return f"{self.name} of heads {','.join(map(str, self.heads))}" if self.heads else self.name
-
-    @property
-    def pooled(self) -> bool:
-        """Whether each sequence has one vector, whatever its length."""
-        return self.pool in ("mean", "max", "cls")
-
-    @property
-    def paired(self) -> bool:
-        """Whether each pair of residues has a value."""
-        return self.pool in ("contacts", "attentions")
-
-    def shape(self, length: int, dim: int) -> tuple[int, ...]:
-        """Return the shape of the array for a sequence of `length` residues."""
-        if self.pooled:
-            return (dim,)
-        if self.paired:
-            return (*([len(self.heads)] if self.pool == "attentions" else []), length, length)
-        return (length, dim if self.pool == "residue" else VOCAB_SIZE)
-
-    def numbers(self, length: npt.NDArray[np.int64], dim: int) -> npt.NDArray[np.int64]:
-        """Return the number of values of the array, for many lengths."""
-        if self.pooled:
-            return np.full_like(length, dim)
-        if self.paired:
-            return length * length * max(1, len(self.heads))
-        return length * (dim if self.pool == "residue" else VOCAB_SIZE)
 
 
 def choose(
@@ -134,46 +71,6 @@ def choose(
 
 
 @dataclass(frozen=True)
-class About:
-    """The description of a file of embeddings."""
-
-    outputs: tuple[Output, ...]
-    dim: int
-    """The dimension D."""
-    dtype: Dtype
-    """The dtype of the stored numbers."""
-    n_records: int
-    """The number of records that have a row."""
-    attributes: Mapping[str, Any]
-    """Facts for people and programs: model and its hash, layers, pools, dtypes, treatment of long proteins. Strings and
-    integers.
-    """
-
-
-@dataclass(frozen=True)
-class Row:
-    """One record of an embedding store."""
-
-    id: str
-    length: int
-    """Residues of the record, also where it was truncated before it was computed."""
-    chains: tuple[int, ...] = field(default=(), kw_only=True)
-    """Residues of each chain of a record with several; empty for one chain. Rows are those of one chain after the
-    other, without linkers."""
-    values: Mapping[str, npt.NDArray[Any]]
-    """The arrays by output name, each of `Output.shape` and of type `NUMPY[About.dtype]`."""
-    residues: str = ""
-    """The whole sequence, for formats that store rows by their sequences; empty for others."""
-
-
-def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
-    """Convert to numbers that numpy can compute with. bf16 bits become float32; other types do not change."""
-    if dtype != "bf16":
-        return values
-    return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-@dataclass(frozen=True)
 class Long:
     """The treatment of sequences of more than `window` residues.
 
@@ -217,3 +114,80 @@ class Long:
             return [0]
         count = -(-(length - self.overlap) // (self.window - self.overlap))
         return [round(k * (length - self.window) / (count - 1)) for k in range(count)]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything on which the values of an embedding store depend, besides the sequences and their tracks."""
+
+    model_hash: str
+    """The sha256 over the weight files and the architecture."""
+    outputs: tuple[Output, ...]
+    dim: int
+    dtype: Dtype
+    """The dtype of the stored numbers."""
+    compute: Dtype
+    """The dtype of the arithmetic."""
+    long: Long
+    chains: Chains
+    """How several chains of a record are joined."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return asdict(self) | {"outputs": [asdict(one) for one in self.outputs]}
+
+    @classmethod
+    def of(cls, plan: Mapping[str, Any]) -> "Spec":
+        """Read a spec back from JSON."""
+        spec = dict(plan["spec"])
+        spec["outputs"] = tuple(Output(**{**one, "heads": tuple(one["heads"])}) for one in spec["outputs"])
+        spec["long"], spec["chains"] = Long(**spec["long"]), Chains(**spec["chains"])
+        return cls(**spec)
+
+    def row_key(self, tokens: npt.NDArray[np.uint8], tracks: Mapping[str, bytes]) -> bytes:
+        """Return the 16 bytes that name a row: a digest of all that its values depend on.
+
+        Rows of the same key are equal except for rounding, and one of them may be copied for the other, also from
+        another store. The key is over the tokens, with those between chains; over the tracks of which something is
+        known; and over this spec, but for its outputs, since a store may hold more outputs than are asked for.
+
+        Args:
+            tokens: the residues of the record and what joins its chains, uint8 [L].
+            tracks: the bytes of each known track, by name.
+        """
+        digest = hashlib.blake2b(self._salt, digest_size=16)
+        digest.update(tokens.data)
+        for name, values in tracks.items():
+            digest.update(name.encode() + values)
+        return digest.digest()
+
+    @functools.cached_property
+    def _salt(self) -> bytes:
+        fields = {name: value for name, value in self.as_json().items() if name != "outputs"}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
+
+    def numbers(self, kept_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return how many numbers each row has over all outputs, for rows of these residues, int64 [U]."""
+        return sum((one.numbers(kept_U, self.dim) for one in self.outputs), np.zeros_like(kept_U))
+
+    def differs(self, other: "Spec", model: str, other_model: str) -> str | None:
+        """Return, as a clause, how another store differs; None if it does not."""
+        if self.model_hash != other.model_hash:
+            same = f"other weights than now at {model}" if model == other_model else f"the model {other_model}"
+            return f"with {same}"
+        for what in ("outputs", "dtype", "compute", "long", "chains"):
+            here, there = getattr(self, what), getattr(other, what)
+            if here != there:
+                return f"with {_described(what, there)}, and not with {_described(what, here)}"
+        return None
+
+
+def _described(what: str, value: Any) -> str:
+    if what == "outputs":
+        return ", ".join(one.title for one in value)
+    if what == "long":
+        shared = f" --overlap {value.overlap}" if value.mode == "window" else ""
+        return f"--long {value.mode}" + (f" --window {value.window}{shared}" if value.mode != "full" else "")
+    if what == "chains":
+        return f"--join {value.text}"
+    return f"{'numbers stored' if what == 'dtype' else 'arithmetic'} in {value}"

@@ -1,15 +1,14 @@
-"""Files of predictions, and the base of all writers. Each file gets its name only when it is complete.
+"""Tables of predictions, and the base of all writers. Each file gets its name only when it is complete.
 
 A writer takes the records one by one, in input order. It is a context manager: leaving it without an error renames the
 finished file; leaving it with an error removes the file, and an older file stays.
 """
 
 import csv
-import io
 import os
 import re
+import shutil
 import socket
-import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,8 +35,11 @@ class Writer(ABC):
         out.parent.mkdir(parents=True, exist_ok=True)
         left = re.compile(re.escape(f".tmp-{socket.gethostname()}-") + r"(\d+)" + re.escape(f"-{out.name}"))
         for path in out.parent.iterdir():  # These may be files of a process that was killed.
-            if (maker := left.fullmatch(path.name)) and not lives(int(maker[1])):
-                path.unlink(missing_ok=True)
+            if (maker := left.match(path.name)) and not lives(int(maker[1])):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
     def open(self) -> None:  # noqa: B027  # some writers are open from the beginning
         """Create the temporary file, on entering the block."""
@@ -81,24 +83,6 @@ class Writer(ABC):
                 raise
         finally:
             self.discard()
-
-
-class NpzWriter(Writer):
-    """A writer of `x.npz`: an array for each record under its id, written one by one, readable by `numpy.load`."""
-
-    def __init__(self, out: Path) -> None:
-        super().__init__(out)
-        self._zip = zipfile.ZipFile(self.work, "w", zipfile.ZIP_DEFLATED, allowZip64=True)
-
-    def add(self, record_id: str, values: npt.NDArray[np.float32]) -> None:
-        """Write the array of one record, of any shape."""
-        buffer = io.BytesIO()
-        np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)
-        self._zip.writestr(f"{record_id}.npy", buffer.getbuffer())
-
-    def close(self) -> None:
-        """Write the directory of the archive."""
-        self._zip.close()
 
 
 class TableWriter(Writer):
@@ -263,6 +247,24 @@ def chains_file(out: Path) -> Path:
     'maps/x.npz.chains.tsv'
     """
     return out.with_name(f"{out.name}.chains.tsv")
+
+
+def failures_file(out: Path) -> Path:
+    """Return the path of the list of an output's failures.
+
+    >>> failures_file(Path("maps/x.npz")).as_posix()
+    'maps/x.npz.failed.tsv'
+    """
+    return out.with_name(f"{out.name}.failed.tsv")
+
+
+def facts_file(out: Path) -> Path:
+    """Return the path of the facts about an output, as `embed` names it.
+
+    >>> facts_file(Path("maps/x.npz")).as_posix()
+    'maps/x.npz.json'
+    """
+    return out.with_name(f"{out.name}.json")
 
 
 def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> None:

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from esmshard.array_formats import Dtype, Output
 from esmshard.batch import TokenBatch, pack, piece
 from esmshard.data.batching.packing import by_length
 from esmshard.devices import is_out_of_memory, packs_at_once
-from esmshard.embed.compute.outputs import Dtype, Long, Output
+from esmshard.embed.spec import TORCH, Long
 from esmshard.model.attention import attention_map
 from esmshard.model.contacts import MAP_NUMBERS, ContactAccumulators
 from esmshard.model.trunk import Trunk
@@ -25,7 +26,6 @@ from esmshard.vocab import VOCAB_SIZE, is_residue
 Tokens = npt.NDArray[np.uint8]
 Tracks = Mapping[str, npt.NDArray[Any]]
 """What a model reads of each token besides, [L + 2, ...] by the name of the track."""
-TORCH: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PACK = {"cpu": 2048}
 """Tokens of a pack. On the CPU smaller packs are slower and larger packs are no faster."""
 GPU_PACK = 16384

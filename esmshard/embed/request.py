@@ -1,21 +1,23 @@
-"""The request of an `embed` job, checked before the input is read."""
+"""The request of an `embed` job, checked before the input is read, and the disk space that it takes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from esmshard.array_formats import DTYPES, FORMATS, NUMPY, Dtype, suits
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
 from esmshard.data.tracks.track_files import TrackFile, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device
-from esmshard.embed.compute.outputs import DTYPES, Dtype, Long, choose
-from esmshard.embed.formats.format_registry import FORMATS, suits
-from esmshard.embed.store.part_plan import Spec
-from esmshard.embed.store.row_index import RowIndex
-from esmshard.errors import UsageError
-from esmshard.files import check_replaced
+from esmshard.embed import plan as plans
+from esmshard.embed.spec import Long, Spec, choose
+from esmshard.embed.store import Parts
+from esmshard.errors import InputError, UsageError
+from esmshard.files import size_text
 from esmshard.joined_chains import join_option
 from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of
@@ -25,8 +27,6 @@ from esmshard.tasks.finetuned import without_tracks
 
 PARTS = "parts"
 """The format that is a directory, namely the embedding store itself."""
-HASH_BYTES = 64
-"""Bytes of the name of a sequence, in formats that store rows by their sequences."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +57,20 @@ class EmbedRequest:
         Args:
             path: the input. Structures are read into a FASTA file of their chains.
         """
-        fasta, tracks = path, with_paths(path, self.tracks)
-        told: tuple[str, ...] = ()
+        fasta, sentences = path, tuple[str, ...]()
         if holds_structures(path):
             fasta = cached_split(path)
-            told = (f"{path}: the sequences of its chains were read", *(f"{path}: {text}" for text in notices(fasta)))
-        return replace(self, tracks=tuple(tracks), of_structures=told), fasta
+            of_chains = (f"{path}: {text}" for text in notices(fasta))
+            sentences = (f"{path}: the sequences of its chains were read", *of_chains)
+        return replace(self, tracks=tuple(with_paths(path, self.tracks)), of_structures=sentences), fasta
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Return further facts that are written to the plan."""
-        return {"model": self.model, "architecture": self.found.config.recorded(), "notices": self.notices}
-
-    @property
-    def longest(self) -> int | None:
-        """Return the residues for which the model has positions; None if there is no limit, or sequences are cut."""
-        limit = self.found.config.most_tokens
-        return None if limit is None or self.spec.long.mode != "full" else limit - 2
+    def begin(self, directory: Path, fasta: Path, workers: int, **how: Any) -> dict[str, Any]:
+        """Write the plan of the store at `directory`, or read the existing one; see `plan.begin`."""
+        limit, architecture = self.found.config.most_tokens, self.found.config.recorded()
+        facts = {"model": self.model, "notices": self.notices, "architecture": architecture}
+        how["longest"] = None if limit is None or self.spec.long.mode != "full" else limit - 2
+        how |= {"device": self.device.type, "workers": workers, "tracks": self.tracks}
+        return plans.begin(directory, fasta, self.spec, facts, **how)
 
 
 def request(
@@ -137,32 +134,32 @@ def request(
     return EmbedRequest(model, out, fmt, spec, found, computing, device, tuple(files))
 
 
-def check_output(asked: EmbedRequest, *, overwrite: bool) -> None:
-    """Refuse to replace an existing output without `overwrite`."""
-    out = asked.out
-    if asked.fmt != PARTS:
-        FORMATS[asked.fmt].check_place(out, overwrite=overwrite)
-    elif out.exists():
-        if not overwrite:
-            raise UsageError(f"{out}: exists already; choose another name or pass --overwrite")
-        check_replaced(out, ["manifest.json", "failed.tsv", "index/*", "parts/*"], marker="manifest.json")
+def check_fits(place: Path, need: int) -> None:
+    """Raise `InputError` if so many bytes are not free on the disk of a directory."""
+    free = shutil.disk_usage(place).free
+    if need > free:
+        raise InputError(
+            f"{place}: {size_text(need)} will be written and {size_text(free)} are free; make room, choose another "
+            "place, or store less (--format parts, --dtype fp16, --pool mean), and run the command again"
+        )
 
 
-def file_bytes(fmt: str, spec: Spec, index: RowIndex) -> int:
-    """Return the bytes of numbers and ids in the file of a format that is made from an embedding store. Each format
-    adds a little.
-
-    If the format is not `exact`, these are the most bytes. `docs/embed.md` has a table of what the formats add.
-    """
-    step, names = 1 << 16, index.id_bytes
-    blocks = (index.lengths[start : start + step].astype("int64") for start in range(0, len(index.lengths), step))
-    if FORMATS[fmt].by_sequence:
-        blocks = (index.lengths_of(part) for part in range(len(index.bounds) - 1))
-        names += HASH_BYTES * len(index.first)
-    stored = sum(spec.kind.numbers_bytes(spec.long.kept(block)) for block in blocks)
-    return names + stored // spec.kind.itemsize * FORMATS[fmt].number_bytes(spec.dtype)
+def numbers_bytes(asked: EmbedRequest, parts: Parts, some: Sequence[int]) -> int:
+    """Return the bytes of the numbers of some parts."""
+    spec = asked.spec
+    numbers = sum(int(spec.numbers(spec.long.kept(parts.index.lengths_of(part))).sum()) for part in some)
+    return numbers * np.dtype(NUMPY[spec.dtype]).itemsize
 
 
-def rows_bytes(spec: Spec, index: RowIndex, parts: Iterable[int]) -> int:
-    """Return the bytes of some parts of an embedding store."""
-    return sum(spec.kind.part_bytes(spec.long.kept(index.lengths_of(part))) for part in parts)
+def file_bytes(asked: EmbedRequest, parts: Parts) -> int:
+    """Return about the bytes of the file that is made from the parts; 0 if none is made. Checks the format's limits."""
+    if asked.fmt == PARTS:
+        return 0
+    spec, index, writer = asked.spec, parts.index, FORMATS[asked.fmt]
+    ids = int(index.ids[-1])
+    suits(asked.fmt, spec.outputs, spec.dtype, asked.out, records=len(index.lengths), id_bytes=ids)
+    numbers, step = 0, 1 << 16
+    length = index.lengths if not writer.by_sequence else index.lengths[index.first]
+    for start in range(0, len(length), step):
+        numbers += int(spec.numbers(spec.long.kept(length[start : start + step].astype(np.int64))).sum())
+    return numbers * writer.number_bytes(spec.dtype) + ids

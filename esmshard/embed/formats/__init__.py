@@ -1,1 +1,0 @@
-"""File formats of embeddings: the registry and one writer for each."""
