@@ -507,7 +507,8 @@ class NpzFormat(FormatWriter):
         for name, values in self.named(row):
             buffer = io.BytesIO()
             np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)
-            self._zip.writestr(f"{name}.npy", buffer.getbuffer())
+            entry = zipfile.ZipInfo(f"{name}.npy")  # with one date for all, so that the same rows give the same bytes
+            self._zip.writestr(entry, buffer.getbuffer(), zipfile.ZIP_DEFLATED)
 
     def close(self) -> None:
         """Write the directory of the archive."""

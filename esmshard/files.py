@@ -70,12 +70,12 @@ def sync_directory(path: Path) -> None:
 
 
 @contextmanager
-def whole_directory(out: Path) -> Iterator[Path]:
+def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
     """Provide an empty directory that gets the name `out` when the block ends without an error, and is removed
     otherwise.
 
-    All files are on disk before the directory is renamed. An older `out` is first moved to `.old-NAME` beside it, so
-    one of the two exists even if this process is killed; `settle` then cleans up.
+    All files are on disk before the directory is renamed, if `sync` is set. An older `out` is first moved to
+    `.old-NAME` beside it, so one of the two exists even if this process is killed; `settle` then cleans up.
     """
     out = _absolute(out)
     settle(out)
@@ -84,7 +84,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
     work.mkdir()
     try:
         yield work
-        for path in [*work.rglob("*"), work]:
+        for path in [*work.rglob("*"), work] if sync else ():
             if path.is_dir():
                 sync_directory(path)
                 continue

@@ -228,7 +228,6 @@ def test_an_address_with_a_password_is_refused_and_not_repeated(url: str) -> Non
         (("predict", "m", "x.fasta", "-o", "x.npz", "--png", "s3://b/x"), "takes no address in a bucket for png"),
         (("status", "gs://b/run"), "gs://b/run: `esmshard status` takes no address in a bucket for run"),
         (("embeddings", "status", "s3://b/out"), "s3://b/out: status reads a directory on a disk"),
-        (("ingest", "x", "-o", "s3://b/x", "--part", "1/2"), "--part and --merge share a directory on a disk"),
         (
             ("embed", "starter", "x", "-o", "s3://b/x", "--engine", "ray"),
             "--engine ray writes to a disk that all nodes see",

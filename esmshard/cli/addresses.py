@@ -70,10 +70,6 @@ def _with_addresses(command: Callable[..., None], name: str, values: dict[str, A
     out = values.get("out")
     if out is None or name not in UPLOADED or (url := remote.address(out)) is None:
         return command(**values)
-    if values.get("part") or values.get("merge"):
-        raise UsageError(
-            f"{url}: --part and --merge share a directory on a disk; copy the store to the bucket afterwards"
-        )
     left: list[typer.Exit | SystemExit] = []
 
     def write(path: Path) -> None:

@@ -48,10 +48,6 @@ def ingest(
     keep_gaps: Annotated[bool, typer.Option("--keep-gaps", help="Keep - and . as tokens.")] = False,
     join: Join = None,
     workers: Annotated[int, typer.Option(min=1, max=1_024, help="Number of processes.")] = 1,
-    part: Annotated[
-        Optional[str], typer.Option(metavar="I/N", help="Read the I-th of N parts, for array jobs; then use --merge.")
-    ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Make the store from parts that are all done.")] = False,
     verify: Annotated[
         Optional[Path], typer.Option(metavar="STORE", help="Compare the files of a store with their sha256.")
     ] = None,
@@ -67,44 +63,23 @@ def ingest(
 
     columns, policies = (sequence_column, id_column), {on_unknown, on_duplicate, on_nucleotides}
     ruled = long or max_length or a3m or keep_gaps or join or any(columns) or policies != {"error"}
-    if verify is not None and (fasta or out or merge or part or ruled or workers > 1 or overwrite):
+    if verify is not None and (fasta or out or ruled or workers > 1 or overwrite):
         raise UsageError("--verify checks a store and makes none; pass it without other arguments")
-    if merge and (ruled or workers > 1):
-        raise UsageError("--merge uses the rules of the parts, in one process; pass only -o and --overwrite with it")
-    if part is not None and (workers > 1 or overwrite):
-        raise UsageError("--part runs in one process and replaces nothing; pass --overwrite with --merge instead")
     if verify is not None:
         TokenStore(verify).verify()
         print(f"{verify}: every file is as it was written")
         return
     if out is None:
         raise UsageError("-o: name the directory of the store to make")
-    files = fasta or []
-    if bool(files) == merge:
-        of_merge = "--merge reads the parts and no FASTA files; leave the FASTA files out"
-        raise UsageError(of_merge if merge else "there is no FASTA file; name at least one")
-    if merge and part is not None:
-        raise UsageError("--part reads one part, --merge makes the store from all parts; pass one of the two")
+    if not fasta:
+        raise UsageError("there is no FASTA file; name at least one")
     if max_length is not None and not long:
         raise UsageError("--max-length needs --long for longer sequences; pass --long crop, window, skip or error")
     chains = join_option(join) or Chains()
     if chains.gap:
         raise UsageError(f"--join {join}: a store keeps no gap; pass the gap to the command that reads the store")
     rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides, chains.tokens, *columns)
-    if part is not None:
-        number, _, parts = part.partition("/")
-        if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
-            raise UsageError(f"--part {part}: I/N is expected, as 3/16")
-        mine, pieces = ingestion.ingest_part(files, out, int(number), int(parts), rules, on_duplicate)
-        print(
-            f"{out}.partial: this part has {mine} of {pieces} pieces; when all parts are done, run "
-            f"esmshard ingest --merge -o {out}"
-        )
-        return
-    if merge:
-        store = ingestion.merge(out, overwrite)
-    else:
-        store = ingestion.ingest(files, out, rules, on_duplicate, workers, overwrite, say)  # type: ignore[arg-type]
+    store = ingestion.ingest(fasta, out, rules, on_duplicate, workers, overwrite, say)  # type: ignore[arg-type]
     for notice in store.notices:
         say(notice)
     print(f"{out}: {counted(len(store), 'record')}, {counted(store.manifest['residues'], 'residue')}")

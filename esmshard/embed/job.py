@@ -8,7 +8,6 @@ A bucket cannot rename: parts are uploaded one by one to their final address, be
 OUT.partial, and what shows that OUT is complete is uploaded last. Any machine can go on from there.
 """
 
-import errno
 import shutil
 import tempfile
 import time
@@ -17,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError
 
 from esmshard import remote
 from esmshard.array_formats import FORMATS, suits
@@ -42,7 +39,7 @@ from esmshard.embed.store import (
     seal,
     write_failed,
 )
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError, UsageError, writing
 from esmshard.files import cache_directory, check_replaced, read_json, replace_json, without_directories
 from esmshard.model import weights
 from esmshard.parallel.process_group import own_device, processes_of
@@ -50,6 +47,7 @@ from esmshard.progress import Progress, rate, say
 from esmshard.remote import RemoteDirectory
 from esmshard.writers import chains_file, facts_file, failures_file
 
+ROOM = "what is finished stays there: make room, and run the command again"
 STORE = ["plan.json", "manifest.json", "failed.tsv", "index/*", "parts/*"]
 """The files of a store."""
 
@@ -188,11 +186,11 @@ def embed(
         asked, fasta, processes, tokens, reuse, overwrite, offload, engine, part_of, ray_address, part_tokens, url
     )
     if url is not None:
-        with _one_sentence(cache_directory()), remote.scratch() as folder:
+        with writing(cache_directory(), ROOM), remote.scratch() as folder:
             local = replace(job, asked=replace(asked, out=folder / url.rpartition("/")[2]))
             with _named(str(local.asked.out), url):
                 return _embed_to_bucket(local, url)
-    with _one_sentence(job.directory):
+    with writing(job.directory, ROOM):
         try:
             plan = _prepare(job)
             if isinstance(plan, EmbedReport):
@@ -457,29 +455,6 @@ def check_room(directory: Path, asked: EmbedRequest, plan: dict[str, Any]) -> No
 
 
 @contextmanager
-def _one_sentence(directory: Path) -> Iterator[None]:
-    """Turn the error of a full or read-only disk into a message. Finished parts stay."""
-    try:
-        yield
-    except (OSError, RuntimeError, InputError, SafetensorError) as caught:
-        # An error from reading the input may already be a message.
-        error = caught.__cause__ if isinstance(caught, InputError) else caught
-        # numpy, HDF5, safetensors and torch say it in words only.
-        number, words = getattr(error, "errno", None), ("No space left", " requested and ", "iostream error")
-        if number in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in words):
-            raise InputError(
-                f"{directory}: the disk is full; what is finished stays there: make room and run the command again"
-            ) from None
-        if isinstance(error, OSError) and number in (errno.EROFS, errno.EACCES, errno.EPERM):
-            where = error.filename or directory
-            raise InputError(
-                f"{where}: cannot be written to ({(error.strerror or str(error)).lower()}); fix that and run the "
-                "command again, or choose another place"
-            ) from None
-        raise
-
-
-@contextmanager
 def _named(path: str, url: str) -> Iterator[None]:
     """Say the address instead of the local path in messages, as the local files are gone when these are read."""
     try:
@@ -529,6 +504,6 @@ def merge(directory: Path, out: Path | None, fmt: str | None, overwrite: bool) -
         raise UsageError(f"{out}: no format '{fmt}'; there are {', '.join(FORMATS)} (by ending, or --format)")
     embeddings = EmbeddingStore(directory)
     FORMATS[fmt].check_place(out, overwrite=overwrite)
-    with _one_sentence(out):
+    with writing(out, ROOM):
         write_file(embeddings, out, fmt)
     return f"{out}: {counted(len(embeddings) - len(embeddings.failed), 'record')}"

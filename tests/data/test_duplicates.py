@@ -10,7 +10,7 @@ import pytest
 
 from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store import ingestion, token_store
-from esmshard.data.store.ingestion import OnDuplicate, ingest, ingest_part, merge, without_duplicates
+from esmshard.data.store.ingestion import OnDuplicate, ingest, without_duplicates
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
 from esmshard.vocab import decode
@@ -162,57 +162,32 @@ def test_an_id_of_ten_thousand_letters_is_cut_in_the_sentence() -> None:
     ]
 
 
-def test_shards_without_a_change_are_linked_and_the_others_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_without_a_change_are_moved_and_the_others_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingestion, "SHARD", 16)
     data = "".join(f">r{k} {'x' * 8}\nMK\n" for k in range(6)) + ">r2 xxxagain\nMM\n" + ">r7 xxxxxxxx\nMK\n"
     for policy in ("first", "suffix"):
         monkeypatch.setattr(ingestion, "without_duplicates", lambda whole, *_: whole)
         whole = TokenStore(read(data, "error", f"whole-{policy}").path)
-        final = TokenStore(without_duplicates(whole.path, Path(policy), policy, [Path("x.fasta")]))  # type: ignore[arg-type]
         assert len(whole.manifest["shards"]) == 8
-        links = {path.name: path.stat().st_ino for path in final.path.glob("*-*")}
         old = {path.name: path.stat().st_ino for path in whole.path.glob("*-*")}
-        changed = {name for name, inode in links.items() if inode not in old.values()}
+        final = TokenStore(without_duplicates(whole.path, Path(policy), policy, [Path("x.fasta")]))  # type: ignore[arg-type]
+        moved = {path.name: path.stat().st_ino for path in final.path.glob("*-*")}
+        changed = {name for name, inode in moved.items() if inode not in old.values()}
         if policy == "suffix":
             assert changed == {"tokens-00006.u8", "headers-00006.txt"}
             assert records(final)[6] == ("r2_2 xxxagain", "MM")
         else:  # its shard is gone, and the one after it has its number
             assert changed == set()
-            assert links["tokens-00006.u8"] == old["tokens-00007.u8"]
+            assert moved["tokens-00006.u8"] == old["tokens-00007.u8"]
             assert len(final.manifest["shards"]) == 7
-            assert sorted(links) == sorted(
-                f"{kind}" for k in range(7) for kind in (f"tokens-{k:05d}.u8", f"headers-{k:05d}.txt")
-            )
         assert len(records(final)) == {"first": 7, "suffix": 8}[policy]
-        assert whole.manifest["records"] == 8
-        whole.verify()
-
-
-def test_where_there_are_no_links_shards_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_links(*_: object) -> None:
-        raise OSError(95, "Operation not supported")
-
-    data = "".join(f">r{k} {'x' * 8}\nMK\n" for k in range(6)) + ">r2 again\nMM\n"
-    monkeypatch.setattr(ingestion, "SHARD", 16)
-    linked = records(read(data, "suffix", "linked"))
-    monkeypatch.setattr(Path, "hardlink_to", no_links)
-    assert records(read(data, "suffix", "copied")) == linked
+        final.verify()
 
 
 def test_a_store_without_duplicates_stays_where_it_is() -> None:
     whole = read(">a\nM\n>b\nM\n", "error").path
     assert without_duplicates(whole, Path("final"), "suffix", []) == whole
     assert not Path("final").exists()
-
-
-def test_what_an_interrupted_rewrite_left_is_replaced() -> None:
-    Path("out.partial/final").mkdir(parents=True)
-    ingest_part([write(">a\nM\n>a\nK\n")], Path("again"), 1, 1, on_duplicate="suffix")
-    Path("again.partial/final").mkdir()
-    Path("again.partial/final/junk").write_text("junk")
-    store = merge(Path("again"))
-    assert records(store) == [("a", "M"), ("a_2", "K")]
-    assert not (store.path / "junk").exists()
 
 
 def same_key(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
@@ -242,9 +217,7 @@ def test_the_result_does_not_depend_on_who_reads(policy: OnDuplicate, monkeypatc
     often = "".join(f">r{k * k % 17} {k}\nMKT{'A' * (k % 5)}\n" for k in range(40))
     data = rare if policy == "error" else often
     one = ingest([write(data)], Path("one"), on_duplicate=policy)
-    for part in (3, 1, 2):
-        ingest_part([Path("x.fasta")], Path("parts"), part, 3, on_duplicate=policy)
-    other = merge(Path("parts"))
+    other = ingest([Path("x.fasta")], Path("parts"), on_duplicate=policy, workers=2)
     packed = ingest([write(gzip.compress(data.encode()), "x.gz")], Path("packed"), on_duplicate=policy)
     assert records(one) == records(other) == records(packed)
     for path in one.path.iterdir():

@@ -3,23 +3,26 @@
 import bz2
 import gzip
 import io
-import itertools
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from esmshard.data.fasta.sources import STDIN
 from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store import ingestion
-from esmshard.data.store.ingestion import cached, ingest, ingest_part, merge
+from esmshard.data.store.ingestion import cached, ingest
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError, UsageError
 from esmshard.files import cache_directory
@@ -109,73 +112,8 @@ def test_two_processes_write_what_one_writes_and_find_the_first_mistake(monkeypa
     assert sorted(Path().iterdir()) == before
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations((1, 2, 3))))
-def test_parts_in_any_order_become_the_same_store(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingestion, "SHARD", 200)
-    files = [write(many(12, 1), "1.fasta"), write(gzip.compress(many(12, 2).encode()), "2.gz")]
-    whole = ingest(files, Path("whole"))
-    count = len(ingestion._plan(files, Rules(), "error")["pieces"])
-    assert count == 5
-    mine = {part: ingest_part(files, Path("out"), part, 3) for part in order}
-    assert mine == {1: (2, 5), 2: (2, 5), 3: (1, 5)}
-    assert not Path("out").exists()
-    store = merge(Path("out"))
-    assert content(store) == content(whole)
-    assert store.manifest["sources"] == whole.manifest["sources"]
-    assert not Path("out.partial").exists()
-
-
-def test_a_part_that_is_read_again_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [write(FASTA)]
-    ingest_part(files, Path("out"), 1, 1)
-    monkeypatch.delattr(ingestion, "read_piece")
-    assert ingest_part(files, Path("out"), 1, 1) == (1, 1)
-    assert len(merge(Path("out"))) == 3
-
-
-def test_what_cannot_be_merged() -> None:
-    out = Path("out")
-    wanted = "out.partial: no parts to merge; run `esmshard ingest FASTA... -o out --part I/N` first"
-    assert refusal(lambda: merge(out), UsageError) == wanted
-    files = [write(f">r{k}\nMKT\n", f"{k}.fasta") for k in range(3)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ingestion, "SHARD", 9)
-        ingest_part(files, out, 2, 3)
-        wanted = "out.partial: 2 of 3 pieces are missing; run the parts that failed again"
-        assert refusal(lambda: merge(out), UsageError) == wanted
-        assert refusal(lambda: ingest_part(files[:2], out, 1, 3), UsageError).startswith(
-            "out.partial: belongs to an ingest of other files or with other options; delete it"
-        )
-        assert refusal(lambda: ingest_part(files, out, 1, 3, Rules("mask")), UsageError).startswith("out.partial: bel")
-        assert refusal(lambda: ingest_part(files, out, 1, 3, on_duplicate="first"), UsageError).startswith("out.par")
-        ingest_part(files, out, 1, 3)
-        ingest_part(files, out, 3, 3)
-    plan = Path("out.partial/plan.json")
-    text = plan.read_text()
-    plan.write_text(text.replace('"version": 3', '"version": 2'))
-    wanted = "out.partial: its parts were read by another version; delete it and read them again"
-    assert refusal(lambda: merge(out), UsageError) == wanted
-    plan.write_text(text[:50])
-    wanted = "out.partial/plan.json: cannot be read; delete out.partial and ingest again"
-    assert refusal(lambda: merge(out)) == refusal(lambda: ingest(files, out)) == wanted
-    plan.write_text(text)
-    store = merge(out)
-    assert [store.id(n) for n in range(3)] == ["r0", "r1", "r2"]
-    assert refusal(lambda: merge(out), UsageError).startswith("out: exists already")
-
-
-def test_parts_of_sources_that_are_gone_can_be_merged() -> None:
-    ingest_part([write(">a\nMK\n>a\nMM\n")], Path("out"), 1, 1)
-    ingest_part([write(">a\nMK\n", "y.fasta")], Path("out2"), 1, 1)
-    Path("x.fasta").unlink()
-    Path("y.fasta").unlink()
-    assert len(merge(Path("out2"))) == 1
-    wanted = f"{Path('x.fasta').resolve()}: 'a' comes twice with two sequences"
-    assert refusal(lambda: merge(Path("out"))).startswith(wanted)
-
-
-def pieces(*names: str) -> list[dict[str, object]]:
-    return ingestion._plan([Path(name) for name in names], Rules(), "error")["pieces"]  # type: ignore[no-any-return]
+def pieces(*names: str) -> list[tuple[list[int], int, int | None]]:
+    return [(one.sources, one.start, one.stop) for one in ingestion._pieces([Path(name) for name in names])[1]]
 
 
 def test_pieces_follow_from_sizes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,20 +121,20 @@ def test_pieces_follow_from_sizes_alone(monkeypatch: pytest.MonkeyPatch) -> None
     for name, size in (("10", 10), ("40", 40), ("50", 50), ("100", 100), ("101", 101), ("250", 250)):
         write(b">" * size, name)
     write(gzip.compress(random.Random(0).randbytes(300), mtime=0), "gz")  # 300 bytes and more
-    assert pieces("10") == [{"sources": [0]}]
-    assert pieces("10", "40", "50") == [{"sources": [0, 1, 2]}]
-    assert pieces("10", "40", "50", "10") == [{"sources": [0, 1, 2]}, {"sources": [3]}]
-    assert pieces("100", "10", "100") == [{"sources": [0]}, {"sources": [1]}, {"sources": [2]}]
-    assert pieces("101") == [{"sources": [0], "start": 0, "stop": 100}, {"sources": [0], "start": 100, "stop": 200}]
+    assert pieces("10") == [([0], 0, None)]
+    assert pieces("10", "40", "50") == [([0, 1, 2], 0, None)]
+    assert pieces("10", "40", "50", "10") == [([0, 1, 2], 0, None), ([3], 0, None)]
+    assert pieces("100", "10", "100") == [([0], 0, None), ([1], 0, None), ([2], 0, None)]
+    assert pieces("101") == [([0], 0, 100), ([0], 100, 200)]
     assert pieces("10", "250", "40", "50") == [
-        {"sources": [0]},
-        {"sources": [1], "start": 0, "stop": 100},
-        {"sources": [1], "start": 100, "stop": 200},
-        {"sources": [1], "start": 200, "stop": 300},
-        {"sources": [2, 3]},
+        ([0], 0, None),
+        ([1], 0, 100),
+        ([1], 100, 200),
+        ([1], 200, 300),
+        ([2, 3], 0, None),
     ]
-    assert pieces("10", "gz", "10") == [{"sources": [0]}, {"sources": [1]}, {"sources": [2]}]
-    assert pieces("10", "-", "10") == [{"sources": [0]}, {"sources": [1]}, {"sources": [2]}]
+    assert pieces("10", "gz", "10") == [([0], 0, None), ([1], 0, None), ([2], 0, None)]
+    assert pieces("10", "-", "10") == [([0], 0, None), ([1], 0, None), ([2], 0, None)]
 
 
 def test_small_files_share_shards_in_the_order_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,12 +246,8 @@ def test_what_exists_is_not_overwritten(kind: str) -> None:
 
 @pytest.mark.parametrize("name", [".", "..", "new/.."])
 def test_a_store_needs_a_name(name: str) -> None:
-    for act in (
-        lambda: ingest([write(FASTA)], Path(name), overwrite=True),
-        lambda: ingest_part([write(FASTA)], Path(name), 1, 1),
-        lambda: merge(Path(name)),
-    ):
-        assert refusal(act, UsageError) == f"{name}: give the directory of the store a name"
+    message = refusal(lambda: ingest([write(FASTA)], Path(name), overwrite=True), UsageError)
+    assert message == f"{name}: give the directory of the store a name"
 
 
 def test_an_old_store_is_replaced_when_the_new_one_is_whole() -> None:
@@ -324,8 +258,6 @@ def test_an_old_store_is_replaced_when_the_new_one_is_whole() -> None:
         assert content(TokenStore(out)) == old
     store = ingest([write(">z\nMM\n")], out, overwrite=True)
     assert [store.id(n) for n in range(len(store))] == ["z"]
-    ingest_part([write(">y\nMK\n")], out, 1, 1)
-    assert merge(out, overwrite=True).find("y") == 0
     assert sorted(path.name for path in Path().iterdir()) == ["out", "x.fasta"]
 
 
@@ -340,8 +272,6 @@ def test_a_link_to_a_store_is_replaced_and_not_followed() -> None:
 def test_the_standard_input_is_read_once_and_here(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = "-: the standard input can be read once; name it once"
     assert refusal(lambda: ingest([STDIN, STDIN], Path("out")), UsageError) == wanted
-    wanted = "--part: the standard input cannot be read in parts; name files"
-    assert refusal(lambda: ingest_part([STDIN], Path("out"), 1, 2), UsageError) == wanted
     pipe(monkeypatch, b">p\nMK\n")
     store = ingest([write(FASTA), STDIN], Path("out"), workers=2)
     assert [store.id(n) for n in range(len(store))] == ["b", "a", "7abc/A", "p"]
@@ -471,3 +401,90 @@ def test_of_two_processes_one_reads_and_the_other_waits() -> None:
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     assert Path("log").read_text() == "read\n"
     assert len(stores()) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="processes are forked")
+def test_a_killed_ingest_leaves_no_store_and_the_same_call_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each step, also of overwriting: the old store is there, or the new one, and nothing else in the end."""
+    monkeypatch.setattr(ingestion, "SHARD", 40)
+    out, old, new = Path("out"), write(">old\nMKTAAGV\n", "old.fasta"), write(many(8))
+    contents = [content(ingest([file], Path(file.stem))) for file in (old, new)]
+    for overwrite in (False, True):
+        for step in range(1000):
+            shutil.rmtree(out, ignore_errors=True)
+            if overwrite:
+                ingest([old], out)
+            child = os.fork()
+            if child == 0:
+                _die_at(step)
+                ingest([new], out, overwrite=overwrite)
+                os._exit(0)
+            died = os.waitpid(child, 0)[1] != 0
+            if out.exists():
+                assert content(TokenStore(out)) in contents
+            assert died or content(TokenStore(out)) == contents[1]
+            assert content(ingest([new], out, overwrite=True)) == contents[1]
+            assert sorted(path.name for path in Path().iterdir()) == ["old", "old.fasta", "out", "x", "x.fasta"]
+            if not died:
+                break
+        assert step > 20
+
+
+def _die_at(step: int) -> None:
+    """End this process before the step-th change of a name."""
+    left = step
+
+    def dying(change: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os._exit(9)
+            return change(*arguments, **options)
+
+        return run
+
+    for name in ("rename", "replace", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, dying(getattr(os, name)))
+
+
+def test_a_full_disk_is_an_error_and_never_a_short_store() -> None:
+    fasta = write(">a\n" + "MKTAAGV\n" * 30_000)
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        try:
+            ingest([fasta], Path("out"))
+        except InputError:
+            os._exit(3)
+        os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert not Path("out").exists()
+    assert len(ingest([fasta], Path("out"))) == 1
+
+
+def test_a_killed_worker_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dying:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.pool = futures.ThreadPoolExecutor(1)
+
+        def __enter__(self) -> "Dying":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.pool.shutdown()
+
+        def submit(self, *_: object) -> Any:
+            return self.pool.submit(self.die)
+
+        def shutdown(self, **_: object) -> None:
+            pass
+
+        def die(self) -> None:
+            raise BrokenProcessPool
+
+    monkeypatch.setattr(ingestion, "ProcessPoolExecutor", Dying)
+    monkeypatch.setattr(ingestion, "SHARD", 16)
+    with pytest.raises(ChildProcessError, match="a worker process was killed, perhaps because memory ran out; run the"):
+        ingest([write(FASTA)], Path("out"), workers=2)
+    assert [path.name for path in Path().iterdir()] == ["x.fasta"]

@@ -9,7 +9,7 @@ import pytest
 from esmshard.data.fasta import nucleotides
 from esmshard.data.fasta.fasta_reader import read_fasta
 from esmshard.data.fasta.symbols import Rules
-from esmshard.data.store.ingestion import cached, ingest, ingest_part, merge
+from esmshard.data.store.ingestion import cached, ingest
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.variants.mutations import protein_of
 from esmshard.embed.plan import read_input
@@ -86,15 +86,6 @@ def test_every_reader_refuses_them(read: Callable[[Path], TokenStore]) -> None:
     assert [left.name for left in Path().iterdir() if left.name != "cache"] == ["x.fasta"]
     store = ingest([path], Path("x.store"), Rules(on_nucleotides="keep"))
     assert len(read(store.path) if read is cached else store) == 2
-
-
-def test_parts_are_judged_together() -> None:
-    for name in ("x.fasta", "y.fasta"):
-        Path(name).write_text(DNA.replace("a", name))
-    files = [Path("x.fasta"), Path("y.fasta")]
-    ingest_part(files, Path("out"), 1, 1, Rules(keep_gaps=True))
-    with pytest.raises(InputError, match=r"y\.fasta: \d records of DNA"):
-        merge(Path("out"))
 
 
 def test_the_gene_of_a_wild_type_is_not_taken_for_it() -> None:

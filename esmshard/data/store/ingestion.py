@@ -1,11 +1,9 @@
-"""Ingestion: reads FASTA files into a token store (`esmshard.data.store.token_store`) in pieces, with any number of
-processes, and resumes after interruptions.
+"""Ingestion: reads FASTA files into a token store (`esmshard.data.store.token_store`) with any number of processes.
 
 The sizes of the files alone decide how the input is cut into pieces of SHARD bytes: ranges of a large plain file,
-groups of small files, and each compressed file by itself. Every finished piece is put into `STORE.partial`; when all
-pieces are there, they become the store. So one process, many processes (`workers`) and many jobs on a shared file
-system (`ingest_part`, then `merge`) write the same bytes, and after an interruption only the missing pieces are read
-again. Nothing is synced to disk: a store that a power cut truncated is refused when it is read.
+groups of small files, and each compressed file by itself. So any number of processes writes the same bytes. The store
+gets its name when it is complete, and after an interruption the input is read again. Nothing is synced to disk: a store
+that a power cut truncated is refused when it is read.
 
 Memory: one block of the input for each process, and at the end the arrays of the index (32 bytes a record).
 """
@@ -14,9 +12,8 @@ import hashlib
 import json
 import multiprocessing
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -44,8 +41,8 @@ from esmshard.data.store.token_store import (
     token_shard,
 )
 from esmshard.data.tables import counted
-from esmshard.errors import InputError, UsageError, unwritable, writing
-from esmshard.files import cache_directory, check_replaced, read_json, sha256, state
+from esmshard.errors import InputError, UsageError, writing
+from esmshard.files import cache_directory, check_replaced, read_json, sha256, state, whole_directory
 from esmshard.progress import INTERVAL, say
 from esmshard.vocab import ALPHABET_HASH, EOS
 
@@ -56,7 +53,16 @@ SHARD = 1 << 26
 
 Say = Callable[[str], None]
 
-_ROOM = "make room, and run the same command again"
+
+@dataclass(frozen=True)
+class Piece:
+    """What one process reads at a time."""
+
+    sources: list[int] = field(default_factory=list)
+    """The numbers of input files."""
+    start: int = 0
+    """The first byte, and the byte after the last one, of a range of one plain file."""
+    stop: int | None = None
 
 
 def ingest(
@@ -74,145 +80,69 @@ def ingest(
         fastas: plain or compressed files; `-` is standard input.
         out: a directory that does not exist yet.
         rules: what may be changed while reading.
-        on_duplicate: what happens to an id that comes again (see `duplicates.without_duplicates`).
+        on_duplicate: what happens to an id that comes again (see `without_duplicates`).
         workers: number of processes. One compressed file is read by one process.
         overwrite: replace the store at `out` when the new store is complete.
-        say: takes messages: whether an earlier attempt is continued or started again and, every few seconds, the number
-            of records read.
+        say: takes the number of records read, every few seconds.
 
     Raises:
-        InputError: a file cannot be read; nothing is left behind then. After any other interruption the finished pieces
-            stay, and the same call continues from there.
+        InputError: a file cannot be read; nothing is left behind then.
         UsageError: `out` exists.
     """
-    work = _partial(out)
-    _check_out(out, overwrite)
-    plan = _plan(fastas, rules, on_duplicate)
-    made = _missing_parents(out)
-    if (work / "plan.json").exists():
-        if STDIN in fastas or _read_plan(work) != plan:
-            say(f"{work}: left by an ingest of other files or with other options; starting over")
-            _remove(work)
-        else:
-            say(f"{work}: going on with an interrupted ingest")
-    counter = _Counter(say)
-    with writing(out, _ROOM):
-        _claim(work, plan)
+    if out.name in ("", ".."):
+        raise UsageError(f"{out}: give the directory of the store a name")
+    if out.exists() and not overwrite:
+        raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
+    shards = ("tokens-*.u8", "headers-*.txt")
+    check_replaced(out, ["manifest.json", *shards, *ARRAYS], marker="manifest.json")
+    sources, pieces = _pieces(fastas)
+    made, named = [parent for parent in out.parents if not parent.exists()], ", ".join(map(str, fastas))
     try:
-        missing = [] if is_store(work / "store") else _missing_pieces(work, plan)
-        if workers > 1 and len(missing) > 1 and STDIN not in fastas:  # Other processes do not have this standard input.
-            # Workers are spawned, since forked processes would inherit the threads of this process.
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(min(workers, len(missing)), mp_context=context) as pool:
-                try:
-                    for done in [pool.submit(read_piece, work, plan, fastas, k) for k in missing]:
-                        # In file order, so that the first of several mistakes is reported.
-                        counter.add(done.result())
-                except BrokenProcessPool:
-                    raise ChildProcessError(
-                        "a worker process was killed, perhaps because memory ran out; run the same command again with "
-                        "fewer workers, it goes on from here"
-                    ) from None
-                finally:
-                    pool.shutdown(cancel_futures=True)
-        else:
-            for k in missing:
-                read_piece(work, plan, fastas, k, counter.add)
-        if _plan(fastas, rules, on_duplicate) != plan:
-            raise InputError(f"{', '.join(map(str, fastas))}: changed while being read; ingest again")
-        return _merge(out, fastas, overwrite)
+        with writing(out, "make room, and run the same command again"), whole_directory(out, sync=False) as work:
+            whole = work / "whole"
+            _read_pieces(work, pieces, fastas, rules, workers, _Counter(say))
+            if _pieces(fastas) != (sources, pieces):
+                raise InputError(f"{named}: changed while being read; ingest again")
+            _assemble(work, len(pieces), whole, named, sources, rules, on_duplicate)
+            final = without_duplicates(whole, work / "final", on_duplicate, fastas)
+            if rules.on_nucleotides == "error":
+                store = TokenStore(final)
+                if found := nucleotides.finding(nucleotides.some(store), counted(len(store), "record")):
+                    raise InputError(f"{named}: {found}; translate them, or {in_a_store('--on-nucleotides keep')}")
+            for file in final.iterdir():
+                file.rename(work / file.name)
+            for directory in [path for path in work.iterdir() if path.is_dir()]:
+                shutil.rmtree(directory)
     except InputError:
-        _remove(work)
         for directory in made:
             with suppress(OSError):  # Another process may have put something into the directory.
                 directory.rmdir()
         raise
-    except OSError as error:
-        if unwritable(error) is None:
-            raise
-        with writing(out, f"{_ROOM}; it goes on with what is in {work}"):
-            raise
-
-
-def ingest_part(
-    fastas: Sequence[Path],
-    out: Path,
-    part: int,
-    parts: int,
-    rules: Rules = Rules(),  # noqa: B008  # frozen
-    on_duplicate: OnDuplicate = "error",
-) -> tuple[int, int]:
-    """Read one part of the pieces, for an array job. `merge(out)` makes the store when all parts are done.
-
-    Args:
-        fastas: as in `ingest`; the same for all parts.
-        out: the directory of the future store.
-        part: 1 to `parts`.
-        parts: number of jobs.
-        rules: as in `ingest`.
-        on_duplicate: as in `ingest`.
-
-    Returns:
-        The number of pieces of this part, and the number of all pieces.
-    """
-    if STDIN in fastas:
-        raise UsageError("--part: the standard input cannot be read in parts; name files")
-    work, plan = _partial(out), _plan(fastas, rules, on_duplicate)
-    mine = range(part - 1, len(plan["pieces"]), parts)
-    with writing(out, _ROOM):
-        _claim(work, plan)
-        for k in mine:
-            if not piece_directory(work, k).exists():
-                read_piece(work, plan, fastas, k)
-    return len(mine), len(plan["pieces"])
-
-
-def merge(out: Path, overwrite: bool = False) -> TokenStore:
-    """Make a store of the pieces in `STORE.partial`; `overwrite` replaces the store at `out`.
-
-    Raises:
-        UsageError: pieces are missing, or `out` exists.
-        InputError: an id comes twice and the rules do not allow this.
-    """
-    work = _partial(out)
-    _check_out(out, overwrite)
-    if not (work / "plan.json").is_file():
-        raise UsageError(f"{work}: no parts to merge; run `esmshard ingest FASTA... -o {out} --part I/N` first")
-    plan = _read_plan(work)
-    if (plan["version"], plan["alphabet"]) != (VERSION, ALPHABET_HASH):
-        raise UsageError(f"{work}: its parts were read by another version; delete it and read them again")
-    with writing(out, _ROOM):
-        return _merge(out, [Path(source["path"]) for source in plan["sources"]], overwrite)
-
-
-def _merge(out: Path, fastas: Sequence[Path], overwrite: bool) -> TokenStore:
-    work = _partial(out)
-    plan = _read_plan(work)
-    whole = work / "store"
-    if not is_store(whole):
-        missing = _missing_pieces(work, plan)
-        if missing:
-            raise UsageError(
-                f"{work}: {len(missing)} of {len(plan['pieces'])} pieces are missing; run the parts that failed again"
-            )
-        _assemble(work, plan, fastas, whole)
-    for k in range(len(plan["pieces"])):  # They must not be taken for finished pieces if the store is deleted later.
-        shutil.rmtree(piece_directory(work, k), ignore_errors=True)
-    final = without_duplicates(whole, work / "final", plan["on_duplicate"], fastas)
-    if plan["rules"]["on_nucleotides"] == "error":
-        store = TokenStore(final)
-        if found := nucleotides.finding(nucleotides.some(store), counted(len(store), "record")):
-            named = ", ".join(map(str, fastas))
-            raise InputError(f"{named}: {found}; translate them, or {in_a_store('--on-nucleotides keep')}")
-    if overwrite and out.exists():
-        _remove(out)
-    try:
-        final.rename(out)
-    except OSError:
-        if not is_store(out):  # Another process has made the same store meanwhile.
-            raise
-    _remove(work)
     return TokenStore(out)
+
+
+def _read_pieces(
+    work: Path, pieces: Sequence[Piece], fastas: Sequence[Path], rules: Rules, workers: int, counter: "_Counter"
+) -> None:
+    """Read all pieces into directories, in this process or in several."""
+    if workers == 1 or len(pieces) == 1 or STDIN in fastas:  # Other processes do not have this standard input.
+        for number, piece in enumerate(pieces):
+            read_piece(work, number, piece, fastas, rules, counter.add)
+        return
+    # Workers are spawned, since forked processes would inherit the threads of this process.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(pieces)), mp_context=context) as pool:
+        try:
+            waiting = [pool.submit(read_piece, work, k, piece, fastas, rules) for k, piece in enumerate(pieces)]
+            for done in waiting:  # In file order, so that the first of several mistakes is reported.
+                counter.add(done.result())
+        except BrokenProcessPool:
+            raise ChildProcessError(
+                "a worker process was killed, perhaps because memory ran out; run the same command again with fewer "
+                "workers"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> TokenStore:  # noqa: B008  # frozen
@@ -263,98 +193,31 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
         return ingest([source], out, rules)
 
 
-def _check_out(out: Path, overwrite: bool = False) -> None:
-    if out.exists() and not overwrite:
-        raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
-    shards = ("tokens-*.u8", "headers-*.txt")
-    check_replaced(out, ["manifest.json", *shards, *ARRAYS], marker="manifest.json")
-
-
-def _partial(out: Path) -> Path:
-    if out.name in ("", ".."):
-        raise UsageError(f"{out}: give the directory of the store a name")
-    return out.with_name(f"{out.name}.partial")
-
-
-def _missing_pieces(work: Path, plan: dict[str, Any]) -> list[int]:
-    return [k for k in range(len(plan["pieces"])) if not piece_directory(work, k).exists()]
-
-
-def _remove(directory: Path) -> None:
-    """Delete a directory under another name, so that after a crash no half of it is taken for the whole."""
-    if directory.exists():
-        trash = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-        directory.rename(trash / directory.name)
-        shutil.rmtree(trash, ignore_errors=True)
-
-
-def _missing_parents(out: Path) -> list[Path]:
-    return [directory for directory in out.parents if not directory.exists()]
-
-
-def _plan(fastas: Sequence[Path], rules: Rules, on_duplicate: str) -> dict[str, Any]:
-    """Return everything that decides what the store will hold, ready for JSON."""
+def _pieces(fastas: Sequence[Path]) -> tuple[list[dict[str, Any]], list[Piece]]:
+    """Return facts about the files, and how they are cut into pieces."""
     if list(fastas).count(STDIN) > 1:
         raise UsageError("-: the standard input can be read once; name it once")
     sources: list[dict[str, Any]] = []
     pieces: list[Piece] = []
-    group, size = Piece(sources=[]), 0
+    group, size = Piece(), 0
     for number, fasta in enumerate(fastas):
         if fasta == STDIN:
             sources.append({"path": "-"})
-            pieces += [group, Piece(sources=[number])]
-            group, size = Piece(sources=[]), 0
+            pieces += [group, Piece([number])]
+            group, size = Piece(), 0
             continue
         plain = is_plain(fasta)
         stat = fasta.stat()
         sources.append({"path": str(fasta.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns})
         if size + stat.st_size > SHARD:
             pieces.append(group)
-            group, size = Piece(sources=[]), 0
+            group, size = Piece(), 0
         if plain and stat.st_size > SHARD:
-            starts = range(0, stat.st_size, SHARD)
-            pieces += [Piece(sources=[number], start=start, stop=start + SHARD) for start in starts]
+            pieces += [Piece([number], start, start + SHARD) for start in range(0, stat.st_size, SHARD)]
         else:
-            group["sources"].append(number)
+            group.sources.append(number)
             size += stat.st_size
-    pieces = [piece for piece in [*pieces, group] if piece["sources"]]
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "alphabet": ALPHABET_HASH,
-        "shard": SHARD,
-        "sources": sources,
-        "rules": rules.recorded(),
-        "on_duplicate": on_duplicate,
-        "pieces": pieces,
-    }
-
-
-def _read_plan(work: Path) -> dict[str, Any]:
-    try:
-        plan: dict[str, Any] = read_json(work / "plan.json")
-    except (OSError, ValueError):
-        raise InputError(f"{work}/plan.json: cannot be read; delete {work} and ingest again") from None
-    return plan
-
-
-def _claim(work: Path, plan: dict[str, Any]) -> None:
-    """Make the directory of the pieces, or check that the existing one has the same plan. Several parts may do this at
-    once.
-    """
-    if not work.exists():
-        work.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{work.name}-", dir=work.parent))
-        try:
-            (scratch / "plan.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")
-            scratch.rename(work)
-        except OSError:
-            if not work.exists():  # Another process was faster.
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    if _read_plan(work) != plan:
-        raise UsageError(f"{work}: belongs to an ingest of other files or with other options; delete it to start over")
+    return sources, [piece for piece in [*pieces, group] if piece.sources]
 
 
 @dataclass
@@ -373,73 +236,60 @@ class _Counter:
             self.say(f"ingest: {self.records:,} records")
 
 
-def _assemble(work: Path, plan: dict[str, Any], fastas: Sequence[Path], whole: Path) -> None:
-    """Move the shards of all pieces into one directory and index them. May be interrupted and called again."""
-    whole.mkdir(exist_ok=True)
+def _assemble(
+    work: Path,
+    count: int,
+    whole: Path,
+    named: str,
+    sources: Sequence[Mapping[str, Any]],
+    rules: Rules,
+    on_duplicate: str,
+) -> None:
+    """Move the shards of all pieces into one directory and index them."""
+    whole.mkdir()
     shards: list[Shard] = []
     edits = Edits()
-    pieces = [piece_directory(work, k) for k in range(len(plan["pieces"]))]
+    pieces = [work / f"piece-{number:05d}" for number in range(count)]
     for piece in pieces:
         report = read_json(piece / "piece.json")
         edits.extend(Edits(report["counts"], report["first"]))
         for k, shard in enumerate(report["shards"]):
             for old, new in ((token_shard(k), token_shard(len(shards))), (header_shard(k), header_shard(len(shards)))):
-                if not (whole / new).exists():
-                    (piece / old).rename(whole / new)
+                (piece / old).rename(whole / new)
             shards.append(Shard(**shard))
     if not any(shard.records for shard in shards):
-        raise InputError(f"{', '.join(map(str, fastas))}: no record is left under these rules")
-    sources = [source | {"path": Path(source["path"]).name} for source in plan["sources"]]
-    sources = [{key: source[key] for key in ("path", "bytes") if key in source} for source in sources]
-    facts = {"sources": sources, "rules": plan["rules"], "on_duplicate": plan["on_duplicate"]}
+        raise InputError(f"{named}: no record is left under these rules")
+    recorded = [{**source, "path": Path(source["path"]).name} for source in sources]
+    recorded = [{key: source[key] for key in ("path", "bytes") if key in source} for source in recorded]
+    facts = {"sources": recorded, "rules": rules.recorded(), "on_duplicate": on_duplicate}
     arrays = ([np.load(piece / f"{name}.npy") for name in ("lengths", "headers", "keys")] for piece in pieces)
     write_index(whole, shards, arrays, facts, edits)
 
 
-Piece = dict[str, Any]
-"""`sources`: numbers of input files. For a range of one plain file also `start` and `stop`, in bytes."""
-
-
-def piece_directory(work: Path, number: int) -> Path:
-    """Return the directory that a piece has when it is complete."""
-    return work / f"piece-{number:05d}"
-
-
 def read_piece(
     work: Path,
-    plan: dict[str, Any],
-    fastas: Sequence[Path],
     number: int,
+    piece: Piece,
+    fastas: Sequence[Path],
+    rules: Rules,
     count: Callable[[int], None] = lambda _: None,
 ) -> int:
-    """Read one piece into a directory that gets its name when it is complete. Return the number of records."""
-    target = piece_directory(work, number)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=work))
-    try:
-        piece, edits = plan["pieces"][number], Edits()
-        with _Writer(scratch) as writer:
-            rules = Rules(**plan["rules"])
-            base = 0
-            for source in piece["sources"]:
-                start, last = piece.get("start", 0), base
-                for block in read_blocks(fastas[source], edits, rules, start, piece.get("stop")):
-                    read = base + block.at - start
-                    for shard, part in _by_shard(block, read, plan["shard"]):
-                        writer.add(shard, part)
-                    last = read + len(block.chunk)
-                    count(len(block.ids))
-                base = last  # The next small file continues where this file ends.
-        shards = [asdict(shard) for shard in writer.shards]
-        report = {"shards": shards, "counts": edits.counts, "first": edits.first}
-        (scratch / "piece.json").write_text(json.dumps(report), encoding="utf-8")
-        try:
-            scratch.rename(target)
-        except OSError:
-            if not target.exists():  # Another process has read the same piece meanwhile.
-                raise
-        return sum(shard.records for shard in writer.shards)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    """Read one piece into a directory of its own. Return the number of records."""
+    directory, edits, base = work / f"piece-{number:05d}", Edits(), 0
+    directory.mkdir()
+    with _Writer(directory) as writer:
+        for source in piece.sources:
+            last = base
+            for block in read_blocks(fastas[source], edits, rules, piece.start, piece.stop):
+                read = base + block.at - piece.start
+                for shard, part in _by_shard(block, read, SHARD):
+                    writer.add(shard, part)
+                last = read + len(block.chunk)
+                count(len(block.ids))
+            base = last  # The next small file continues where this file ends.
+    report = {"shards": [asdict(shard) for shard in writer.shards], "counts": edits.counts, "first": edits.first}
+    (directory / "piece.json").write_text(json.dumps(report), encoding="utf-8")
+    return sum(shard.records for shard in writer.shards)
 
 
 def _by_shard(block: Block, read: int, size: int) -> Iterator[tuple[int, Block]]:
@@ -520,7 +370,7 @@ def without_duplicates(whole: Path, final: Path, on_duplicate: OnDuplicate, sour
     at `final`.
 
     Args:
-        whole: a store, which is not changed.
+        whole: a store, of which unchanged shards are moved.
         final: the directory of the new store; replaced if it exists.
         on_duplicate: what happens to an id that comes again. `error`: the record is read once and counted if the
             sequence is the same, else refused. `first`: all records but the first are left out. `suffix`: later records
@@ -575,7 +425,7 @@ def _repeated_ids(store: TokenStore) -> Iterator[tuple[str, list[int]]]:
 
 
 def _rewrite(store: TokenStore, final: Path, dropped: dict[int, str], renamed: dict[int, str], edits: Edits) -> None:
-    """Copy a store: unchanged shards are hard-linked, the others are written record by record."""
+    """Make another store of a store: unchanged shards are moved, the others are written record by record."""
     shutil.rmtree(final, ignore_errors=True)
     final.mkdir()
     touched = np.array(sorted({*dropped, *renamed}))
@@ -591,7 +441,7 @@ def _rewrite(store: TokenStore, final: Path, dropped: dict[int, str], renamed: d
         tokens, headers = final / token_shard(len(shards)), final / header_shard(len(shards))
         if np.searchsorted(touched, rows.start) == np.searchsorted(touched, rows.stop):
             for name, path in ((token_shard(k), tokens), (header_shard(k), headers)):
-                _link(store.path / name, path)
+                (store.path / name).rename(path)
             shards.append(Shard(**old, sha256=[hashes[token_shard(k)], hashes[header_shard(k)]]))
             continue
         shard = Shard()
@@ -618,10 +468,3 @@ def _rewrite(store: TokenStore, final: Path, dropped: dict[int, str], renamed: d
     kept[list(dropped)] = False
     facts = {name: store.manifest[name] for name in ("sources", "rules", "on_duplicate")}
     write_index(final, shards, [(length_N[kept], header_N[kept], keys_N[kept])], facts, edits)
-
-
-def _link(old: Path, new: Path) -> None:
-    try:
-        new.hardlink_to(old)
-    except OSError:  # Not every file system has hard links.
-        shutil.copyfile(old, new)
