@@ -126,13 +126,15 @@ def plan(
     import json
 
     from esmshard.planner.cost import GPUS, parse
-    from esmshard.planner.plan import plan as made
     from esmshard.recipe import recipe_file
 
     if not gpus:
         raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known are {', '.join(GPUS)}")
     cluster = parse(gpus, nodes, network, memory)
     resolved = recipe_file.load(recipe_file.resolve(recipe), overrides or [])
+
+    from esmshard.planner.plan import plan as made
+
     found = made(resolved, cluster)
     print(json.dumps(found.as_json(), indent=1) if as_json else found.as_text())
 

@@ -3,16 +3,20 @@
 The model is a roofline. FSDP gathers the weights of the next layer and reduces the gradients of the last layer while a
 layer computes; communication that takes longer than the layer is exposed. Ranks that compute a layer together exchange
 activations, which overlaps with nothing. Only the shares below were fitted. They are the same for every model and
-machine, and `benchmarks/published.py` compares the result with published runs. Letters: see `esmshard.batch`.
+machine, and `benchmarks/published.py` compares the result with published runs. Letters: see `esmshard.batch`. No torch.
 """
 
 import re
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from esmshard.errors import UsageError
 from esmshard.parallel.layout import BYTES, Layout
-from esmshard.planner.memory_model import MIB, ModelNumbers
+
+if TYPE_CHECKING:
+    from esmshard.planner.memory_model import ModelNumbers
+
+MIB = 2**20
 
 # The shares of the data sheet's figures that are reached: by large matrix products, with launch gaps and lower clocks;
 # by FlashAttention-2, forward and backward (Dao 2023, arXiv:2307.08691, figures 4 to 6, A100); by element-wise kernels;
@@ -150,7 +154,7 @@ class Cost:
     received: int  # bytes that this rank receives from others
 
 
-def our_passes(numbers: ModelNumbers) -> float:
+def our_passes(numbers: "ModelNumbers") -> float:
     """Return how many vectors of width D element-wise kernels of one of our layers read or write for a token in the
     forward pass: 4 for norms, 29 for the rotation (in fp32, with its casts), 6 for sums, 4 for norms of queries and
     keys. As wide as the feed-forward part are 2 for gelu, or 5 for a gate. A compiled layer needs about half of these.
@@ -159,7 +163,7 @@ def our_passes(numbers: ModelNumbers) -> float:
     return 39 + (5 if config.gated else 2) * config.ffn_width / config.dim + (4 if config.qk_norm else 0)
 
 
-def training_flops(numbers: ModelNumbers, attended: float) -> float:
+def training_flops(numbers: "ModelNumbers", attended: float) -> float:
     """Return the FLOPs of one token's forward and backward pass.
 
     The forward pass takes two FLOPs for each parameter of a layer, and attention's two products. The gradients of
@@ -170,7 +174,7 @@ def training_flops(numbers: ModelNumbers, attended: float) -> float:
     return config.n_layers * (products + (1 + 2 * through) * 4 * config.dim * attended)
 
 
-def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) -> Cost:
+def cost(numbers: "ModelNumbers", layout: Layout, work: Work, machines: Machines) -> Cost:
     """Return time and received bytes of one training step of a model that is divided over all GPUs of the machines."""
     gpu, config, tensor, together = machines.gpu, numbers.config, layout.tensor, layout.together
     n, m, peak, hbm = config.n_layers, work.micro_batches, gpu.flops(layout.precision), HBM_SHARE * gpu.hbm
@@ -224,7 +228,7 @@ class Transfer(NamedTuple):
     received: int
 
 
-def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens: int) -> Transfer:
+def exchanged(numbers: "ModelNumbers", layout: Layout, machines: Machines, tokens: int) -> Transfer:
     """Return what one rank receives for a micro-batch from those with which it computes each layer.
 
     A layer gathers [T, D] twice and scatters sums of it twice in each pass. A recomputed layer needs no sum of its last

@@ -20,10 +20,9 @@ from esmshard.parallel.layout import BYTES, Layout
 # The kind of attention: `cuda` has kernels for packed attention, `cuda-padded` (before Ampere, and fp32) pads.
 Device = Literal["cpu", "cuda", "cuda-padded"]
 FP32 = 4
-MIB = 2**20
 # What libraries use. CPU: packed blocks of the matrix product, small tensors, pages of the allocator. GPU: cuBLAS's
 # workspace (32 MiB for each handle on Hopper) and rounding of the caching allocator, without the CUDA context.
-WORKSPACE = {"cpu": 12 * MIB, "cuda": 96 * MIB, "cuda-padded": 96 * MIB}
+WORKSPACE = {"cpu": 12 << 20, "cuda": 96 << 20, "cuda-padded": 96 << 20}  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)

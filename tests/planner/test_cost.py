@@ -151,9 +151,8 @@ SHORT = Work(tokens=10)
 
 def exchange(machines: Machines, **options: Any) -> float:
     """The seconds of all collectives of a model with one layer, which overlap with nothing."""
-    return cost(
-        replace(MODEL, config=replace(MODEL.config, n_layers=1)), bf16(world_size=8, **options), SHORT, machines
-    ).exposed
+    numbers = replace(MODEL, config=replace(MODEL.config, n_layers=1))
+    return cost(numbers, bf16(world_size=8, **options), SHORT, machines).exposed
 
 
 def test_machines_share_a_network() -> None:

@@ -17,8 +17,8 @@ from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.parallel.layout import Layout
 from esmshard.planner import plan as plans
-from esmshard.planner.cost import parse
-from esmshard.planner.memory_model import MIB, memory, numbers_of
+from esmshard.planner.cost import MIB, parse
+from esmshard.planner.memory_model import memory, numbers_of
 from esmshard.planner.plan import MicroBatches, Option, Plan, head_bytes
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings
