@@ -34,8 +34,7 @@ from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import groups, local, shard
 from esmshard.planner import memory_model
-from esmshard.planner.cost import Work, cost, exchanged
-from esmshard.planner.machines import parse
+from esmshard.planner.cost import Work, cost, exchanged, parse
 from esmshard.recipe.sections import OptimSettings, ParallelSettings
 from esmshard.tasks.registry import new_task
 from esmshard.train.optim import adamw, set_learning_rate
@@ -88,7 +87,7 @@ def checkpointing(model: str, tokens: int) -> Table:
         ((kept,),) = ranks_of("forward", [SHORT[model], asdict(how), tokens], 1, os.cpu_count() or 1, whole=True)
         first = first or kept
         numbers = peaks.numbers(SHORT[model])
-        planned = tokens * numbers.n_layers * memory_model.layer_bytes(numbers, how, "cpu").kept
+        planned = tokens * numbers.config.n_layers * memory_model.layer_bytes(numbers, how, "cpu").kept
         table.append([mode, f"{kept / MIB:,.0f}", f"{first / kept:.1f}", f"{planned / MIB:,.0f}"])
         print("  " + " | ".join(table[-1]), file=sys.stderr, flush=True)
     return table
@@ -130,10 +129,10 @@ def together(model: str, tokens: int, rounds: int) -> Table:
         for name, how in layouts.items():
             times[name].append(max(ranks_of("step", [SHORT[model], asdict(how), tokens], 2, 1)))
             print(f"  turn {turn + 1}: {name}: {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
-        rates.append(min(ranks_of("rate", [tokens, numbers.dim], 2, 1)))
+        rates.append(min(ranks_of("rate", [tokens, numbers.config.dim], 2, 1)))
     table = [["2 ranks", "s a step, median", "time / full_shard", "exchanged, MiB", "time / (full_shard + exchange)"]]
     for name, how in layouts.items():
-        received = exchanged(numbers, how, machines, tokens)[0]
+        received = exchanged(numbers, how, machines, tokens).received
         first = times["full_shard"]
         ratios = [own / one for own, one in zip(times[name], first, strict=True)]
         foretold = [own / (one + received / rate) for own, one, rate in zip(times[name], first, rates, strict=True)]

@@ -125,12 +125,12 @@ def plan(
     """Estimate memory and time of a recipe on given GPUs, and recommend a strategy. Needs no GPU, reads no weights."""
     import json
 
-    from esmshard.planner import machines
+    from esmshard.planner.cost import GPUS, parse
     from esmshard.recipe import recipe_file
 
     if not gpus:
-        raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known are {', '.join(machines.GPUS)}")
-    cluster = machines.parse(gpus, nodes, network, memory)
+        raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known are {', '.join(GPUS)}")
+    cluster = parse(gpus, nodes, network, memory)
     resolved = recipe_file.load(recipe_file.resolve(recipe), overrides or [])
 
     from esmshard.planner.plan import plan as made

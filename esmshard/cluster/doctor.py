@@ -267,7 +267,7 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     from esmshard.model import hub, weights
     from esmshard.model.families.family_registry import RELEASED, n_parameters
     from esmshard.parallel.process_group import own_device, processes_per_machine
-    from esmshard.planner.machines import GPUS, Machines, data_sheet
+    from esmshard.planner.cost import GPUS, Machines, data_sheet
     from esmshard.planner.plan import plan
     from esmshard.train.inputs import prepare
 
@@ -298,8 +298,10 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
             option
             for option in planned.options
             if option.fits
-            and (option.strategy, option.checkpointing) == (wanted.strategy, wanted.activation_checkpointing)
-            and (option.cpu_offload, option.tensor) == (wanted.cpu_offload, wanted.tensor)
+            and all(
+                getattr(option.layout, key) == getattr(wanted, key)
+                for key in ("strategy", "activation_checkpointing", "cpu_offload", "tensor")
+            )
         ]
         if fits:
             yield Finding(

@@ -1,9 +1,9 @@
 """The needs of a recipe on given machines under each strategy, and the best strategy, for `esmshard plan`."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,119 +22,84 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import SIZES, build, family_of, released_name
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.parallel.layout import BYTES, STRATEGIES, Layout, check_tensor, layout
-from esmshard.planner.cost import Cost, Work, cost
-from esmshard.planner.machines import Machines
-from esmshard.planner.memory_model import KINDS, Device, Memory, ModelNumbers, largest_micro_batch, memory, numbers_of
+from esmshard.planner.cost import Cost, Machines, Work, cost
+from esmshard.planner.memory_model import KINDS, Device, Memory, ModelNumbers, memory, numbers_of
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks.base import Task
 from esmshard.tasks.registry import new_task
 
-RESERVE = 0.1
-"""The share of a GPU's memory that a plan leaves free, for gaps of the allocator and errors of the estimate."""
-AS_GOOD = 1.03
-"""Step times within this factor count as equal; the plan that needs less memory is then the better one."""
-MOST_TOKENS = 1 << 20
-"""The largest micro-batch that the search for the largest one considers."""
-SHOWN = 16
-"""The most options that the table shows."""
+RESERVE = 0.1  # the share of a GPU's memory that stays free, for gaps of the allocator and errors of the estimate
+AS_GOOD = 1.03  # step times within this factor count as equal; the plan that needs less memory is then the better one
+MOST_TOKENS = 1 << 20  # the largest micro-batch that the search for the largest one considers
+SHOWN = 16  # the most options that the table shows
+HEAD = "strategy checkpointing weights grads optim gather activ head other total fits most tokens ms/step exposed GiB"
 GIB = 2**30
-MODES = ("none", "selective", "full")
 
 
-@dataclass(frozen=True)
 class MicroBatches:
-    """The memory of a recipe's micro-batches on one rank. `plan` and `finetune` ask it what fits."""
+    """The memory of a recipe's micro-batches on one rank. `plan` and `finetune` ask it what fits.
 
-    recipe: Recipe
-    """The recipe after `in_tokens`."""
-    train: Examples
-    numbers: ModelNumbers
-    layout: Layout
-    device: Device
+    `recipe` is the recipe after `in_tokens`, and `train` has the training records.
+    """
 
-    @property
-    def longest(self) -> int:
-        """Return the tokens of the longest training record. A micro-batch cannot be smaller."""
-        return int(self.train.tokens.max())
-
-    @property
-    def padding(self) -> float:
-        """Return the tokens with padding over the tokens without, where attention pads to the longest record."""
-        return self.longest / float(self.train.tokens.mean(dtype=np.float64))
-
-    @property
-    def share(self) -> int:
-        """Return the tokens of one rank in one step. Ranks that compute each layer together have the same ones."""
-        return -(-self.recipe.batch.global_tokens // self.layout.data_size)
-
-    @cached_property
-    def head(self) -> Callable[[int], int]:
-        """Return the bytes of the head as a function of a micro-batch's tokens."""
-        return head_bytes(self.recipe.task, self.train.tokens, self.layout, self.numbers.n_logits)
+    def __init__(self, recipe: Recipe, train: Examples, numbers: ModelNumbers, layout: Layout, device: Device) -> None:
+        self.longest, self._beside = int(train.tokens.max()), train.beside
+        self.share = -(-recipe.batch.global_tokens // layout.data_size)  # of a rank in a step
+        self._head_of = partial(head_bytes, recipe.task, layout=layout, n_logits=numbers.config.n_logits)
+        self.head = self._head_of(train.tokens)
+        padding = self.longest / float(train.tokens.mean(dtype=np.float64))
+        self._memory = partial(memory, numbers, layout, device=device, padding=padding)
 
     def largest(self, room: int, share: int | None = None) -> int:
         """Return the largest `batch.tokens_per_rank` that fits into `room` bytes; 0 if the longest record does not fit.
 
-        The result is at most `share`, which is the rank's share of a step unless another number is given.
+        The result is at most the rank's share of a step, or `share`; but never less than the longest record.
         """
-        further = self.train.beside
-        most = largest_micro_batch(
-            self.numbers,
-            self.layout,
-            room,
-            self.head,
-            self.device,
-            longest=self.longest + further,
-            share=(self.share if share is None else share) + further,
-            padding=self.padding,
-        )
-        return max(0, most - further)
+        whole, longest = (share or self.share) + self._beside, self.longest + self._beside
+
+        def too_large(tokens: int) -> bool:
+            return self._memory(tokens, self.head(tokens), micro_batches=-(-whole // tokens)).total > room
+
+        if not too_large(max(longest, whole)):
+            return max(longest, whole) - self._beside
+        n_fitting = bisect_left(range(longest, whole), True, key=too_large)
+        return self.longest + n_fitting - 1 if n_fitting else 0
 
     def need(self, tokens: int, micro_batches: int, scored_N: npt.NDArray[np.int32]) -> Memory:
-        """Return the memory of a step, or of a validation if it needs more.
-
-        Args:
-            tokens: the tokens of the largest micro-batch.
-            micro_batches: the micro-batches of a step.
-            scored_N: the tokens of each validation and test record, which are taken whole.
+        """Return the memory of a step whose largest micro-batch has so many tokens; or of a validation, which takes
+        records of `scored_N` tokens whole, if a validation needs more.
         """
-        longest, further = int(scored_N.max()), self.train.beside
-        head = head_bytes(self.recipe.task, scored_N, self.layout, self.numbers.n_logits)
-        step = memory(
-            self.numbers,
-            self.layout,
-            tokens + further,
-            self.head(tokens),
-            self.device,
-            micro_batches=micro_batches,
-            padding=self.padding,
-        )
-        scoring = memory(
-            self.numbers,
-            self.layout,
-            max(tokens, longest, SCORED_TOKENS) + further,
-            head(max(tokens, longest)),
-            self.device,
-            padding=longest / float(scored_N.mean(dtype=np.float64)),
-            scoring=True,
-        )
+        step = self._memory(tokens + self._beside, self.head(tokens), micro_batches=micro_batches)
+        longest, mean = int(scored_N.max()), float(scored_N.mean(dtype=np.float64))
+        head = self._head_of(scored_N)(max(tokens, longest))
+        scored = max(tokens, longest, SCORED_TOKENS) + self._beside
+        scoring = self._memory(scored, head, padding=longest / mean, scoring=True)
         return max(step, scoring, key=lambda moment: moment.total)
+
+
+def head_bytes(
+    task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout, n_logits: int
+) -> Callable[[int], int]:
+    """Return the bytes that a task's head keeps of a micro-batch, as a function of its tokens.
+
+    The micro-batch has the longest of the records with `tokens_N` tokens, and is otherwise an average of all of them.
+    """
+    lengths, counts = np.unique(tokens_N, return_counts=True)
+    each = np.array([task.head_bytes(int(length), n_logits) for length in lengths], dtype=np.float64)
+    size = BYTES[layout.precision] / 4  # the task gives the bytes in fp32
+    longest, per_token = int(lengths[-1]), float((each * counts).sum() / (lengths * counts).sum())
+    return lambda tokens: round(size * (each[-1] + max(0, tokens - longest) * per_token))
 
 
 @dataclass(frozen=True)
 class Option:
     """One way to divide the run over the GPUs that is possible."""
 
-    strategy: str
-    checkpointing: str
-    cpu_offload: bool
-    tensor: int
-    tokens: int
-    """The tokens of the largest micro-batch of a step on one rank."""
+    layout: Layout
+    tokens: int  # of the largest micro-batch of a step on one rank
     micro_batches: int
-    largest: int
-    """The largest `batch.tokens_per_rank` that fits; 0 if the longest record does not fit."""
+    largest: int  # the largest `batch.tokens_per_rank` that fits; 0 if the longest record does not fit
     fits: bool
     memory: Memory
     cost: Cost
@@ -147,37 +112,33 @@ class Plan:
     recipe: Recipe
     machines: Machines
     numbers: ModelNumbers
-    precision: str
-    room: int
-    """The bytes of each GPU with which the plan may be made."""
-    options: list[Option]
-    """Those that fit, the fastest first; then the others, those that need the least memory first."""
+    room: int  # the bytes of each GPU with which the plan may be made
+    options: list[Option]  # those that fit, the fastest first; then the others, those that need the least memory first
 
     @property
     def best(self) -> Option | None:
-        """Return the fastest option that fits; of those that are as fast, the one that needs the least memory."""
+        """The fastest option that fits; of those that are as fast, the one that needs the least memory."""
         fitting = [option for option in self.options if option.fits]
         equal = [option for option in fitting if option.cost.seconds <= AS_GOOD * fitting[0].cost.seconds]
         return min(equal, key=lambda option: option.memory.total, default=None)
 
     @property
     def keys(self) -> list[str]:
-        """Return the recipe keys of the best option, to paste behind `esmshard finetune RECIPE`."""
-        best = self.best
-        if best is None:
+        """The recipe keys of the best option, to paste behind `esmshard finetune RECIPE`."""
+        if (best := self.best) is None:
             return []
         tokens = best.largest if self.recipe.batch.tokens_per_rank == "auto" else best.tokens
-        lines = [
-            f"parallel.strategy={best.strategy}",
-            f"parallel.activation_checkpointing={best.checkpointing}",
+        return [
+            f"parallel.strategy={best.layout.strategy}",
+            f"parallel.activation_checkpointing={best.layout.activation_checkpointing}",
             f"batch.tokens_per_rank={tokens}",
+            *[f"parallel.tensor={best.layout.tensor}"] * (best.layout.tensor > 1),
+            *["parallel.cpu_offload=true"] * best.layout.cpu_offload,
         ]
-        lines += [f"parallel.tensor={best.tensor}"] * (best.tensor > 1)
-        return [*lines, "parallel.cpu_offload=true"] if best.cpu_offload else lines
 
     @property
     def reason(self) -> str:
-        """Return one sentence that says why the best option is the best."""
+        """One sentence that says why the best option is the best."""
         best, room = self.best, self.room / GIB
         if best is None:
             return (
@@ -194,64 +155,42 @@ class Plan:
     def as_text(self) -> str:
         """Return a table of the options, the best one and the reason."""
         machines, numbers, best = self.machines, self.numbers, self.best
-        head = ("strategy", "checkpointing", "weights", "grads", "optim", "gather", "activ", "head", "other", "total")
-        rows: list[tuple[str, ...]] = [(*head, "fits", "most", "tokens", "ms/step", "exposed", "GiB")]
+        rows = [HEAD.split()]
         for option in self.options[:SHOWN]:
-            name = f"{option.strategy}, tensor {option.tensor}" if option.tensor > 1 else option.strategy
-            sizes = [getattr(option.memory, kind) for kind in (*KINDS, "total")]
-            times = (option.cost.seconds, option.cost.exposed)
-            rows.append(
-                (
-                    *(name + ", cpu_offload" * option.cpu_offload, option.checkpointing),
-                    *(f"{size / GIB:.2f}" for size in sizes),
-                    *("yes" if option.fits else "no", f"{option.largest or '-'}"),
-                    f"{option.micro_batches} x {option.tokens:,}",
-                    *(f"{1e3 * seconds:.1f}" for seconds in times),
-                    f"{option.cost.received / GIB:.2f}",
-                )
-            )
+            laid_out, need, spent = option.layout, option.memory, option.cost
+            name = laid_out.strategy + f", tensor {laid_out.tensor}" * (laid_out.tensor > 1)
+            row = [name + ", cpu_offload" * laid_out.cpu_offload, laid_out.activation_checkpointing]
+            row += [f"{getattr(need, kind) / GIB:.2f}" for kind in (*KINDS, "total")]
+            row += ["yes" if option.fits else "no", f"{option.largest or '-'}"]
+            row += [f"{option.micro_batches} x {option.tokens:,}", f"{1e3 * spent.seconds:.1f}"]
+            rows.append([*row, f"{1e3 * spent.exposed:.1f}", f"{spent.received / GIB:.2f}"])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        network = f", {machines.network * 8 / 1e9:g} Gbit/s a GPU between machines" if machines.nodes > 1 else ""
         lines = [
-            f"machines  {machines}: {self.room / GIB:.1f} GiB a GPU to plan with, {machines.gpu.link / 1e9:.0f} GB/s "
-            "within a machine"
-            + (f", {machines.network * 8 / 1e9:g} Gbit/s a GPU between machines" if machines.nodes > 1 else ""),
+            f"machines  {machines}: {self.room / GIB:.1f} GiB a GPU to plan with{network}",
             f"model     {self.recipe.model.name}: {numbers.parameters:,} parameters, {numbers.trained:,} learn, "
-            f"{self.precision}; {self.recipe.batch.global_tokens:,} tokens a step",
-            "",
-            "GiB a rank at the peak of a step; most: largest batch.tokens_per_rank that fits; tokens: micro-batches of "
-            "a step; GiB: received a step",
+            f"{self.options[0].layout.precision}; {self.recipe.batch.global_tokens:,} tokens a step",
+            "\nGiB a rank at the peak of a step; most: largest batch.tokens_per_rank that fits; tokens: micro-batches "
+            "of a step; GiB: received a step",
         ]
         for row in rows:
-            cells = [
-                f"{cell:<{width}}" if k < 2 else f"{cell:>{width}}"
-                for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells))
+            lines.append("  ".join(f"{cell:{'<' if k < 2 else '>'}{widths[k]}}" for k, cell in enumerate(row)))
         if best is not None:
-            speed = best.cost.tokens_per_second
-            lines += [
-                "",
-                f"take      {' '.join(self.keys)}",
-                f"speed     {speed:,.0f} tokens/s a GPU, {speed * machines.world_size:,.0f} in all, MFU "
-                f"{best.cost.mfu:.1%}",
-            ]
+            speed, total = best.cost.tokens_per_second, best.cost.tokens_per_second * machines.world_size
+            lines.append(f"\ntake      {' '.join(self.keys)}")
+            lines.append(f"speed     {speed:,.0f} tokens/s a GPU, {total:,.0f} in all, MFU {best.cost.mfu:.1%}")
         return "\n".join([*lines, f"because   {self.reason}"])
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON values, in bytes and seconds."""
-
-        def row(option: Option) -> dict[str, Any]:
-            values = asdict(option)
-            values["memory"]["total"], values["cost"]["seconds"] = option.memory.total, option.cost.seconds
-            return values
-
+        numbers, rows = self.numbers, [asdict(option) for option in self.options]
+        sizes = {"parameters": numbers.parameters, "trained": numbers.trained, **numbers.config.recorded()}
         return {
             "machines": {**asdict(self.machines), "world_size": self.machines.world_size},
             "room_bytes": self.room,
-            "model": {"name": self.recipe.model.name, "parameters": self.numbers.parameters, **asdict(self.numbers)},
-            "precision": self.precision,
-            "options": [row(option) for option in self.options],
-            "best": None if self.best is None else row(self.best),
+            "model": {"name": self.recipe.model.name, **sizes},
+            "options": rows,
+            "best": None if self.best is None else rows[self.options.index(self.best)],
             "keys": self.keys,
             "reason": self.reason,
         }
@@ -260,125 +199,72 @@ class Plan:
 def plan(recipe: Recipe, machines: Machines) -> Plan:
     """Estimate every strategy and checkpointing mode; if nothing fits, estimate them with `cpu_offload` too.
 
-    Unless the recipe sets `parallel.tensor` or `context`, this is done for each `parallel.tensor` that is a power of
-    two and divides the GPUs of a machine, the heads and the feed-forward part of the model.
-
-    Raises:
-        InputError: if the training data or the model cannot be read, or there are fewer records than GPUs.
-        UsageError: if the settings of `parallel` are possible under no strategy.
+    Unless the recipe sets `parallel.tensor` or `context`, each power of two for `parallel.tensor` that divides the GPUs
+    of a machine and the model is estimated. `InputError` if the data or the model cannot be read, or there are fewer
+    records than GPUs. `UsageError` if no strategy is possible with the other settings of `parallel`.
     """
-    config, task = config_of(recipe.model.name), new_task(recipe.task, {})
-    takes = family_of(config).tracks
-    tracks = track_files(recipe.data.tracks, takes, recipe.model.name, "data.tracks.") if recipe.data.tracks else []
+    config, task, data = config_of(recipe.model.name), new_task(recipe.task, {}), recipe.data
+    named = (family_of(config).tracks, recipe.model.name, "data.tracks.")
+    tracks = track_files(data.tracks, *named) if data.tracks else []
     train = open_split(recipe, "train", task.labels, tracks)
     recipe, task, parallel = in_tokens(recipe, train), task.learn(train), recipe.parallel
-    tokens_N = train.tokens
+    tokens_N, gpu, precision = train.tokens, machines.gpu, parallel.precision
     scored_N = np.concatenate([open_split(recipe, name, None, tracks).tokens for name in ("valid", "test")])
     if len(tokens_N) < machines.world_size // (parallel.tensor * parallel.context):
         raise InputError(
             f"{train.path}: train has {len(tokens_N)} records, fewer than the {machines.world_size} GPUs; take fewer"
         )
+    if precision == "auto":
+        precision = "bf16" if gpu.has_bf16 else "fp16"
+    if precision == "bf16" and not gpu.has_bf16:
+        raise UsageError(f"parallel.precision: {gpu.name} has no bf16; take auto, fp16 or fp32")
+    device: Literal["cuda", "cuda-padded"] = "cuda" if gpu.has_bf16 and precision != "fp32" else "cuda-padded"
     attended = float(np.square(tokens_N, dtype=np.float64).sum() / tokens_N.sum(dtype=np.float64))
-    precision = _precision(recipe, machines)
-    packed = machines.gpu.has_bf16 and precision != "fp32"
     numbers, room = model_numbers(recipe, config, task), int(machines.room * (1 - RESERVE))
+    is_given = "tensor" in parallel.model_fields_set or parallel.context > 1
+    tensors = [parallel.tensor] if is_given else [2**k for k in range(9) if machines.per_machine % 2**k == 0]
     refusals: list[UsageError] = []
 
-    def options(tensor: int, offload: bool) -> Iterator[Option]:
+    def layouts(tensor: int, offload: bool) -> Iterator[Layout]:
         for strategy in STRATEGIES if machines.world_size > tensor else [parallel.strategy]:
             change: dict[str, Any] = {"strategy": strategy, "cpu_offload": offload, "tensor": tensor}
-            change |= {} if strategy == "hybrid_shard" else {"group_size": None}
-            for mode in MODES:
+            if strategy != "hybrid_shard":
+                change["group_size"] = None
+            for mode in ("none", "selective", "full"):
                 settings = parallel.model_copy(update={**change, "activation_checkpointing": mode})
                 try:
-                    laid_out = layout(settings, machines.world_size, machines.per_machine, precision)
+                    check_tensor(tensor, n_heads=config.n_heads, ffn_width=config.ffn_width, quantized=is_quantized)
+                    yield layout(settings, machines.world_size, machines.per_machine, precision)
                 except UsageError as error:
                     refusals.append(error)
                     break
-                yield option(laid_out)
 
     def option(laid_out: Layout) -> Option:
-        batches = MicroBatches(recipe, train, numbers, laid_out, "cuda" if packed else "cuda-padded")
-        share, wanted, longest = batches.share, recipe.batch.tokens_per_rank, batches.longest
-        parts = -(-share // max(batches.largest(room) if wanted == "auto" else wanted, longest))
+        batches = MicroBatches(recipe, train, numbers, laid_out, device)
+        wanted, longest, beside = recipe.batch.tokens_per_rank, batches.longest, train.beside
+        parts = -(-batches.share // max(batches.largest(room) if wanted == "auto" else wanted, longest))
         # Shares are balanced, so that no micro-batch is much larger than the mean; but the longest record stays whole.
-        mean = -(-share // parts)
+        mean = -(-batches.share // parts)
         tokens = max(longest, mean)
         need = batches.need(tokens, parts, scored_N)
         work = Work(
-            tokens=mean + train.beside,
+            tokens=mean + beside,
             micro_batches=parts,
-            attended=attended if packed else float(longest),
-            head_bytes=round(batches.head(tokens) * (mean + train.beside) / (tokens + train.beside)),
+            attended=attended if device == "cuda" else float(longest),
+            head_bytes=round(batches.head(tokens) * (mean + beside) / (tokens + beside)),
         )
-        return Option(
-            laid_out.strategy,
-            laid_out.activation_checkpointing,
-            laid_out.cpu_offload,
-            laid_out.tensor,
-            tokens=tokens,
-            micro_batches=parts,
-            largest=batches.largest(room, MOST_TOKENS - train.beside),
-            fits=need.total <= room,
-            memory=need,
-            cost=cost(numbers, laid_out, work, machines),
-        )
+        largest, spent = batches.largest(room, MOST_TOKENS - beside), cost(numbers, laid_out, work, machines)
+        return Option(laid_out, tokens, parts, largest, need.total <= room, need, spent)
 
-    tensors = _tensors(recipe, machines, numbers)
-    possible = [found for tensor in tensors for found in options(tensor, parallel.cpu_offload)]
+    is_quantized = recipe.model.quantize is not None
+    possible: list[Option] = []
+    for offload in [True] if parallel.cpu_offload else [False, True]:
+        if not any(found.fits for found in possible):
+            possible += [option(laid_out) for tensor in tensors for laid_out in layouts(tensor, offload)]
     if not possible:
         raise refusals[0]
-    if not any(found.fits for found in possible) and not parallel.cpu_offload:
-        possible += [found for tensor in tensors for found in options(tensor, True)]
     possible.sort(key=lambda found: (not found.fits, found.cost.seconds if found.fits else found.memory.total))
-    return Plan(recipe, machines, numbers, precision, room, possible)
-
-
-def _tensors(recipe: Recipe, machines: Machines, numbers: ModelNumbers) -> list[int]:
-    """Return the numbers of `parallel.tensor` to estimate. `UsageError` if the recipe's does not divide the model."""
-
-    def check(tensor: int) -> int:
-        quantized = numbers.quantization is not None
-        check_tensor(tensor, n_heads=numbers.n_heads, ffn_width=numbers.ffn_width, quantized=quantized)
-        return tensor
-
-    if "tensor" in recipe.parallel.model_fields_set or recipe.parallel.context > 1:
-        return [check(recipe.parallel.tensor)]
-    fitting, tensor = [1], 2
-    while machines.per_machine % tensor == 0:
-        with suppress(UsageError):
-            fitting.append(check(tensor))
-        tensor *= 2
-    return fitting
-
-
-def _precision(recipe: Recipe, machines: Machines) -> Literal["fp32", "bf16", "fp16"]:
-    wanted, gpu = recipe.parallel.precision, machines.gpu
-    if wanted == "auto":
-        return "bf16" if gpu.has_bf16 else "fp16"
-    if wanted == "bf16" and not gpu.has_bf16:
-        raise UsageError(f"parallel.precision: {gpu.name} has no bf16; take auto, fp16 or fp32")
-    return wanted
-
-
-def head_bytes(
-    task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout, n_logits: int
-) -> Callable[[int], int]:
-    """Return the bytes that a task's head keeps of a micro-batch, as a function of its tokens.
-
-    The micro-batch has the longest record, and is otherwise an average of all records.
-
-    Args:
-        task: the task, which gives the bytes in fp32.
-        tokens_N: the tokens of each training record.
-        layout: the layout of the model. The head computes in the precision of the arithmetic, too.
-        n_logits: the columns of the logits of the model.
-    """
-    lengths, counts = np.unique(tokens_N, return_counts=True)
-    each = np.array([task.head_bytes(int(length), n_logits) for length in lengths], dtype=np.float64)
-    size = BYTES[layout.precision] / 4
-    longest, per_token = int(lengths[-1]), float((each * counts).sum() / (lengths * counts).sum())
-    return lambda tokens: round(size * (each[-1] + max(0, tokens - longest) * per_token))
+    return Plan(recipe, machines, numbers, room, possible)
 
 
 def model_numbers(recipe: Recipe, config: ModelConfig, task: Task | None = None) -> ModelNumbers:
@@ -391,11 +277,7 @@ def model_numbers(recipe: Recipe, config: ModelConfig, task: Task | None = None)
 
 
 def config_of(name: str) -> ModelConfig:
-    """Return the architecture of the model that a recipe names. Nothing is downloaded.
-
-    Raises:
-        InputError: if the model is not on this machine and not released, or if its file cannot be read.
-    """
+    """Return the architecture of the model that a recipe names. Nothing is downloaded: `InputError` if it would be."""
     if not Path(name).exists():
         if known := name if name in SIZES else released_name(name):
             return SIZES[known]

@@ -37,8 +37,7 @@ from esmshard.parallel.shard import DTYPES, shard
 from esmshard.parallel.tied_weights import check_optimizer
 from esmshard.parallel.watch import Control, Watch, check_first_batch
 from esmshard.planner import memory_model
-from esmshard.planner.cost import training_flops
-from esmshard.planner.machines import peak_flops
+from esmshard.planner.cost import data_sheet, training_flops
 from esmshard.planner.plan import MicroBatches
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
@@ -464,7 +463,8 @@ def _facts(
 
 
 def _peak(device: torch.device, precision: str) -> float | None:
-    return peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+    sheet = data_sheet(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if sheet is None else sheet.flops(precision)
 
 
 def _in_background(recipe: Recipe, device: torch.device) -> bool:

@@ -29,8 +29,7 @@ from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import DTYPES, groups, next_micro_batch, shard, trainable
-from esmshard.planner.cost import exchanged
-from esmshard.planner.machines import parse
+from esmshard.planner.cost import exchanged, parse
 from esmshard.planner.memory_model import numbers_of
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import LossSum, Task, collate
@@ -224,7 +223,7 @@ def operations(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, 
             with Counted(laid.together) as counted:
                 task.loss(model(batch), targets).sum.backward()
             numbers = numbers_of(model, config_of(recipe))
-            planned = exchanged(numbers, laid, parse("2xA100-40GB"), len(batch.tokens_T))[0]
+            planned = exchanged(numbers, laid, parse("2xA100-40GB"), len(batch.tokens_T)).received
             found[name] = {**counted.calls, "planned bytes": planned}
     return found
 

@@ -1,16 +1,38 @@
-"""Bytes and seconds worked out by hand for round numbers, and runs that others have published."""
+"""What a user types for machines; bytes and seconds worked out by hand for round numbers; published runs."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from esmshard.batch import pack
+from esmshard.errors import UsageError
+from esmshard.model.config import ModelConfig
+from esmshard.model.families.esm2 import EsmConfig
+from esmshard.model.families.esmc import EsmcConfig
+from esmshard.model.families.family_registry import build
 from esmshard.parallel.layout import Layout
-from esmshard.planner.cost import Cost, Work, cost, exchanged, training_flops
-from esmshard.planner.machines import GPU, GPUS, Machines
-from esmshard.planner.memory_model import ModelNumbers
+from esmshard.planner.cost import (
+    GPU,
+    GPUS,
+    Cost,
+    Machines,
+    Work,
+    cost,
+    data_sheet,
+    exchanged,
+    our_passes,
+    parse,
+    training_flops,
+)
+from esmshard.planner.memory_model import ModelNumbers, numbers_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from published import RUNS, Run
@@ -93,8 +115,8 @@ def test_seconds_of_what_is_computed_again() -> None:
 
 
 def test_tokens_and_mfu() -> None:
-    found = one(Work(tokens=10_000, micro_batches=2, attended=300, real=0.5, head_products=1000))
-    assert found.tokens_per_second == pytest.approx(2 * 10_000 * 0.5 / found.seconds)
+    found = one(Work(tokens=10_000, micro_batches=2, attended=300, head_products=1000))
+    assert found.tokens_per_second == pytest.approx(2 * 10_000 / found.seconds)
     flops = 3 * 2 * 10_000 * (10 * (24e6 + 4 * 1000 * 300) + 2000)
     assert found.mfu == pytest.approx(flops / found.seconds / 100e12)
 
@@ -129,7 +151,8 @@ SHORT = Work(tokens=10)
 
 def exchange(machines: Machines, **options: Any) -> float:
     """The seconds of all collectives of a model with one layer, which overlap with nothing."""
-    return cost(replace(MODEL, n_layers=1), bf16(world_size=8, **options), SHORT, machines).exposed
+    numbers = replace(MODEL, config=replace(MODEL.config, n_layers=1))
+    return cost(numbers, bf16(world_size=8, **options), SHORT, machines).exposed
 
 
 def test_machines_share_a_network() -> None:
@@ -152,8 +175,7 @@ def test_bytes_that_ranks_of_a_layer_exchange() -> None:
     half = 10_000 * 1000 * 2 // 2
 
     def found(numbers: ModelNumbers = MODEL, **options: Any) -> int:
-        layout = bf16(world_size=4, group=2, tensor=2, **options)
-        return exchanged(numbers, layout, FOUR, 10_000)[0]
+        return exchanged(numbers, bf16(world_size=4, tensor=2, **options), FOUR, 10_000).received
 
     # Four in each layer and pass; what the last norm reads, and its gradient.
     assert found() == (10 * 8 + 2) * half
@@ -181,8 +203,9 @@ def test_seconds_of_divided_layers() -> None:
     assert divided.mfu == pytest.approx(2 * 200_000 * training_flops(MODEL, 500) / 2 / divided.seconds / 100e12)
     full = four(work, group=2, tensor=2, activation_checkpointing="full")
     assert full.recompute == pytest.approx(full.compute / 3)
-    normed = cost(replace(MODEL, qk_norm=True), bf16(world_size=4, group=2, tensor=2), work, FOUR)
-    assert normed.exposed - divided.exposed == pytest.approx(2 * 10 * 8 * 30e-6)  # four more sums in each pass
+    normed = replace(MODEL, config=EsmcConfig(n_layers=10, dim=1000, n_heads=10, ffn=4000))
+    more, less = (exchanged(numbers, bf16(world_size=4, tensor=2), FOUR, 10_000) for numbers in (normed, MODEL))
+    assert more.seconds - less.seconds == pytest.approx(10 * 8 * 30e-6)  # four more sums in each pass
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
@@ -221,3 +244,92 @@ def test_seconds_of_frozen_weights() -> None:
     assert seconds(HEAD, activation_checkpointing="full").recompute == 0
     assert seconds(LORA, activation_checkpointing="full").recompute == pytest.approx(whole / 3)
     assert seconds(LORA).optimizer == pytest.approx(seconds(MODEL).optimizer * 1_210_000 / 128_000_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "name", "world_size", "network"),
+    [
+        ("8xA100-40GB", {}, "8 x A100-40GB", 8, 25e9),
+        ("A100-80GB", {}, "1 x A100-80GB", 1, 25e9),
+        (" 4 x t4-16GB ", {}, "4 x T4-16GB", 4, 25e9),
+        ("4xl4", {}, "4 x L4-24GB", 4, 25e9),
+        ("8xH200-141GB", {"nodes": 4, "network_gbit": 400}, "8 x H200-141GB on each of 4 machines", 32, 50e9),
+    ],
+)
+def test_what_a_user_types(text: str, options: dict[str, Any], name: str, world_size: int, network: float) -> None:
+    found = parse(text, **options)
+    assert (str(found), found.world_size, found.network) == (name, world_size, network)
+    assert found.room == found.gpu.memory_bytes - 2**30
+    assert parse("2xMine", memory_gb=12).gpu == replace(GPUS["A10G-24GB"], name="Mine", memory_bytes=12498354831)
+
+
+@pytest.mark.parametrize(
+    ("text", "token"), [("8xA100", "one of A100-40GB, A100-80GB;"), ("8xTPU", "--memory 24"), ("0xL4", "at least 1")]
+)
+def test_mistakes_are_one_sentence(text: str, token: str) -> None:
+    with pytest.raises(UsageError, match=token):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "expected"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 40, "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", 80, "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", 80, "H100-80GB"),
+        ("NVIDIA H100 PCIe", 80, None),
+        ("NVIDIA L4", 23, "L4-24GB"),
+        ("NVIDIA L40S", 46, "L40S-48GB"),
+        ("NVIDIA RTX A6000", 48, "A6000-48GB"),
+        ("NVIDIA GeForce RTX 3090", 24, "RTX3090-24GB"),
+        ("NVIDIA GeForce RTX 3090 Ti", 24, None),
+        ("NVIDIA A10G", 22, "A10G-24GB"),
+        ("NVIDIA A10", 22, None),
+        ("Tesla V100-SXM2-16GB", 16, "V100-16GB"),
+        ("Quadro P4000", 8, None),
+    ],
+)
+def test_names_of_drivers(name: str, gib: int, expected: str | None) -> None:
+    found = data_sheet(name, gib * 2**30)
+    assert (found and found.name) == expected
+
+
+TOKENS = 1024
+SIZES = {"n_layers": 1, "dim": 256, "n_heads": 8}
+OTHERS = ("mm", "attention", "view", "alias", "transpose", "slice", "select", "squeeze", "unbind", "split")
+OTHERS += ("expand", "permute")
+"""Matrix products and attention, which the planner counts apart, and operations that move nothing."""
+
+
+class _Moved(TorchDispatchMode):
+    """Counts the bytes of the large tensors that element-wise operations read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func).split(".")[1]
+        if name not in ("t", "detach", "empty", "empty_like") and not any(other in name for other in OTHERS):
+            touched = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+            self.bytes += sum(x.numel() * x.element_size() for x in touched if x.numel() >= TOKENS * SIZES["n_heads"])
+        return out
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [(EsmConfig(**SIZES), 47), (EsmcConfig(ffn=768, **SIZES), 58)],
+)
+def test_a_layer_moves_what_is_planned(config: ModelConfig, expected: float) -> None:
+    """AMPLIFY is left out: its norm is one operation on a GPU only."""
+    model = build(config).to(torch.bfloat16)
+    batch = pack([np.array([0, *[5] * (TOKENS - 2), 2], dtype=np.uint8)])
+    x_TD = torch.randn(TOKENS, config.dim, dtype=torch.bfloat16, requires_grad=True)
+    with _Moved() as moved:
+        model.layers[0](x_TD, batch)
+    passes = our_passes(numbers_of(model, config))
+    assert passes == pytest.approx(expected)
+    assert moved.bytes / (TOKENS * config.dim * 2) == pytest.approx(passes, rel=0.07)

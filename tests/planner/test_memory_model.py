@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from esmshard.model.families.family_registry import SIZES, build, n_parameters
 from esmshard.model.lora import add_lora
 from esmshard.parallel.layout import Layout
 from esmshard.planner import memory_model
-from esmshard.planner.memory_model import KINDS, Memory, largest_micro_batch, layer_bytes, memory, numbers_of
+from esmshard.planner.memory_model import KINDS, LayerBytes, Memory, layer_bytes, memory, numbers_of
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.vocab import encode
 
@@ -33,13 +33,14 @@ def bf16(**options: Any) -> Layout:
     return Layout(precision="bf16", **options)
 
 
-def kinds(found: Memory) -> dict[str, int]:
-    return {kind: getattr(found, kind) for kind in KINDS}
+def needed(tokens: int, head: int = 0, *, micro_batches: int = 1, **options: Any) -> Memory:
+    """The memory of MODEL on eight GPUs, in bf16."""
+    return memory(MODEL, bf16(**{"world_size": 8, **options}), tokens, head, "cuda", micro_batches=micro_batches)
 
 
 def test_full_shard_at_its_peak() -> None:
     """Many tokens: the peak is where the backward pass begins."""
-    found = memory(MODEL, bf16(world_size=8, group=8), 100_000, 0, "cuda")
+    found = needed(100_000)
     assert found.parameters == 128_000_000 * 4 // 8
     assert found.optimizer == 128_000_000 * 8 // 8
     assert found.when == "backward pass of layer 10 of 10"
@@ -47,34 +48,36 @@ def test_full_shard_at_its_peak() -> None:
     # Gelu's gradients (4 vectors), the sum's (1); embedding and last norm (2).
     assert found.activations == 100_000 * (10 * BF16_TOKEN + 5 * 2000 + 2 * 2000)
     assert found.gradients == 16_000_000 + 24_000_000 // 3  # the root's, and fc2's of the layer
-    assert found.total == sum(kinds(found).values())
+    assert found.total == sum(getattr(found, kind) for kind in KINDS)
     assert found.host == 0
 
 
 def test_few_tokens_peak_at_the_end_of_the_backward_pass() -> None:
-    found = memory(MODEL, bf16(world_size=8, group=8), 10, 0, "cuda")
+    found = needed(10)
     assert found.when == "end of the backward pass of layer 2 of 10"
     # Eight layers' shards, its own gradients in bf16, those of the layer before on their way in fp32, the root's.
     assert found.gradients == 8 * 6_000_000 + 24_000_000 + 48_000_000 + 16_000_000
     assert found.gathered == 16_000_000 + 2 * 24_000_000  # the root, this layer, and the last one that is to come
-    alone = memory(MODEL, bf16(world_size=8, strategy="no_shard"), 10, 0, "cuda")
+    alone = needed(10, strategy="no_shard")
     assert alone.when == "reduction of the gradients of layer 1 of 10"
     # Nine layers and its own, which is as large as a whole.
     assert alone.gradients == 10 * 48_000_000 + 24_000_000 + 48_000_000 + 16_000_000
     assert alone.gathered == 16_000_000
 
 
-def test_what_each_strategy_gathers() -> None:
-    tokens, head = 1000, 10**10  # so that the head's backward pass is the peak
-
-    def gathered(**options: Any) -> int:
-        return memory(MODEL, bf16(world_size=8, **options), tokens, head, "cuda").gathered
-
-    root, layer = 16_000_000, 24_000_000
-    assert gathered(group=8) == root + layer
-    assert gathered(strategy="shard_grad_op") == root + 10 * layer
-    assert gathered(strategy="no_shard") == root  # copied when wanted, not before
-    assert gathered(strategy="hybrid_shard", group=4) == root + layer
+@pytest.mark.parametrize(
+    ("options", "layers", "copies"),
+    [
+        ({}, 1, 1),
+        ({"strategy": "shard_grad_op"}, 10, 1),
+        ({"strategy": "no_shard"}, 0, 8),  # copied when wanted, not before
+        ({"strategy": "hybrid_shard", "group": 4}, 1, 2),
+    ],
+)
+def test_what_each_strategy_holds_and_gathers(options: dict[str, Any], layers: int, copies: int) -> None:
+    found = needed(1000, head=10**10, **options)  # so that the head's backward pass is the peak
+    assert found.gathered == 16_000_000 + layers * 24_000_000
+    assert (found.parameters, found.optimizer) == (64_000_000 * copies, 128_000_000 * copies)
 
 
 def test_what_the_forward_pass_gathers() -> None:
@@ -113,18 +116,9 @@ def test_what_selective_checkpointing_keeps_of_divided_layers(tensor: int) -> No
     assert layer_bytes(MODEL, layout, "cuda").kept == 11 * 2000 // tensor + 40 // tensor
 
 
-def test_copies_and_groups() -> None:
-    hybrid = memory(MODEL, bf16(world_size=8, group=4, strategy="hybrid_shard"), 1000, 0, "cuda")
-    alone = memory(MODEL, bf16(world_size=8, group=1, strategy="no_shard"), 1000, 0, "cuda")
-    assert (hybrid.parameters, hybrid.optimizer) == (128_000_000, 256_000_000)
-    assert (alone.parameters, alone.optimizer) == (512_000_000, 1_024_000_000)
-
-
 def test_gradients_between_micro_batches() -> None:
     def gradients(micro_batches: int, **options: Any) -> int:
-        return memory(
-            MODEL, bf16(world_size=8, group=8, **options), 1000, 10**10, "cuda", micro_batches=micro_batches
-        ).gradients
+        return needed(1000, head=10**10, micro_batches=micro_batches, **options).gradients
 
     assert gradients(1) == gradients(1, accumulate="unsharded") == 0
     assert gradients(2) == gradients(7) == 128_000_000 * 4 // 8
@@ -133,34 +127,28 @@ def test_gradients_between_micro_batches() -> None:
 
 
 def test_unsharded_gradients_give_way_to_shards() -> None:
-    layout = bf16(world_size=8, group=8, accumulate="unsharded")
-    found = memory(MODEL, layout, 10, 0, "cuda", micro_batches=2)
+    found = needed(10, micro_batches=2, accumulate="unsharded")
     assert found.when == "reduction of the gradients of layer 10 of 10"
     # All of them, the root's of this pass, the layer's in bf16 and on their way, and its shard.
     assert found.gradients == 512_000_000 + 16_000_000 + 24_000_000 + 48_000_000 + 6_000_000
 
 
 def test_reducing_in_bf16_is_smaller_and_with_copies_stays() -> None:
-    def gradients(**options: Any) -> int:
-        found = memory(MODEL, bf16(world_size=8, reduce_dtype="bf16", **options), 10, 0, "cuda")
-        assert found.when == "end of the backward pass of layer 2 of 10"
-        return found.gradients
-
-    assert gradients(group=8) == 8 * 6_000_000 + 24_000_000 + 24_000_000 + 16_000_000
-    # Shards twice as large, and of each of eight layers the sum over the two copies, a quarter of it in bf16.
-    assert (
-        gradients(strategy="hybrid_shard", group=4)
-        == 8 * 12_000_000 + 24_000_000 + 24_000_000 + 16_000_000 + 8 * 6_000_000
+    whole, copied = (
+        needed(10, reduce_dtype="bf16", **options) for options in ({}, {"strategy": "hybrid_shard", "group": 4})
     )
+    assert whole.when == copied.when == "end of the backward pass of layer 2 of 10"
+    assert whole.gradients == 8 * 6_000_000 + 24_000_000 + 24_000_000 + 16_000_000
+    # Shards twice as large, and of each of eight layers the sum over the two copies, a quarter of it in bf16.
+    assert copied.gradients == whole.gradients + 8 * 6_000_000 + 8 * 6_000_000
 
 
 def test_offloading_moves_the_state_to_the_host() -> None:
-    layout = bf16(world_size=8, group=8, cpu_offload=True)
-    found = memory(MODEL, layout, 100_000, 0, "cuda")
+    found = needed(100_000, cpu_offload=True)
     assert (found.parameters, found.optimizer) == (0, 0)
     assert found.host == 128_000_000 * 16 // 8
     assert found.gathered == 2 * 8_000_000 + 2 * 24_000_000
-    on_host = memory(MODEL, layout, 100_000, 0, "cpu")
+    on_host = memory(MODEL, bf16(world_size=8, cpu_offload=True), 100_000, 0, "cpu")
     assert (on_host.parameters, on_host.host) == (64_000_000, 0)
 
 
@@ -176,22 +164,19 @@ def test_one_process_in_half_precision() -> None:
 
 
 def test_checkpointing() -> None:
-    def kept(mode: Any) -> int:
-        return layer_bytes(MODEL, bf16(world_size=8, group=8, activation_checkpointing=mode), "cuda").kept
-
-    assert kept("none") == BF16_TOKEN
-    assert kept("full") == 2000
-    # Input, q, k, v, attention and its log-sum-exp, its projection, fc1 (4).
-    assert kept("selective") == 10 * 2000 + 40
-    full = layer_bytes(MODEL, bf16(world_size=8, group=8, activation_checkpointing="full"), "cuda")
-    assert (full.kept + full.again, full.passing) == (BF16_TOKEN, 5 * 2000)
-    some = layer_bytes(MODEL, bf16(world_size=8, group=8, activation_checkpointing="selective"), "cuda")
-    # Beside what is there without checkpointing the output of the projection, and q and k before the rotation.
-    assert (some.kept + some.again, some.passing) == (BF16_TOKEN + 3 * 2000, 5 * 2000)
+    none, full, some = (
+        layer_bytes(MODEL, bf16(world_size=8, activation_checkpointing=mode), "cuda")
+        for mode in ("none", "full", "selective")
+    )
+    assert none == LayerBytes(BF16_TOKEN, 0, 5 * 2000)
+    assert full == LayerBytes(2000, BF16_TOKEN - 2000, 5 * 2000)
+    # Input, q, k, v, attention and its log-sum-exp, its projection, fc1 (4). While the layer is recomputed, beside what
+    # is there without checkpointing the output of the projection, and q and k before the rotation.
+    assert (some.kept, some.kept + some.again, some.passing) == (10 * 2000 + 40, BF16_TOKEN + 3 * 2000, 5 * 2000)
 
 
 def test_padding_and_several_sequences() -> None:
-    layout = bf16(world_size=8, group=8)
+    layout = bf16(world_size=8)
     # On a CPU one more vector; padded by half, three for q, k, v become 4.5, and one for the output 1 + 1.5.
     assert layer_bytes(MODEL, layout, "cpu").kept == BF16_TOKEN + 2000
     assert layer_bytes(MODEL, layout, "cuda-padded", padding=1.5).kept == BF16_TOKEN + 3 * 2000
@@ -230,9 +215,9 @@ def test_kept_bytes_are_those_that_autograd_keeps(size: str, half: bool, targets
 
 
 def test_of_frozen_matrices_no_input_is_kept() -> None:
-    layout = bf16(world_size=8, group=8)
+    layout = bf16(world_size=8)
 
-    def kept(*inputs: str, lora: int = 0, **options: Any) -> memory_model.LayerBytes:
+    def kept(*inputs: str, lora: int = 0, **options: Any) -> LayerBytes:
         numbers = replace(MODEL, inputs=inputs, lora=lora, layer_trained=1000)
         return layer_bytes(numbers, replace(layout, **options), "cuda")
 
@@ -247,8 +232,8 @@ def test_of_frozen_matrices_no_input_is_kept() -> None:
 
 def test_a_frozen_trunk_keeps_nothing_and_has_no_backward_pass() -> None:
     numbers = replace(MODEL, inputs=(), layer_trained=0, root_trained=1_000_000)
-    layout = bf16(world_size=4, group=4)
-    assert layer_bytes(numbers, layout, "cuda") == memory_model.LayerBytes(0, 9 * 2000, 0)
+    layout = bf16(world_size=4)
+    assert layer_bytes(numbers, layout, "cuda") == LayerBytes(0, 9 * 2000, 0)
     found = memory(numbers, layout, 1000, 0, "cuda")
     assert "backward pass of layer" not in found.when
     assert found.parameters == 4 * 128_000_000 // 4
@@ -265,7 +250,7 @@ def test_the_counted_numbers_are_those_of_what_learns() -> None:
     model.contact_head.requires_grad_(False)
     model.layers[0].fc1.requires_grad_(False)
     found = numbers_of(model, SIZES["nano"])
-    assert (found.n_layers, found.dim, found.n_heads, found.layer_parameters) == (2, 32, 4, layer)
+    assert (found.config, found.layer_parameters) == (SIZES["nano"], layer)
     assert found.parameters == n_parameters(SIZES["nano"])
     assert found.layer_trained == layer - (4 * 32 * 32 + 4 * 32) // 2, "of the two layers on average"
     assert found.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -273,32 +258,6 @@ def test_the_counted_numbers_are_those_of_what_learns() -> None:
         "the other layer keeps all of its inputs"
     )
     assert found.parameters - found.root_parameters == 2 * layer
-
-
-@pytest.mark.parametrize("room", [600 * MIB, 2000 * MIB, 9000 * MIB])
-def test_the_largest_micro_batch_fits_and_one_token_more_does_not(room: int) -> None:
-    layout, share = bf16(world_size=8, group=8), 1_000_000
-
-    def head(tokens: int) -> int:
-        return 500 * tokens
-
-    def need(tokens: int) -> int:
-        return memory(MODEL, layout, tokens, head(tokens), "cuda", micro_batches=-(-share // tokens)).total
-
-    found = largest_micro_batch(MODEL, layout, room, head, "cuda", longest=100, share=share)
-    assert 100 < found < share
-    assert need(found) <= room < need(found + 1)
-
-
-def test_the_largest_micro_batch_is_never_more_than_a_share_and_never_less_than_the_longest_record() -> None:
-    layout = bf16(world_size=8, group=8)
-
-    def found(room: int, longest: int, share: int) -> int:
-        return largest_micro_batch(MODEL, layout, room, lambda t: 0, "cuda", longest=longest, share=share)
-
-    assert found(2**40, 100, 4096) == 4096
-    assert found(2**40, 5000, 4096) == 5000
-    assert found(300 * MIB, 100, 4096) == 0
 
 
 def test_free_memory_is_shared_by_the_processes_of_a_machine() -> None:
@@ -314,72 +273,40 @@ def test_a_job_may_have_less_than_the_machine(monkeypatch: pytest.MonkeyPatch) -
     assert memory_model.free_bytes(torch.device("cpu"), 1) == 0
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
-@pytest.mark.parametrize(
-    ("method", "quantization"), [("lora", None), ("head", None), ("lora", "nf4"), ("lora", "int8")]
-)
-def test_a_real_step_with_frozen_weights_takes_what_was_predicted(
-    monkeypatch: pytest.MonkeyPatch, method: Literal["lora", "head"], quantization: Literal["nf4", "int8"] | None
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import peaks
-
-    adapt, size = AdaptSettings(method=method), "esm2_t6_8M_UR50D"  # type: ignore[call-arg]
-    tokens, length = 2048, 64
-    numbers, head = peaks.numbers(size, adapt, quantization), peaks.head_bytes(tokens, length)
-    predicted = memory(numbers, Layout(), tokens, head, "cpu").total
-    # The kernel of a busy machine may take pages of libraries back during a measurement, which then is too small.
-    for _ in range(3):
-        peak = peaks.measure(size, Layout(), tokens, steps=2, length=length, adapt=adapt, quantization=quantization)
-        measured = peak[0] / predicted
-        if measured > 0.85:
-            break
-    assert 0.85 < measured < 1.1
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
-@pytest.mark.parametrize("size", ["esm2_t6_8M_UR50D", "esmc_mini"])
-def test_a_real_step_on_two_ranks_takes_what_was_predicted(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import peaks
-
-    layout, length = Layout(world_size=2, group=2), 128
-    tokens = 768 if size.startswith("esm2") else 4096
-    numbers, head = peaks.numbers(size), peaks.head_bytes(tokens, length)
-    predicted = memory(numbers, layout, tokens, head, "cpu").total
-    for _ in range(3):  # see above
-        measured = peaks.measure(size, layout, tokens, steps=2, length=length)
-        if min(measured) > 0.9 * predicted:
-            break
-    assert len(measured) == 2
-    assert all(0.9 < bytes_ / predicted < 1.1 for bytes_ in measured), (measured, predicted)
+ESM2_8M, PAIR = "esm2_t6_8M_UR50D", {"world_size": 2}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc")
 @pytest.mark.parametrize(
-    ("size", "checkpointing", "kind"),
+    ("size", "layout", "tokens", "adapt"),
     [
-        ("esm2_t6_8M_UR50D", "none", "tensor"),
-        ("esm2_t6_8M_UR50D", "full", "tensor"),
-        ("esm2_t6_8M_UR50D", "none", "context"),
-        ("esmc_mini", "none", "tensor"),
-        ("esmc_mini", "selective", "tensor"),
+        (ESM2_8M, {}, 2048, ("lora", None)),
+        (ESM2_8M, {}, 2048, ("head", None)),
+        (ESM2_8M, {}, 2048, ("lora", "nf4")),
+        (ESM2_8M, {}, 2048, ("lora", "int8")),
+        (ESM2_8M, PAIR, 768, ("full", None)),
+        ("esmc_mini", PAIR, 4096, ("full", None)),
+        (ESM2_8M, {**PAIR, "tensor": 2}, 4096, ("full", None)),
+        (ESM2_8M, {**PAIR, "tensor": 2, "activation_checkpointing": "full"}, 4096, ("full", None)),
+        (ESM2_8M, {**PAIR, "context": 2}, 4096, ("full", None)),
+        ("esmc_mini", {**PAIR, "tensor": 2}, 4096, ("full", None)),
+        ("esmc_mini", {**PAIR, "tensor": 2, "activation_checkpointing": "selective"}, 4096, ("full", None)),
     ],
 )
-def test_a_real_step_of_divided_layers_takes_what_was_predicted(
-    size: str, checkpointing: Literal["none", "selective", "full"], kind: str, monkeypatch: pytest.MonkeyPatch
+def test_a_real_step_takes_what_was_predicted(
+    size: str, layout: dict[str, Any], tokens: int, adapt: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import peaks
 
-    sizes: dict[str, Any] = {"tensor": {"tensor": 2}, "context": {"context": 2, "group": 2}}[kind]
-    layout = Layout(world_size=2, activation_checkpointing=checkpointing, **sizes)
-    tokens, length = 4096, 128
-    numbers, head = peaks.numbers(size), peaks.head_bytes(tokens, length)
-    predicted = memory(numbers, layout, tokens, head, "cpu").total
-    for _ in range(3):  # see above
-        measured = peaks.measure(size, layout, tokens, steps=2, length=length)
-        if min(measured) > 0.9 * predicted:
+    laid_out, settings, kind = Layout(**layout), AdaptSettings(method=adapt[0]), adapt[1]  # type: ignore[call-arg]
+    length, lowest = (64, 0.85) if laid_out.world_size == 1 else (128, 0.9)
+    numbers, head = peaks.numbers(size, settings, kind), peaks.head_bytes(tokens, length)
+    predicted = memory(numbers, laid_out, tokens, head, "cpu").total
+    # The kernel of a busy machine may take pages of libraries back during a measurement, which then is too small.
+    for _ in range(3):
+        measured = peaks.measure(size, laid_out, tokens, steps=2, length=length, adapt=settings, quantization=kind)
+        if min(measured) > lowest * predicted:
             break
-    assert len(measured) == 2
-    assert all(0.9 < bytes_ / predicted < 1.1 for bytes_ in measured), (measured, predicted)
+    assert len(measured) == laid_out.world_size
+    assert all(lowest < bytes_ / predicted < 1.1 for bytes_ in measured), (measured, predicted)

@@ -1,7 +1,9 @@
 """`esmshard plan` on the shipped recipe, with small and large models and machines."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,14 @@ from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.parallel.layout import Layout
 from esmshard.planner import plan as plans
-from esmshard.planner.machines import parse
-from esmshard.planner.memory_model import numbers_of
-from esmshard.planner.plan import Option, Plan, head_bytes
+from esmshard.planner.cost import MIB, parse
+from esmshard.planner.memory_model import memory, numbers_of
+from esmshard.planner.plan import MicroBatches, Option, Plan, head_bytes
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from plan_model import MODEL
 
 
 def planned(gpus: str, *overrides: str, nodes: int = 1, memory: float | None = None) -> Plan:
@@ -29,9 +34,9 @@ def planned(gpus: str, *overrides: str, nodes: int = 1, memory: float | None = N
 
 
 def option(found: Plan, strategy: str, checkpointing: str = "none", offload: bool = False) -> Option:
-    wanted = (strategy, checkpointing, offload, 1)
-    (one,) = (o for o in found.options if (o.strategy, o.checkpointing, o.cpu_offload, o.tensor) == wanted)
-    return one
+    wanted = {"strategy": strategy, "activation_checkpointing": checkpointing, "cpu_offload": offload, "tensor": 1}
+    (matching,) = (o for o in found.options if wanted.items() <= vars(o.layout).items())
+    return matching
 
 
 THREE_B = ("model.name=esm2_t36_3B_UR50D", "init=pretrained", "batch.global_tokens=131072", "task.blocks=0")
@@ -49,7 +54,7 @@ def test_a_released_model_is_planned_without_a_download(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(hub, "fetch", never)
     found = planned("8xH200-141GB", "model.name=esm2_t48_15B_UR50D", "init=pretrained")
-    assert (found.numbers.n_layers, found.numbers.dim) == (48, 5120)
+    assert found.numbers.config == SIZES["esm2_t48_15B_UR50D"]
     assert found.numbers.parameters > 15e9
     # LM head (but for the tied matrix) and contact regression do not learn here.
     frozen = 5120**2 + 5120 + 2 * 5120 + 33 + 48 * 40 + 1
@@ -59,11 +64,11 @@ def test_a_released_model_is_planned_without_a_download(monkeypatch: pytest.Monk
 def test_every_possible_strategy_and_mode_is_estimated(three_b: Plan) -> None:
     """The 40 heads allow 1, 2, 4 and 8 GPUs for each layer; with 8 there is nothing left for a strategy to divide."""
     for tensor, strategies in {1: 3, 2: 3, 4: 3, 8: 1}.items():
-        assert sum(o.tensor == tensor for o in three_b.options) == 3 * strategies
-    assert three_b.precision == "bf16"
+        assert sum(o.layout.tensor == tensor for o in three_b.options) == 3 * strategies
+    assert three_b.options[0].layout.precision == "bf16"
     assert three_b.room == int((40536 * 2**20 - 2**30) * 0.9)
     found = planned("8xA100-40GB", "model.name=esm2_t33_650M_UR50D", "init=pretrained")
-    assert {o.tensor for o in found.options} == {1, 2, 4}  # 20 heads
+    assert {o.layout.tensor for o in found.options} == {1, 2, 4}  # 20 heads
 
 
 def test_more_memory_for_less_work_and_traffic(three_b: Plan) -> None:
@@ -79,7 +84,7 @@ def test_more_memory_for_less_work_and_traffic(three_b: Plan) -> None:
 
 def test_a_step_is_cut_into_what_fits(three_b: Plan) -> None:
     """16,384 tokens a GPU; what does not fit at once comes in more parts, none over what fits."""
-    fitting = [o for o in three_b.options if o.fits and o.tensor == 1]
+    fitting = [o for o in three_b.options if o.fits and o.layout.tensor == 1]
     assert any(o.micro_batches == 1 for o in fitting)
     for o in fitting:
         if o.micro_batches > 1:
@@ -95,8 +100,8 @@ def test_the_best_is_the_fastest_that_fits(three_b: Plan) -> None:
     assert best.cost.seconds <= 1.03 * shortest
     assert best.memory.total == min(o.memory.total for o in fitting if o.cost.seconds <= 1.03 * shortest)
     assert three_b.keys == [
-        f"parallel.strategy={best.strategy}",
-        f"parallel.activation_checkpointing={best.checkpointing}",
+        f"parallel.strategy={best.layout.strategy}",
+        f"parallel.activation_checkpointing={best.layout.activation_checkpointing}",
         f"batch.tokens_per_rank={best.largest}",
     ]
     recipe_file.load(recipe_file.resolve("contact"), [*THREE_B, *three_b.keys])  # they can be pasted
@@ -108,7 +113,7 @@ def test_what_the_user_asked_for_is_planned_with() -> None:
     asked = ("batch.tokens_per_rank=4096", "parallel.reduce_dtype=bf16", "parallel.precision=fp32")
     found = planned("8xA100-80GB", *THREE_B, *asked)
     full = option(found, "full_shard")
-    assert (full.tokens, full.micro_batches, found.precision) == (4096, 4, "fp32")
+    assert (full.tokens, full.micro_batches, full.layout.precision) == (4096, 4, "fp32")
     assert found.keys[2] == "batch.tokens_per_rank=4096"
     faster = option(planned("8xA100-80GB", *THREE_B, asked[0]), "full_shard")
     assert full.cost.compute > 5 * faster.cost.compute
@@ -124,7 +129,7 @@ def test_where_nothing_fits_offloading_is_tried() -> None:
     assert "parallel.cpu_offload=true" in found.keys
     assert f"{away.memory.host / 2**30:.0f} GiB of the memory of each machine" in found.reason
     asked = planned("1xA100-40GB", *THREE_B, "parallel.cpu_offload=true")
-    assert [o.cpu_offload for o in asked.options] == [True] * 3
+    assert [o.layout.cpu_offload for o in asked.options] == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -142,22 +147,41 @@ def test_settings_that_no_strategy_can_have_are_refused(overrides: tuple[str, ..
         planned("8xA100-40GB", *THREE_B, *overrides)
 
 
-class Squares:
-    """A head that keeps as many bytes as the square of a record's tokens."""
-
-    def head_bytes(self, tokens: int, n_logits: int) -> int:
-        assert n_logits == 64
-        return tokens**2
-
-
 @pytest.mark.parametrize(("precision", "share"), [("fp32", 1), ("bf16", 0.5)])
 def test_head_bytes_are_the_longest_record_and_the_usual_mix(precision: Any, share: float) -> None:
-    tokens_N = np.array([10, 10, 20, 40], dtype=np.int32)
-    bytes_of = head_bytes(Squares(), tokens_N, Layout(precision=precision), 64)  # type: ignore[arg-type]
+    task: Any = SimpleNamespace(head_bytes=lambda tokens, n_logits: tokens**2 * (n_logits == 64))
+    bytes_of = head_bytes(task, np.array([10, 10, 20, 40], dtype=np.int32), Layout(precision=precision), 64)
     per_token = (100 + 100 + 400 + 1600) / 80
     assert bytes_of(40) == 1600 * share
     assert bytes_of(10) == 1600 * share  # it is there, however small the rest
     assert bytes_of(120) == round(share * (1600 + 80 * per_token))
+
+
+def micro_batches(share: int, longest: int) -> MicroBatches:
+    """Those of MODEL on eight GPUs in bf16, with a head that keeps 500 bytes a token."""
+    task = SimpleNamespace(head_bytes=lambda tokens, n_logits: 1000 * tokens)
+    recipe: Any = SimpleNamespace(task=task, batch=SimpleNamespace(global_tokens=8 * share))
+    train: Any = SimpleNamespace(tokens=np.array([longest], dtype=np.int32), beside=0)
+    return MicroBatches(recipe, train, MODEL, Layout(precision="bf16", world_size=8), "cuda")
+
+
+@pytest.mark.parametrize("room", [600 * MIB, 2000 * MIB, 9000 * MIB])
+def test_the_largest_micro_batch_fits_and_one_token_more_does_not(room: int) -> None:
+    layout, share = Layout(precision="bf16", world_size=8), 1_000_000
+
+    def need(tokens: int) -> int:
+        return memory(MODEL, layout, tokens, 500 * tokens, "cuda", micro_batches=-(-share // tokens)).total
+
+    found = micro_batches(share, 100).largest(room)
+    assert 100 < found < share
+    assert need(found) <= room < need(found + 1)
+
+
+def test_the_largest_micro_batch_is_never_more_than_a_share_and_never_less_than_the_longest_record() -> None:
+    assert micro_batches(4096, 100).largest(2**40) == 4096
+    assert micro_batches(4096, 5000).largest(2**40) == 5000
+    assert micro_batches(4096, 100).largest(300 * MIB) == 0
+    assert micro_batches(4096, 100).largest(2**40, share=8192) == 8192
 
 
 def test_divided_layers_are_taken_where_they_pay() -> None:
@@ -165,12 +189,12 @@ def test_divided_layers_are_taken_where_they_pay() -> None:
     found = planned("8xA100-40GB", *FIFTEEN_B)
     best = found.best
     assert best is not None
-    assert best.tensor > 1
-    assert f"parallel.tensor={best.tensor}" in found.keys
-    assert best.cost.seconds < min(o.cost.seconds for o in found.options if o.fits and o.tensor == 1) / 1.03
-    assert f"{best.strategy}, tensor {best.tensor} " in found.as_text()
+    assert best.layout.tensor > 1
+    assert f"parallel.tensor={best.layout.tensor}" in found.keys
+    assert best.cost.seconds < min(o.cost.seconds for o in found.options if o.fits and o.layout.tensor == 1) / 1.03
+    assert f"{best.layout.strategy}, tensor {best.layout.tensor} " in found.as_text()
     again = planned("8xA100-40GB", *FIFTEEN_B, *found.keys)  # only the recipe's own number
-    assert {o.tensor for o in again.options} == {best.tensor}
+    assert {o.layout.tensor for o in again.options} == {best.layout.tensor}
 
 
 def test_the_command() -> None:
@@ -212,8 +236,8 @@ def test_a_long_test_record_is_planned_with(tmp_path: Path) -> None:
         found = plans.plan(recipe_file.load(recipe_file.resolve("mlm"), overrides), parse("2xA100-40GB"))
         peaks.append(option(found, "full_shard").memory)
     assert peaks[0].when != peaks[1].when == "validation and evaluation"
-    widest = 2 * 2 * found.numbers.ffn_width  # bf16, before and after gelu
-    assert peaks[1].activations == pytest.approx(30_002 * (widest + 3 * 2 * found.numbers.dim), rel=0.01)
+    widest = 2 * 2 * found.numbers.config.ffn_width  # bf16, before and after gelu
+    assert peaks[1].activations == pytest.approx(30_002 * (widest + 3 * 2 * found.numbers.config.dim), rel=0.01)
 
 
 def test_the_numbers_of_a_frozen_and_of_an_adapted_model() -> None:
