@@ -27,7 +27,6 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from esmshard.checkpoint import manifest
 from esmshard.errors import InputError
@@ -208,9 +207,8 @@ class Saver:
 
     In the background mode, `save` copies this rank's shards to the host and returns. A thread writes them, and
     communicates with the other ranks over a group of its own, because messages of two threads over one group would be
-    mixed up. There is one copy, which is created at the first save and used again, so a save waits for the save before
-    it. The host needs room for the shards of its ranks once (weights and both moments: 12 bytes for each trained
-    parameter).
+    mixed up. A save waits for the save before it, so there is one copy at a time. The host needs room for the shards of
+    its ranks once (weights and both moments: 12 bytes for each trained parameter).
 
     torch's `async_save` is not used: it would end before the files have hashes and the checkpoint its name.
 
@@ -226,11 +224,6 @@ class Saver:
         # Both modes use a group of their own, so they share their code, and no check of one rank costs a GPU a kernel.
         seconds = timedelta(seconds=timeout)
         self._group: Any = dist.new_group(backend="gloo", timeout=seconds) if dist.is_initialized() else None
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-            )
-        )
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -253,7 +246,8 @@ class Saver:
         if not self._background:
             write(self._directory, step, tensors, state, keep=self._keep, best=best, group=self._group)
             return
-        staged = cast(dict[str, torch.Tensor], self._stager.stage(dict(tensors)))
+        # Not torch's DefaultStager: that of torch 2.11 fails for DTensors (`KeyError: <class 'type'>`).
+        staged = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         # In a new thread the current GPU is the machine's first one, on which each rank would take half a gigabyte.
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 

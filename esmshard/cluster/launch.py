@@ -19,8 +19,10 @@ from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from esmshard.cluster import site as site_profile
-from esmshard.cluster.site import OF_THE_JOB, Site, time_limit
+from esmshard.cluster.site import OF_THE_JOB, Site, Time
 from esmshard.data.tracks.track_files import named_tracks
 from esmshard.errors import InputError, UsageError
 from esmshard.parallel.layout import layout
@@ -111,9 +113,9 @@ def merged(site: Site, options: Options) -> Site:
     if options.target != "slurm":
         raise UsageError("--time is for Slurm only; leave it out, because jobs for Kubernetes have no time limit")
     try:
-        limit = time_limit(options.time)
-    except ValueError as error:
-        raise UsageError(f"--time: {error}") from None
+        limit = TypeAdapter(Time).validate_python(options.time)
+    except ValidationError as error:
+        raise UsageError(f"--time: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
     return site.model_copy(update={"slurm": site.slurm.model_copy(update={"time": limit})})
 
 

@@ -12,9 +12,9 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from esmshard.errors import UsageError
 from esmshard.recipe.section_base import Clash, Settings
@@ -26,32 +26,40 @@ VARIABLE = "ESMSHARD_SITE"
 OF_THE_JOB = r"SLURM_\w+"
 """The variables of `scratch` that have a value only in the job."""
 
-_WORD = re.compile(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", re.ASCII)
-_TIME = re.compile(r"\d{1,6}(:\d\d){0,2}|\d{1,5}-\d{1,2}(:\d\d){0,2}", re.ASCII)
+
+def _form(pattern: str, what: str) -> AfterValidator:
+    """Return the check of a text that has a form, since it becomes part of a script."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value, re.ASCII):
+            raise ValueError(f"{value!r} must be {what}")
+        return value
+
+    return AfterValidator(check)
 
 
-def directive(value: str) -> str:
-    """Check a value for an #SBATCH line, which has neither reliable quoting nor a second line.
-
-    Raises:
-        ValueError: if the value cannot stand in such a line.
-    """
-    if not _WORD.fullmatch(value):
-        raise ValueError(
-            f"{value!r} cannot stand in an #SBATCH line; use no blanks, quotes, backslashes, backquotes, # or $"
-        )
-    return value
-
-
-def time_limit(value: str) -> str:
-    """Check a time for sbatch, such as 24:00:00, 2-12:00:00 or 90 (minutes).
-
-    Raises:
-        ValueError: if it is no such time.
-    """
-    if not _TIME.fullmatch(value):
-        raise ValueError(f"must be a time such as 24:00:00, 2-12:00:00 or 90 (minutes), not {value!r}")
-    return value
+Word = Annotated[str, _form(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", "without blanks, quotes, backslashes, backquotes, # and $")]
+"""A word of an #SBATCH line, which has neither reliable quoting nor a second line."""
+Time = Annotated[
+    str,
+    _form(r"\d{1,6}(:\d\d){0,2}|\d{1,5}-\d{1,2}(:\d\d){0,2}", "a time such as 24:00:00, 2-12:00:00 or 90 (minutes)"),
+]
+Mount = Annotated[
+    str,
+    _form(r"/[^:,\n]*(:/[^:,\n]*(:[a-z+]+)?)?", "a directory such as /data or /data:/data:ro, with an absolute path"),
+]
+Option = Annotated[
+    str, _form(r"--[a-z][a-z-]*(=[^\s\x00-\x1f\x7f\"'`\\#$]+)?", "an option such as --mail-type=END, without blanks")
+]
+Line = Annotated[str, _form(r"(?=.*\S)[^\n\r\0]+", "one line of bash; write an entry for each line")]
+Size = Annotated[str, _form(r"\d{1,9}[KMGT]?", "a size such as 480G")]
+GpuType = Annotated[str, _form(r"[A-Za-z0-9][\w.-]*", "the name of a type of GPU, such as a100")]
+Module = Annotated[str, _form(r"[A-Za-z0-9][\w./+:@-]*", "the name of a module, such as cuda/12.8")]
+Namespace = Annotated[
+    str, _form(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "at most 63 lower-case letters, digits and '-'")
+]
+Place = Annotated[str, _form(r"(?!/tmp$|/dev/shm$)/[^:]*[^:/]", "an absolute path of its own, such as /work")]
+AbsolutePath = Annotated[str, _form(r"(/|\$\{SLURM_)[^\n\0]*", "an absolute path of one line")]
 
 
 class ContainerSite(Settings):
@@ -62,105 +70,46 @@ class ContainerSite(Settings):
     --container-image (enroot); `apptainer` uses `apptainer exec --nv`. Kubernetes always uses a container."""
     image: str | None = None
     """The name of the image in a registry, or the path of a .sqsh or .sif file."""
-    mounts: tuple[str, ...] = Field((), strict=False)
+    mounts: tuple[Mount, ...] = Field((), strict=False)
     """Directories of the node that the container sees, such as /data or /data:/data:ro. The directories of the run
     need not be listed."""
-
-    @field_validator("mounts")
-    @classmethod
-    def _places(cls, mounts: tuple[str, ...]) -> tuple[str, ...]:
-        for mount in mounts:
-            if not re.fullmatch(r"/[^:,\n]*(:/[^:,\n]*(:[a-z+]+)?)?", mount):
-                raise ValueError(
-                    f"{mount!r} must be a directory such as /data, /data:/data or /data:/data:ro, with an absolute path"
-                )
-        return mounts
 
 
 class SlurmSite(Settings):
     """The settings for sbatch."""
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    time: str | None = None
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    constraint: Word | None = None
+    time: Time | None = None
     """The time limit of a job, such as 24:00:00."""
     cpus_per_gpu: int | None = Field(None, ge=1, le=4096)
-    memory: str | None = None
+    memory: Size | None = None
     """The memory of a job on each node, such as 480G."""
-    gpu_type: str | None = None
+    gpu_type: GpuType | None = None
     """The type of the GPUs, if the site has several types: with a100, the job requests a100:4 and not 4."""
     gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
     """The option that requests GPUs: `gpus-per-node` writes --gpus-per-node=a100:4, `gres` writes --gres=gpu:a100:4."""
-    setup: tuple[str, ...] = Field((), strict=False)
+    setup: tuple[Line, ...] = Field((), strict=False)
     """Lines of bash that the job runs unchanged before it loads `modules`, such as `module use /apps/modules`,
     `source /opt/conda/etc/profile.d/conda.sh`, `conda activate esm` and `ulimit -l unlimited`. The job ends if a line
     fails."""
-    modules: tuple[str, ...] = Field((), strict=False)
+    modules: tuple[Module, ...] = Field((), strict=False)
     """Modules that `module load` loads after `setup`."""
-    options: tuple[str, ...] = Field((), strict=False)
+    options: tuple[Option, ...] = Field((), strict=False)
     """Further options of sbatch, each in a form such as --mail-type=END."""
     grace: int = Field(180, ge=10, le=65535)
     """How many seconds before the time limit the run gets the signal to save (--signal=B:USR1@N)."""
-
-    @field_validator("gpu_type")
-    @classmethod
-    def _type(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", value, re.ASCII):
-            raise ValueError(f"must be the name of a type of GPU, such as a100, not {value!r}")
-        return value
-
-    @field_validator("setup")
-    @classmethod
-    def _lines(cls, setup: tuple[str, ...]) -> tuple[str, ...]:
-        for line in setup:
-            if re.search(r"[\n\r\0]", line) or not line.strip():
-                raise ValueError(f"{line!r} must be one line of bash; write an entry for each line")
-        return setup
-
-    @field_validator("partition", "account", "qos", "constraint")
-    @classmethod
-    def _words(cls, value: str | None) -> str | None:
-        return None if value is None else directive(value)
-
-    @field_validator("time")
-    @classmethod
-    def _limit(cls, value: str | None) -> str | None:
-        return None if value is None else time_limit(value)
-
-    @field_validator("memory")
-    @classmethod
-    def _size(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"\d{1,9}[KMGT]?", value, re.ASCII):
-            raise ValueError(f"must be a size such as 480G, not {value!r}")
-        return value
-
-    @field_validator("modules")
-    @classmethod
-    def _modules(cls, modules: tuple[str, ...]) -> tuple[str, ...]:
-        for module in modules:
-            if not re.fullmatch(r"[A-Za-z0-9][\w./+:@-]*", module, re.ASCII):
-                raise ValueError(f"{module!r} is no name of a module, such as cuda/12.8")
-        return modules
-
-    @field_validator("options")
-    @classmethod
-    def _options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
-        for option in options:
-            if not re.match(r"--[a-z][a-z-]*(=.|$)", option):
-                raise ValueError(f"{option!r} must be an option of sbatch in its long form, as --mail-type=END")
-            directive(option)
-        return options
 
 
 class KubernetesSite(Settings):
     """The settings for the cluster."""
 
-    namespace: str = "default"
+    namespace: Namespace = "default"
     claim: str | None = None
     """The PersistentVolumeClaim (ReadWriteMany) with data and results, which all pods mount."""
-    mount: str = "/work"
+    mount: Place = "/work"
     """The directory where the pods see this volume. It is the working directory of the command."""
     gpu_resource: str = "nvidia.com/gpu"
     cpu: str | None = None
@@ -184,32 +133,18 @@ class KubernetesSite(Settings):
     port: int = Field(29400, ge=1024, le=65535)
     """The port of the rendezvous, on which torchrun listens in the first pod of a run."""
 
-    @field_validator("namespace")
-    @classmethod
-    def _label(cls, value: str) -> str:
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", value):
-            raise ValueError(f"{value!r} must have at most 63 lower-case letters, digits and '-'")
-        return value
-
-    @field_validator("mount")
-    @classmethod
-    def _place(cls, value: str) -> str:
-        if not re.fullmatch(r"/[^:]*[^:/]", value) or value in ("/tmp", "/dev/shm"):  # noqa: S108
-            raise ValueError(f"{value!r} must be an absolute path of its own, such as /work")
-        return value
-
 
 class Site(Settings):
     """The whole profile."""
 
     gpus_per_node: int | None = Field(None, ge=0, le=1024)
     """The number of GPUs of each node; 0 for nodes without GPUs."""
-    python: str | None = None
+    python: AbsolutePath | None = None
     """The Python interpreter on the nodes, in whose environment esmshard is installed. By default it is the interpreter
     that runs `esmshard launch`."""
     exports: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the job, such as NCCL_SOCKET_IFNAME: ib0."""
-    scratch: str | None = None
+    scratch: AbsolutePath | None = None
     """A fast directory of each node for caches and temporary files."""
     container: ContainerSite = ContainerSite()  # type: ignore[call-arg]
     slurm: SlurmSite = SlurmSite()  # type: ignore[call-arg]
@@ -226,15 +161,6 @@ class Site(Settings):
             if "\0" in value:
                 raise Clash(name, "holds a NUL, which no environment variable can")
         return exports
-
-    @field_validator("python", "scratch")
-    @classmethod
-    def _path(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("/", "${SLURM_")):
-            raise ValueError(f"must be an absolute path, not {value!r}")
-        if value is not None and ("\0" in value or "\n" in value):
-            raise ValueError("must be a path of one line")
-        return value
 
 
 def path() -> Path:
