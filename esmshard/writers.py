@@ -10,17 +10,16 @@ import re
 import shutil
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError
 from esmshard.files import lives, replacing
-from esmshard.joined_chains import BETWEEN
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
 """The most rows, and most numbers, of a row group of a Parquet file."""
@@ -86,158 +85,89 @@ class Writer(ABC):
 
 
 class TableWriter(Writer):
-    """A writer of one line for each protein, or one line for each residue with its place in its chain, counted from 1,
-    and its letter.
+    """A writer of `x.csv`, with numbers of six digits, or of `x.parquet` (extra `tables`), by the ending of the name.
+
+    Rows wait in memory until they make a block: 65,536 rows, or 4 million numbers if there are many columns. NaN
+    becomes an empty cell.
 
     Args:
         out: file to write.
-        names: names of the numbers of each line.
-        per_residue: whether a record's array has a row for each residue.
-        choose: whether the numbers are probabilities of exclusive classes; the most likely class is named in
-            `prediction`.
-        chains: whether a record has several chains, so that the lines of residues need the number of the chain.
-        pairs: whether a record is two chains, whose lengths are written.
+        columns: the type of each column: `string`, `int32`, `int64`, `float32` or `float64`.
+        about: metadata of a Parquet file, names to texts.
+        quoted: whether all cells of a CSV are quoted. A cell with a carriage return needs this: before Python 3.13 the
+            csv module does not quote it, and readers would end the line there.
     """
 
     def __init__(
-        self,
-        out: Path,
-        names: Sequence[str],
-        *,
-        per_residue: bool,
-        choose: bool,
-        chains: bool = False,
-        pairs: bool = False,
+        self, out: Path, columns: Mapping[str, str], about: Mapping[str, str] | None = None, *, quoted: bool = False
     ) -> None:
+        self._quoted = quoted
+        self._parquet = out.suffix == ".parquet"
+        if self._parquet:
+            pyarrow(out)
         super().__init__(out)
-        self._names, self._per_residue, self._choose = names, per_residue, choose
-        self._chains, self._pairs = chains, pairs
-        self._columns = columns(names, per_residue=per_residue, choose=choose, chains=chains, pairs=pairs)
+        self._columns, self._about = dict(columns), dict(about or {})
+        self._most = max(1, min(GROUP_ROWS, GROUP_NUMBERS // len(columns)))
 
-    @abstractmethod
-    def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
-        """Write one record. `values` is [C], or [L, C] for the L letters of `residues`, with `:` between chains."""
-
-
-def columns(
-    names: Sequence[str], *, per_residue: bool, choose: bool, chains: bool = False, pairs: bool = False
-) -> tuple[list[str], list[str]]:
-    """Return the columns of a table of predictions: those that identify a line, and those of the numbers.
-
-    A target with the name of one of the first columns becomes `NAME (predicted)`.
-
-    >>> columns(["H", "id"], per_residue=True, choose=False)
-    (['id', 'position', 'residue'], ['H', 'id (predicted)'])
-    """
-    place = ["position", "residue"] if per_residue else ["length_a", "length_b"] if pairs else []
-    place = ["chain", *place] if chains else place
-    first = ["id", *place, *(["prediction"] if choose else [])]
-    return first, [f"{name} (predicted)" if name in first else name for name in names]
-
-
-def places(residues: str) -> Iterator[tuple[int, int, str]]:
-    """Yield chain, position in the chain, both counted from 1, and letter of each residue.
-
-    >>> list(places("MK:T"))
-    [(1, 1, 'M'), (1, 2, 'K'), (2, 1, 'T')]
-    """
-    for chain, letters in enumerate(residues.split(BETWEEN), 1):
-        for position, letter in enumerate(letters, 1):
-            yield chain, position, letter
-
-
-class CsvWriter(TableWriter):
-    """A writer of `x.csv`, with numbers of six digits; see `TableWriter`."""
-
-    def __init__(self, out: Path, names: Sequence[str], **how: bool) -> None:
-        super().__init__(out, names, **how)
+    def open(self) -> None:
+        """Create the file with the names of the columns."""
+        self._waiting: dict[str, list[Any]] = {name: [] for name in self._columns}
+        if self._parquet:
+            arrow, parquet = pyarrow(self.out)
+            fields = [(name, getattr(arrow, kind)()) for name, kind in self._columns.items()]
+            self._schema = arrow.schema(fields, metadata=self._about)
+            self._file = parquet.ParquetWriter(self.work, self._schema, compression="zstd")
+            return
         self._file = open(self.work, "w", newline="", encoding="utf-8")  # noqa: SIM115  # `close` closes the file
-        # See `data.tables.write_rows`; a class of the user may have a carriage return in its name.
-        returns = any("\r" in name for name in names)
-        self._rows = csv.writer(
-            self._file, lineterminator="\n", quoting=csv.QUOTE_ALL if returns else csv.QUOTE_MINIMAL
-        )
-        first, numbers = self._columns
-        self._rows.writerow([*first, *numbers])
+        quoting: Literal[0, 1] = csv.QUOTE_ALL if self._quoted else csv.QUOTE_MINIMAL
+        self._rows = csv.writer(self._file, lineterminator="\n", quoting=quoting)
+        self._rows.writerow(self._columns)
 
-    def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
-        """Write one record; see `TableWriter.add`."""
-        rows = values.reshape(-1, len(self._names))
-        other: tuple[int, ...] = tuple(lengths(residues)) if self._pairs else ()
-        of_rows = places(residues) if self._per_residue else [other] * len(rows)
-        for found, row in zip(of_rows, rows, strict=True):
-            place = found[1:] if self._per_residue and not self._chains else found
-            chosen = [self._names[int(row.argmax())]] if self._choose else []
-            self._rows.writerow([record_id, *place, *chosen, *(f"{v:.6g}" for v in row.tolist())])
+    def add(self, columns: Mapping[str, Sequence[Any] | npt.NDArray[Any]]) -> None:
+        """Add rows: of each column as many cells."""
+        for name, cells in self._waiting.items():
+            cells.extend(columns[name])
+        if len(cells) >= self._most:
+            self._write()
 
-    def close(self) -> None:
-        """Flush the file to disk."""
-        self._file.close()
+    def _write(self) -> None:
+        if self._parquet:
+            arrow, _ = pyarrow(self.out)
+            arrays = [
+                arrow.array(
+                    np.array(cells, None if field.type == arrow.string() else field.type.to_pandas_dtype()),
+                    field.type,
+                    from_pandas=True,
+                )
+                for cells, field in zip(self._waiting.values(), self._schema, strict=True)
+            ]
+            self._file.write_table(arrow.table(arrays, schema=self._schema), row_group_size=self._most)
+        else:
+            cells = [
+                [text(cell) for cell in cells] if self._columns[name].startswith("float") else cells
+                for name, cells in self._waiting.items()
+            ]
+            self._rows.writerows(zip(*cells, strict=True))
+        for waiting in self._waiting.values():
+            waiting.clear()
 
-
-class ParquetWriter(TableWriter):
-    """A writer of `x.parquet`: the columns of `CsvWriter`, with numbers as float32. Needs pyarrow (extra `tables`).
-
-    Rows wait in memory until they make a row group: 65,536 rows, or 16 MiB of numbers if there are many columns.
-
-    Args:
-        out: file to write.
-        names: see `TableWriter`.
-        about: metadata of the file, names to texts.
-        how: see `TableWriter`.
-    """
-
-    def __init__(self, out: Path, names: Sequence[str], *, about: Mapping[str, str], **how: bool) -> None:
-        self._pa, parquet = pyarrow(out)
-        super().__init__(out, names, **how)
-        self._most = max(1, min(GROUP_ROWS, GROUP_NUMBERS // len(names)))
-        self._rows = 0
-        self._waiting: list[tuple[str, str, npt.NDArray[np.float32]]] = []
-        types = dict.fromkeys(("chain", "position", "length_a", "length_b"), self._pa.int32())
-        first, numbers = self._columns
-        fields = [self._pa.field(name, types.get(name, self._pa.string()), nullable=False) for name in first]
-        fields += [self._pa.field(name, self._pa.float32(), nullable=False) for name in numbers]
-        self._schema = self._pa.schema(fields, metadata=dict(about))
-        self._file = parquet.ParquetWriter(self.work, self._schema, compression="zstd")
-
-    def add(self, record_id: str, values: npt.NDArray[np.float32], residues: str = "") -> None:
-        """Write one record; see `TableWriter.add`."""
-        rows = values.reshape(-1, len(self._names))
-        self._waiting.append((record_id, residues, rows))
-        self._rows += len(rows)
-        if self._rows >= self._most:
+    def finish(self) -> None:
+        """Write the last rows."""
+        if next(iter(self._waiting.values())):
             self._write()
 
     def close(self) -> None:
-        """Write the last rows and the file's directory."""
-        try:
-            if self._rows:
-                self._write()
-        finally:
-            self._file.close()
+        """Close the file."""
+        self._file.close()
 
-    def _write(self) -> None:
-        ids, residues, values = zip(*self._waiting, strict=True)
-        self._rows, self._waiting = 0, []
-        counts = [len(rows) for rows in values]
-        values_RC = np.concatenate(values)
-        arrays: list[Any] = [np.repeat(np.array(ids, dtype=object), counts)]
-        if self._per_residue:
-            chains = [(k, len(chain)) for one in residues for k, chain in enumerate(one.split(BETWEEN), 1)]
-            if self._chains:
-                arrays.append(np.concatenate([np.full(n, k, dtype=np.int32) for k, n in chains]))
-            arrays.append(np.concatenate([np.arange(1, n + 1, dtype=np.int32) for _, n in chains]))
-            arrays.append(list("".join(residues).replace(BETWEEN, "")))
-        elif self._pairs:
-            arrays.extend(np.array([lengths(one) for one in residues], dtype=np.int32).T)
-        if self._choose:
-            arrays.append(np.array(self._names, dtype=object)[values_RC.argmax(1)])
-        arrays += [np.ascontiguousarray(x_R) for x_R in values_RC.T]
-        table = self._pa.table(
-            [self._pa.array(array, field.type) for array, field in zip(arrays, self._schema, strict=True)],
-            schema=self._schema,
-        )
-        self._file.write_table(table, row_group_size=self._most)
+
+def text(value: float) -> str:
+    """Format a number with six digits; NaN becomes an empty text.
+
+    >>> text(0.123456789), text(float("nan"))
+    ('0.123457', '')
+    """
+    return "" if value != value else f"{value:.6g}"  # noqa: PLR0124  # NaN differs from itself
 
 
 def chains_file(out: Path) -> Path:
@@ -278,15 +208,6 @@ def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> 
     rows = [(record_id, ",".join(map(str, each)), join) for record_id, each in lengths.items()]
     with replacing(path) as file:
         file.writelines("\t".join(row) + "\n" for row in [("id", "residues", "join"), *rows])
-
-
-def lengths(record: str) -> list[int]:
-    """Return the residues of each chain of a record.
-
-    >>> lengths("MK:T")
-    [2, 1]
-    """
-    return [len(chain) for chain in record.split(BETWEEN)]
 
 
 def pyarrow(out: Path) -> tuple[Any, Any]:

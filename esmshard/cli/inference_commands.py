@@ -198,7 +198,11 @@ def predict(
     ] = None,
     out: Annotated[
         Optional[Path],
-        typer.Option("-o", "--out", help="File to write: .npz (an array for each record by its id), .csv or .parquet."),
+        typer.Option(
+            "-o",
+            "--out",
+            help="File to write: .npz, .h5, .zarr or .safetensors (an array for each record), .csv or .parquet.",
+        ),
     ] = None,
     all_singles: Annotated[
         bool, typer.Option("--all-singles", help="For variants: rank every single substitution, instead of a table.")

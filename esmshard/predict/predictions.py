@@ -26,18 +26,16 @@ from esmshard.data.tracks.track_files import TrackFile, record_tracks, track_fil
 from esmshard.devices import DeviceName, chosen_device, is_out_of_memory, packs_at_once, side_by_side
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.files import replace_json, replacing, without_directories
-from esmshard.joined_chains import Chains
+from esmshard.joined_chains import BETWEEN, Chains
 from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of
 from esmshard.predict import contact_pictures
 from esmshard.progress import Progress, rate, say
-from esmshard.tasks.base import of_residues
+from esmshard.tasks.base import Task, of_residues
 from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks
 from esmshard.tasks.registry import traits
 from esmshard.vocab import chain_spans, decode
 from esmshard.writers import (
-    CsvWriter,
-    ParquetWriter,
     TableWriter,
     chains_file,
     check,
@@ -182,7 +180,7 @@ def predict(
                 if reason:
                     failed.append(Failure(record_id, sum(each), reason))
                 elif not isinstance(values, str):
-                    _add(writer, pictures, record_id, values, sequence)
+                    _add(writer, found.task, pictures, record_id, values, sequence)
                 residues += sum(each)
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
             # The lists come first: an output is never there without them.
@@ -245,6 +243,7 @@ def _check_out(out: Path, png: Path | None, overwrite: bool) -> None:
 
 def _add(
     writer: FormatWriter | TableWriter,
+    task: Task,
     pictures: contact_pictures.MapFolder | None,
     record_id: str,
     values: Array,
@@ -252,7 +251,7 @@ def _add(
 ) -> None:
     """Write the predictions of one record, and draw them if they are a map and pictures are wanted."""
     if isinstance(writer, TableWriter):
-        writer.add(record_id, values, decode(sequence))
+        writer.add(rows_of(task, record_id, values, decode(sequence)))
         return
     chains = tuple(end - start for start, end in chain_spans(sequence))
     several = chains if len(chains) > 1 else ()
@@ -331,9 +330,7 @@ def _facts(
     return shared
 
 
-def _writer(
-    out: Path, found: FineTuned, facts: Mapping[str, Any], store: Store
-) -> FormatWriter | CsvWriter | ParquetWriter:
+def _writer(out: Path, found: FineTuned, facts: Mapping[str, Any], store: Store) -> FormatWriter | TableWriter:
     task, form = found.task, out.suffix.removeprefix(".")
     about: dict[str, str] = {name: facts[name] for name in ("format", "version", "model")}
     about |= {name: json.dumps(facts[name]) for name in ("task", "notices")}
@@ -342,12 +339,51 @@ def _writer(
         return FORMATS[form](out, About((output,), len(task.names), "fp32", None, about))
     if not task.names:
         raise UsageError(f"{out}: pair maps do not fit into a table; give the file the ending .npz")
-    how = {"per_residue": task.per_residue, "choose": task.one_of_names, "pairs": task.settings.pairs}
-    how["chains"] = task.per_residue and linker_of(store.manifest) is not None
-    if out.suffix == ".csv":
-        return CsvWriter(out, task.names, **how)
-    about["versions"] = json.dumps({**facts["versions"], "pyarrow": version("pyarrow")})
-    return ParquetWriter(out, task.names, **how, about=about)
+    columns = columns_of(task, chains=task.per_residue and linker_of(store.manifest) is not None)
+    about["versions"] = json.dumps({**facts["versions"], "pyarrow": version("pyarrow")}) if form == "parquet" else ""
+    return TableWriter(out, columns, about, quoted=any("\r" in name for name in task.names))
+
+
+def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
+    """Return the columns of a table of predictions and their types: those that identify a row, then the numbers.
+
+    A target with the name of one of the first columns becomes `NAME (predicted)`.
+
+    Args:
+        task: the task.
+        chains: whether a record has several chains, so that the rows of residues need the number of the chain.
+    """
+    first = {"id": "string"}
+    if task.per_residue:
+        first |= {"chain": "int32"} if chains else {}
+        first |= {"position": "int32", "residue": "string"}
+    elif task.settings.pairs:
+        first |= {"length_a": "int32", "length_b": "int32"}
+    first |= {"prediction": "string"} if task.one_of_names else {}
+    return first | {f"{name} (predicted)" if name in first else name: "float32" for name in task.names}
+
+
+def rows_of(task: Task, record_id: str, values: Array, residues: str) -> dict[str, Sequence[Any]]:
+    """Return the cells of a record: one row, or one for each residue with its place in its chain, counted from 1.
+
+    Args:
+        task: the task.
+        record_id: the id of the record.
+        values: [C], or [L, C] for the L letters of `residues`.
+        residues: the letters, with `:` between chains.
+    """
+    values_RC, chains = values.reshape(-1, len(task.names)), residues.split(BETWEEN)
+    cells: dict[str, Sequence[Any]] = {"id": [record_id] * len(values_RC)}
+    if task.per_residue:
+        cells["chain"] = [k for k, chain in enumerate(chains, 1) for _ in chain]
+        cells["position"] = [place for chain in chains for place in range(1, len(chain) + 1)]
+        cells["residue"] = "".join(chains)
+    elif task.settings.pairs:
+        cells |= {name: [len(chain)] for name, chain in zip(("length_a", "length_b"), chains, strict=True)}
+    if task.one_of_names:
+        cells["prediction"] = [task.names[k] for k in values_RC.argmax(1).tolist()]
+    named = [name for name in columns_of(task, chains=True) if name not in cells]
+    return cells | dict(zip(named, values_RC.T.tolist(), strict=True))
 
 
 def _predictions(found: FineTuned, examples: Examples, tokens: int | None) -> Iterator[Array | str]:

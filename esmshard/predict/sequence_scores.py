@@ -3,7 +3,6 @@
 The score is from Salazar et al. 2020 (doi:10.18653/v1/2020.acl-main.240), and needs no labels and no training.
 """
 
-import csv
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,19 +18,18 @@ from esmshard.data.store.token_store import linker_of
 from esmshard.data.tables import counted
 from esmshard.devices import DeviceName
 from esmshard.errors import UsageError, writing
-from esmshard.files import replacing, without_directories
+from esmshard.files import without_directories
 from esmshard.joined_chains import join_option
 from esmshard.model.families.family_registry import FAMILIES, family_of
 from esmshard.model.trunk import Trunk
 from esmshard.predict import variant_tables
 from esmshard.predict.language_models import LanguageModels, check_finite, mean_and_sd, read_models
 from esmshard.predict.predictions import read_input
-from esmshard.predict.variant_tables import text
 from esmshard.progress import say
 from esmshard.tasks.finetuned import without_tracks
 from esmshard.tasks.marginals import Protein, pseudo_log_likelihoods, scored_residues
 from esmshard.vocab import is_residue
-from esmshard.writers import GROUP_ROWS, check, pyarrow
+from esmshard.writers import GROUP_ROWS, TableWriter, check, pyarrow
 
 SequenceMethod = Literal["pseudo-perplexity", "one-pass", "both"]
 MASKED, ONE_PASS, BOTH = get_args(SequenceMethod)
@@ -182,23 +180,10 @@ def _compared(columns: Mapping[str, npt.NDArray[Any]]) -> str:
 
 def _write(out: Path, examples: Examples, columns: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> None:
     """Write the table, some rows at a time, since the ids of all records may not fit into memory."""
-    parts = (range(first, min(first + GROUP_ROWS, len(examples))) for first in range(0, len(examples), GROUP_ROWS))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".csv":
-        with replacing(out) as file:
-            table = csv.writer(file, lineterminator="\n")
-            table.writerow(["id", *columns])
-            for n in range(len(examples)):
-                numbers = [values_N[n].item() for values_N in columns.values()]
-                table.writerow([examples.id(n), *(one if isinstance(one, int) else text(one) for one in numbers)])
-        return
-    arrow, parquet = pyarrow(out)
     about = {"facts": json.dumps(without_directories(facts)), "versions": json.dumps({"esmshard": version("esmshard")})}
-    fields = [("id", arrow.string()), *((name, arrow.from_numpy_dtype(one.dtype)) for name, one in columns.items())]
-    schema = arrow.schema(fields, metadata=about)
-    with replacing(out, binary=True) as file, parquet.ParquetWriter(file, schema, compression="zstd") as table:
-        for part in parts:
-            rows = slice(part.start, part.stop)
-            arrays = [arrow.array(one[rows], from_pandas=True) for one in columns.values()]  # NaN becomes null
-            ids = arrow.array([examples.id(n) for n in part], arrow.string())
-            table.write_table(arrow.table([ids, *arrays], schema=schema))
+    types = {"id": "string"} | {name: str(values_N.dtype) for name, values_N in columns.items()}
+    with TableWriter(out, types, about) as writer:
+        for start in range(0, len(examples), GROUP_ROWS):
+            rows = range(start, min(start + GROUP_ROWS, len(examples)))
+            numbers = {name: values_N[start : rows.stop].tolist() for name, values_N in columns.items()}
+            writer.add({"id": [examples.id(n) for n in rows], **numbers})

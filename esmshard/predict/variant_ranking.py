@@ -22,7 +22,6 @@ from esmshard.predict import known_variants, proposals, variant_tables
 from esmshard.predict.known_variants import Known, baseline_of, baseline_predictions, better_baseline
 from esmshard.predict.language_models import check_finite
 from esmshard.predict.proposals import DIVERSITY, KAPPA
-from esmshard.predict.variant_tables import text
 from esmshard.predict.zero_shot import all_singles as list_singles
 from esmshard.predict.zero_shot import unscored
 from esmshard.progress import Progress, say
@@ -30,7 +29,7 @@ from esmshard.tasks.finetuned import FineTuned, load_finetuned
 from esmshard.tasks.registry import traits
 from esmshard.tasks.variant_features import PACKED
 from esmshard.tasks.variants import FROZEN, SHORT, VariantTask
-from esmshard.writers import check
+from esmshard.writers import check, text
 
 NOT_RANKED = "not ranked because"
 """The last column of a ranked table: why a row has no rank."""

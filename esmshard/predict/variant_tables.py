@@ -8,11 +8,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.tables import counted, write_rows
+from esmshard.data.tables import counted
 from esmshard.data.variants.mutations import Variants, read_variants
 from esmshard.errors import InputError, writing
 from esmshard.files import replacing, without_directories
 from esmshard.tasks import metrics
+from esmshard.writers import TableWriter
 
 
 def read(
@@ -80,9 +81,10 @@ def write(out: Path, columns: Mapping[str, Sequence[str]], new: Mapping[str, Seq
         InputError: the table already has a column of a new name.
     """
     check_new(out, columns, new)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with writing(out), replacing(out) as file:
-        write_rows(file, [[*columns, *new], *zip(*columns.values(), *new.values(), strict=True)])
+    cells = {**columns, **new}
+    quoted = any("\r" in cell for name, column in cells.items() for cell in (name, *column))
+    with writing(out), TableWriter(out, dict.fromkeys(cells, "string"), quoted=quoted) as writer:
+        writer.add(cells)
 
 
 def spearman(
@@ -103,12 +105,3 @@ def spearman(
             f"Spearman NaN with {name}: {'all values, or all predictions, are equal' if count > 1 else 'no two values'}"
         )
     return f"Spearman {rho:.3f} with {name} over {counted(count, what)}"
-
-
-def text(value: float) -> str:
-    """Format a number with six digits; NaN becomes an empty text.
-
-    >>> text(0.123456789), text(float("nan"))
-    ('0.123457', '')
-    """
-    return "" if value != value else f"{value:.6g}"  # noqa: PLR0124  # NaN differs from itself

@@ -26,13 +26,12 @@ from esmshard.model.trunk import Trunk
 from esmshard.predict import variant_tables
 from esmshard.predict.known_variants import spearman_sentence
 from esmshard.predict.language_models import check_finite, mean_and_sd, read_models
-from esmshard.predict.variant_tables import text
 from esmshard.progress import say
 from esmshard.tasks.finetuned import without_tracks
 from esmshard.tasks.marginals import Tracks, log_probabilities, pseudo_log_likelihoods, scored_residues
 from esmshard.tasks.metrics import variant_spearman
 from esmshard.vocab import RESIDUES, STANDARD, TOKENS, encode
-from esmshard.writers import check
+from esmshard.writers import check, text
 
 Method = Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity"]
 METHODS = get_args(Method)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from embed_runs import Run, content, until, write_fasta, write_model
 
@@ -129,3 +130,59 @@ def test_a_ray_cluster_that_cannot_be_reached(given: Given, out: Path) -> None:
     assert run.wait() == 2, run.said
     assert "no Ray cluster can be reached" in run.said
     assert "Traceback" not in run.said
+
+
+KILLS = 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("engine", ["local", "array"])
+def test_fifty_kills(given: Given, tmp_path: Path, engine: str) -> None:
+    """At random moments a command or a process is killed, and the command starts again; each output is whole."""
+    rng, kills, outputs = np.random.default_rng(3), 0, 0
+    workers = (
+        (("--nproc", "2"),) if engine == "local" else tuple(("--engine", engine, "--worker", f"{n}/2") for n in (0, 1))
+    )
+    while kills < KILLS:
+        out = tmp_path / str(outputs) / "x.npy"
+        out.parent.mkdir()
+        runs = [given.run(out, *options) for options in workers]
+        for attempt in range(4):
+            time.sleep(rng.uniform(0, 3))
+            k = int(rng.integers(len(runs)))
+            whom = "worker" if engine == "local" and rng.random() < 0.5 else "group"
+            if runs[k].kill(whom, attempt):
+                kills += 1
+                if whom == "group":
+                    runs[k] = given.run(out, *workers[k])
+        for run in runs:
+            assert run.wait() == 0, run.said
+        assert content(out) == given.whole
+        outputs += 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_kills_of_ray(given: Given, tmp_path: Path, cluster: Any) -> None:
+    """A node, or the command itself, is killed at random moments; a new node joins."""
+    rng, kills, outputs = np.random.default_rng(4), 0, 0
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    while kills < KILLS:
+        out = tmp_path / str(outputs) / "x.npy"
+        out.parent.mkdir()
+        while True:
+            run = given.run(out, "--engine", "ray", "--ray-address", cluster.address)
+            until(run, "computing", out)
+            time.sleep(rng.uniform(0, 1.5))
+            if rng.random() < 0.5:
+                kills += run.kill("group")
+            else:
+                cluster.remove_node(nodes.pop(0), allow_graceful=False)
+                nodes.append(cluster.add_node(num_cpus=1))
+                kills += 1
+            if run.wait() == 0:
+                break
+            assert run.process.exitcode == -9, run.said
+        assert content(out) == given.whole
+        outputs += 1

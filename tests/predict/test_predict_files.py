@@ -8,13 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import zarr
 from command import esmshard
 from matplotlib.image import imread
 from model_files import SMALL, TINY, fair_esm, ours, perturb, tokenise, write_transformers
+from safetensors import safe_open
 from structure_texts import chain, pdb
 
 from esmshard import __version__, writers
@@ -146,6 +149,23 @@ def test_a_record_says_the_same_in_every_pack(
             assert file[record_id].dtype == np.float32
             scale = 10.0 if name == "values" else 1.0  # of its unit
             assert np.abs(file[record_id] - expected(name, sequence)).max() <= 1e-5 * scale, record_id
+
+
+@pytest.mark.parametrize("name", TASKS_TRIED)
+def test_other_formats_of_arrays_hold_the_same(name: str, fasta: Path, tmp_path: Path) -> None:
+    out, model = fasta.parent / "out", write_model(tmp_path / "model", name)
+    for ending in ("npz", "h5", "zarr", "safetensors"):
+        assert predict(model, fasta, out / f"x.{ending}").records == len(LENGTHS)
+    group: Any = zarr.open_group(out / "x.zarr", mode="r")
+    ids, starts = list(group["ids"][:]), group["starts_prediction"][:] if "starts_prediction" in group else None
+    with np.load(out / "x.npz") as file, h5py.File(out / "x.h5") as h5, safe_open(out / "x.safetensors", "np") as safe:
+        assert {data.attrs["original_id"] for data in h5.values()} == set(file) == set(safe.keys()) == set(ids)
+        for data in h5.values():
+            record_id, values = data.attrs["original_id"], file[data.attrs["original_id"]]
+            n = ids.index(record_id)
+            ragged = group["prediction"][n if starts is None else slice(starts[n], starts[n + 1])]
+            for other in (data[()], safe.get_tensor(record_id), np.asarray(ragged).reshape(values.shape)):
+                assert np.array_equal(values, other)
 
 
 @pytest.mark.parametrize("name", TABLES)

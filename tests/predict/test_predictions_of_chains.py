@@ -1,42 +1,42 @@
 """Tables and pictures of records with several chains: residues are counted in each chain."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 
 from esmshard.predict.contact_pictures import draw_map, matplotlib_figure
-from esmshard.writers import CsvWriter, ParquetWriter
+from esmshard.predict.predictions import columns_of, rows_of
+from esmshard.writers import TableWriter
 
 VALUES = np.array([[0.1], [0.2], [0.3], [0.4], [0.5]], dtype=np.float32)
 LINES = [("a", 1, 1, "M"), ("a", 1, 2, "K"), ("a", 2, 1, "T"), ("a", 2, 2, "V"), ("a", 2, 3, "L"), ("b", 1, 1, "G")]
 
 
-def test_a_csv_counts_residues_in_each_chain(tmp_path: Path) -> None:
-    with CsvWriter(tmp_path / "x.csv", ["y"], per_residue=True, choose=False, chains=True) as writer:
-        writer.add("a", VALUES, "MK:TVL")
-        writer.add("b", VALUES[:1], "G")
-    rows = [line.split(",") for line in (tmp_path / "x.csv").read_text().splitlines()]
-    assert rows[0] == ["id", "chain", "position", "residue", "y"]
-    assert [tuple(row[:4]) for row in rows[1:]] == [tuple(map(str, line)) for line in LINES]
-    assert [float(row[4]) for row in rows[1:]] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.1])
+TASK: Any = SimpleNamespace(per_residue=True, names=["y"], one_of_names=False, settings=SimpleNamespace(pairs=False))
 
 
-def test_a_parquet_file_too(tmp_path: Path) -> None:
-    from pyarrow import parquet
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize("chains", [True, False])
+def test_residues_are_counted_in_each_chain(tmp_path: Path, ending: str, chains: bool) -> None:
+    out = tmp_path / f"x.{ending}"
+    with TableWriter(out, columns_of(TASK, chains=chains)) as writer:
+        writer.add(rows_of(TASK, "a", VALUES, "MK:TVL"))
+        writer.add(rows_of(TASK, "b", VALUES[:1], "G"))
+    table = pandas.read_csv(out) if ending == "csv" else pandas.read_parquet(out)
+    assert list(table.columns) == ["id", *(["chain"] if chains else []), "position", "residue", "y"]
+    assert table.drop(columns="y").to_numpy().tolist() == [
+        [name, *([chain] if chains else []), place, letter] for name, chain, place, letter in LINES
+    ]
+    assert table["y"].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.1])
 
-    out = tmp_path / "x.parquet"
-    with ParquetWriter(out, ["y"], per_residue=True, choose=False, chains=True, about={}) as writer:
-        writer.add("a", VALUES, "MK:TVL")
-        writer.add("b", VALUES[:1], "G")
-    rows = parquet.read_table(out).to_pylist()
-    assert [(row["id"], row["chain"], row["position"], row["residue"]) for row in rows] == LINES
 
-
-def test_without_such_records_there_is_no_column_of_chains(tmp_path: Path) -> None:
-    with CsvWriter(tmp_path / "x.csv", ["y"], per_residue=True, choose=False) as writer:
-        writer.add("a", VALUES[:2], "MK")
-    assert (tmp_path / "x.csv").read_text().splitlines() == ["id,position,residue,y", "a,1,M,0.1", "a,2,K,0.2"]
+def test_a_target_with_the_name_of_a_column_is_called_predicted() -> None:
+    task: Any = SimpleNamespace(**vars(TASK) | {"names": ["H", "id"]})
+    assert list(columns_of(task, chains=False)) == ["id", "position", "residue", "H", "id (predicted)"]
 
 
 def test_a_map_shows_where_the_second_chain_begins() -> None:
