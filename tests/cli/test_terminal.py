@@ -4,11 +4,14 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
-from esmshard.cli import app
+from esmshard.cli import app, data, models
+from esmshard.data.splits.split_method import OF_SEQUENCES, OF_VARIANTS
 from esmshard.embed.compute.embedder import Embedder
+from esmshard.model.families.family_registry import FAMILIES
 from esmshard.predict import sequence_scores
 from esmshard.shipped import shipped
 from esmshard.train import loop
@@ -74,6 +77,18 @@ def test_ctrl_c_says_what_to_type_and_that_goes_on(
         assert code == 0, stderr
         assert "step 5/6" in stderr or "step 1/6" not in stderr
         assert result.exists()
+
+
+def test_choices_are_those_of_the_registries() -> None:
+    layouts = {"hf"}.union(*(family.pickles for family in FAMILIES.values()))
+    tracks = set[str]().union(*(family.encoders for family in FAMILIES.values()))
+    for function, name, known in (
+        (data.split, "by", {*OF_SEQUENCES, *OF_VARIANTS}),
+        (data.track, "name", tracks),
+        (models.consolidate, "to", layouts),
+    ):
+        offered = get_args(get_type_hints(function)[name])
+        assert {*(get_args(offered[0]) or offered)} == known
 
 
 def test_control_characters_of_a_file_are_escaped(command: Command, tmp_path: Path) -> None:
