@@ -1,13 +1,17 @@
 """What a person sees on the terminal: the time that is left, what Ctrl-C says, choices in the help."""
 
+import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
 
+from esmshard import progress
 from esmshard.cli import app, data, models
 from esmshard.data.splits.split_method import OF_SEQUENCES, OF_VARIANTS
 from esmshard.embed.compute.embedder import Embedder
@@ -77,6 +81,27 @@ def test_ctrl_c_says_what_to_type_and_that_goes_on(
         assert code == 0, stderr
         assert "step 5/6" in stderr or "step 1/6" not in stderr
         assert result.exists()
+
+
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_the_warm_up_is_left_out_of_the_remaining_time(
+    on_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"FORCE_COLOR": "1" if on_terminal else "", "TERM": "xterm", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)
+    seconds = 0.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: seconds))
+    with progress.Progress("step", 10) as shown:
+        for seconds, done in ((100.0, 1), (110.0, 2)):  # noqa: B007  # `monotonic` returns it
+            shown.update(done, "loss [0.1]")
+        sys.stdout.write("a result\n")
+    out, err = capsys.readouterr()
+    assert out == "a result\n"
+    lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", err).split("\n")
+    if on_terminal:
+        assert re.search(r"20%  2/10 0:01:50 0:01:20 left loss \[0.1\]", lines[0].split("\r")[-1])
+    else:
+        assert lines == ["step 1/10  loss [0.1]", "step 2/10  loss [0.1]  1m20s left", ""]
 
 
 def test_choices_are_those_of_the_registries() -> None:
