@@ -6,55 +6,52 @@ from typing import Annotated, Literal
 
 from typer import Argument, Context, Option
 
-from esmshard.cli.options import AsJson, Overrides, Overwrite, SweepFile, SweepTrials
+from esmshard.cli.options import AsJson, Overrides, Overwrite, SweepFile, SweepTrials, recipes
 
 
 def launch(
     ctx: Context,
     what: Annotated[
         str,
-        Argument(metavar="RECIPE", help="A recipe file, the name of a shipped one, or the command embed or doctor."),
+        Argument(
+            metavar="RECIPE",
+            help="A recipe file, or the name of a shipped one; or embed or doctor.",
+            autocompletion=recipes,
+        ),
     ],
-    arguments: Annotated[
-        list[str] | None,
-        Argument(metavar="[KEY=VALUE]...", help="Overrides such as optim.lr=1e-4; of embed its arguments, after --."),
-    ] = None,
+    arguments: Overrides = None,
     *,
     target: Annotated[Literal["slurm", "kubernetes"], Option(help="The scheduler.")],
     nodes: Annotated[
-        str | None,
-        Option(metavar="N|MIN:MAX", help="Machines, by default 1. With 1:2, the run continues on fewer machines."),
+        str | None, Option(metavar="N|MIN:MAX", help="Machines, by default 1. With 1:2, a run goes on with fewer.")
     ] = None,
     gpus_per_node: Annotated[
         int | None,
-        Option(min=0, max=1_024, metavar="N", help="GPUs of each machine; by default as in the site profile."),
+        Option(min=0, max=1_024, metavar="N", help="GPUs of a machine; by default those of the site profile."),
     ] = None,
     nproc: Annotated[
-        int | None, Option(min=1, max=1_024, help="Processes of each machine; by default one for each GPU, or one.")
+        int | None, Option(min=1, max=1_024, help="Processes of a machine; by default one for each GPU, or one.")
     ] = None,
     time_limit: Annotated[
-        str | None,
-        Option("--time", metavar="TIME", help="Time limit of Slurm, as 24:00:00; by default as in the site profile."),
+        str | None, Option("--time", metavar="TIME", help="Time limit of Slurm, as 24:00:00; by default the profile's.")
     ] = None,
     array: Annotated[
         int | None,
-        Option(min=1, max=1_000_000, metavar="N", help="Workers of embed or of --sweep; or runs, each with a seed."),
+        Option(min=1, max=1_000_000, metavar="N", help="Workers of embed or --sweep; or runs, each with a seed."),
     ] = None,
     sweep: SweepFile = None,
     trials: SweepTrials = None,
-    name: Annotated[
-        str | None, Option(metavar="NAME", help="Name of the job; by default the name of the recipe.")
-    ] = None,
+    name: Annotated[str | None, Option(metavar="NAME", help="Name of the job; by default that of the recipe.")] = None,
     out: Annotated[
         Path | None, Option("-o", "--out", help="File to write; by default NAME.sbatch or NAME.job.yaml.")
     ] = None,
-    template: Annotated[
-        Path | None, Option(metavar="FILE", help="Jinja2 template of the file, in place of the one of esmshard.")
-    ] = None,
+    template: Annotated[Path | None, Option(metavar="FILE", help="Your own Jinja2 template of the file.")] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the file, and stop.")] = False,
 ) -> None:
-    """Run a recipe, or workers of embed, on a cluster: write the scheduler's file, and submit it if possible."""
+    """Run a recipe, or workers of embed, on a cluster: write the scheduler's file, and submit it if possible. The
+    arguments of embed follow after --.
+    """
     from esmshard.cluster import launch as jobs
     from esmshard.cluster import site as sites
     from esmshard.progress import say
@@ -99,17 +96,14 @@ def launch(
 
 
 def doctor(
-    recipe: Annotated[
-        str | None, Argument(help="A recipe to check as well: its memory, data and weights on this machine.")
-    ] = None,
+    recipe: Annotated[str | None, Argument(help="A recipe to check as well.", autocompletion=recipes)] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
     nproc: Annotated[
-        int | None, Option(min=1, max=1_024, help="Processes that are connected; by default one for each GPU, or two.")
+        int | None, Option(min=1, max=1_024, help="Processes to connect; by default one for each GPU, or two.")
     ] = None,
     out: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="Directory of runs to check; by default the recipe's, or the working directory."),
+        Path | None, Option(metavar="DIR", help="Directory of runs; by default the recipe's, or the working one.")
     ] = None,
 ) -> None:
     """Check this machine (versions, GPUs, disks, collectives) and a recipe on it, and print problems with fixes."""

@@ -10,9 +10,7 @@ from esmshard.errors import UsageError
 
 
 def ingest(
-    fasta: Annotated[
-        list[Path] | None, Argument(help="FASTA files or tables, plain or compressed; - for the standard input.")
-    ] = None,
+    fasta: Annotated[list[Path] | None, Argument(help="FASTA files or tables; - for the standard input.")] = None,
     out: Annotated[Path | None, Option("-o", "--out", help="Directory of the store to make.")] = None,
     on_unknown: Annotated[
         Literal["error", "mask", "drop"], Option(help="Symbols that are no residues; mask reads them as <mask>.")
@@ -24,7 +22,7 @@ def ingest(
         Literal["error", "keep"], Option(help="Records that look like DNA or RNA; keep them if they are proteins.")
     ] = "error",
     max_length: Annotated[
-        int | None, Option(min=8, max=1_000_000, help="Most residues of a sequence; see --long.")
+        int | None, Option(min=8, max=1_000_000, help="Most residues of a record; see --long.")
     ] = None,
     long: Annotated[
         Literal["full", "crop", "window", "skip", "error"] | None, Option(help="Sequences over --max-length.")
@@ -35,13 +33,9 @@ def ingest(
     keep_gaps: Annotated[bool, Option("--keep-gaps", help="Keep - and . as tokens.")] = False,
     join: Join = None,
     workers: Annotated[int, Option(min=1, max=1_024, help="Number of processes.")] = 1,
-    part: Annotated[
-        str | None, Option(metavar="I/N", help="Read the I-th of N parts, for array jobs; then use --merge.")
-    ] = None,
+    part: Annotated[str | None, Option(metavar="I/N", help="Read the I-th of N parts; afterwards --merge.")] = None,
     merge: Annotated[bool, Option("--merge", help="Make the store from parts that are all done.")] = False,
-    verify: Annotated[
-        Path | None, Option(metavar="STORE", help="Compare the files of a store with their sha256.")
-    ] = None,
+    verify: Annotated[Path | None, Option(metavar="STORE", help="Compare a store with its sha256 sums.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Read FASTA files into a token store."""
@@ -110,10 +104,7 @@ def track(
 
 
 def split(
-    data: Annotated[
-        Path,
-        Argument(help="FASTA file, table, store, or structures (PDB, mmCIF); with --wild-type, a table of variants."),
-    ],
+    data: Annotated[Path, Argument(help="FASTA, table, store or structures; with --wild-type, a table of variants.")],
     out: Annotated[Path, Option("-o", "--out", help="Directory to make.")],
     by: Annotated[
         Literal["cluster", "ratio", "given", "position", "contiguous", "modulo", "mutations", "low-to-high"] | None,
@@ -127,9 +118,7 @@ def split(
         list[Path] | None,
         Option(metavar="FILE", help="A _cluster.tsv of MMseqs2, which is run by default; may be given again."),
     ] = None,
-    ratios: Annotated[
-        str | None, Option(metavar="N,N,N", help="Shares of train, valid and test; by default 0.8,0.1,0.1.")
-    ] = None,
+    ratios: Annotated[str | None, Option(metavar="N,N,N", help="Shares of the sets; by default 0.8,0.1,0.1.")] = None,
     folds: Annotated[int | None, Option(help="Number of folds, instead of the sets train, valid and test.")] = None,
     seed: Annotated[int | None, Option(help="Seed of random choices; by default 0.")] = None,
     wild_type: Annotated[Path | None, Option(metavar="FASTA", help="The protein of which DATA has variants.")] = None,
@@ -140,10 +129,7 @@ def split(
     target: TargetColumn = None,
     train_max: Annotated[
         str | None,
-        Option(
-            metavar="N",
-            help="For mutations the most to train on (1); for low-to-high a value or share (50%).",
-        ),
+        Option(metavar="N", help="Most mutations in training (1); of low-to-high the highest value, or a share (50%)."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:

@@ -15,6 +15,7 @@ from esmshard.cli.options import (
     Overwrite,
     TargetColumn,
     TrackPaths,
+    models,
 )
 from esmshard.errors import UsageError
 
@@ -280,34 +281,27 @@ def predict(
 
 
 def score(
-    model: Annotated[str, Argument(help="A model with an LM head; no fine-tuning is needed.")],
+    model: Annotated[str, Argument(help="A model with an LM head; no fine-tuning is needed.", autocompletion=models)],
     sequences: Annotated[
-        Path,
-        Argument(
-            metavar="FASTA", help="FASTA file of the wild type; without variants, any sequences (also - or a store)."
-        ),
+        Path, Argument(metavar="FASTA", help="FASTA of the wild type; without variants, any sequences, - or a store.")
     ],
     table: Annotated[Path | None, Argument(help="Table of variants of the wild type.")] = None,
     out: Annotated[Path | None, Option("-o", "--out", help="CSV file to write; of sequences, also Parquet.")] = None,
     all_singles: Annotated[
-        bool, Option("--all-singles", help="Score every single substitution, instead of a table.")
+        bool, Option("--all-singles", help="Score every single substitution, without a table.")
     ] = False,
     method: Annotated[
         Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity", "one-pass", "both"] | None,
         Option(help="Of variants one of the first three (the first), of sequences of the last three (the third)."),
     ] = None,
     ensemble: Annotated[
-        list[str] | None,
-        Option(metavar="MODEL", help="A further model, whose scores are averaged with MODEL's; may be given again."),
+        list[str] | None, Option(metavar="MODEL", help="A further model, to average the scores; may be given again.")
     ] = None,
     mutant: MutantColumn = None,
     target: TargetColumn = None,
-    offset: Annotated[
-        int | None, Option(help="Number added to the table's positions; by default one that fits the wild type.")
-    ] = None,
+    offset: Annotated[int | None, Option(help="Number added to the positions; by default one that fits.")] = None,
     window: Annotated[
-        int | None,
-        Option(min=1, max=1_000_000, help="Residues that the model sees at once; by default as many as in training."),
+        int | None, Option(min=1, max=1_000_000, help="Residues seen at once; by default as many as in training.")
     ] = None,
     track: TrackPaths = None,
     join: Join = None,
@@ -339,11 +333,9 @@ def evaluate(
     model: Annotated[str, Argument(help="A consolidated model directory with a fine-tuned head.")],
     data: Annotated[str, Argument(help="A labelled FASTA file or table, structures, or sample:contact/test.")],
     out: Annotated[Path, Option("-o", "--out", help="Directory for evaluation.json and per_protein.csv.")],
-    labels: Annotated[
-        str | None, Option(metavar="FILE", help="Labels of DATA, if they are neither in nor beside DATA.")
-    ] = None,
+    labels: Annotated[str | None, Option(metavar="FILE", help="Labels, if neither in nor beside DATA.")] = None,
     png: Annotated[
-        Path | None, Option(metavar="DIR", help="For contacts: directory for pictures of predicted and true contacts.")
+        Path | None, Option(metavar="DIR", help="Of contacts: a directory for pictures, predicted and true.")
     ] = None,
     track: TrackPaths = None,
     complexes: Complexes = None,

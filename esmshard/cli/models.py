@@ -5,30 +5,25 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from esmshard.cli.options import Overwrite
+from esmshard.cli.options import Overwrite, models
 from esmshard.errors import UsageError
 
 
 def consolidate(
     source: Annotated[
-        str, Argument(metavar="SOURCE", help="A run, one of its checkpoints, or a model to write in another layout.")
+        str, Argument(metavar="SOURCE", help="A run, a checkpoint, or a model to convert.", autocompletion=models)
     ],
     out: Annotated[Path, Option("-o", "--out", help="Directory to make.")],
     to: Annotated[
         Literal["hf", "fair-esm", "esm3-pth"] | None,
-        Option(
-            help="hf (transformers), or the authors' own file of ESM-2 or of ESM3. By default a directory for all "
-            "commands here, which transformers reads too if it has such models."
-        ),
+        Option(help="For transformers, or the authors' file of ESM-2 or ESM3; by default for all commands here."),
     ] = None,
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], Option(help="Numbers in the file.")] = "fp32",
     best: Annotated[bool, Option("--best", help="Use the checkpoint of the best validation, if it was kept.")] = False,
     adapter: Annotated[
         bool, Option("--adapter", help="For a LoRA run: write the adapter for PEFT and the head, not the base model.")
     ] = False,
-    base: Annotated[
-        str | None, Option(metavar="MODEL", help="The base model of a LoRA or head run, if it was moved.")
-    ] = None,
+    base: Annotated[str | None, Option(metavar="MODEL", help="The base model of a LoRA run, if it was moved.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Make one model from a sharded checkpoint, or from a model in another layout."""
@@ -46,12 +41,9 @@ def consolidate(
 
 def download(
     names: Annotated[
-        list[str],
-        Argument(metavar="NAME", help="Released models such as esm2_t33_650M_UR50D, or OWNER/NAME on the hub."),
+        list[str], Argument(metavar="NAME", help="Released models, or OWNER/NAME on the hub.", autocompletion=models)
     ],
-    to: Annotated[
-        Path | None, Option(help="Directory for NAME/ with plain files; by default the Hugging Face cache.")
-    ] = None,
+    to: Annotated[Path | None, Option(help="Directory for NAME/; by default the Hugging Face cache.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Download released models, or repositories of the Hugging Face hub, for use by name or, with --to, by path on

@@ -7,7 +7,17 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from esmshard.cli.options import AsJson, Device, LocalProcesses, Overrides, Overwrite, Recipe, SweepFile, SweepTrials
+from esmshard.cli.options import (
+    AsJson,
+    Device,
+    LocalProcesses,
+    Overrides,
+    Overwrite,
+    Recipe,
+    SweepFile,
+    SweepTrials,
+    recipes,
+)
 from esmshard.errors import ExitCode, RunFailed, UsageError
 
 _STARTED = time.time()
@@ -24,31 +34,24 @@ def finetune(
     ] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the planned run, and stop.")] = False,
-    profile: Annotated[
-        int, Option(min=0, max=1_000_000, metavar="N", help="Profile N steps with torch, and print their times.")
-    ] = 0,
+    profile: Annotated[int, Option(min=0, max=1_000_000, metavar="N", help="Profile N steps with torch.")] = 0,
     stop_after: Annotated[
         str | None, Option(metavar="TIME", help="Save and leave with exit code 75 after this time, such as 3h50m.")
     ] = None,
     max_restarts: Annotated[
-        int,
-        Option(min=0, max=1_000_000, metavar="N", help="Start all processes again after a lost one, up to N times."),
+        int, Option(min=0, max=1_000_000, metavar="N", help="After a lost process, start all again, up to N times.")
     ] = 0,
     seeds: Annotated[
         int | None,
-        Option(min=1, max=1_000, metavar="N", help="Train N times with other seeds; after --sweep its best, 3 times."),
+        Option(min=1, max=1_000, metavar="N", help="Train N times, each with another seed; after --sweep, 3 times."),
     ] = None,
     folds: Annotated[
         int | None,
-        Option(
-            min=3, max=10_000, metavar="K", help="Cross-validate: K runs, each tested on another part (variants: 5)."
-        ),
+        Option(min=3, max=10_000, metavar="K", help="Cross-validate: K runs, tested on other parts; for variants, 5."),
     ] = None,
     sweep: SweepFile = None,
     trials: SweepTrials = None,
-    page: Annotated[
-        bool, Option("--report/--no-report", help="Write report.html at the end, as esmshard report does later.")
-    ] = True,
+    page: Annotated[bool, Option("--report/--no-report", help="Write report.html at the end.")] = True,
     take_over: Annotated[
         bool, Option("--take-over", help="Take the directory of a run of another machine, which has ended.")
     ] = False,
@@ -123,9 +126,7 @@ def status(
 
 
 def report(
-    run: Annotated[
-        Path, Argument(metavar="RUN", help="Directory of a run, done or not, or of a cross-validation of variants.")
-    ],
+    run: Annotated[Path, Argument(metavar="RUN", help="Directory of a run, done or not, or of runs of variants.")],
     out: Annotated[Path | None, Option("-o", "--out", help="File to write; by default RUN/report.html.")] = None,
 ) -> None:
     """Write one HTML page about a run: curves, metrics beside baselines, predictions, speed, memory, time."""
@@ -143,7 +144,7 @@ def recipes_ls() -> None:
 
 
 def recipes_cp(
-    name: Annotated[str, Argument(metavar="NAME", help="A shipped recipe.")],
+    name: Annotated[str, Argument(metavar="NAME", help="A shipped recipe.", autocompletion=recipes)],
     to: Annotated[Path, Argument(help="File to write.")],
     overwrite: Overwrite = False,
 ) -> None:

@@ -1,8 +1,10 @@
 """What a person sees on the terminal: the time that is left, what Ctrl-C says, choices in the help."""
 
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +14,10 @@ from typing import get_args, get_type_hints
 import pytest
 
 from esmshard import progress
-from esmshard.cli import app, data, models
+from esmshard.cli import app, data, models, options
 from esmshard.data.splits.split_method import OF_SEQUENCES, OF_VARIANTS
 from esmshard.embed.compute.embedder import Embedder
-from esmshard.model.families.family_registry import FAMILIES
+from esmshard.model.families.family_registry import FAMILIES, RELEASED
 from esmshard.predict import sequence_scores
 from esmshard.shipped import shipped
 from esmshard.train import loop
@@ -102,6 +104,40 @@ def test_the_warm_up_is_left_out_of_the_remaining_time(
         assert re.search(r"20%  2/10 0:01:50 0:01:20 left loss \[0.1\]", lines[0].split("\r")[-1])
     else:
         assert lines == ["step 1/10  loss [0.1]", "step 2/10  loss [0.1]  1m20s left", ""]
+
+
+TYPED = {
+    "finetune con": {"contact", "contact-esm2", "contact-esmc"},
+    "finetune my": {"my.yaml"},
+    "recipes cp my": set[str](),
+    "launch d": {"doctor"},
+    "plan contact optim.l": {"optim.lr="},
+    "plan contact optim.lr=1 checkpoint.ev": {"checkpoint.every="},
+    "finetune contact optim.lr = ": set[str](),  # as bash divides it
+    "score esmc_": {"esmc_300m", "esmc_600m", "esmc_6b"},
+    "download demo": set[str](),
+}
+COMPLETE = """
+import os, sys
+from esmshard.cli.app import app
+for typed in sys.argv[1:]:
+    words = ["esmshard", *typed.split(" ")]
+    os.environ |= {"COMP_WORDS": "\\n".join(words), "COMP_CWORD": str(len(words) - 1)}
+    try:
+        app(prog_name="esmshard")
+    except SystemExit:
+        print("end")
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_shell_completes_recipes_keys_and_models_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").touch()
+    environment = {**os.environ, "_ESMSHARD_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-c", COMPLETE, *TYPED]
+    shown = subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert [set(words.split()) for words in shown.split("end\n")[:-1]] == [*TYPED.values()]
+    assert {*options.RELEASED.split()} == {*RELEASED}
 
 
 def test_choices_are_those_of_the_registries() -> None:
