@@ -1,63 +1,68 @@
-"""Progress on stderr: a live line on a terminal, otherwise, as in the log of a batch job, one line in a few seconds."""
+"""Progress on stderr: a bar on a terminal, otherwise, as in the log of a batch job, one line in a few seconds."""
 
 import sys
 import time
-from collections import deque
 from types import TracebackType
-
-from rich.console import Console
-from rich.markup import escape
 
 INTERVAL = 5.0
 """The seconds between two lines if stderr is no terminal."""
-_WINDOW = 60.0
-"""The seconds of recent work from which the remaining time follows. The first unit is left out: it warms up."""
 
 
 class Progress:
-    """A counter up to `total` that prints the remaining time, from the second update on. With `show=False`, as on all
-    ranks but the first, it prints nothing.
+    """A counter up to `total` that shows the remaining time, from the second update on. With `show=False`, as on all
+    ranks but the first, it shows nothing.
+
+    rich derives the remaining time from the latest 1,000 updates, of which it leaves out the first: it is the warm-up.
 
     >>> with Progress("embed", total=2, show=False) as progress:
     ...     progress.update(1, "10 residues/s")
     """
 
     def __init__(self, title: str, total: int, *, show: bool = True) -> None:
-        self._title, self._total, self._show = title, total, show
-        self._recent: deque[tuple[float, int]] = deque()  # times, at least a second apart, and units done by then
-        self._last_line = -INTERVAL
-        self._console = Console(stderr=True, highlight=False)
-        self._status = self._console.status(escape(title)) if show and self._console.is_terminal else None
+        from rich import progress as bars  # takes a tenth of a second
+        from rich.console import Console
+        from rich.table import Column
+
+        console = Console(stderr=True, highlight=False)
+        self._title, self._total, self._show = printable(title), total, show
+        self._has_bar, self._last_line = show and console.is_interactive, -INTERVAL
+        self._bar = bars.Progress(
+            bars.TextColumn("{task.description}", markup=False),
+            bars.BarColumn(16),
+            bars.TaskProgressColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TimeRemainingColumn(),
+            bars.TextColumn("left"),
+            bars.TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+            console=console,
+            expand=True,  # so that a narrow terminal cuts the text
+            redirect_stdout=False,  # it would lead to stderr
+            refresh_per_second=4,
+            speed_estimate_period=float("inf"),
+            get_time=time.monotonic,
+        )
+        self._bar.add_task(self._title, total=total, text="")
+        self._task = self._bar.tasks[0]
 
     def __enter__(self) -> "Progress":
-        if self._status:
-            self._status.start()
+        if self._has_bar:
+            self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._status:
-            self._status.stop()
+        if self._has_bar:
+            self._bar.stop()
 
     def update(self, done: int, text: str) -> None:
-        """Print that `done` of `total` are finished, with the text `text`. The last call always prints a line."""
-        if not self._show:
-            return
+        """Show that `done` of `total` are finished, with a text. Without a bar, the last call always prints a line."""
+        self._bar.update(self._task.id, completed=done, text=printable(text))
         now = time.monotonic()
-        line = f"{self._title} {done}/{self._total}  {text}"
-        if self._recent and self._recent[0][1] < done < self._total:
-            since, before = self._recent[0]
-            line += f"  {duration(max(1.0, (now - since) / (done - before) * (self._total - done)))} left"
-        if not self._recent or now - self._recent[-1][0] >= 1:
-            self._recent.append((now, done))
-        while len(self._recent) > 2 and now - self._recent[1][0] >= _WINDOW:
-            self._recent.popleft()
-        if self._status:
-            self._status.update(escape(printable(line)))
-        if done == self._total or (not self._status and now - self._last_line >= INTERVAL):
-            self._last_line = now
-            say(line)
+        if self._show and not self._has_bar and (done == self._total or now - self._last_line >= INTERVAL):
+            self._last_line, left = now, self._task.time_remaining
+            say(f"{self._title} {done}/{self._total}  {text}" + (f"  {duration(left)} left" if left else ""))
 
 
 def say(message: str) -> None:

@@ -102,7 +102,7 @@ def test_the_walk_finds_what_is_there() -> None:
 
 def test_recipe_keys() -> None:
     files = r"(?!\w*\.(?:safetensors|pt|json|bin|fasta|npz|csv|py|yaml|html|index|kubernetes)\b)"
-    found = said(rf"(?<![\w./-]){files}((?:{TOP})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w(/-])")
+    found = said(rf"(?<![\w./{{-]){files}((?:{TOP})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w(/-])")
     starts = {key for key in found if any(known.startswith(key) for known in KEYS)}
     assert unknown(found, KEYS | starts) == {}
 

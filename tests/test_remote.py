@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from esmshard import remote
 from esmshard.cli import app
-from esmshard.cli.addresses import with_addresses
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError, UsageError
 from esmshard.files import check_replaced
@@ -203,7 +202,7 @@ def test_a_result_is_uploaded_where_strict_leaves_with_an_error(server: Buckets,
         raise typer.Exit(1)
 
     with pytest.raises(typer.Exit):
-        with_addresses(predict)(out=Path(f"s3://{BUCKET}/x.csv"))
+        app.with_addresses(predict, {"out": Path(f"s3://{BUCKET}/x.csv")})
     assert server.get("x.csv") == b"one record failed"
 
 

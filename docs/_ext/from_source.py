@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 from sphinx.application import Sphinx
@@ -161,7 +161,9 @@ def _argument(parameter: Any) -> str:
 
 
 def _option(parameter: Any) -> str:
-    value = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
+    annotation = parameter.type_descriptor.annotation
+    choices = "|".join(get_args(annotation)) if get_origin(annotation) is Literal else ""
+    value = "" if parameter.is_flag else f" {parameter.metavar or choices or parameter.name.upper()}"
     names = [f"`{name}{value}`" for name in parameter.opts]
     return ", ".join(names + [f"`{name}`" for name in parameter.secondary_opts])
 

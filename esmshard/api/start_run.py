@@ -1,6 +1,6 @@
 """Carries out `esmshard finetune`: check the recipe, start processes, summarise several runs, draw figures.
 
-The command line (`esmshard.cli.finetune_commands`) and Python (`esmshard.api.runs`) both call `finetune`. Afterwards
+The command line (`esmshard.cli.train`) and Python (`esmshard.api.runs`) both call `finetune`. Afterwards
 environment variables and signal handlers are as they were before.
 """
 

@@ -1,63 +1,113 @@
-"""The command line: its commands in the order of `--help`, and the exit codes and messages of all of them.
+"""The command line: its commands in the order of `--help`; addresses in buckets, exit codes and messages of them all.
 
 The commands are functions in the other modules of this folder. They import torch, and modules that need it, only when
 they are called.
 """
 
 import atexit
+import functools
 import gc
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from esmshard import __version__
-from esmshard.cli import (
-    cluster_commands,
-    data_commands,
-    finetune_commands,
-    help_text,
-    inference_commands,
-    model_commands,
-    recipe_commands,
-)
-from esmshard.cli.addresses import with_addresses
-from esmshard.cli.next_steps import with_next_step
+from esmshard.cli import cluster, data, infer, messages, models, train
 from esmshard.errors import ExitCode, InputError, UsageError
 from esmshard.progress import say
 
-COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Train": (
-        finetune_commands.finetune,
-        finetune_commands.plan,
-        finetune_commands.status,
-        finetune_commands.report,
-    ),
-    "Use a model": (
-        inference_commands.embed,
-        inference_commands.predict,
-        inference_commands.score,
-        inference_commands.evaluate,
-    ),
-    "Data": (
-        data_commands.ingest,
-        data_commands.split,
-        data_commands.track,
-    ),
-    "Model files": (
-        model_commands.consolidate,
-        model_commands.download,
-        model_commands.push,
-    ),
-    "Clusters": (
-        cluster_commands.launch,
-        cluster_commands.doctor,
-    ),
+Command = Callable[..., None]
+
+COMMANDS: dict[str, tuple[Command, ...]] = {
+    "Train": (train.finetune, train.plan, train.status, train.report),
+    "Use a model": (infer.embed, infer.predict, infer.score, infer.evaluate),
+    "Data": (data.ingest, data.split, data.track),
+    "Model files": (models.consolidate, models.download, models.push),
+    "Clusters": (cluster.launch, cluster.doctor),
 }
 """The functions of the commands, by the part of `--help` that lists them. A command has the name of its function."""
+COPIED = {
+    "predict": ("data",),
+    "score": ("sequences", "table"),
+    "evaluate": ("data", "labels"),
+    "ingest": ("fasta", "verify"),
+    "split": ("data", "sets", "clusters", "wild_type"),
+    "track": ("structures", "weights"),
+    "consolidate": ("source",),
+    "finetune": ("resume",),
+}
+"""The arguments that may be addresses in buckets, and are copied into the local cache before the command runs."""
+UPLOADED = ("ingest", "split", "track", "consolidate", "predict", "score", "evaluate", "report")
+"""The commands whose `-o` may be an address. It is written on this machine, and uploaded when the command has ended."""
+ADDRESSES = {
+    "embed": ("model", "fasta", "reuse", "out"),
+    "predict": ("model",),
+    "score": ("model", "ensemble"),
+    "evaluate": ("model",),
+    "push": ("model",),
+}
+"""The arguments that may be addresses, which the code of the command opens itself."""
+
+
+def with_addresses(command: Command, values: dict[str, Any]) -> None:
+    """Run a command, whose arguments may be addresses in buckets where it can use them."""
+    name, upload = command.__name__, None
+    for key, value in list(values.items()):
+        each = value if isinstance(value, list) else [value]
+        if not any(str(one).startswith(("s3:/", "gs:/")) for one in each) or key in ADDRESSES.get(name, ()):
+            continue
+        from esmshard import remote
+
+        if key == "out" and name in UPLOADED:
+            upload = remote.address(value)
+        elif key in COPIED.get(name, ()):
+            copies = [remote.local(one) for one in each]
+            values[key] = copies if isinstance(value, list) else type(value)(copies[0])
+        else:
+            raise UsageError(
+                f"{remote.address(each[0])}: `esmshard {name}` takes no address in a bucket for "
+                f"{key.replace('_', ' ')}; name a path on a disk, and copy it with `aws s3 sync` or `gcloud storage "
+                "rsync`"
+            )
+    if upload is None:
+        return command(**values)
+    left: list[typer.Exit | SystemExit] = []
+
+    def write(path: Path) -> None:
+        try:
+            command(**{**values, "out": path})
+        except (typer.Exit, SystemExit) as leaving:  # the result is written, as with --strict
+            left.append(leaving)
+
+    remote.write_at(upload, bool(values.get("overwrite")), write)
+    if left:
+        raise left[0]
+
+
+def _declared(command: Command) -> Command:
+    """Return a command that ends with what to type next, where a person reads it, and on Ctrl-C with one sentence."""
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        name, given = command.__name__, dict(values)
+        try:
+            with_addresses(command, values)
+        except KeyboardInterrupt:
+            from esmshard.parallel.launch import LAUNCHER
+
+            if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:  # else the launcher prints it
+                say(f"interrupted: {messages.after_interrupt(name, given, sys.argv[1:])}")
+            raise SystemExit(ExitCode.INTERRUPTED) from None
+        if sys.stderr.isatty() and name in messages.NEXT and (step := messages.NEXT[name](given)):
+            say(f"next: {step}")
+
+    return run
+
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
@@ -65,28 +115,25 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for part, commands in COMMANDS.items():
-    for command in commands:
-        declared = with_next_step(with_addresses(command))
-        app.command(rich_help_panel=part, epilog=help_text.examples(command))(declared)
-app.add_typer(recipe_commands.app, name="recipes", rich_help_panel="Train")
-app.add_typer(inference_commands.embeddings, name="embeddings", rich_help_panel="Use a model")
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"esmshard {__version__}")
-        raise typer.Exit
+    for function in commands:
+        app.command(rich_help_panel=part, epilog=messages.examples(function.__name__))(_declared(function))
+recipes = typer.Typer(no_args_is_help=True, help="The shipped recipes.")
+for function in (train.recipes_ls, train.recipes_cp, train.recipes_validate, train.recipes_schema):
+    recipes.command(function.__name__.removeprefix("recipes_"))(_declared(function))
+app.add_typer(recipes, name="recipes", rich_help_panel="Train")
+app.add_typer(infer.embeddings, name="embeddings", rich_help_panel="Use a model")
 
 
 @app.callback(invoke_without_command=True)
 def _options(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
+    if version:
+        print(f"esmshard {__version__}")
+        raise typer.Exit
     if context.invoked_subcommand is None:
-        print(help_text.WELCOME, end="")
+        print(messages.WELCOME, end="")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from esmshard.cli import app, finetune_commands
+from esmshard.cli import app, train
 from esmshard.errors import UsageError
 from esmshard.parallel import launch, preemption
 from esmshard.train import finetune as training
@@ -51,7 +51,7 @@ def test_the_time_limit_counts_from_the_command(
 
     monkeypatch.setattr(launch, "run_local", run_local)
     before = time.time()
-    finetune_commands.finetune(str(tiny_recipe), nproc=2, stop_after="1h30m")
+    train.finetune(str(tiny_recipe), nproc=2, stop_after="1h30m")
     ((arguments, stop_at),) = called
     assert float(stop_at) <= time.time() + 5400
     assert float(stop_at) > before + 4800, "the time counts from the start of the command"
@@ -71,7 +71,7 @@ def test_a_process_that_was_started_again_goes_on(
 ) -> None:
     for name, value in {**LAUNCHED, "TORCHELASTIC_RESTART_COUNT": attempt}.items():
         monkeypatch.setenv(name, value)
-    finetune_commands.finetune(str(tiny_recipe), **given)
+    train.finetune(str(tiny_recipe), **given)
     assert called == [expected]
 
 
@@ -86,9 +86,9 @@ def test_what_was_begun_in_place_of_another_run_is_not_removed(
     attempt.open(True, 6)
     attempt.report("running", "")
     (out / "lock.json").unlink()
-    finetune_commands.finetune(str(tiny_recipe), overwrite=True)
+    train.finetune(str(tiny_recipe), overwrite=True)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
-    finetune_commands.finetune(str(tiny_recipe), overwrite=True)
+    train.finetune(str(tiny_recipe), overwrite=True)
     assert called == [("auto", False), (None, True)]
 
 
@@ -109,7 +109,7 @@ def test_mistakes(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=sentence):
-        finetune_commands.finetune(str(tiny_recipe), **options)
+        train.finetune(str(tiny_recipe), **options)
     assert called == []
 
 

@@ -1,14 +1,23 @@
 """What a person sees on the terminal: the time that is left, what Ctrl-C says, choices in the help."""
 
+import os
+import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 
-from esmshard.cli import app
+from esmshard import progress
+from esmshard.cli import app, data, models, options
+from esmshard.data.splits.split_method import OF_SEQUENCES, OF_VARIANTS
 from esmshard.embed.embedder import Embedder
+from esmshard.model.families.family_registry import FAMILIES, RELEASED
 from esmshard.predict import sequence_scores
 from esmshard.shipped import shipped
 from esmshard.train import loop
@@ -74,6 +83,73 @@ def test_ctrl_c_says_what_to_type_and_that_goes_on(
         assert code == 0, stderr
         assert "step 5/6" in stderr or "step 1/6" not in stderr
         assert result.exists()
+
+
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_the_warm_up_is_left_out_of_the_remaining_time(
+    on_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"FORCE_COLOR": "1" if on_terminal else "", "TERM": "xterm", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)
+    seconds = 0.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: seconds))
+    with progress.Progress("step", 10) as shown:
+        for seconds, done in ((100.0, 1), (110.0, 2)):  # noqa: B007  # `monotonic` returns it
+            shown.update(done, "loss [0.1]")
+        sys.stdout.write("a result\n")
+    out, err = capsys.readouterr()
+    assert out == "a result\n"
+    lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", err).split("\n")
+    if on_terminal:
+        assert re.search(r"20%  2/10 0:01:50 0:01:20 left loss \[0.1\]", lines[0].split("\r")[-1])
+    else:
+        assert lines == ["step 1/10  loss [0.1]", "step 2/10  loss [0.1]  1m20s left", ""]
+
+
+TYPED = {
+    "finetune con": {"contact", "contact-esm2", "contact-esmc"},
+    "finetune my": {"my.yaml"},
+    "recipes cp my": set[str](),
+    "launch d": {"doctor"},
+    "plan contact optim.l": {"optim.lr="},
+    "plan contact optim.lr=1 checkpoint.ev": {"checkpoint.every="},
+    "finetune contact optim.lr = ": set[str](),  # as bash divides it
+    "score esmc_": {"esmc_300m", "esmc_600m", "esmc_6b"},
+    "download demo": set[str](),
+}
+COMPLETE = """
+import os, sys
+from esmshard.cli.app import app
+for typed in sys.argv[1:]:
+    words = ["esmshard", *typed.split(" ")]
+    os.environ |= {"COMP_WORDS": "\\n".join(words), "COMP_CWORD": str(len(words) - 1)}
+    try:
+        app(prog_name="esmshard")
+    except SystemExit:
+        print("end")
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_shell_completes_recipes_keys_and_models_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").touch()
+    environment = {**os.environ, "_ESMSHARD_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-c", COMPLETE, *TYPED]
+    shown = subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert [set(words.split()) for words in shown.split("end\n")[:-1]] == [*TYPED.values()]
+    assert {*options.RELEASED.split()} == {*RELEASED}
+
+
+def test_choices_are_those_of_the_registries() -> None:
+    layouts = {"hf"}.union(*(family.pickles for family in FAMILIES.values()))
+    tracks = set[str]().union(*(family.encoders for family in FAMILIES.values()))
+    for function, name, known in (
+        (data.split, "by", {*OF_SEQUENCES, *OF_VARIANTS}),
+        (data.track, "name", tracks),
+        (models.consolidate, "to", layouts),
+    ):
+        offered = get_args(get_type_hints(function)[name])
+        assert {*(get_args(offered[0]) or offered)} == known
 
 
 def test_control_characters_of_a_file_are_escaped(command: Command, tmp_path: Path) -> None:

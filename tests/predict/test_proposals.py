@@ -5,7 +5,7 @@ import inspect
 import numpy as np
 import pytest
 
-from esmshard.cli import inference_commands
+from esmshard.cli import infer
 from esmshard.data.variants.substitutions import Mutation, parse_variant
 from esmshard.predict.proposals import DIVERSITY, KAPPA, choose, composition
 from esmshard.predict.zero_shot import all_singles
@@ -63,7 +63,7 @@ def test_the_objective_by_hand() -> None:
 
 
 def test_the_command_has_the_same_defaults() -> None:
-    given = inspect.signature(inference_commands.predict).parameters
+    given = inspect.signature(infer.predict).parameters
     assert (given["kappa"].default, given["diversity"].default) == (KAPPA, DIVERSITY)
 
 

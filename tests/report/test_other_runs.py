@@ -305,9 +305,9 @@ def test_a_missing_package_is_named(tmp_path: Path, package: str, monkeypatch: p
 
 @words
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from esmshard.cli import finetune_commands
+    from esmshard.cli import train
 
-    finetune_commands.report(make(tmp_path / "run", whole()), None)
+    train.report(make(tmp_path / "run", whole()), None)
     assert capsys.readouterr().out == f"{tmp_path / 'run' / 'report.html'}\n"
 
 

@@ -4,8 +4,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
 import typer
+from typer import Argument, Option
 
-from esmshard.cli.shared_options import Complexes, Device, Join, LocalProcesses, MutantColumn, Overwrite, TrackPaths
+from esmshard.cli.options import (
+    Complexes,
+    Device,
+    Join,
+    LocalProcesses,
+    MutantColumn,
+    Overwrite,
+    TargetColumn,
+    TrackPaths,
+    models,
+)
 from esmshard.errors import UsageError
 
 
@@ -289,52 +300,27 @@ def predict(
 
 
 def score(
-    model: Annotated[str, typer.Argument(help="A model with an LM head; no fine-tuning is needed.")],
+    model: Annotated[str, Argument(help="A model with an LM head; no fine-tuning is needed.", autocompletion=models)],
     sequences: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FASTA",
-            help="FASTA file of the wild type of variants; or of any sequences, - for the standard input, or a token "
-            "store, for their pseudo-perplexities.",
-        ),
+        Path, Argument(metavar="FASTA", help="FASTA of the wild type; without variants, any sequences, - or a store.")
     ],
-    table: Annotated[Optional[Path], typer.Argument(help="Table of variants of the wild type.")] = None,
-    out: Annotated[
-        Optional[Path], typer.Option("-o", "--out", help="CSV file to write; of sequences, also Parquet.")
-    ] = None,
+    table: Annotated[Path | None, Argument(help="Table of variants of the wild type.")] = None,
+    out: Annotated[Path | None, Option("-o", "--out", help="CSV file to write; of sequences, also Parquet.")] = None,
     all_singles: Annotated[
-        bool, typer.Option("--all-singles", help="Score every single substitution, instead of a table.")
+        bool, Option("--all-singles", help="Score every single substitution, without a table.")
     ] = False,
     method: Annotated[
-        Optional[Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity", "one-pass", "both"]],
-        typer.Option(
-            help="Of variants masked-marginals (the default), wild-type-marginals or pseudo-perplexity; of sequences "
-            "pseudo-perplexity (the default), one-pass or both."
-        ),
+        Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity", "one-pass", "both"] | None,
+        Option(help="Of variants one of the first three (the first), of sequences of the last three (the third)."),
     ] = None,
     ensemble: Annotated[
-        Optional[list[str]],
-        typer.Option(
-            metavar="MODEL",
-            help="A further model, whose scores are averaged with those of MODEL; may be given again.",
-        ),
+        list[str] | None, Option(metavar="MODEL", help="A further model, to average the scores; may be given again.")
     ] = None,
     mutant: MutantColumn = None,
-    target: Annotated[
-        Optional[str],
-        typer.Option(metavar="COLUMN", help="Column of measured values, for comparison; by default found by its name."),
-    ] = None,
-    offset: Annotated[
-        Optional[int],
-        typer.Option(help="Number added to the positions of the table; by default one that fits the wild type."),
-    ] = None,
+    target: TargetColumn = None,
+    offset: Annotated[int | None, Option(help="Number added to the positions; by default one that fits.")] = None,
     window: Annotated[
-        Optional[int],
-        typer.Option(
-            min=1,
-            max=1_000_000,
-            help="Residues of a long protein that the model sees at once; by default as many as in training.",
-        ),
+        int | None, Option(min=1, max=1_000_000, help="Residues seen at once; by default as many as in training.")
     ] = None,
     track: TrackPaths = None,
     join: Join = None,
@@ -363,15 +349,12 @@ def score(
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A consolidated model directory with a fine-tuned head.")],
-    data: Annotated[str, typer.Argument(help="A labelled FASTA file or table, structures, or sample:contact/test.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="Directory for evaluation.json and per_protein.csv.")],
-    labels: Annotated[
-        Optional[str], typer.Option(metavar="FILE", help="Labels of DATA, if they are neither in nor beside DATA.")
-    ] = None,
+    model: Annotated[str, Argument(help="A consolidated model directory with a fine-tuned head.")],
+    data: Annotated[str, Argument(help="A labelled FASTA file or table, structures, or sample:contact/test.")],
+    out: Annotated[Path, Option("-o", "--out", help="Directory for evaluation.json and per_protein.csv.")],
+    labels: Annotated[str | None, Option(metavar="FILE", help="Labels, if neither in nor beside DATA.")] = None,
     png: Annotated[
-        Optional[Path],
-        typer.Option(metavar="DIR", help="For contacts: directory for pictures of predicted and true contacts."),
+        Path | None, Option(metavar="DIR", help="Of contacts: a directory for pictures, predicted and true.")
     ] = None,
     track: TrackPaths = None,
     complexes: Complexes = None,

@@ -1,0 +1,143 @@
+"""Commands that prepare data: a token store of FASTA files, tracks, and training, validation and test sets."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+from esmshard.cli.options import Device, IdColumn, Join, MutantColumn, Overwrite, SequenceColumn, TargetColumn
+from esmshard.errors import UsageError
+
+
+def ingest(
+    fasta: Annotated[list[Path] | None, Argument(help="FASTA files or tables; - for the standard input.")] = None,
+    out: Annotated[Path | None, Option("-o", "--out", help="Directory of the store to make.")] = None,
+    on_unknown: Annotated[
+        Literal["error", "mask", "drop"], Option(help="Symbols that are no residues; mask reads them as <mask>.")
+    ] = "error",
+    on_duplicate: Annotated[
+        Literal["error", "first", "suffix"], Option(help="A repeated id; equal records are never an error.")
+    ] = "error",
+    on_nucleotides: Annotated[
+        Literal["error", "keep"], Option(help="Records that look like DNA or RNA; keep them if they are proteins.")
+    ] = "error",
+    max_length: Annotated[
+        int | None, Option(min=8, max=1_000_000, help="Most residues of a record; see --long.")
+    ] = None,
+    long: Annotated[
+        Literal["full", "crop", "window", "skip", "error"] | None, Option(help="Sequences over --max-length.")
+    ] = None,
+    sequence_column: SequenceColumn = None,
+    id_column: IdColumn = None,
+    a3m: Annotated[bool, Option("--a3m", help="Remove lower-case letters, which are insertions.")] = False,
+    keep_gaps: Annotated[bool, Option("--keep-gaps", help="Keep - and . as tokens.")] = False,
+    join: Join = None,
+    workers: Annotated[int, Option(min=1, max=1_024, help="Number of processes.")] = 1,
+    verify: Annotated[Path | None, Option(metavar="STORE", help="Compare a store with its sha256 sums.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Read FASTA files into a token store."""
+    from esmshard.data.fasta.symbols import Rules
+    from esmshard.data.store import ingestion
+    from esmshard.data.store.token_store import TokenStore
+    from esmshard.data.tables import counted
+    from esmshard.joined_chains import Chains, join_option
+    from esmshard.progress import say
+
+    columns, policies = (sequence_column, id_column), {on_unknown, on_duplicate, on_nucleotides}
+    ruled = long or max_length or a3m or keep_gaps or join or any(columns) or policies != {"error"} or workers > 1
+    if verify is not None and (fasta or out or ruled or overwrite):
+        raise UsageError("--verify checks a store and makes none; pass it without other arguments")
+    if verify is not None:
+        TokenStore(verify).verify()
+        print(f"{verify}: every file is as it was written")
+        return
+    if out is None:
+        raise UsageError("-o: name the directory of the store to make")
+    if not fasta:
+        raise UsageError("there is no FASTA file; name at least one")
+    if max_length is not None and not long:
+        raise UsageError("--max-length needs --long for longer sequences; pass --long crop, window, skip or error")
+    chains = join_option(join) or Chains()
+    if chains.gap:
+        raise UsageError(f"--join {join}: a store keeps no gap; pass the gap to the command that reads the store")
+    rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides, chains.tokens, *columns)
+    store = ingestion.ingest(fasta, out, rules, on_duplicate, workers, overwrite, say)  # type: ignore[arg-type]
+    for notice in store.notices:
+        say(notice)
+    print(f"{out}: {counted(len(store), 'record')}, {counted(store.manifest['residues'], 'residue')}")
+
+
+def track(
+    name: Annotated[Literal["structure_tokens"], Argument(metavar="TRACK", help="The track: structure_tokens.")],
+    structures: Annotated[Path, Argument(help="A directory of PDB or mmCIF files, or one file.")],
+    weights: Annotated[Path, Option(help="File of the encoder's weights, as its authors published it.")],
+    out: Annotated[Path, Option("-o", "--out", help="The .npz file to write.")],
+    device: Device = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Compute a track from structures, for `--track TRACK=FILE` and `data.tracks`."""
+    from esmshard.predict.track_codes import write_codes
+
+    print(write_codes(name, structures, weights, out, device=device, overwrite=overwrite))
+
+
+def split(
+    data: Annotated[Path, Argument(help="FASTA, table, store or structures; with --wild-type, a table of variants.")],
+    out: Annotated[Path, Option("-o", "--out", help="Directory to make.")],
+    by: Annotated[
+        Literal["cluster", "ratio", "given", "position", "contiguous", "modulo", "mutations", "low-to-high"] | None,
+        Option(help="Sequences: cluster (the default), ratio, given. Variants: any other (position), ratio, given."),
+    ] = None,
+    sets: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="For --by given: a table (columns set, validation), or a FASTA of labels (SET=)."),
+    ] = None,
+    clusters: Annotated[
+        list[Path] | None,
+        Option(metavar="FILE", help="A _cluster.tsv of MMseqs2, which is run by default; may be given again."),
+    ] = None,
+    ratios: Annotated[str | None, Option(metavar="N,N,N", help="Shares of the sets; by default 0.8,0.1,0.1.")] = None,
+    folds: Annotated[int | None, Option(help="Number of folds, instead of the sets train, valid and test.")] = None,
+    seed: Annotated[int | None, Option(help="Seed of random choices; by default 0.")] = None,
+    wild_type: Annotated[Path | None, Option(metavar="FASTA", help="The protein of which DATA has variants.")] = None,
+    sequence_column: SequenceColumn = None,
+    id_column: IdColumn = None,
+    mutant: MutantColumn = None,
+    offset: Annotated[int | None, Option(help="Number that is added to the positions of the table.")] = None,
+    target: TargetColumn = None,
+    train_max: Annotated[
+        str | None,
+        Option(metavar="N", help="Most mutations in training (1); of low-to-high the highest value, or a share (50%)."),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Divide sequences or variants into training, validation and test set, and report what the sets share."""
+    from esmshard.data.fasta.symbols import Rules
+    from esmshard.data.splits.fasta_split import FastaRecords
+    from esmshard.data.splits.split_files import counts_table, divide, may_write
+    from esmshard.data.splits.split_method import OF_SEQUENCES, OF_VARIANTS, chosen, parse_ratios
+    from esmshard.data.splits.variant_split import VariantRows
+    from esmshard.progress import say
+
+    known = OF_SEQUENCES if wild_type is None else OF_VARIANTS
+    parts = None if ratios is None else parse_ratios(ratios)
+    method = chosen(
+        known, by, ratios=parts, folds=folds, seed=seed, clusters=clusters, train_max=train_max, target=target
+    )
+    if sets is not None and (method.by != "given" or wild_type is not None):
+        raise UsageError("--sets is for --by given with sequences; pass --by given, or leave --sets out")
+    if wild_type is not None and (sequence_column or id_column):
+        raise UsageError("--sequence-column and --id-column are for sequences; leave out these two or --wild-type")
+    may_write(out, overwrite)
+    if wild_type is not None:
+        targets = None if method.by != "low-to-high" else (target,) if target else ()
+        found = divide(VariantRows(data, wild_type, mutant, targets, offset or 0), method, out, overwrite, say)
+    elif mutant is not None or offset is not None:
+        raise UsageError("--mutant and --offset are for variants of one protein; pass --wild-type FILE.fasta, too")
+    else:
+        rules = Rules(sequence_column=sequence_column, id_column=id_column)
+        found = divide(FastaRecords(data, sets, rules), method, out, overwrite, say)
+    for notice in found.notices:
+        say(notice)
+    print(f"{out}\n{counts_table(found.counts, 'set' if folds is None else 'fold')}")

@@ -1,0 +1,68 @@
+"""Commands about models as files: consolidate checkpoints, and download and upload models."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Argument, Option
+
+from esmshard.cli.options import Overwrite, models
+from esmshard.errors import UsageError
+
+
+def consolidate(
+    source: Annotated[
+        str, Argument(metavar="SOURCE", help="A run, a checkpoint, or a model to convert.", autocompletion=models)
+    ],
+    out: Annotated[Path, Option("-o", "--out", help="Directory to make.")],
+    to: Annotated[
+        Literal["hf", "fair-esm", "esm3-pth"] | None,
+        Option(help="For transformers, or the authors' file of ESM-2 or ESM3; by default for all commands here."),
+    ] = None,
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], Option(help="Numbers in the file.")] = "fp32",
+    best: Annotated[bool, Option("--best", help="Use the checkpoint of the best validation, if it was kept.")] = False,
+    adapter: Annotated[
+        bool, Option("--adapter", help="For a LoRA run: write the adapter for PEFT and the head, not the base model.")
+    ] = False,
+    base: Annotated[str | None, Option(metavar="MODEL", help="The base model of a LoRA run, if it was moved.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make one model from a sharded checkpoint, or from a model in another layout."""
+    from esmshard.checkpoint import consolidate as consolidation
+    from esmshard.progress import say
+
+    how: dict[str, Any] = {"overwrite": overwrite, "best": best, "base": base, "warn": say}
+    if adapter and (to not in (None, "hf") or dtype != "fp32"):
+        raise UsageError("--adapter: an adapter is always written in fp32 for PEFT; leave --to and --dtype out")
+    if adapter:
+        print(consolidation.consolidate_adapter(Path(source), out, **how))
+    else:
+        print(consolidation.consolidate(source, out, to=to, dtype=dtype, **how))
+
+
+def download(
+    names: Annotated[
+        list[str], Argument(metavar="NAME", help="Released models, or OWNER/NAME on the hub.", autocompletion=models)
+    ],
+    to: Annotated[Path | None, Option(help="Directory for NAME/; by default the Hugging Face cache.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Download released models, or repositories of the Hugging Face hub, for use by name or, with --to, by path on
+    machines without network.
+    """
+    from esmshard.model import hub
+
+    hub.check(names, to, overwrite)
+    for name in names:
+        print(hub.fetch(name, to, overwrite))
+
+
+def push(
+    model: Annotated[str, Argument(metavar="MODEL", help="A run that has a model, or a model directory.")],
+    name: Annotated[str, Argument(metavar="OWNER/NAME", help="The repository to make on the hub.")],
+    private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Add a commit to a repository that exists already.")] = False,
+) -> None:
+    """Upload a model with its card to the Hugging Face hub. Needs a token (HF_TOKEN, or `hf auth login`)."""
+    from esmshard.model.export import push as upload
+
+    print(upload(model, name, private=private, overwrite=overwrite))

@@ -1,0 +1,108 @@
+"""The options that several commands share, and the words that the shell completes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Context, Option
+
+from esmshard.shipped import shipped
+
+RELEASED = """esm2_t6_8M_UR50D esm2_t12_35M_UR50D esm2_t30_150M_UR50D esm2_t33_650M_UR50D esm2_t36_3B_UR50D
+    esm2_t48_15B_UR50D esm1b_t33_650M_UR50S esm1v_t33_650M_UR90S_1 esm1v_t33_650M_UR90S_2 esm1v_t33_650M_UR90S_3
+    esm1v_t33_650M_UR90S_4 esm1v_t33_650M_UR90S_5 esmc_300m esmc_600m esmc_6b esm3_sm_open_v1 amplify_120m amplify_350m
+    amplify_120m_base amplify_350m_base saprot_35m_af2 saprot_650m_af2 saprot_650m_pdb"""
+"""The names of released models, as in the registry of families. That imports torch, for which nobody waits at a Tab."""
+
+
+def recipes(ctx: Context, incomplete: str) -> list[str]:
+    """Return the names of shipped recipes, YAML files where a command takes them, and commands for `launch`."""
+    from esmshard.recipe import recipe_file
+
+    files = [] if ctx.info_name == "cp" else sorted(map(str, Path(f"{incomplete}*").parent.glob("*.yaml")))
+    return [*recipe_file.names(), *files, *(["embed", "doctor"] if ctx.info_name == "launch" else [])]
+
+
+def models(ctx: Context) -> list[str]:
+    """Return the names of models: the released ones, and, where nothing is downloaded, the shipped ones."""
+    return [*([] if ctx.info_name == "download" else ["starter", "demo"]), *RELEASED.split()]
+
+
+def recipe_keys(ctx: Context) -> list[str]:
+    """Return the keys of a recipe, such as `optim.lr=`, from its schema."""
+    schema = json.loads((shipped("recipes") / "schema.json").read_text(encoding="utf-8"))
+
+    def below(section: dict[str, Any], prefix: str) -> Iterator[str]:
+        for name, key in section["properties"].items():
+            parts = [part["$ref"] for part in (key, *key.get("anyOf", ()), *key.get("oneOf", ())) if "$ref" in part]
+            for part in parts:
+                yield from below(schema["$defs"][part.rpartition("/")[2]], f"{prefix}{name}.")
+            if not parts:
+                yield f"{prefix}{name}="
+
+    keys = list(dict.fromkeys(below(schema, "")))
+    typed: list[str] = ctx.params.get("overrides") or ctx.params.get("arguments") or [""]
+    return [] if typed[-1] == "=" or f"{typed[-1]}=" in keys else keys  # bash divides words at =, before a value
+
+
+AsJson = Annotated[bool, Option("--json", help="Print everything as JSON.")]
+Complexes = Annotated[
+    str | None,
+    Option(
+        metavar="all|FILE",
+        help="For structures: make one record of all chains of a file, or records of a list with lines as 1abc_A:B.",
+    ),
+]
+Device = Annotated[
+    str | None,
+    Option(metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:N or mps; by default the GPU, if there is one."),
+]
+IdColumn = Annotated[
+    str | None, Option(metavar="COLUMN", help="Column of ids in a table; by default found by its name.")
+]
+Join = Annotated[
+    str | None,
+    Option(
+        metavar="linker:N,gap:N",
+        help="How the chains of a record A:B become one sequence: by a linker of N glycines (25), or linker:break; and "
+        "a gap in positions (0).",
+    ),
+]
+LocalProcesses = Annotated[
+    int | None, Option(min=1, max=1_024, help="Local processes; by default one for each GPU, or one.")
+]
+MutantColumn = Annotated[
+    str | None, Option(metavar="COLUMN", help="Column of mutations in a table; by default found by its name.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    Argument(metavar="[KEY=VALUE]...", help="Overrides such as optim.lr=1e-4.", autocompletion=recipe_keys),
+]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace an earlier result.")]
+Recipe = Annotated[
+    str,
+    Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).", autocompletion=recipes),
+]
+SequenceColumn = Annotated[
+    str | None, Option(metavar="COLUMN", help="Column of sequences in a table; by default found by its name.")
+]
+SweepFile = Annotated[
+    Path | None,
+    Option("--sweep", metavar="FILE", help="Search the settings that this file names, by the validation set."),
+]
+SweepTrials = Annotated[
+    int | None,
+    Option("--trials", min=1, max=100_000, metavar="N", help="Trials of --sweep; by default 20, or the whole grid."),
+]
+TargetColumn = Annotated[
+    str | None, Option("--target", metavar="COLUMN", help="Column of measured values; by default found by its name.")
+]
+TrackPaths = Annotated[
+    list[str] | None,
+    Option(
+        "--track",
+        metavar="NAME=PATH",
+        help="What the model reads besides amino acids, such as 3di=letters.fasta; may be given again.",
+    ),
+]

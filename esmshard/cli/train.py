@@ -1,0 +1,173 @@
+"""Commands about a run and its recipe: fine-tune, estimate memory and time, report; shipped recipes."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from esmshard.cli.options import (
+    AsJson,
+    Device,
+    LocalProcesses,
+    Overrides,
+    Overwrite,
+    Recipe,
+    SweepFile,
+    SweepTrials,
+    recipes,
+)
+from esmshard.errors import ExitCode, RunFailed, UsageError
+
+_STARTED = time.time()
+"""The start of this process, in seconds since 1970. Goodput counts from this time."""
+
+
+def finetune(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    nproc: LocalProcesses = None,
+    device: Device = None,
+    resume: Annotated[
+        str | None, Option(metavar="auto|never|PATH", help="Continue a run; PATH is one of a run or a checkpoint.")
+    ] = None,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the planned run, and stop.")] = False,
+    profile: Annotated[int, Option(min=0, max=1_000_000, metavar="N", help="Profile N steps with torch.")] = 0,
+    stop_after: Annotated[
+        str | None, Option(metavar="TIME", help="Save and leave with exit code 75 after this time, such as 3h50m.")
+    ] = None,
+    max_restarts: Annotated[
+        int, Option(min=0, max=1_000_000, metavar="N", help="After a lost process, start all again, up to N times.")
+    ] = 0,
+    seeds: Annotated[
+        int | None,
+        Option(min=1, max=1_000, metavar="N", help="Train N times, each with another seed; after --sweep, 3 times."),
+    ] = None,
+    folds: Annotated[
+        int | None,
+        Option(min=3, max=10_000, metavar="K", help="Cross-validate: K runs, tested on other parts; for variants, 5."),
+    ] = None,
+    sweep: SweepFile = None,
+    trials: SweepTrials = None,
+    page: Annotated[bool, Option("--report/--no-report", help="Write report.html at the end.")] = True,
+    take_over: Annotated[
+        bool, Option("--take-over", help="Take the directory of a run of another machine, which has ended.")
+    ] = False,
+) -> None:
+    """Fine-tune a model by a recipe: train, consolidate, evaluate."""
+    from esmshard.api import start_run
+    from esmshard.parallel import launch
+
+    launch.join()
+    try:
+        options = start_run.RunOptions(
+            nproc=nproc,
+            device=device,
+            resume=resume,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            profile=profile,
+            stop_after=stop_after,
+            max_restarts=max_restarts,
+            seeds=seeds,
+            folds=folds,
+            sweep=None if sweep is None else str(sweep),
+            trials=trials,
+            report=page,
+            take_over=take_over,
+            started=_STARTED,
+        )
+        start_run.finetune(recipe, overrides or [], options)
+    except RunFailed as failed:  # the processes have printed the reason
+        if failed.exit_code == ExitCode.INTERRUPTED:
+            raise KeyboardInterrupt from None
+        raise SystemExit(failed.exit_code) from None
+
+
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpus: Annotated[str, Option(metavar="NxGPU", help="GPUs of one machine, such as 8xA100-40GB.")] = "",
+    nodes: Annotated[int, Option(help="Number of machines.")] = 1,
+    network: Annotated[float, Option(metavar="GBIT", help="Gbit/s of each GPU between machines.")] = 200,
+    memory: Annotated[float | None, Option(metavar="GB", help="Memory of a GPU, for a card that is not known.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate memory and time of a recipe on given GPUs, and recommend a strategy. Needs no GPU, reads no weights."""
+    from esmshard.planner.cost import GPUS, parse
+    from esmshard.recipe import recipe_file
+
+    if not gpus:
+        raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known are {', '.join(GPUS)}")
+    cluster = parse(gpus, nodes, network, memory)
+    resolved = recipe_file.load(recipe_file.resolve(recipe), overrides or [])
+
+    from esmshard.planner.plan import plan as made
+
+    found = made(resolved, cluster)
+    print(json.dumps(found.as_json(), indent=1) if as_json else found.as_text())
+
+
+def status(
+    run: Annotated[Path, Argument(metavar="RUN", help="Directory of a run, or of the runs of several folds or seeds.")],
+    as_json: AsJson = False,
+) -> None:
+    """Print the state of a run, and whether it is alive. Exit code: 0 done, 3 running, 75 preempted, 1 failed, 2 no
+    run.
+    """
+    from esmshard.train import run_dir
+
+    found = run_dir.standings(run)
+    print(run_dir.status_json(found) if as_json else run_dir.status_text(found))
+    if code := run_dir.EXIT_CODES[run_dir.joint_state(found)]:
+        raise SystemExit(code)
+
+
+def report(
+    run: Annotated[Path, Argument(metavar="RUN", help="Directory of a run, done or not, or of runs of variants.")],
+    out: Annotated[Path | None, Option("-o", "--out", help="File to write; by default RUN/report.html.")] = None,
+) -> None:
+    """Write one HTML page about a run: curves, metrics beside baselines, predictions, speed, memory, time."""
+    from esmshard.report import page
+
+    print(page.report(run, out))
+
+
+def recipes_ls() -> None:
+    """List the shipped recipes."""
+    from esmshard.recipe import recipe_file
+
+    for name in recipe_file.names():
+        print(f"{name:14} {recipe_file.description(name)}")
+
+
+def recipes_cp(
+    name: Annotated[str, Argument(metavar="NAME", help="A shipped recipe.", autocompletion=recipes)],
+    to: Annotated[Path, Argument(help="File to write.")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Copy a shipped recipe to a file of your own."""
+    from esmshard.recipe import recipe_file
+
+    source = recipe_file.resolve(name)
+    target = to / source.name if to.is_dir() else to
+    if target.exists() and not overwrite:
+        raise UsageError(f"{target}: exists already; choose another name or pass --overwrite")
+    target.write_text(recipe_file.copy_of(source), encoding="utf-8")
+    print(target)
+
+
+def recipes_validate(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Check a recipe, and print it with the values of all keys."""
+    from esmshard.recipe import recipe_file
+
+    print(recipe_file.dump(recipe_file.load(recipe_file.resolve(recipe), overrides or [])), end="")
+
+
+def recipes_schema() -> None:
+    """Print the JSON schema of a recipe, for editors."""
+    from esmshard.recipe import recipe_file
+
+    print(recipe_file.schema_text(), end="")
