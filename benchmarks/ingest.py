@@ -16,6 +16,7 @@ from typing import Any
 import measure
 import numpy as np
 import torch
+from xopen import xopen
 
 from esmshard.data.batching.packing import StepPlan
 from esmshard.data.fasta.symbols import Edits
@@ -112,6 +113,78 @@ def peer(script: str, *arguments: Path) -> float:
         [sys.executable, "-c", script, *map(str, arguments)], check=True, capture_output=True, text=True
     )
     return float(done.stdout.split()[-1])
+
+
+# Each reader parses the file, keeps the ids, refuses symbols that are no residues, translates every sequence to uint8
+# tokens, and counts them: what ingestion needs at the least. Imports are not timed.
+READERS = {
+    "esmshard, read_blocks": """
+from esmshard.data.fasta.fasta_blocks import read_blocks
+from esmshard.data.fasta.symbols import Edits
+def tokens(path):
+    return sum(int(block.lengths.sum()) for block in read_blocks(path, Edits()))
+""",
+    "dnaio and bytes.translate": """
+import dnaio
+def tokens(path):
+    with dnaio.open(path) as records:
+        return sum(checked(record.name, record.sequence.encode()) for record in records)
+""",
+    "needletail and bytes.translate": """
+from needletail import parse_fastx_file
+def tokens(path):
+    return sum(checked(record.id, record.seq.encode()) for record in parse_fastx_file(str(path)))
+""",
+}
+READER = """
+import sys, time, pathlib
+from esmshard.vocab import RESIDUES, encode
+TABLE = bytearray(256)
+for letter in RESIDUES:
+    TABLE[ord(letter)] = encode(letter)[1]
+TABLE, LETTERS, ids = bytes(TABLE), "".join(RESIDUES).encode(), []
+def checked(header, sequence):
+    ids.append(header.split(None, 1)[0])
+    if sequence.translate(None, LETTERS):
+        raise ValueError(header)
+    return len(sequence.translate(TABLE))
+{reader}
+path = pathlib.Path(sys.argv[1])
+began = time.perf_counter()
+count = tokens(path)
+print(count, time.perf_counter() - began)
+"""
+
+
+def readers(directory: Path, count: int, rounds: int) -> tuple[list[str], dict[str, list[float]]]:
+    """Return a table of readers: the seconds for reading and translating a file, and their ratio to our reader's."""
+    fasta = directory / f"{count}.fasta"
+    residues = write_fasta(fasta, count)
+    files = {"plain": fasta, "gz": fasta.with_suffix(".fasta.gz"), "zst": fasta.with_suffix(".fasta.zst")}
+    for kind in ("gz", "zst"):
+        with open(fasta, "rb") as source, xopen(files[kind], "wb", threads=0) as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+    lines = [f"### Readers, {count:,} sequences", "", "| | file | seconds | time / ours |", "|---|---|---|---|"]
+    raw: dict[str, list[float]] = {}
+    for kind, path in files.items():
+        for _ in range(rounds):
+            for name, reader in READERS.items():
+                if kind == "zst" and name.startswith("needletail"):
+                    continue  # it cannot read this
+                script = READER.format(reader=reader)
+                command = [sys.executable, "-c", script, str(path)]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                found, seconds = done.stdout.split()
+                assert int(found) == residues, f"{name} read {found} residues of {residues}"
+                raw.setdefault(f"{name}, {kind}", []).append(float(seconds))
+        ours = raw[f"{next(iter(READERS))}, {kind}"]
+        for name in READERS:
+            if times := raw.get(f"{name}, {kind}"):
+                ratios = [theirs / own for theirs, own in zip(times, ours, strict=True)]
+                lines.append(f"| {name} | {kind} | {statistics.median(times):.2f} | {statistics.median(ratios):.2f} |")
+    for path in files.values():
+        path.unlink()
+    return [*lines, ""], raw
 
 
 def ingestion(directory: Path, count: int, rounds: int, peers: bool) -> tuple[list[str], dict[str, list[float]]]:
@@ -270,6 +343,7 @@ def main() -> None:
     )
     parser.add_argument("--global-tokens", type=int, default=1 << 20, help="ranks of the epoch plan")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only-readers", action="store_true", help="measure the readers of FASTA files alone")
     parser.add_argument("--out", type=Path, default=measure.RESULTS)
     parser.add_argument("--only-plan", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -286,11 +360,14 @@ def main() -> None:
     raw: dict[str, Any] = {"command": command, "about": about}
     with tempfile.TemporaryDirectory(prefix="esmshard-bench-") as name:
         directory = Path(name)
-        for place, count in enumerate(args.counts):
+        for count in args.counts:
+            table, raw[f"readers, {count} sequences"] = readers(directory, count, args.rounds)
+            lines += table
+        for place, count in enumerate([] if args.only_readers else args.counts):
             table, raw[f"seconds, {count} sequences"] = ingestion(directory, count, args.rounds, peers=place == 0)
             lines += table
             print("\n".join(lines[-12:]), file=sys.stderr)
-        if args.records:
+        if args.records and not args.only_readers:
             own = [sys.executable, __file__, "--only-plan", "--records", str(args.records)]
             done = subprocess.run(
                 [*own, "--global-tokens", str(args.global_tokens)], check=True, capture_output=True, text=True
@@ -301,7 +378,7 @@ def main() -> None:
     text = "\n".join(lines)
     print(text)
     args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"{about['date']}-ingest"
+    stem = args.out / f"{about['date']}-{'readers' if args.only_readers else 'ingest'}"
     stem.with_suffix(".md").write_text(f"# ingest, {about['date']}\n\n{text}\n", encoding="utf-8")
     stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
 
