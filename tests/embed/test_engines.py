@@ -149,7 +149,7 @@ def test_fifty_kills(given: Given, tmp_path: Path, engine: str) -> None:
         out.parent.mkdir()
         runs = [given.run(out, *options) for options in workers]
         for attempt in range(4):
-            time.sleep(rng.uniform(0, 3))
+            time.sleep(rng.uniform(0, 4 if engine == "local" else 0.9))
             k = int(rng.integers(len(runs)))
             whom = "worker" if engine == "local" and rng.random() < 0.5 else "group"
             if runs[k].kill(whom, attempt):
