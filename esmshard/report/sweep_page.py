@@ -1,4 +1,4 @@
-"""The page about a sweep: its trials, what each setting matters, and the test of the best settings."""
+"""The page about a sweep: its trials, and the test of the best settings. Optuna's dashboard shows the rest."""
 
 import json
 import math
@@ -71,66 +71,7 @@ def history(found: SweepFiles) -> Section:
         charts.name_axes(axes, "trial", f"valid {found.raw['metric']}")
 
     caption = f"{counted(len(x_N), 'trial')} trained to the end, and the best so far (orange)."
-    figures = [Figure(caption, charts.chart("history", draw))]
-    if any(len(one["validations"]) > 1 for one in found.trials):
-        figures.append(
-            Figure("The validations of each trial; orange: pruned.", charts.chart("courses", _courses(found)))
-        )
-    return Section(*section, figures=figures)
-
-
-def _courses(found: SweepFiles) -> Callable[[Any], None]:
-    def draw(axes: Any) -> None:
-        for one in found.trials:
-            steps = np.array([float(step) for step in one["validations"]])
-            values = np.array([number(value) for value in one["validations"].values()])
-            charts.curve(axes, steps, values, charts.ORANGE if one["state"] == "pruned" else charts.BLUE)
-        charts.name_axes(axes, "optimizer step", f"valid {found.raw['metric']}")
-
-    return draw
-
-
-def importance(found: SweepFiles) -> Section:
-    """Draw the share of the variance that each setting explains."""
-    section, rows = ("importance", "Importance of the settings"), found.raw["importance"]
-    if not rows:
-        why = "It takes four trials that were trained to their end with different values, and the end of the sweep."
-        return Section(*section, missing=why)
-    text = (
-        "The share of the variance of the validation value over the searched space that a setting explains, by a "
-        "random forest of the trials (functional ANOVA, Hutter et al. 2014). With few trials it is rough."
-    )
-    figure = Figure("Importance.", charts.chart("importance", lambda axes: charts.bars(axes, rows)))
-    return Section(*section, [text], [figure])
-
-
-def slices(found: SweepFiles) -> Section:
-    """Draw the value of each trial against each setting."""
-    section = ("slices", "Each setting alone")
-    if not found.complete:
-        return Section(*section, missing="No trial was trained to its end.")
-    figures = [Figure(key, charts.chart(f"slice{n}", _slice(found, key))) for n, key in enumerate(found.keys)]
-    text = "One dot for each trial that was trained to its end. The other settings differ between the dots."
-    return Section(*section, [text], figures)
-
-
-def _slice(found: SweepFiles, key: str) -> Callable[[Any], None]:
-    space = found.raw["sweep"]["space"][key]
-    choices = space["choices"]
-    values = [one["values"][key] for one in found.complete]
-    x_N = np.array([float(choices.index(value)) if choices else float(value) for value in values])
-    y_N = np.array([float(one["value"]) for one in found.complete])
-
-    def draw(axes: Any) -> None:
-        charts.cloud(axes, x_N, y_N)
-        if choices:
-            axes.set_xticks(range(len(choices)), [value_text(choice) for choice in choices])
-            axes.set_xlim(-0.5, len(choices) - 0.5)
-        elif space["log"]:
-            axes.set_xscale("log")
-        charts.name_axes(axes, key, f"valid {found.raw['metric']}")
-
-    return draw
+    return Section(*section, figures=[Figure(caption, charts.chart("history", draw))])
 
 
 def _points(found: SweepFiles, key: str) -> tuple[Any, Any]:
@@ -187,5 +128,5 @@ def recipe(found: SweepFiles) -> Section:
     return Section("recipe", "Search", texts, code=json.dumps(found.raw["sweep"], indent=1))
 
 
-SECTIONS: Sequence[Callable[[SweepFiles], Section]] = (tested, history, importance, slices, table, recipe)
+SECTIONS: Sequence[Callable[[SweepFiles], Section]] = (tested, history, table, recipe)
 """The sections of the page from top to bottom."""

@@ -264,21 +264,9 @@ class Search:
             "No trial has seen the test set; the test values of these runs are the result."
         )
         summary = summarise(self.out, runs, None)
-        more = {"importance": self._importance(study), "runs": [run.name for run in runs], "honest": honest}
-        sweep = self.write(study, state="done", **more)
+        sweep = self.write(study, state="done", runs=[run.name for run in runs], honest=honest)
         print("\n".join([sweep["selected"], honest, summary]))
         return True
-
-    def _importance(self, study: "Study") -> dict[str, float]:
-        """Return the share of the variance of the validation value that each key explains, by functional ANOVA (Hutter
-        et al. 2014); empty if fewer than four trials were trained to their end, or if all have the same value.
-        """
-        from optuna.importance import FanovaImportanceEvaluator, get_param_importances
-
-        values = [trial.value for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
-        if len(values) < 4 or len(set(values)) == 1:
-            return {}
-        return dict(get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=self.settings.seed)))
 
     def write(self, study: "Study", **more: Any) -> dict[str, Any]:
         """Write `sweep.json`, `sweep.csv` and `best.yaml`, and return the content of the first. `more` are further
@@ -304,7 +292,6 @@ class Search:
             "state": "searching",
             "best": best and best["number"],
             "trials": trials,
-            "importance": {},
             "selected": best
             and f"Trial {best['number']} is the best of {len(complete)} that were trained to their end: valid "
             f"{self.metric} {best['value']:.4g} with {shown(best['values'])}. This value is optimistic: the trial was "

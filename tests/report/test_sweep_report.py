@@ -40,7 +40,6 @@ def out(tmp_path: Path) -> Path:
         "state": "done",
         "best": 3,
         "trials": trials,
-        "importance": {"optim.lr": 0.8, "adapt.method": 0.2},
         "selected": "Trial 3 is the best of 3.",
         "honest": "The same settings with 2 new seeds: 0.5.",
         "runs": ["best-003-seed-1", "best-003-seed-2"],
@@ -65,7 +64,7 @@ def test_the_page_shows_trials_settings_and_the_test(out: Path) -> None:
         assert text in page
     assert "0.487" in page, "the mean test value"
     assert "loss or gradient was not finite &lt;5 times&gt;" in page
-    assert page.count("<svg") == 5, "history, courses, importance, and a slice for each setting"
+    assert page.count("<svg") == 1, "the trials in their order"
     rows = [line for line in page.splitlines() if "complete</td>" in line]
     assert [row.split("</th>")[0][-1] for row in rows] == ["3", "4", "2"], "the best first"
 
@@ -73,7 +72,7 @@ def test_the_page_shows_trials_settings_and_the_test(out: Path) -> None:
 def test_a_sweep_that_has_begun_has_a_page(out: Path) -> None:
     (out / "summary.json").unlink()
     raw = json.loads((out / "sweep.json").read_text())
-    raw |= {"state": "searching", "best": None, "selected": None, "importance": {}}
+    raw |= {"state": "searching", "best": None, "selected": None}
     raw["trials"] = [trial(0, "running", None, 1e-4)]
     (out / "sweep.json").write_text(json.dumps(raw))
     page = report(out).read_text()
