@@ -54,6 +54,8 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._has_bar:
+            # A part of the work stays to be read if it failed, and vanishes if no more was to be counted.
+            self._bar.update(self._task.id, visible=self._task.finished or kind is not None)
             self._bar.stop()
 
     def update(self, done: int, text: str) -> None:

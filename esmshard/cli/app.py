@@ -70,7 +70,7 @@ def with_addresses(command: Command, values: dict[str, Any]) -> None:
             values[key] = copies if isinstance(value, list) else type(value)(copies[0])
         else:
             raise UsageError(
-                f"{remote.address(each[0])}: `esmshard {name}` takes no address in a bucket for "
+                f"{remote.address(each[0])}: `esmshard {name.replace('_', ' ')}` takes no address in a bucket for "
                 f"{key.replace('_', ' ')}; name a path on a disk, and copy it with `aws s3 sync` or `gcloud storage "
                 "rsync`"
             )

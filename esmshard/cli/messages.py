@@ -79,7 +79,24 @@ def after_interrupt(command: str, values: Mapping[str, Any], words: Sequence[str
             at = words.index("--resume")
             words[at : at + 2] = []
         words += ["--resume", "auto"]
-    return f"{KEPT[command]}; to go on: esmshard {shlex.join(words)}"
+    kept = _checkpoint(values) if command == "finetune" else KEPT[command]
+    return f"{kept}; to go on: esmshard {shlex.join(words)}"
+
+
+def _checkpoint(values: Mapping[str, Any]) -> str:
+    from esmshard.recipe import recipe_file
+    from esmshard.tasks.registry import registered
+
+    if not registered.cache_info().currsize:  # imports were interrupted, before the recipe was read
+        return "nothing was begun"
+    out = Path(recipe_file.load(recipe_file.resolve(values["recipe"]), values["overrides"] or []).out)
+    if found := sorted(out.glob("checkpoints/step_*")):
+        return f"the checkpoint of step {int(found[-1].name.removeprefix('step_'))} is kept in {_near(out)}"
+    return KEPT["finetune"] if any(out.glob("*/checkpoints/step_*")) else "no checkpoint was written yet"
+
+
+def _near(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _finetune(values: Mapping[str, Any]) -> str:
@@ -90,7 +107,7 @@ def _finetune(values: Mapping[str, Any]) -> str:
         return "the same command without --dry-run"
     recipe = recipe_file.load(recipe_file.resolve(values["recipe"]), values["overrides"] or [])
     out = Path(recipe.out)
-    near = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
+    near = _near(out)
     if values["sweep"] is not None:
         return f"open {near}/report.html; {near}/best.yaml is the recipe of the best trial"
     if recipe.task.reads_table:

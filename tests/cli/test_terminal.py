@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
@@ -63,21 +64,24 @@ def test_ctrl_c_says_what_to_type_and_that_goes_on(
 ) -> None:
     fasta, out, table = (tmp_path / name for name in ("x.fasta", "x.npy", "x.csv"))
     fasta.write_text(">a\nMKTAYIAK\n")
-    for words, place, name, interrupt, result in (
-        (("embed", "demo", fasta, "-o", out, "--overwrite"), Embedder, "compute", _interrupted, out),
-        (("score", "demo", fasta, "-o", table), sequence_scores, "_columns", _interrupted, table),
+    embed, score = ("embed", "demo", fasta, "-o", out, "--overwrite"), ("score", "demo", fasta, "-o", table)
+    for words, place, name, interrupt, result, kept in (
+        (embed, Embedder, "compute", _interrupted, out, "the parts that were finished are kept"),
+        (score, sequence_scores, "_columns", _interrupted, table, "no result was written"),
         (
             ("finetune", tiny_recipe, "--no-report", "--resume", "never"),
             loop.Training,
             "validate_and_save",
             _interrupted_at_step_5,
             tmp_path / "run/model",
+            f"the checkpoint of step 4 is kept in {tmp_path / 'run'}",
         ),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, interrupt)
             code, _, stderr = command(*words)
         assert code == 130
+        assert f"interrupted: {kept}; to " in stderr
         assert not result.exists()
         code, _, stderr = command(*to_type(stderr))
         assert code == 0, stderr
@@ -93,17 +97,17 @@ def test_the_warm_up_is_left_out_of_the_remaining_time(
         monkeypatch.setenv(name, value)
     seconds = 0.0
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: seconds))
-    with progress.Progress("step", 10) as shown:
+    with suppress(KeyboardInterrupt), progress.Progress("step", 10) as shown:
         for seconds, done in ((100.0, 1), (110.0, 2)):  # noqa: B007  # `monotonic` returns it
             shown.update(done, "loss [0.1]")
         sys.stdout.write("a result\n")
+        raise KeyboardInterrupt
     out, err = capsys.readouterr()
     assert out == "a result\n"
-    lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", err).split("\n")
     if on_terminal:
-        assert re.search(r"20%  2/10 0:01:50 0:01:20 left loss \[0.1\]", lines[0].split("\r")[-1])
+        assert "20%  2/10 0:01:50 0:01:20 left loss [0.1]" in re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", err)
     else:
-        assert lines == ["step 1/10  loss [0.1]", "step 2/10  loss [0.1]  1m20s left", ""]
+        assert err == "step 1/10  loss [0.1]\nstep 2/10  loss [0.1]  1m20s left\n"
 
 
 TYPED = {
