@@ -1,7 +1,7 @@
 """Commands that use a model: embeddings, predictions, zero-shot scores, and metrics on labelled data."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -21,60 +21,54 @@ from esmshard.errors import UsageError
 
 
 def embed(
-    model: Annotated[str, typer.Argument(help="A model.")],
+    model: Annotated[str, Argument(help="A model.", autocompletion=models)],
     fasta: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             help="FASTA file or table, plain or compressed, - for the standard input, a token store, or structures "
             "(PDB, mmCIF); or an address in a bucket."
         ),
     ],
     out: Annotated[
-        Optional[Path],
-        typer.Option(
+        Path | None,
+        Option(
             "-o",
             "--out",
             help="File to write. A name without an ending is a directory of parts. Both may lie in a bucket (s3://, gs://).",
         ),
     ] = None,
     fmt: Annotated[
-        Optional[
-            Literal["h5", "npy", "npz", "csv", "parquet", "zarr", "h5ad", "safetensors", "biotrainer-h5", "parts"]
-        ],
-        typer.Option("--format", help="By default from the ending of OUT."),
+        Literal["h5", "npy", "npz", "csv", "parquet", "zarr", "h5ad", "safetensors", "biotrainer-h5", "parts"] | None,
+        Option("--format", help="By default from the ending of OUT."),
     ] = None,
     pool: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="POOL,...",
             help="mean, max, cls, residue, logits, contacts, attentions; by default mean for npy, csv, parquet, "
             "zarr, h5ad and parts, else residue.",
         ),
     ] = "",
     layers: Annotated[
-        str, typer.Option(metavar="N,...", help="Layers: 0 for the embedding, -1 for the last layer (the default).")
+        str, Option(metavar="N,...", help="Layers: 0 for the embedding, -1 for the last layer (the default).")
     ] = "",
-    heads: Annotated[
-        str, typer.Option(metavar="N,...", help="Heads of --pool attentions, from 0; by default all.")
-    ] = "",
-    dtype: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Numbers in the file.")] = "fp32",
+    heads: Annotated[str, Option(metavar="N,...", help="Heads of --pool attentions, from 0; by default all.")] = "",
+    dtype: Annotated[Literal["fp32", "fp16", "bf16"], Option(help="Numbers in the file.")] = "fp32",
     precision: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"], typer.Option(help="Arithmetic; auto is the fastest on the device.")
+        Literal["auto", "fp32", "bf16", "fp16"], Option(help="Arithmetic; auto is the fastest on the device.")
     ] = "auto",
     long: Annotated[
         Literal["full", "window", "truncate"],
-        typer.Option(help="Proteins over --window residues; windows overlap and are blended."),
+        Option(help="Proteins over --window residues; windows overlap and are blended."),
     ] = "full",
     window: Annotated[
-        Optional[int],
-        typer.Option(
-            min=2, help="Residues of a window, or residues that truncate keeps; by default as many as in training."
-        ),
+        int | None,
+        Option(min=2, help="Residues of a window, or residues that truncate keeps; by default as many as in training."),
     ] = None,
-    overlap: Annotated[int, typer.Option(help="Residues that neighbouring windows share.")] = 256,
+    overlap: Annotated[int, Option(help="Residues that neighbouring windows share.")] = 256,
     tokens: Annotated[
-        Optional[int],
-        typer.Option(
+        int | None,
+        Option(
             min=1, max=1_000_000_000, help="Tokens computed at once; by default 2,048 on a CPU and 16,384 on a GPU."
         ),
     ] = None,
@@ -83,33 +77,29 @@ def embed(
     nproc: LocalProcesses = None,
     device: Device = None,
     reuse: Annotated[
-        Optional[Path], typer.Option(metavar="DIR", help="Copy equal sequences from an earlier directory of parts.")
+        Path | None, Option(metavar="DIR", help="Copy equal sequences from an earlier directory of parts.")
     ] = None,
     engine: Annotated[
         Literal["local", "array", "ray"],
-        typer.Option(
+        Option(
             help="What computes: processes of this machine, the workers of a job array (each runs this command), or a "
             "Ray cluster."
         ),
     ] = "local",
     worker: Annotated[
-        Optional[str],
-        typer.Option(
+        str | None,
+        Option(
             metavar="I/N", help="For --engine array: this is worker I of N, from 0; by default the scheduler's numbers."
         ),
     ] = None,
-    ray_address: Annotated[
-        str, typer.Option(metavar="auto|local|ADDRESS", help="For --engine ray: the cluster.")
-    ] = "auto",
+    ray_address: Annotated[str, Option(metavar="auto|local|ADDRESS", help="For --engine ray: the cluster.")] = "auto",
     offload: Annotated[
         bool,
-        typer.Option(
-            "--offload", help="Spread a model that is larger than a GPU over all GPUs, the memory and the disk."
-        ),
+        Option("--offload", help="Spread a model that is larger than a GPU over all GPUs, the memory and the disk."),
     ] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 if a record failed.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit code 1 if a record failed.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Estimate the time and the size of the output, and stop.")
+        bool, Option("--dry-run", help="Estimate the time and the size of the output, and stop.")
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -169,7 +159,7 @@ embeddings = typer.Typer(help="Look at outputs of embed, and convert them.", no_
 
 
 @embeddings.command("status")
-def embeddings_status(out: Annotated[Path, typer.Argument(help="An output of embed, finished or not.")]) -> None:
+def embeddings_status(out: Annotated[Path, Argument(help="An output of embed, finished or not.")]) -> None:
     """Print how far an output is, and what it holds."""
     from esmshard.embed import job
 
@@ -178,11 +168,11 @@ def embeddings_status(out: Annotated[Path, typer.Argument(help="An output of emb
 
 @embeddings.command("merge")
 def embeddings_merge(
-    directory: Annotated[Path, typer.Argument(help="A finished directory of parts.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="File to write; may lie in a bucket (s3://, gs://).")],
+    directory: Annotated[Path, Argument(help="A finished directory of parts.")],
+    out: Annotated[Path, Option("-o", "--out", help="File to write; may lie in a bucket (s3://, gs://).")],
     fmt: Annotated[
-        Optional[Literal["h5", "npy", "npz", "csv", "parquet", "zarr", "h5ad", "safetensors"]],
-        typer.Option("--format", help="By default from the ending of OUT."),
+        Literal["h5", "npy", "npz", "csv", "parquet", "zarr", "h5ad", "safetensors"] | None,
+        Option("--format", help="By default from the ending of OUT."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -197,49 +187,47 @@ def embeddings_merge(
 
 
 def predict(
-    model: Annotated[
-        str, typer.Argument(help="A consolidated model with a fine-tuned head; for variants, also a run.")
-    ],
+    model: Annotated[str, Argument(help="A consolidated model with a fine-tuned head; for variants, also a run.")],
     data: Annotated[
-        Optional[Path],
-        typer.Argument(
+        Path | None,
+        Argument(
             help="FASTA file or table, - for the standard input, a token store, or structures (PDB, mmCIF); for "
             "variants, their table."
         ),
     ] = None,
     out: Annotated[
-        Optional[Path],
-        typer.Option(
+        Path | None,
+        Option(
             "-o",
             "--out",
             help="File to write: .npz, .h5, .zarr or .safetensors (an array for each record), .csv or .parquet.",
         ),
     ] = None,
     all_singles: Annotated[
-        bool, typer.Option("--all-singles", help="For variants: rank every single substitution, instead of a table.")
+        bool, Option("--all-singles", help="For variants: rank every single substitution, instead of a table.")
     ] = False,
     propose: Annotated[
-        Optional[int],
-        typer.Option(
+        int | None,
+        Option(
             min=1, max=1_000_000, metavar="N", help="For variants: choose N promising, different ones to measure next."
         ),
     ] = None,
     kappa: Annotated[
-        float, typer.Option(min=0, help="For --propose: standard deviations that are added to a prediction.")
+        float, Option(min=0, help="For --propose: standard deviations that are added to a prediction.")
     ] = 1.0,
     diversity: Annotated[
-        float, typer.Option(min=0, help="For --propose: cost of a position or residue that was already chosen.")
+        float, Option(min=0, help="For --propose: cost of a position or residue that was already chosen.")
     ] = 0.15,
     sites: Annotated[
-        Optional[str],
-        typer.Option(
+        str | None,
+        Option(
             metavar="39,40,41",
             help="For --propose: the positions that may change, or all; by default those varied in training.",
         ),
     ] = None,
     baseline: Annotated[
-        Optional[str],
-        typer.Option(
+        str | None,
+        Option(
             "--with",
             metavar="BASELINE",
             help="For variants: rank by a baseline (one-hot, zero-shot, augmented or embedding), not by the models.",
@@ -247,17 +235,17 @@ def predict(
     ] = None,
     mutant: MutantColumn = None,
     offset: Annotated[
-        Optional[int],
-        typer.Option(help="For a table: number added to its positions; by default the offset of the run's table."),
+        int | None,
+        Option(help="For a table: number added to its positions; by default the offset of the run's table."),
     ] = None,
     png: Annotated[
-        Optional[Path], typer.Option(metavar="DIR", help="For contacts: directory for a picture of each map.")
+        Path | None, Option(metavar="DIR", help="For contacts: directory for a picture of each map.")
     ] = None,
     track: TrackPaths = None,
     complexes: Complexes = None,
     device: Device = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="For FASTA: exit code 1 if a record failed. OUT.failed.tsv lists them.")
+        bool, Option("--strict", help="For FASTA: exit code 1 if a record failed. OUT.failed.tsv lists them.")
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
