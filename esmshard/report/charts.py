@@ -147,14 +147,6 @@ def mean_interval(values: Values) -> Interval:
     return interval([float(values.mean()), *(float(values[n].mean()) for n in draws(len(values)))])
 
 
-def histogram(axes: Any, values: Values) -> None:
-    """Draw the number of proteins by score, and the median."""
-    axes.hist(values, bins=min(30, max(5, len(values) // 4)), color=BLUE, alpha=0.75)
-    median = float(np.median(values))
-    axes.axvline(median, color=ORANGE, linewidth=1.5, label=f"median {median:.3g}")
-    axes.legend(fontsize="small")
-
-
 def against(axes: Any, target_N: Values, prediction_N: Values) -> None:
     """Draw predicted against measured values, with the line of equality."""
     cloud(axes, target_N, prediction_N)
@@ -282,15 +274,6 @@ def heat_map(
     bar.set_label(label, color=_INK)
     bar.ax.tick_params(colors=_INK, labelsize=7)
     bar.outline.set_visible(False)
-
-
-def along(axes: Any, position_P: Values, value_P: Values, colour: str = BLUE) -> None:
-    """Draw a bar from 0 for each position with a value, all in one path, because a protein may be long."""
-    first, last = int(position_P.min()), int(position_P.max())
-    every = np.full(last - first + 1, np.nan)
-    every[position_P.astype(np.int64) - first] = value_P
-    axes.stairs(every, np.arange(first, last + 2) - 0.5, fill=True, color=colour, linewidth=0)
-    axes.set_xlim(first - 0.5, last + 0.5)
 
 
 def from_zero(axes: Any) -> None:

@@ -305,10 +305,6 @@ def lengths(run: RunFiles) -> Section:
         charts.by_length(axes, length_N, score_N)
         charts.name_axes(axes, "length (residues)", name)
 
-    def spread(axes: Any) -> None:
-        charts.histogram(axes, score_N)
-        charts.name_axes(axes, name, "proteins")
-
     note = ", with 95% bootstrap intervals" if len(score_N) >= LEAST else ""
     figures = [
         Figure(
@@ -317,8 +313,6 @@ def lengths(run: RunFiles) -> Section:
             charts.chart("length", draw),
         ),
     ]
-    if len(np.unique(score_N)) > 2:
-        figures.append(Figure(f"How many proteins have which {name}.", charts.chart("spread", spread)))
     left_out = int((~known).sum())
     texts = [f"{counted(left_out, 'protein')} without {name} left out."] if left_out else []
     return Section(*section, texts, figures)
@@ -653,34 +647,17 @@ def _count(value: object) -> str:
 
 
 def _reproduce(run: RunFiles) -> Section:
-    section = ("reproduce", "Command to reproduce")
-    if run.recipe_text is None and run.evaluation is not None and run.evaluation.raw.get("model"):
-        raw = run.evaluation.raw
-        model, data, labels, complexes = (
-            Path(str(raw.get(key) or "")).name for key in ("model", "data", "labels", "complexes")
-        )
-        more = [*(["--labels", labels] if labels else []), *(["--complexes", complexes] if complexes else [])]
-        command = ["esmshard", "evaluate", model, data, *more, "-o", f"{run.path.resolve().name}-again"]
-        text = (
-            "The test of a model that is there already. Files are named without directories; evaluation.json has them."
-        )
-        return Section(*section, [text], code=shlex.join(command))
+    section, name = ("reproduce", "Command to reproduce"), run.path.resolve().name
     if run.recipe_text is None:
         return Section(*section, missing="recipe.yaml is missing, so there is none.")
-    directory = Path(run.path.resolve().name)
     processes = run.versions.get("processes", 1)
     nproc = ["--nproc", str(processes)] if isinstance(processes, int) and processes > 1 else []
-    commands = [["esmshard", "finetune", str(directory / "recipe.yaml"), *nproc, f"out={directory}-again"]]
-    if run.evaluation is not None and run.evaluation.raw.get("data"):
-        data, out = str(run.evaluation.raw["data"]), f"{directory}-test"
-        data = data if data.startswith("sample:") else Path(data).name
-        commands.append(["esmshard", "evaluate", str(directory / "model"), data, "-o", out])
     text = (
-        "Training again, and the test alone, from the directory in which that of the run lies. Files are named here "
-        "without their directories; recipe.yaml has them. The same versions, data and number of processes give the "
+        "From the directory in which that of the run lies. The same versions, data and number of processes give the "
         "same model on a CPU; on GPUs the same up to rounding."
     )
-    return Section(*section, [text], code="\n".join(map(shlex.join, commands)))
+    command = ["esmshard", "finetune", f"{name}/recipe.yaml", *nproc, f"out={name}-again"]
+    return Section(*section, [text], code=shlex.join(command))
 
 
 SECTIONS: Sequence[Callable[[RunFiles], Section]] = (

@@ -3,9 +3,7 @@
 import json
 import math
 import shlex
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,8 +35,6 @@ LETTERS = "GAVLIMCFYWPSTNQHKRDE"
 """The rows of a map, with similar amino acids together: aliphatic, aromatic, proline, polar, positive, negative."""
 MOST_POSITIONS = 1000
 """The most positions of a map, which are ten blocks."""
-WORST = 10
-"""The number of rows of the table of positions."""
 
 
 def substitutions(found: CrossValidated) -> Section:
@@ -111,54 +107,6 @@ def _grid(pairs: Sequence[tuple[Any, float]], first: int, last: int) -> Values:
         if first <= mutation.position <= last and mutation.mutant in LETTERS:
             grid_AP[LETTERS.index(mutation.mutant), mutation.position - first] = value
     return grid_AP
-
-
-def positions(found: CrossValidated) -> Section:
-    """Show the positions at which predictions are wrong."""
-    section = ("positions", "Error by position")
-    tested = found.tested
-    if tested is None:
-        return Section(*section, missing=f"{OUT_OF_FOLD} is missing; {AGAIN}.")
-    wild_type, figures, tables = found.wild_type, [], []
-    for t, name in enumerate(found.targets[:MOST_TARGETS]):
-        values: dict[int, list[tuple[float, float]]] = defaultdict(list)
-        for one, measured, predicted in zip(
-            tested.mutations, tested.measured_NT[:, t], tested.predicted_NT[:, t], strict=True
-        ):
-            if math.isfinite(measured) and math.isfinite(predicted):
-                for mutation in one:
-                    values[mutation.position].append((measured, predicted))
-        if not values:
-            continue
-        place_P = np.array(sorted(values))
-        pairs_P = [np.array(values[p]) for p in place_P]
-        count_P = np.array([len(pairs) for pairs in pairs_P], dtype=np.float64)
-        error_P = np.array([np.abs(pairs[:, 1] - pairs[:, 0]).mean() for pairs in pairs_P])
-
-        def draw(axes: Any, place_P: Any = place_P, value_P: Values = error_P, label: str = f"error of {name}") -> None:
-            charts.along(axes, place_P + 1, value_P)
-            charts.name_axes(axes, "position", label)
-
-        def counts(axes: Any, place_P: Any = place_P, value_P: Values = count_P) -> None:
-            charts.along(axes, place_P + 1, value_P, charts.GREY)
-            charts.name_axes(axes, "position", "variants")
-
-        said = f"Mean absolute error of the out-of-fold {name} over the variants that change a position."
-        figures.append(Figure(said, charts.chart(f"error{t}", draw, height=2.2, width=10), wide=True))
-        said = f"Variants with a measured {name} that change a position."
-        figures.append(Figure(said, charts.chart(f"count{t}", counts, height=1.5, width=10), wide=True))
-        worst = sorted(range(len(place_P)), key=lambda n: (-error_P[n], place_P[n]))[:WORST]
-        rows = []
-        for n in worst:
-            measured, predicted = pairs_P[n].mean(0)
-            at = f"{wild_type.get(int(place_P[n]), '')}{place_P[n] + 1}"
-            rows.append([at, unit_text(error_P[n]), f"{len(pairs_P[n]):,}", unit_text(measured), unit_text(predicted)])
-        head = ["position", "mean absolute error", "variants", "mean measured", "mean predicted"]
-        tables.append(PageTable(head, rows, f"{name}: the positions with the greatest errors."))
-    if not figures:
-        return Section(*section, missing="No changed position has both a measured and a predicted value.")
-    texts = ["A variant with several changes counts at each of their positions."]
-    return Section(*section, texts, figures, tables)
 
 
 BEST = 20
@@ -396,41 +344,26 @@ def recipe(found: CrossValidated) -> Section:
         text = "This version of esmshard cannot use it."
         return Section("recipe", "Recipe", [text], code=json.dumps(found.raw["recipe"], indent=1))
     text = "With every key resolved, as the first run has it; the others differ in train.seed, data.fold and out."
-    if len(_steps(found)) > 1:
-        text += " Their train.steps differ too, as the sizes of their training sets do."
     return Section("recipe", "Recipe", [text], code=found.raw.get("recipe_yaml") or recipe_file.dump(found.recipe))
 
 
 def reproduce(found: CrossValidated) -> Section:
-    """Return the commands to repeat all runs."""
+    """Return the command to repeat all runs."""
     section = ("reproduce", "Command to reproduce")
     name, first = next(iter(found.runs.items()), ("", None))
     if first is None or first.recipe_text is None:
         return Section(*section, missing="The recipe.yaml of the first run is missing, so there is none.")
-    run, folds, joint = Path(found.path.resolve().name), found.raw.get("folds"), found.joint
-    processes = first.versions.get("processes", 1)
-    options = ["--nproc", str(processes)] if isinstance(processes, int) and processes > 1 else []
-    options += ["--folds", str(folds)] if folds else []
+    run, folds, joint = found.path.resolve().name, found.raw.get("folds"), found.joint
+    options = ["--folds", str(folds)] if folds else []
     options += ["--seeds", str(len(joint.seeds))] if joint and len(joint.seeds) > 1 else []
     # The recipe of a run names one fold; without this key the recipe covers all folds.
     changes = ["data.folds=null", "data.fold=0", f"out={run}-again"]
-    texts = [
+    text = (
         "All runs again, from the directory in which theirs lies. The same versions, data and number of processes give "
         "the same models on a CPU; on GPUs the same up to rounding."
-    ]
-    if len(steps := _steps(found)) > 1:
-        texts.append(
-            f"Their steps differed with the sizes of their training sets, {min(steps):,} to {max(steps):,}; this gives "
-            f"each the {first.recipe.train.steps if first.recipe else steps[0]:,} of the first."
-        )
-    command = ["esmshard", "finetune", str(run / name / "recipe.yaml"), *changes, *options]
-    return Section(*section, texts, code=shlex.join(command))
-
-
-def _steps(found: CrossValidated) -> list[int]:
-    """Return the different numbers of optimizer steps in the recipes of the runs."""
-    known = [run.recipe for run in found.runs.values() if run is not None and run.recipe is not None]
-    return sorted({n for one in known if (n := one.train.steps) is not None})
+    )
+    code = shlex.join(["esmshard", "finetune", f"{run}/{name}/recipe.yaml", *changes, *options])
+    return Section(*section, [text], code=code)
 
 
 SECTIONS: Sequence[Callable[[CrossValidated], Section]] = (
@@ -439,7 +372,6 @@ SECTIONS: Sequence[Callable[[CrossValidated], Section]] = (
     predictions,
     substitutions,
     curve,
-    positions,
     ranked,
     runs,
     recipe,

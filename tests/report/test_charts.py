@@ -142,12 +142,6 @@ def test_amounts_begin_at_zero(axes: Any) -> None:
     assert 8 < high < 9
 
 
-def test_a_histogram_marks_the_median(axes: Any) -> None:
-    charts.histogram(axes, np.array([0.0, 0.1, 0.2, 0.9, 1.0]))
-    assert axes.lines[0].get_xdata() == [0.2, 0.2]
-    assert sum(bar.get_height() for bar in axes.patches) == 5
-
-
 def test_a_great_cloud_is_a_picture() -> None:
     rng = np.random.default_rng(0)
     text = charts.chart("cloud", lambda axes: charts.cloud(axes, rng.random(50_000), rng.random(50_000)))

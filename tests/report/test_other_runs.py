@@ -144,7 +144,6 @@ def test_classes(tmp_path: Path) -> None:
     found = Page(text)
     assert found.figures["predictions"] == 1
     assert "accuracy by length" in found.text["length"]
-    assert "How many proteins have which accuracy." in found.text["length"]
 
 
 @words
