@@ -13,6 +13,10 @@ happens before and after the layers.
 Parameters of layers are DTensors over the dimension `tensor` of the mesh before FSDP divides them over the other
 dimensions, so that names, shapes and checkpoints are those of one process. A layer computes with the parts of this rank
 as plain tensors (`torch.func.functional_call`).
+
+torch's styles for `parallelize_module` do not serve here. They make DTensors of activations with `DTensor.from_local`,
+which takes all parts to be equally long, but packs have any number of tokens: five tokens on two ranks end in a size
+mismatch (torch 2.13, `SequenceParallel`, `ColwiseParallel` and `RowwiseParallel` over the tokens).
 """
 
 from collections.abc import Callable, Collection, Mapping
