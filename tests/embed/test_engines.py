@@ -148,7 +148,7 @@ def test_fifty_kills(given: Given, tmp_path: Path, engine: str) -> None:
         out = tmp_path / str(outputs) / "x.npy"
         out.parent.mkdir()
         runs = [given.run(out, *options) for options in workers]
-        for attempt in range(4):
+        for attempt in range(3):  # a command gives up after four losses without a finished part
             time.sleep(rng.uniform(0, 4 if engine == "local" else 0.9))
             k = int(rng.integers(len(runs)))
             whom = "worker" if engine == "local" and rng.random() < 0.5 else "group"
