@@ -106,13 +106,7 @@ class Amplify(GatedTrunk):
 
 _M120 = AmplifyConfig(n_layers=24, dim=640, n_heads=10)
 _M350 = AmplifyConfig(n_layers=32, dim=960, n_heads=15)
-_FOURNIER = """\
-@article{fournier2024protein,
-  title   = {Protein Language Models: Is Scaling Necessary?},
-  author  = {Fournier, Quentin and Vernon, Robert M. and {van der Sloot}, Almer and Schulz, Benjamin and
-             Chandar, Sarath and Langmead, Christopher James},
-  journal = {bioRxiv}, year = {2024}, doi = {10.1101/2024.09.23.614603}
-}"""
+_FOURNIER = "Fournier et al. 2024, bioRxiv, doi:10.1101/2024.09.23.614603"
 _FIXED = {
     "vocab_size": len(VOCABULARY),
     "rms_norm": True,

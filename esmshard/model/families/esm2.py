@@ -54,31 +54,9 @@ SIZES: dict[str, EsmConfig] = {
     },
 }
 
-_LIN = """\
-@article{lin2023evolutionary,
-  title   = {Evolutionary-scale prediction of atomic-level protein structure with a language model},
-  author  = {Lin, Zeming and Akin, Halil and Rao, Roshan and Hie, Brian and Zhu, Zhongkai and Lu, Wenting and
-             Smetanin, Nikita and Verkuil, Robert and Kabeli, Ori and Shmueli, Yaniv and {dos Santos Costa}, Allan and
-             Fazel-Zarandi, Maryam and Sercu, Tom and Candido, Salvatore and Rives, Alexander},
-  journal = {Science}, volume = {379}, number = {6637}, pages = {1123--1130}, year = {2023},
-  doi     = {10.1126/science.ade2574}
-}"""
-_RIVES = """\
-@article{rives2021biological,
-  title   = {Biological structure and function emerge from scaling unsupervised learning to 250 million protein
-             sequences},
-  author  = {Rives, Alexander and Meier, Joshua and Sercu, Tom and Goyal, Siddharth and Lin, Zeming and Liu, Jason and
-             Guo, Demi and Ott, Myle and Zitnick, C. Lawrence and Ma, Jerry and Fergus, Rob},
-  journal = {Proceedings of the National Academy of Sciences}, volume = {118}, number = {15}, pages = {e2016239118},
-  year    = {2021}, doi = {10.1073/pnas.2016239118}
-}"""
-_MEIER = """\
-@inproceedings{meier2021language,
-  title     = {Language models enable zero-shot prediction of the effects of mutations on protein function},
-  author    = {Meier, Joshua and Rao, Roshan and Verkuil, Robert and Liu, Jason and Sercu, Tom and Rives, Alexander},
-  booktitle = {Advances in Neural Information Processing Systems}, volume = {34}, year = {2021},
-  doi       = {10.1101/2021.07.09.450648}
-}"""
+_LIN = "Lin et al. 2023, Science 379:1123, doi:10.1126/science.ade2574"
+_RIVES = "Rives et al. 2021, PNAS 118:e2016239118, doi:10.1073/pnas.2016239118"
+_MEIER = "Meier et al. 2021, NeurIPS 34, doi:10.1101/2021.07.09.450648"
 _PAPERS = {"esm2": _LIN, "esm1b": _RIVES, "esm1v": _MEIER}
 
 

@@ -182,14 +182,7 @@ class ESM3(GatedTrunk):
         return self.pack.own(whole_TD)
 
 
-_HAYES = """\
-@article{hayes2025simulating,
-  title   = {Simulating 500 million years of evolution with a language model},
-  author  = {Hayes, Thomas and Rao, Roshan and Akin, Halil and Sofroniew, Nicholas J. and Oktay, Deniz and Lin, Zeming
-             and Verkuil, Robert and Tran, Vincent Q. and Deaton, Jonathan and Wiggert, Marius and others},
-  journal = {Science}, volume = {387}, number = {6736}, pages = {850--858}, year = {2025},
-  doi     = {10.1126/science.ads0018}
-}"""
+_HAYES = "Hayes et al. 2025, Science 387:850, doi:10.1126/science.ads0018"
 
 _TABLE = "encoder.sequence_embed.weight"
 _GEOMETRIC = "transformer.blocks.0.geom_attn."

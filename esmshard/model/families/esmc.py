@@ -55,13 +55,7 @@ class ESMC(GatedTrunk):
         super().__init__(config, ROWS, nn.LayerNorm(config.dim, bias=False), UntiedLMHead(config.dim, ROWS))
 
 
-_CANDIDO = """\
-@misc{candido2026language,
-  title  = {Language Modeling Materializes a World Model of Protein Biology},
-  author = {Candido, Salvatore and Hayes, Thomas and Derry, Alexander and Rao, Roshan and Lin, Zeming and
-            Verkuil, Robert and others},
-  year   = {2026}, note = {Preprint}, url = {https://biohub.ai/papers/esm_protein.pdf}
-}"""
+_CANDIDO = "Candido et al. 2026, https://biohub.ai/papers/esm_protein.pdf"
 _HOLDER = "Chan Zuckerberg Biohub and the ESM-C authors"
 
 

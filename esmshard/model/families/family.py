@@ -36,7 +36,7 @@ class Released:
     holder: str
     """Who has the copyright."""
     paper: str
-    """The publication of the model, as BibTeX."""
+    """The publication of the model: authors, year, journal and DOI or address."""
 
 
 class Piece(NamedTuple):
@@ -133,7 +133,7 @@ class Family(ABC):
     released: ClassVar[Mapping[str, Released]]
     """Released models by name. Their architectures are in `sizes`."""
     paper: ClassVar[str]
-    """The publication of the architecture, as BibTeX."""
+    """The publication of the architecture, in the same form."""
     window: ClassVar[int]
     """Residues that the models saw at once in training, unless their configuration says another number. Longer proteins
     are scored and embedded in such windows."""

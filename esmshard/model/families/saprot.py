@@ -97,13 +97,7 @@ class SaProt(EsmTrunk):
         return torch.where(first_T < PAIRS, first_T, first_T + structure_T)
 
 
-_SU = """\
-@inproceedings{su2024saprot,
-  title     = {{SaProt}: Protein Language Modeling with Structure-aware Vocabulary},
-  author    = {Su, Jin and Han, Chenchen and Zhou, Yuyang and Shan, Junjie and Zhou, Xibin and Yuan, Fajie},
-  booktitle = {International Conference on Learning Representations}, year = {2024},
-  doi       = {10.1101/2023.10.01.560349}
-}"""
+_SU = "Su et al. 2024, ICLR, doi:10.1101/2023.10.01.560349"
 
 
 class SaprotFamily(EsmFamily):
