@@ -205,7 +205,7 @@ def test_the_adapter_alone(trained: Callable[[str], Trained], tmp_path: Path) ->
     assert consolidate_adapter(found.run, out, overwrite=True) == out
     with pytest.raises(UsageError, match=r"is no run; --adapter is for a run"):
         consolidate_adapter(found.run / "model", tmp_path / "other")
-    with pytest.raises(UsageError, match="is a whole model, which has no other base"):
+    with pytest.raises(UsageError, match="is a model and no run"):
         consolidate(found.run / "model", tmp_path / "other", base="x")
 
 
@@ -229,7 +229,7 @@ def test_commands_take_the_adapter_for_the_model(trained: Callable[[str], Traine
     assert merged.keys() == model.keys()
     assert all(torch.equal(tensor, model[name]) for name, tensor in merged.items())
     assert json.loads((tmp_path / "merged" / "esmshard.json").read_text())["format"] == "esmshard-model"
-    with pytest.raises(UsageError, match=r"adapter: is an adapter, and adapter_config.json in it says where its base"):
+    with pytest.raises(UsageError, match=r"adapter: is a model and no run"):
         consolidate(adapter, tmp_path / "other", base="x")
     with pytest.raises(UsageError, match=r"adapter: is no run; --adapter is for a run"):
         consolidate_adapter(adapter, tmp_path / "other")

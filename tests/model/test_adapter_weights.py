@@ -16,8 +16,7 @@ from transformers import EsmForMaskedLM, EsmModel
 from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.adapters import adapter_config, write_adapter
-from esmshard.model.families.esm2 import FAMILY
-from esmshard.model.families.esm_base import TIED
+from esmshard.model.families.esm2 import FAMILY, TIED
 from esmshard.model.weights import Weights
 
 CONFIG = SMALL["ESM-2"]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from esmshard.errors import InputError
 from esmshard.model import weight_reader
-from esmshard.model.families.gated_base import gated
+from esmshard.model.families.esmc import gated
 
 FARTHEST = 1e6
 """Ångström. Coordinates beyond count as unknown, as in the reference."""

@@ -55,20 +55,27 @@ class Names:
     in_block: Mapping[str, str]
     """Their names of the modules of a block, by ours."""
     others: Mapping[str, str]
-    """Their names of the other tensors, by ours, where the two differ."""
+    """What begins their names of the other tensors, by what begins ours, where the two differ; the first one counts."""
 
     def theirs(self, name: str) -> str:
         """Return their name of one of our tensors."""
         if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(\w+)", name):
             return f"{self.block}{match[1]}.{self.in_block[match[2]]}.{match[3]}"
-        return self.others.get(name, name)
+        return _moved(name, self.others)
 
     def ours(self, key: str) -> str:
         """Return our name of one of their tensors; an unknown key as it is."""
-        if match := re.fullmatch(rf"{re.escape(self.block)}(\d+)\.(.+)\.(\w+)", key):
-            names = {theirs: ours for ours, theirs in self.in_block.items()}
-            return f"layers.{match[1]}.{names[match[2]]}.{match[3]}" if match[2] in names else key
-        return {theirs: ours for ours, theirs in self.others.items()}.get(key, key)
+        names = {theirs: ours for ours, theirs in self.in_block.items()}
+        match = re.fullmatch(rf"{re.escape(self.block)}(\d+)\.(.+)\.(\w+)", key)
+        if match and match[2] in names:
+            return f"layers.{match[1]}.{names[match[2]]}.{match[3]}"
+        return _moved(key, {theirs: ours for ours, theirs in self.others.items()})
+
+
+def _moved(name: str, beginnings: Mapping[str, str]) -> str:
+    """Exchange the beginning of a name."""
+    first = next((first for first in beginnings if name.startswith(first)), "")
+    return beginnings.get(first, "") + name.removeprefix(first)
 
 
 class AuthorsFile(ABC):
@@ -80,6 +87,8 @@ class AuthorsFile(ABC):
     """The name and address of the authors' code, in Markdown, for the model card."""
     lacks: ClassVar[tuple[str, ...]] = ("head.",)
     """Beginnings of our names of tensors that the file cannot hold."""
+    our_names: ClassVar[bool] = False
+    """Whether the names in the file are ours, and not those of the family's directories."""
 
     @abstractmethod
     def path(self, directory: Path, stem: str, config: Any) -> Path:
@@ -87,13 +96,7 @@ class AuthorsFile(ABC):
 
     @abstractmethod
     def write(self, file: Path, config: Any, tensors: dict[str, torch.Tensor]) -> list[Path]:
-        """Write tensors, by our names and without the tied ones. Return all files."""
-
-    def joined(self, config: Any) -> Mapping[str, tuple[str, ...]]:
-        """Return the tensors of the file that are several of ours, one below the other: our names, by the name under
-        which `write` gets the whole.
-        """
-        return {}
+        """Write tensors, by their names in the file and without the tied ones. Return all files."""
 
 
 class Corruption(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 
 from esmshard.batch import TokenBatch
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.esm_base import EsmFamily, EsmShape, EsmTrunk, LMHead
+from esmshard.model.families.esm2 import ESM2, EsmConfig, EsmFamily, LMHead
 from esmshard.model.families.family import Released
 from esmshard.model.trunk import ABSENT
 from esmshard.vocab import MASK, RESIDUES, STANDARD, TOKENS, Track
@@ -49,7 +49,7 @@ def _first_rows(device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaprotConfig(EsmShape):
+class SaprotConfig(EsmConfig):
     """The architecture of a SaProt: an ESM-2 whose tokens are pairs of amino acid and structure letter."""
 
     family: ClassVar[str] = "saprot"
@@ -77,7 +77,7 @@ def logits_of_tokens(logits: torch.Tensor) -> torch.Tensor:
     return torch.stack([columns.get(token, absent_P) for token in TOKENS], dim=1)
 
 
-class SaProt(EsmTrunk):
+class SaProt(ESM2):
     """The SaProt trunk with its two own heads.
 
     A residue is the pair of its amino acid and its entry in the track `3di`, which is `#` where the track is absent or
