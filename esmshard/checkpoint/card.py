@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from esmshard.files import is_hub_name, replace_json, replace_text, sync_directory
 from esmshard.model import hub
@@ -38,7 +38,7 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
     named, paper = (base, RELEASED[base].paper) if base else (family.title, family.paper)
     licence = _licence_of(recipe)
     forbids_sale = re.search(r"(?<![a-z0-9])nc(?![a-z0-9])|non-?_?commercial", (licence or "").lower()) is not None
-    tested = evaluation if evaluation is not None and evaluation["split"] == "test" else None
+    repository, origin, terms = _origin(recipe, family, base)
     front: dict[str, Any] = {
         "tags": ["biology", "protein-language-model", "esmshard", f"{recipe['task']['name']}-prediction"]
     }
@@ -46,77 +46,70 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         front["license"] = RELEASED[base].licence
     elif forbids_sale:  # so that what is made from this model knows it
         front |= {"license": "other", "license_name": licence}
-    if repository := _repository(recipe, base):
+        terms += f" The licence of the base model, {_code(licence)}, forbids commercial use, and this holds here too."
+    if repository:
         front |= {"base_model": repository, "base_model_relation": "finetune"}
     if (directory / "config.json").is_file() and family.model_class:
         front["library_name"] = "transformers"
-    if tested is not None:
-        front |= {"model_name": _name(recipe["out"]), "eval_results": _results(recipe, tested)}
     sections = {
         "Use": _use(directory, recipe, family),
         "Data": _data(about),
         "Training": _training(about),
         "Metrics": _metrics(about, evaluation),
         "Limits": _limits(about),
-        "Licence": _licence(recipe, base, licence if forbids_sale else None),
+        "Licence": f"{terms} The licence of the training data is for whoever publishes this model to state.",
         "Citation": f"{named}: {paper}",
     }
+    task = recipe["task"]
+    kind = "A protein language model" if traits(task["name"]).trains_lm_head else "A protein language model with a head"
+    options = _text(", ".join(f"{key} {value}" for key, value in task.items() if key != "name"))
+    what = f"{kind} for the task {_code(task['name'])} ({options}). {origin}"
     parts = [f"---\n{ModelCardData(**front).to_yaml()}\n---", f"# {_text(_name(recipe['out']))}"]
-    parts += [_base(recipe, family, base), *(f"## {name}\n\n{text}" for name, text in sections.items())]
+    parts += [what, *(f"## {name}\n\n{text}" for name, text in sections.items())]
     replace_text(directory / "README.md", "\n\n".join(parts) + "\n")
-    if tested is not None:
-        of_test = {"records": tested["records"], "interval": tested["interval"], "metrics": tested["metrics"].get(MAIN)}
-        replace_json(directory / "esmshard.json", {**about, "test": of_test | {"metrics": of_test["metrics"] or {}}})
+    if evaluation is not None and evaluation["split"] == "test":
+        of_test = {"records": evaluation["records"], "interval": evaluation["interval"]}
+        replace_json(
+            directory / "esmshard.json", {**about, "test": of_test | {"metrics": evaluation["metrics"].get(MAIN, {})}}
+        )
     sync_directory(directory)
 
 
-def _repository(recipe: Mapping[str, Any], base: str | None) -> str | None:
-    """Return OWNER/NAME on the Hugging Face hub of the model that it was fine-tuned from; None for another base."""
-    if base:
-        return RELEASED[base].repository
-    name: str = recipe["model"]["name"]
-    return name if recipe["init"] == "pretrained" and is_hub_name(name) else None
-
-
-def _results(recipe: Mapping[str, Any], tested: Mapping[str, Any]) -> list[EvalResult]:
-    """Return the metrics of the test set, as the hub lists them."""
-    return [
-        EvalResult(
-            task_type=f"{recipe['task']['name']}-prediction",
-            dataset_type="protein",
-            dataset_name=_name(tested["data"]),
-            metric_type=column,
-            metric_value=found["value"],
-            metric_name=f"{column}, {_interval(found)}",
-        )
-        for column, found in tested["metrics"].get(MAIN, {}).items()
-        if found["value"] is not None and not column.endswith("before scaling")
-    ]
-
-
-def _base(recipe: Mapping[str, Any], family: Family, base: str | None) -> str:
-    name, task = recipe["model"]["name"], recipe["task"]
-    options = _text(", ".join(f"{key} {value}" for key, value in task.items() if key != "name"))
-    kind = "A protein language model" if traits(task["name"]).trains_lm_head else "A protein language model with a head"
-    start = f"{kind} for the task {_code(task['name'])} ({options})."
-    repository = _repository(recipe, base)
-    link = f"[{repository}](https://huggingface.co/{repository})"
+def _origin(recipe: Mapping[str, Any], family: Family, base: str | None) -> tuple[str | None, str, str]:
+    """Return OWNER/NAME on the hub of the model that it was fine-tuned from, if it has one, a sentence about the origin
+    of the weights, and one about their licence.
+    """
+    name = recipe["model"]["name"]
     unknown = f"whether they are those of a released {family.title} model is not known here."
-    if base:
-        return f"{start} It was fine-tuned from `{base}` ({link})."
-    if repository:
-        return f"{start} It was fine-tuned from the weights of the repository {link} on the Hugging Face hub: {unknown}"
+    holds_on = "No licence is stated; that of the weights it was fine-tuned from holds on."
     if recipe["init"] == "random":
-        return (
-            f"{start} **It is not {family.title}**: it was trained from random weights (seed "
-            f"{recipe['train']['seed']}) in the shape of {_code(_name(name))}, and on nothing but the data below."
+        origin = (
+            f"**It is not {family.title}**: it was trained from random weights (seed {recipe['train']['seed']}) in the "
+            f"shape of {_code(_name(name))}, and on nothing but the data below."
         )
+        return None, origin, "No licence is stated. It holds no weights of others."
+    if base:
+        released = RELEASED[base]
+        origin = f"It was fine-tuned from `{base}` ({_link(released.repository)})."
+        licence = f"{released.licence.upper()} licence (Copyright {released.holder})"
+        return released.repository, origin, f"The weights of the base model are under the {licence}."
     if name in SHIPPED:
+        small = f"a small model that comes with esmshard. **It is not ESM-2**, and {SHIPPED[name]}."
+        licence = "MIT licence (Copyright the esmshard authors)"
         return (
-            f"{start} It was fine-tuned from `{name}`, a small model that comes with esmshard. **It is not ESM-2**, "
-            f"and {SHIPPED[name]}."
+            None,
+            f"It was fine-tuned from `{name}`, {small}",
+            f"The weights of the base model are under the {licence}.",
         )
-    return f"{start} It was fine-tuned from the weights in {_code(_name(name))}, given as a file: {unknown}"
+    if is_hub_name(name):
+        place = f"of the repository {_link(name)} on the Hugging Face hub"
+        return name, f"It was fine-tuned from the weights {place}: {unknown}", holds_on
+    place = f"in {_code(_name(name))}, given as a file"
+    return None, f"It was fine-tuned from the weights {place}: {unknown}", holds_on
+
+
+def _link(repository: str) -> str:
+    return f"[{repository}](https://huggingface.co/{repository})"
 
 
 def _use(directory: Path, recipe: Mapping[str, Any], family: Family) -> str:
@@ -211,22 +204,6 @@ def _limits(about: Mapping[str, Any]) -> str:
     if never := [part for name, part in parts.items() if name in about.get("unlearned", ())]:
         lines.append(f"Of no use, because they never learned: {' and '.join(never)}.")
     return "\n".join(f"- {line}" for line in lines)
-
-
-def _licence(recipe: Mapping[str, Any], base: str | None, forbidding: str | None) -> str:
-    if base:
-        released = RELEASED[base]
-        licence = released.licence.upper()
-        text = f"The weights of the base model are under the {licence} licence (Copyright {released.holder})."
-    elif recipe["init"] == "random":
-        text = "No licence is stated. It holds no weights of others."
-    elif recipe["model"]["name"] in SHIPPED:
-        text = "The weights of the base model are under the MIT licence (Copyright the esmshard authors)."
-    else:
-        text = "No licence is stated; that of the weights it was fine-tuned from holds on."
-    if forbidding is not None:
-        text += f" The licence of the base model, {_code(forbidding)}, forbids commercial use, and this holds here too."
-    return f"{text} The licence of the training data is for whoever publishes this model to state."
 
 
 def _licence_of(recipe: Mapping[str, Any]) -> str | None:

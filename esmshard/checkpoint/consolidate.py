@@ -69,18 +69,15 @@ def consolidate(
     A checkpoint that holds only the trained part is combined with its base model, and a LoRA is added to the weights.
 
     Args:
-        source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read`
-            reads.
-        out: the directory to create. It appears only when it is complete.
-        to: the word of a family for the file of its authors' own code, such as `fair-esm` for its `.pt` loader. By
-            default a directory is written that all commands of esmshard read, and that `transformers` reads if it has
-            the family; `hf` refuses a family that it does not have.
-        dtype: dtype of the written weights: fp32, bf16 or fp16. Rotary frequencies stay fp32.
+        source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read` reads.
+        out: the directory to create, or with `overwrite` to replace. It appears only when it is complete.
+        to: the word of a family for the file of its authors' own code, or `hf`; by default a directory that all
+            commands of esmshard read, and `transformers` if it has the family.
+        dtype: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
-        best: take the run's checkpoint of the best validation, which `checkpoint.keep_best` or early stopping keeps.
+        best: take the run's checkpoint of the best validation.
         base: the path of the base model of a LoRA or a head, if it was moved since the run began.
-        warn: called with a sentence for each damaged checkpoint that is skipped, for parts that a model lacks, and for
-            weights that are not the recorded ones, whose card gets no metrics.
+        warn: called with a sentence for what is skipped, lacking or altered.
         max_file_bytes: larger weights are split over several files with an index.
 
     Raises:
@@ -266,8 +263,8 @@ def _open_run(source: Path | str, to: str | None, warn: Callable[[str], None], b
             f"{checkpoint}: {weights.some(wrong)}: not as in a model of its recipe; take another checkpoint"
         )
     about = _described(state)
-    if is_regression(state, sizes):
-        read = with_regression(read)
+    if (read_both := _with_regression(state, sizes, read)) is not None:
+        read = read_both
         about |= {"contact_regression": "head"}
         about["unlearned"] = [part for part in state["unlearned"] if part != "contact_head"]
     sizes = _without(about.get("unlearned", ()), sizes, to)
@@ -319,15 +316,9 @@ def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, 
 
     Each LoRA is added to its weight when this weight is read, so only requested tensors are in memory.
 
-    Args:
-        checkpoint: the trained part.
-        base: the path of the base model; by default its path when the run began.
-
-    Returns:
-        The shapes of the whole model, a tied tensor once, and a function that reads its tensors.
-
-    Raises:
-        InputError: if the base model is missing or different, or the checkpoint holds what has no place in it.
+    `base` is the path of the base model; by default its path when the run began. Returns the shapes of the whole model,
+    a tied tensor once, and a function that reads its tensors. Raises `InputError` if the base model is missing or
+    different, or the checkpoint holds what has no place in it.
     """
     state, sizes = checkpoint.state, checkpoint.sizes
     config = recorded_config(state["config"])
@@ -387,27 +378,20 @@ def write_adapter(
     return adapters.write_adapter(directory, written, config, targets, tensors)
 
 
-_REGRESSION = "contact_head.regression."
-
-
-def is_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> bool:
-    """Return whether the trained head is a regression over attention maps, and the model has no other that learned."""
-    if (
-        "contact_head" not in state.get("unlearned", ())
-        or not registry.traits(state["recipe"]["task"]["name"]).predicts_contacts
-    ):
-        return False
+def _with_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size], read: Source) -> Source | None:
+    """Return a function that reads the tensors of a head that is a regression over attention maps for the model's
+    contact regression, so that it is part of the model; None if the head is another one, or the model's own learned.
+    """
+    own = "contact_head.regression."
+    theirs = {name: name.replace(own, "head.regression.") for name in sizes if name.startswith(own)}
+    predicts_contacts = registry.traits(state["recipe"]["task"]["name"]).predicts_contacts
     head = {name: size for name, size in sizes.items() if name.startswith("head.")}
-    own = {name: size for name, size in sizes.items() if name.startswith(_REGRESSION)}
-    return head == {name.replace(_REGRESSION, "head.regression."): size for name, size in own.items()}
-
-
-def with_regression(read: Source) -> Source:
-    """Return a function that reads the head's tensors for the contact regression, so that it is part of the model."""
+    is_regression = predicts_contacts and head == {theirs[name]: sizes[name] for name in theirs}
+    if not is_regression or "contact_head" not in state.get("unlearned", ()):
+        return None
 
     def read_both(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        theirs = {name: name.replace(_REGRESSION, "head.regression.") for name in names}
-        found = read(sorted(set(theirs.values())))
-        return {name: found[source] for name, source in theirs.items()}
+        found = read(sorted({theirs.get(name, name) for name in names}))
+        return {name: found[theirs.get(name, name)] for name in names}
 
     return read_both

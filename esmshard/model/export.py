@@ -152,11 +152,8 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def push(model: str, name: str, *, private: bool = False, overwrite: bool = False) -> str:
     """Upload the files of a model directory as one commit, and return the address of the repository.
 
-    Args:
-        model: a run that has a model, a directory that `consolidate` wrote, or an adapter's.
-        name: OWNER/NAME on the hub.
-        private: make a new repository private.
-        overwrite: add a commit to a repository that exists.
+    `model` is a run that has a model, a directory that `consolidate` wrote, or an adapter's; `overwrite` adds a commit
+    to a repository that exists.
 
     Raises:
         UsageError: `name` is not OWNER/NAME, or the repository exists already.
@@ -194,11 +191,12 @@ def push(model: str, name: str, *, private: bool = False, overwrite: bool = Fals
             commit_message=f"Model of {Path(model).name}",
         )
     except Exception as error:  # requests, httpx and hf_xet have no common exception type.
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        if status == 409:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code == 409:
             raise UsageError(
                 f"{name}: exists already on {constants.ENDPOINT}; choose another name or pass --overwrite"
             ) from None
-        hint = "try again" if status not in (401, 403) else "set HF_TOKEN to a token with the right to write"
-        raise InputError(f"{name}: the upload to {constants.ENDPOINT} failed ({hub.reason(error)}); {hint}") from None
+        raise InputError(
+            f"{name}: the upload to {constants.ENDPOINT} failed ({hub.reason(error)}); try again, with "
+            "HF_TOKEN set to a token with the right to write"
+        ) from None
     return address

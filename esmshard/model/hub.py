@@ -178,18 +178,11 @@ def _download(name: str, directory: Path | None = None) -> Path:
                 f"try again, and if it stays so look for a proxy that alters files, or {_BY_HAND}"
             )
         if file == _CONFIG and name not in RELEASED and authors_weights(files) is None:
-            _check_config(name, path)
+            try:  # before the weights are downloaded
+                transformers_config(read_json(path))
+            except ValueError as error:
+                raise InputError(f"{name}: {file} is not that of a model that can be read: {error}") from None
     return path.parents[len(Path(files[-1]).parts) - 1]
-
-
-def _check_config(name: str, path: Path) -> None:
-    """Refuse a repository before its weights are downloaded, if its `config.json` is that of no model that can be
-    read.
-    """
-    try:
-        transformers_config(read_json(path))
-    except ValueError as error:
-        raise InputError(f"{name}: {path.name} is not that of a model that can be read: {error}") from None
 
 
 _BY_HAND = "give a model's path instead of its name"

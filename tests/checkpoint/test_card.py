@@ -101,18 +101,6 @@ def test_a_fine_tuned_released_model(model: Path) -> None:
         "base_model_relation": "finetune",
         "library_name": "transformers",
         "tags": ["biology", "protein-language-model", "esmshard", "contact-prediction"],
-        "model-index": [
-            {
-                "name": "mine",
-                "results": [
-                    {
-                        "task": {"type": "contact-prediction"},
-                        "dataset": {"name": "c.fasta", "type": "protein"},
-                        "metrics": [{"type": "long P@L", "value": 0.51239, "name": "long P@L, 0.512 [0.480, 0.545]"}],
-                    }
-                ],
-            }
-        ],
     }
     assert text.startswith("\n# mine\n\n")
     assert "a head for the task `contact` (head pairwise, channels 8, blocks 1)" in text

@@ -215,11 +215,6 @@ model.load_state_dict(state)"""
         """Return the path of the file."""
         return directory / f"{stem}.pth"
 
-    def write(self, file: Path, config: Esm3Config, tensors: dict[str, torch.Tensor]) -> list[Path]:
-        """Write what `ESM3.load_state_dict` takes: all keys of the published file, and no other."""
-        torch.save(tensors, file)
-        return [file]
-
 
 class Esm3Family(Family):
     """ESM3."""
@@ -286,9 +281,6 @@ class Esm3Family(Family):
     def write_config(self, config: Esm3Config) -> dict[str, Any]:
         """Return the content of the `config.json` in our own directory."""
         return {"model_type": "esm3", **config.sizes}
-
-    def write_tokenizer(self, directory: Path) -> None:
-        """Write nothing, since `transformers` has no tokenizer of ESM3."""
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
         """Read the file of a published ESM3."""

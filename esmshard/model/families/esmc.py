@@ -153,14 +153,8 @@ class _RMSNorm(torch.autograd.Function):
 class GatedLayer(TrunkBlock):
     """A block with a norm before each part, rotary attention and a gated feed-forward part (SwiGLU).
 
-    Args:
-        dim: width of the model.
-        n_heads: attention heads.
-        ffn_width: width of gate and up.
-        norm: makes the norms before attention and before the feed-forward part from their width.
-        qk_norm: queries and keys have a LayerNorm; see `SelfAttention`.
-        interleaved: rotary rotates neighbours; see `SelfAttention`.
-        branch_scale: factor of what attention and feed-forward part add.
+    `norm` makes the norms from their width, `branch_scale` is the factor of what attention and feed-forward part add,
+    and `SelfAttention` explains the others.
     """
 
     def __init__(
@@ -221,12 +215,7 @@ class UntiedLMHead(nn.Module):
 class GatedTrunk(Trunk):
     """A token embedding, gated blocks, a norm, an LM head, and a contact regression, which no released file has.
 
-    Args:
-        config: the architecture.
-        rows: rows of the token embedding.
-        last_norm: the norm after the blocks.
-        lm_head: the LM head.
-        block: further arguments of `GatedLayer`.
+    `rows` are those of the token embedding, and `block` are further arguments of `GatedLayer`.
     """
 
     config: EsmcConfig
@@ -303,15 +292,8 @@ def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tupl
 
 
 def authors_sizes(keys: Iterable[str], table: str, shape: Sequence[int]) -> dict[str, Any]:
-    """Return layers, width and heads of a published model, for its configuration.
-
-    Args:
-        keys: all keys of its file.
-        table: key of the token embedding.
-        shape: shape of the token embedding.
-
-    Raises:
-        ValueError: the token embedding is not that of a published model.
+    """Return layers, width and heads of a published model, of the keys of its file, and the key and shape of its token
+    embedding. Raises `ValueError` if this is not that of a published model.
     """
     if len(shape) != 2 or shape[0] != ROWS or shape[1] % HEAD:
         raise ValueError(f"its {table} is {list(shape)}, and {ROWS} rows of a multiple of {HEAD} are expected")
