@@ -21,8 +21,7 @@ from torch import nn
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.model import weight_reader, weights
-from esmshard.model.families.esm2 import ESM2, FAMILY, EsmConfig
-from esmshard.model.families.esm_base import TIED
+from esmshard.model.families.esm2 import ESM2, FAMILY, TIED, EsmConfig
 from esmshard.model.weights import Weights
 from esmshard.vocab import MASK
 

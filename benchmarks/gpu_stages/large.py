@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from esmshard.model.attention import inverse_frequencies
-from esmshard.model.families.esm2 import FAMILY
-from esmshard.model.families.esm_base import TIED
+from esmshard.model.families.esm2 import FAMILY, TIED
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.weights import shapes
 from esmshard.parallel.layout import Layout

@@ -21,7 +21,7 @@ import measure
 import torch
 from random_models import SHORT
 
-from esmshard.model.families.esm_base import TransformerLayer
+from esmshard.model.families.esm2 import TransformerLayer
 
 REHEARSED = "nano"
 """The model that is used for all models in a rehearsal."""

@@ -1,12 +1,12 @@
 """The conversion of a sharded checkpoint, or of a model of the other layout, to one model directory: one process, no
 GPU.
 
-One tensor at a time is copied, so the memory needed is that of the largest, whatever the model's size.
+The tensors of one file at a time are copied, so the memory needed is that of a file, whatever the model's size.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,12 @@ from esmshard.checkpoint import card, manifest, sharded
 from esmshard.data.batching.loader import SEEN
 from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.files import check_replaced, found_place, replace_json, settle, shared_place, whole_directory
-from esmshard.model import adapters, export, weights
+from esmshard.model import adapters, export, hub, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source
-from esmshard.model.families import family_registry
 from esmshard.model.families.family import AuthorsFile
 from esmshard.model.families.family_registry import family_of, recorded_config
-from esmshard.model.lora import add_lora, lora_names, merged
+from esmshard.model.lora import lora_names, merged
 from esmshard.model.weight_reader import read_json
 from esmshard.recipe.recipe_file import for_others
 from esmshard.recipe.sections import AdaptSettings
@@ -70,18 +69,15 @@ def consolidate(
     A checkpoint that holds only the trained part is combined with its base model, and a LoRA is added to the weights.
 
     Args:
-        source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read`
-            reads.
-        out: the directory to create. It appears only when it is complete.
-        to: the word of a family for the file of its authors' own code, such as `fair-esm` for its `.pt` loader. By
-            default a directory is written that all commands of esmshard read, and that `transformers` reads if it has
-            the family; `hf` refuses a family that it does not have.
-        dtype: dtype of the written weights: fp32, bf16 or fp16. Rotary frequencies stay fp32.
+        source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read` reads.
+        out: the directory to create, or with `overwrite` to replace. It appears only when it is complete.
+        to: the word of a family for the file of its authors' own code, or `hf`; by default a directory that all
+            commands of esmshard read, and `transformers` if it has the family.
+        dtype: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
-        best: take the run's checkpoint of the best validation, which `checkpoint.keep_best` or early stopping keeps.
+        best: take the run's checkpoint of the best validation.
         base: the path of the base model of a LoRA or a head, if it was moved since the run began.
-        warn: called with a sentence for each damaged checkpoint that is skipped, for parts that a model lacks, and for
-            weights that are not the recorded ones, whose card gets no metrics.
+        warn: called with a sentence for what is skipped, lacking or altered.
         max_file_bytes: larger weights are split over several files with an index.
 
     Raises:
@@ -92,13 +88,8 @@ def consolidate(
     for leftover in settle(out):
         warn(leftover)
     _check_out(out, source, overwrite)
-    if best and _is_model(source):
-        raise UsageError(f"{source}: is a model and has no checkpoints to choose the best of; leave --best out")
-    if base is not None and _is_model(source):
-        known = "a whole model, which has no other base"
-        if adapters.is_adapter(Path(source).expanduser()):
-            known = "an adapter, and adapter_config.json in it says where its base lies"
-        raise UsageError(f"{source}: is {known}; leave --base out")
+    if (best or base is not None) and _is_model(source):
+        raise UsageError(f"{source}: is a model and no run; leave --best and --base out")
     opened = _open_model(source, to, warn) if _is_model(source) else _open_run(source, to, warn, best, base)
     kind = _target(to, opened.config)
     sizes = {n: s for n, s in opened.sizes.items() if kind is None or not n.startswith(kind.lacks)}
@@ -155,9 +146,9 @@ def consolidate_adapter(
         raise UsageError(f"{source}: is no run; --adapter is for a run with adapt.method lora")
     checkpoint = _open_checkpoint(source, warn, best)
     with writing(out, _NO_ROOM), whole_directory(out) as work:
-        digests = write_adapter(work, checkpoint.path, checkpoint.state, checkpoint.sizes, checkpoint.read, base, out)
+        digests = write_adapter(work, checkpoint, base, out)
         about = _for_others(_described(checkpoint.state), out) | {"format": ADAPTER_FORMAT} | weights.record(digests)
-        replace_json(work / "esmshard.json", about)
+        replace_json(work / weights.ABOUT, about)
         _copy_beside(checkpoint.path.parent.parent, work)
     return out
 
@@ -175,10 +166,8 @@ def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
     if Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
         raise UsageError(f"{out}: holds the model to read; choose another directory")
-    tokenizer = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
     of_weights = ("*.safetensors", "model.safetensors.index.json", "*.pt", "*.pth", BASELINES, SEEN)
-    about = (weights.ABOUT, "README.md", "config.json", "adapter_config.json")
-    check_replaced(out, [*of_weights, *about, *tokenizer], marker=weights.ABOUT)
+    check_replaced(out, [*of_weights, *hub.SMALL], marker=weights.ABOUT)
 
 
 def _is_model(source: Path | str) -> bool:
@@ -224,7 +213,9 @@ def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None])
 
 
 @dataclass(frozen=True)
-class _Checkpoint:
+class Checkpoint:
+    """An opened checkpoint of a run."""
+
     path: Path
     state: Mapping[str, Any]
     sizes: Mapping[str, torch.Size]
@@ -232,7 +223,7 @@ class _Checkpoint:
     read: Source
 
 
-def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool) -> _Checkpoint:
+def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool) -> Checkpoint:
     checkpoint = manifest.locate(source, warn, prefer_best=best)
     sizes, read_keys = sharded.reader(checkpoint)
     keys = {key.removeprefix("model.").removeprefix("trunk."): key for key in sizes if key.startswith("model.")}
@@ -248,7 +239,7 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool) -> _
         )
     tied = weights.tied(recorded_config(state["config"]))
     sizes = {name: sizes[key] for name, key in keys.items() if name not in tied}
-    return _Checkpoint(checkpoint, state, sizes, read)
+    return Checkpoint(checkpoint, state, sizes, read)
 
 
 def _without(parts: Collection[str], sizes: Mapping[str, torch.Size], to: str | None) -> dict[str, torch.Size]:
@@ -261,21 +252,19 @@ def _open_run(source: Path | str, to: str | None, warn: Callable[[str], None], b
     checkpoint, state, sizes, read = found.path, found.state, found.sizes, found.read
     config = recorded_config(state["config"])
     if state.get("base"):
-        sizes, read = on_base(checkpoint, state, sizes, read, base)
+        sizes, read = on_base(found, base)
     elif base is not None:
         raise UsageError(f"{checkpoint}: holds a whole model, which has no other base; leave --base out")
     # Names of wrappers are not names of the model.
     wanted = weights.stored_shapes(config)
-    trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
-    problems = {
-        "lacks": wanted.keys() - trunk.keys(),
-        "holds besides the model": trunk.keys() - wanted.keys(),
-        "holds in another shape": {n for n in wanted.keys() & trunk.keys() if wanted[n] != trunk[n]},
-    }
-    refuse(checkpoint, problems)
+    wanted |= {name: size for name, size in sizes.items() if name.startswith("head.")}
+    if wrong := sorted(name for name in wanted.keys() | sizes.keys() if wanted.get(name) != sizes.get(name)):
+        raise InputError(
+            f"{checkpoint}: {weights.some(wrong)}: not as in a model of its recipe; take another checkpoint"
+        )
     about = _described(state)
-    if is_regression(state, sizes):
-        read = with_regression(read)
+    if (read_both := _with_regression(state, sizes, read)) is not None:
+        read = read_both
         about |= {"contact_regression": "head"}
         about["unlearned"] = [part for part in state["unlearned"] if part != "contact_head"]
     sizes = _without(about.get("unlearned", ()), sizes, to)
@@ -322,40 +311,40 @@ def _evaluation(run: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-Sizes = Mapping[str, torch.Size]
-
-
-def on_base(
-    checkpoint: Path, state: Mapping[str, Any], sizes: Sizes, read: Source, base: str | None = None
-) -> tuple[Sizes, Source]:
+def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, torch.Size], Source]:
     """Read the whole model: the base model, found and identified, with the trained part inserted.
 
     Each LoRA is added to its weight when this weight is read, so only requested tensors are in memory.
 
-    Args:
-        checkpoint: the checkpoint, for messages.
-        state: its state.
-        sizes: the shapes of its tensors, by our names.
-        read: reads its tensors.
-        base: the path of the base model; by default its path when the run began.
-
-    Returns:
-        The shapes of the whole model, a tied tensor once, and a function that reads its tensors.
-
-    Raises:
-        InputError: if the base model is missing or different, or the checkpoint does not match its recipe.
+    `base` is the path of the base model; by default its path when the run began. Returns the shapes of the whole model,
+    a tied tensor once, and a function that reads its tensors. Raises `InputError` if the base model is missing or
+    different, or the checkpoint holds what has no place in it.
     """
-    config = family_registry.recorded_config(state["config"])
+    state, sizes = checkpoint.state, checkpoint.sizes
+    config = recorded_config(state["config"])
     settings = AdaptSettings.model_validate(state["recipe"]["adapt"])
     whole = weights.stored_shapes(config)
     whole |= {name: size for name, size in sizes.items() if name.startswith("head.")}
-    _account(checkpoint, config, settings, sizes, whole)
-    found = _base(state["base"], str(checkpoint), base)
-    scale = settings.lora[1] / settings.lora[0] if settings.method == "lora" else 0.0
+    if strange := sorted(sizes.keys() - {part for name in whole for part in (name, *lora_names(name))}):
+        raise InputError(
+            f"{checkpoint.path}: {weights.some(strange)}: have no place in its base; take another checkpoint"
+        )
+    before, scale = state["base"], settings.lora[1] / settings.lora[0] if settings.method == "lora" else 0.0
+    if before["seed"] is not None:
+        found = weights.fresh(recorded_config(before["config"]), before["seed"])
+    else:
+        name = base or before["name"]
+        try:
+            found = weights.read(name)
+        except InputError as error:
+            raise InputError(
+                f"{error}; {checkpoint.path} needs this base model: say with --base where it lies now"
+            ) from None
+        weights.check(weights.identity(found, name), before, str(checkpoint.path))
 
     def read_whole(names: Sequence[str]) -> dict[str, torch.Tensor]:
         beside = [part for name in names for part in lora_names(name) if part in sizes]
-        trained = dict(read([name for name in names if name in sizes] + beside))
+        trained = dict(checkpoint.read([name for name in names if name in sizes] + beside))
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             own = trained[name] if name in sizes else found[name]
@@ -365,101 +354,44 @@ def on_base(
     return whole, read_whole
 
 
-def _base(before: Mapping[str, Any], where: str, model: str | None) -> weights.Weights:
-    """Open the base that a checkpoint was trained on, and compare it with the recorded identity."""
-    if before["seed"] is not None:
-        return weights.fresh(family_registry.recorded_config(before["config"]), before["seed"])
-    name = model or before["name"]
-    try:
-        found = weights.read(name)
-    except InputError as error:
-        raise InputError(f"{error}; {where} needs this base model: say with --base where it lies now") from None
-    weights.check(weights.identity(found, name), before, where)
-    return found
-
-
 def write_adapter(
-    directory: Path,
-    checkpoint: Path,
-    state: Mapping[str, Any],
-    sizes: Sizes,
-    read: Source,
-    base: str | None = None,
-    out: Path | None = None,
+    directory: Path, checkpoint: Checkpoint, base: str | None = None, out: Path | None = None
 ) -> dict[str, str]:
     """Write the trained part as a PEFT adapter and a head; see `esmshard.model.adapters`. The base is not read.
 
-    Arguments and errors are those of `on_base`. `base` is written unchanged; without it, the base's path is written as
-    seen from `out`, the final path of `directory`. Raises `UsageError` for a checkpoint without a LoRA. Returns the
-    sha256 of each file of weights, by name.
+    `base` is written unchanged; without it, the base's path is written as seen from `out`, the final path of
+    `directory`. Raises `UsageError` for a checkpoint without a LoRA. Returns the sha256 of each file of weights, by
+    name.
     """
-    config = family_registry.recorded_config(state["config"])
-    settings = AdaptSettings.model_validate(state["recipe"].get("adapt", {}))
+    config = recorded_config(checkpoint.state["config"])
+    settings = AdaptSettings.model_validate(checkpoint.state["recipe"].get("adapt", {}))
     if settings.method != "lora":
-        raise UsageError(f"{checkpoint}: has no LoRA (adapt.method is {settings.method}); leave --adapter out")
-    _account(checkpoint, config, settings, sizes, weights.shapes(config))
+        raise UsageError(f"{checkpoint.path}: has no LoRA (adapt.method is {settings.method}); leave --adapter out")
     rank, alpha, targets = settings.lora
-    name = base or shared_place(state["base"]["name"], out or directory)
+    name = base or shared_place(checkpoint.state["base"]["name"], out or directory)
     written = adapters.adapter_config(name, config, rank, alpha, targets, str(settings.bias))
-    tensors = read(sorted(sizes))
-    for part, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise InputError(
-                f"{checkpoint}: {part} holds a value that is not finite; the run diverged, take an earlier checkpoint"
-            )
+    tensors = checkpoint.read(sorted(checkpoint.sizes))
+    try:
+        tensors = {part: export.cast(part, tensor, torch.float32) for part, tensor in tensors.items()}
+    except FloatingPointError as error:
+        raise InputError(f"{checkpoint.path}: {error}") from None
     return adapters.write_adapter(directory, written, config, targets, tensors)
 
 
-def _account(checkpoint: Path, config: ModelConfig, settings: AdaptSettings, sizes: Sizes, whole: Sizes) -> None:
-    """Check that every LoRA matrix exists in its shape, with only biases of the trunk and the head besides.
-
-    The head of masked-language-model training is the LM head.
+def _with_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size], read: Source) -> Source | None:
+    """Return a function that reads the tensors of a head that is a regression over attention maps for the model's
+    contact regression, so that it is part of the model; None if the head is another one, or the model's own learned.
     """
-    wanted: dict[str, torch.Size] = {}
-    if settings.method == "lora":
-        with torch.device("meta"):
-            wanted = add_lora(family_registry.build(config).layers, config.matrices, *settings.lora)
-    trunk = {name: size for name, size in sizes.items() if not name.startswith("head.")}
-    learned = {n for n in trunk if n.endswith("bias") or (settings.method == "head" and n.startswith("lm_head."))}
-    problems = {
-        "lacks": wanted.keys() - trunk.keys(),
-        "holds besides what learned": trunk.keys() - wanted.keys() - learned,
-        "holds in another shape": {n for n in trunk if trunk[n] != (wanted.get(n) or whole.get(n))},
-    }
-    refuse(checkpoint, problems)
-
-
-def refuse(checkpoint: Path, problems: Mapping[str, Set[str]]) -> None:
-    """Raise `InputError` for the first problem that has tensors, and name these tensors."""
-    for problem, names in problems.items():
-        if names:
-            raise InputError(
-                f"{checkpoint}: {problem} {weights.some(sorted(names))}; it is no checkpoint of its recipe, take "
-                "another"
-            )
-
-
-_REGRESSION = "contact_head.regression."
-
-
-def is_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> bool:
-    """Return whether the trained head is a regression over attention maps, and the model has no other that learned."""
-    if (
-        "contact_head" not in state.get("unlearned", ())
-        or not registry.traits(state["recipe"]["task"]["name"]).predicts_contacts
-    ):
-        return False
+    own = "contact_head.regression."
+    theirs = {name: name.replace(own, "head.regression.") for name in sizes if name.startswith(own)}
+    predicts_contacts = registry.traits(state["recipe"]["task"]["name"]).predicts_contacts
     head = {name: size for name, size in sizes.items() if name.startswith("head.")}
-    own = {name: size for name, size in sizes.items() if name.startswith(_REGRESSION)}
-    return head == {name.replace(_REGRESSION, "head.regression."): size for name, size in own.items()}
-
-
-def with_regression(read: Source) -> Source:
-    """Return a function that reads the head's tensors for the contact regression, so that it is part of the model."""
+    is_regression = predicts_contacts and head == {theirs[name]: sizes[name] for name in theirs}
+    if not is_regression or "contact_head" not in state.get("unlearned", ()):
+        return None
 
     def read_both(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        theirs = {name: name.replace(_REGRESSION, "head.regression.") for name in names}
-        found = read(sorted(set(theirs.values())))
-        return {name: found[source] for name, source in theirs.items()}
+        found = read(sorted({theirs.get(name, name) for name in names}))
+        return {name: found[theirs.get(name, name)] for name in names}
 
     return read_both

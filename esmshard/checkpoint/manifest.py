@@ -54,12 +54,8 @@ def complete(directory: Path) -> list[Path]:
 
 
 def seal(work: Path, final: Path, files: Mapping[str, Entry]) -> None:
-    """Write the manifest of a finished directory, and give it its name. After the return it survives a power cut.
-
-    Args:
-        work: the directory with all files, each on disk.
-        final: the new path, beside `work`.
-        files: the manifest's entry of every file, by name.
+    """Write the manifest of a finished directory, whose files are on disk, and rename it to `final` beside it. After
+    the return it survives a power cut.
     """
     replace_text(work / MANIFEST, json.dumps({"files": dict(files)}, indent=1))
     sync_directory(work)
@@ -177,12 +173,8 @@ def newest_good(directory: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def locate(run_or_checkpoint: Path, warn: Callable[[str], None], *, prefer_best: bool = False) -> Path:
-    """Return the checkpoint of a path: the verified checkpoint itself, or the newest good one of a run.
-
-    Args:
-        run_or_checkpoint: the directory of a run or of a checkpoint.
-        warn: called with a sentence for each damaged checkpoint that is skipped.
-        prefer_best: choose the run's checkpoint with the best validation; if it is damaged, the newest good one.
+    """Return the checkpoint of a path: the verified checkpoint itself, or the newest good one of a run. With
+    `prefer_best`, that of the run's best validation, if it is not damaged.
 
     Raises:
         InputError: there is no checkpoint, or none is good.

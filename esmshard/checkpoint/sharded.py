@@ -210,13 +210,8 @@ class Saver:
     mixed up. A save waits for the save before it, so there is one copy at a time. The host needs room for the shards of
     its ranks once (weights and both moments: 12 bytes for each trained parameter).
 
-    torch's `async_save` is not used: it would end before the files have hashes and the checkpoint its name.
-
-    Args:
-        directory: `checkpoints` of the run.
-        keep: the number of newest checkpoints to keep.
-        background: write while training continues.
-        timeout: the seconds for which a rank waits for the others.
+    torch's `async_save` is not used: it would end before the files have hashes and the checkpoint its name. A rank
+    waits `timeout` seconds for the others.
     """
 
     def __init__(self, directory: Path, keep: int, background: bool, timeout: int = 1800) -> None:

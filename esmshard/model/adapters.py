@@ -94,14 +94,8 @@ def read(
     base: Mapping[str, WeightReader],
     tied: Mapping[str, str],
 ) -> Adapter:
-    """Put an adapter in the tensors of its base. Each LoRA is added in fp32 when its weight is read.
-
-    Args:
-        directory: directory of the adapter.
-        settings: see `read_settings`.
-        config: architecture of the base.
-        base: the tensors of the base, by our names.
-        tied: names of tensors that are another tensor of the model, with the name of this other one.
+    """Put an adapter in the tensors of its base, which are given by our names. Each LoRA is added in fp32 when its
+    weight is read. `tied` are names that mean the tensor of another name.
 
     Raises:
         InputError: the adapter is not complete, does not fit the base, or cannot be read.
@@ -109,13 +103,12 @@ def read(
     file = next((directory / name for name in ADAPTERS if (directory / name).is_file()), None)
     if file is None:
         raise InputError(f"{directory}: holds no {ADAPTERS[0]}; it is not a complete adapter, copy it again")
-    readers = weight_reader.read_safetensors if file.suffix == ".safetensors" else weight_reader.read_state_dict
     files = family_of(config)
     halves: dict[str, dict[str, WeightReader]] = {"lora_A": {}, "lora_B": {}}
     modules: dict[str, str] = {}
     whole: dict[str, WeightReader] = {}
     left_out: set[str] = set()
-    for key, reader in readers(file).items():
+    for key, reader in weight_reader.read_tensors(file).items():
         name = key.removeprefix(PREFIX)
         if name.startswith(("classifier.", "score.")):
             left_out.add(name.split(".")[0])
@@ -195,8 +188,7 @@ def _with_lora(name: str, base: WeightReader, a: WeightReader, b: WeightReader, 
 def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
     """Return the key in `adapter_model.safetensors` of one of our tensors.
 
-    If all biases are trained, PEFT keeps them in the same file; the bias of an adapted layer belongs to the layer that
-    PEFT wrapped, `base_layer`.
+    PEFT keeps trained biases there, too; that of an adapted layer belongs to the layer that it wrapped, `base_layer`.
 
     >>> from esmshard.model.families.family_registry import SIZES
     >>> size = SIZES["esm2_t6_8M_UR50D"]
@@ -220,15 +212,8 @@ def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
 def adapter_config(
     base: str, config: ModelConfig, rank: int, alpha: float, targets: Collection[str], bias: str
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`.
-
-    Args:
-        base: name or path of the base model.
-        config: its architecture. Each adapted layer has its full name, since `dense` alone would include the LM head.
-        rank: rank of the matrices.
-        alpha: the LoRA is scaled by alpha / rank.
-        targets: as in a recipe's `adapt.targets`.
-        bias: `none` or `all`.
+    """Return the content of `adapter_config.json`, for a base model of this name or path. `targets` and `bias` are as
+    in a recipe's `adapt`. Each adapted layer has its full name, since `dense` alone would include the LM head.
     """
     files = family_of(config)
     # AutoPeftModel asks for the class of the base. A family that `transformers` does not have is read by esmshard only.

@@ -121,9 +121,7 @@ def corrected_maps(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
 
 
 def predict_contacts(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
-    """Predict the contact probabilities of each sequence by the model's own regression, fp32 [L, L], with gradients if
-    enabled.
-    """
+    """Predict contact probabilities of each sequence by the model's own regression, fp32 [L, L], with gradients."""
     regression = model.contact_head.regression
     sums = ContactAccumulators(len(batch), regression.weight, regression.bias)
     model(batch, layers=(), on_attention=sums.add)

@@ -41,16 +41,14 @@ class RecordDropout(nn.Module):
             return x_RF
         if draw_R is None:
             raise ValueError("dropout needs the draws of the records; make the batch with `collate`, for an epoch")
-        row_R = _hashed(draw_R + _wrapped(self.layer * _LAYER))
+        row_R = _hashed(draw_R + ((self.layer * _LAYER + 2**31) % 2**32 - 2**31))  # an int32
         column_F = torch.arange(x_RF.shape[1], dtype=torch.int32, device=x_RF.device) * _COLUMN
         left_out_RF = _hashed(row_R[:, None] + column_F) < int(self.share * 2**32) - 2**31
         return (x_RF / (1 - self.share)).masked_fill(left_out_RF, 0.0)
 
 
 def of_tokens(batch: TokenBatch) -> torch.Tensor | None:
-    """Return the draw of each token, int32 [T], from its record and its place in the record. None for a batch without
-    draws.
-    """
+    """Return the draw of each token, int32 [T], from its record and place; None for a batch without draws."""
     if batch.draw_N is None:
         return None
     counts_N = batch.cu_seqlens.diff().long()
@@ -73,8 +71,3 @@ def _hashed(h: torch.Tensor) -> torch.Tensor:
     for shift, factor in ((16, _FIRST), (15, _SECOND)):
         h = h.bitwise_xor_((h >> shift) & (2 ** (32 - shift) - 1)).mul_(factor)
     return h.bitwise_xor_((h >> 16) & 0xFFFF)
-
-
-def _wrapped(number: int) -> int:
-    """Wrap a number to the range of int32."""
-    return (number + 2**31) % 2**32 - 2**31

@@ -1,34 +1,30 @@
 """Writes a model in `transformers`' layout, or as the file of its authors' own code, and uploads model directories.
 
-One tensor at a time is read and written, so that the memory needed is that of the largest, whatever the model's size.
+The tensors of one file at a time are read and written, so that the memory needed is that of a file, at most 5 GB,
+whatever the model's size.
 """
 
-import hashlib
-import json
-import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name, replace_json, sha256, size_text
 from esmshard.joined_chains import Chains
 from esmshard.model import adapters, hub, weights
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.family import AuthorsFile
+from esmshard.model.families.family import AuthorsFile, Family
 from esmshard.model.families.family_registry import CHAINS, RELEASED, WINDOW, family_of
 from esmshard.progress import say
 
 MAX_FILE_BYTES = 5_000_000_000
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-# The names of the types in safetensors.
-_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 Source = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 """A function that reads the tensors of these names: our names for the trunk, `head.*` for a task head."""
@@ -58,28 +54,8 @@ def write_transformers(
     Raises:
         FloatingPointError: a weight is not finite, or too large for `dtype`.
     """
-    from huggingface_hub import split_torch_state_dict_into_shards  # It reads its variables when it is imported.
-
     theirs = family_of(config)
-    keys: dict[str, list[str]] = {}
-    for name in sorted(sizes):
-        if (key := theirs.key(name)) is not None:
-            keys.setdefault(key, []).append(name)
-    for key, names in keys.items():
-        if len(names) > 1:  # The file joins these tensors in one, in the order of its pieces.
-            names.sort(key=[piece.name for piece in theirs.pieces(key, config)].index)
-    planned = {
-        key: torch.empty(sum(sizes[name].numel() for name in names), dtype=stored_dtype(names[0], dtype), device="meta")
-        for key, names in keys.items()
-    }
-    plan = split_torch_state_dict_into_shards(planned, max_shard_size=max_file_bytes)
-    digests = {
-        file: _write_safetensors(directory / file, {key: keys[key] for key in of_file}, sizes, source, dtype)
-        for file, of_file in plan.filename_to_tensors.items()
-    }
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        replace_json(directory / "model.safetensors.index.json", index)
+    digests = _write_safetensors(directory, _by_key(theirs, config, sizes), sizes, source, dtype, max_file_bytes)
     about = theirs.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     if config.window is not None:
         about[WINDOW] = config.window
@@ -101,57 +77,55 @@ def write_pickle(
     """Write the file of a family's own code, at `kind.path(...)`.
 
     What it cannot hold, such as a task head, is left out. Other arguments, result and errors are as in
-    `write_transformers`. `torch.save` needs all tensors at once. So they are first written to a temporary file and
+    `write_transformers`. `torch.save` needs all tensors at once. So they are first written to temporary files and
     mapped from there, which takes the model's size on disk once more for a while, and no memory.
     """
-    joined = {key: [*names] for key, names in kind.joined(config).items()}
-    parts = {name for names in joined.values() for name in names}
-    single = {name: [name] for name in sizes if name not in parts and not name.startswith(kind.lacks)}
-    mapped = path.with_name("tensors.safetensors")
-    _write_safetensors(mapped, single | joined, sizes, source, dtype)
-    tensors = load_file(mapped)
-    mapped.unlink()  # If a mapped file cannot be removed (Windows), this raises an error.
-    return {file.name: sha256(file) for file in kind.write(path, config, tensors)}
+    held = [name for name in sizes if not name.startswith(kind.lacks)]
+    keys = {name: [name] for name in held} if kind.our_names else _by_key(family_of(config), config, held)
+    with TemporaryDirectory(dir=path.parent) as scratch:
+        files = _write_safetensors(Path(scratch), keys, sizes, source, dtype, MAX_FILE_BYTES)
+        tensors = {key: tensor for file in files for key, tensor in load_file(Path(scratch) / file).items()}
+        return {file.name: sha256(file) for file in kind.write(path, config, tensors)}
+
+
+def _by_key(family: Family, config: ModelConfig, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return our names of the tensors that a family's file joins in each key, in the order of its pieces."""
+    keys: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        if (key := family.key(name)) is not None:
+            keys[key].append(name)
+    for key, joined in keys.items():
+        if len(joined) > 1:
+            joined.sort(key=[piece.name for piece in family.pieces(key, config)].index)
+    return keys
 
 
 def _write_safetensors(
-    path: Path,
+    directory: Path,
     keys: Mapping[str, Sequence[str]],
     sizes: Mapping[str, torch.Size],
     source: Source,
     dtype: torch.dtype,
-) -> str:
-    """Write the tensors that `keys` names for each key, joined along the rows. The bytes are those of
-    `safetensors.torch.save_file`, which needs all tensors of a file in memory. Return their sha256.
+    max_file_bytes: int,
+) -> dict[str, str]:
+    """Write the tensors that `keys` names for each key, joined along the rows. Return the sha256 of each file."""
+    from huggingface_hub import split_torch_state_dict_into_shards  # It reads its variables when it is imported.
 
-    The format is the header's length (8 bytes, little-endian), a JSON header padded with spaces to a multiple of 8, and
-    the tensors, the wider types first so that all are aligned (https://github.com/huggingface/safetensors).
-    """
-    order = sorted(keys, key=lambda key: (-stored_dtype(keys[key][0], dtype).itemsize, key))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for key in order:
-        first, *more = keys[key]
-        kept, shape = stored_dtype(first, dtype), list(sizes[first])
-        for name in more:
-            shape[0] += sizes[name][0]
-        end = at + math.prod(shape) * kept.itemsize
-        header[key] = {"dtype": _CODES[kept], "shape": shape, "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    written = hashlib.sha256(head)
-    with open(path, "wb") as file:
-        file.write(head)
-        for key in order:
-            for name in keys[key]:
-                tensor = source([name])[name]
-                assert tensor.shape == sizes[name], f"{name} is {list(tensor.shape)}, {list(sizes[name])} was announced"
-                data = cast(name, tensor, dtype).flatten().view(torch.uint8).numpy().data
-                file.write(data)
-                written.update(data)
-    return written.hexdigest()
+    planned = {
+        key: torch.empty(sum(sizes[name].numel() for name in names), dtype=stored_dtype(names[0], dtype), device="meta")
+        for key, names in keys.items()
+    }
+    plan = split_torch_state_dict_into_shards(planned, max_shard_size=max_file_bytes)
+    for file, of_file in plan.filename_to_tensors.items():
+        tensors: dict[str, torch.Tensor] = {}
+        for key in of_file:
+            parts = [cast(name, source([name])[name], dtype) for name in keys[key]]
+            tensors[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        save_file(tensors, directory / file, {"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        replace_json(directory / "model.safetensors.index.json", index)
+    return {file: sha256(directory / file) for file in plan.filename_to_tensors}
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -160,12 +134,12 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a tensor to the type in which it is written.
+    """Return a copy of a tensor in the type in which it is written.
 
     Raises:
         FloatingPointError: a value is not finite, or too large for `dtype`.
     """
-    written = tensor.to(stored_dtype(name, dtype)).contiguous()
+    written = tensor.to(stored_dtype(name, dtype), copy=True, memory_format=torch.contiguous_format)
     # NaN and infinity appear as least or largest value; a mask or a copy of a tensor may be too large.
     if written.numel() and not torch.isfinite(torch.stack(torch.aminmax(written))).all():
         largest = float(tensor.abs().max())
@@ -178,11 +152,8 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def push(model: str, name: str, *, private: bool = False, overwrite: bool = False) -> str:
     """Upload the files of a model directory as one commit, and return the address of the repository.
 
-    Args:
-        model: a run that has a model, a directory that `consolidate` wrote, or an adapter's.
-        name: OWNER/NAME on the hub.
-        private: make a new repository private.
-        overwrite: add a commit to a repository that exists.
+    `model` is a run that has a model, a directory that `consolidate` wrote, or an adapter's; `overwrite` adds a commit
+    to a repository that exists.
 
     Raises:
         UsageError: `name` is not OWNER/NAME, or the repository exists already.
@@ -220,11 +191,12 @@ def push(model: str, name: str, *, private: bool = False, overwrite: bool = Fals
             commit_message=f"Model of {Path(model).name}",
         )
     except Exception as error:  # requests, httpx and hf_xet have no common exception type.
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        if status == 409:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code == 409:
             raise UsageError(
                 f"{name}: exists already on {constants.ENDPOINT}; choose another name or pass --overwrite"
             ) from None
-        hint = "try again" if status not in (401, 403) else "set HF_TOKEN to a token with the right to write"
-        raise InputError(f"{name}: the upload to {constants.ENDPOINT} failed ({hub.reason(error)}); {hint}") from None
+        raise InputError(
+            f"{name}: the upload to {constants.ENDPOINT} failed ({hub.reason(error)}); try again, with "
+            "HF_TOKEN set to a token with the right to write"
+        ) from None
     return address

@@ -185,14 +185,8 @@ def attention_reader(head: nn.Module | None, batch: TokenBatch) -> Any:
 def head_outputs(
     head: nn.Module, x_TD: torch.Tensor, batch: TokenBatch, attention: Any, logits_PV: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Call a head with what it reads besides representations. The outputs are fp32.
-
-    Args:
-        head: the head of a task.
-        x_TD: representations of the last layer.
-        batch: the records.
-        attention: what `attention_reader` returned, after the forward pass of the trunk.
-        logits_PV: the logits of the language model at `TokenBatch.logits_at_P`.
+    """Call a head with the last representations and with what else it reads: what `attention_reader` returned, after
+    the forward pass of the trunk, or the logits of the language model at `logits_at_P`. The outputs are fp32.
     """
     beside = logits_PV if getattr(head, "reads_logits", False) else attention
     outputs = head(x_TD, batch) if beside is None else head(x_TD, batch, beside)

@@ -26,7 +26,7 @@ repository that has none of them may hold the file of its authors' own code, see
 """
 _CONFIG = "config.json"
 _TOKENIZER = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
-_SMALL = (_CONFIG, ADAPTER_CONFIG, *_TOKENIZER, "head.safetensors", "esmshard.json", "README.md")
+SMALL = (_CONFIG, ADAPTER_CONFIG, *_TOKENIZER, "head.safetensors", "esmshard.json", "README.md")
 """Files that are copied besides the weights: those of `transformers` and PEFT, what esmshard writes, and the card."""
 _ANSWER = 10.0
 """Most seconds until the hub's first answer."""
@@ -48,7 +48,7 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
     if problems:
         raise UsageError(*problems)
     for out in outputs:
-        check_replaced(out, [*_SMALL, "*.safetensors*", "*.bin*", "*.pth"])
+        check_replaced(out, [*SMALL, "*.safetensors*", "*.bin*", "*.pth"])
 
 
 def find(name: str) -> Path | None:
@@ -134,7 +134,7 @@ def _weights(files: Collection[str]) -> list[str]:
 def _wanted(name: str, files: Collection[str]) -> list[str]:
     """Return the files of a repository to copy, the weights last. Raises `InputError` if no weights are among them."""
     if weights := _weights(files):
-        return [*(file for file in _SMALL if file in files), *weights]
+        return [*(file for file in SMALL if file in files), *weights]
     raise InputError(f"{name}: {repository(name)} holds no complete model in a form that is read here; {_BY_HAND}")
 
 
@@ -178,18 +178,11 @@ def _download(name: str, directory: Path | None = None) -> Path:
                 f"try again, and if it stays so look for a proxy that alters files, or {_BY_HAND}"
             )
         if file == _CONFIG and name not in RELEASED and authors_weights(files) is None:
-            _check_config(name, path)
+            try:  # before the weights are downloaded
+                transformers_config(read_json(path))
+            except ValueError as error:
+                raise InputError(f"{name}: {file} is not that of a model that can be read: {error}") from None
     return path.parents[len(Path(files[-1]).parts) - 1]
-
-
-def _check_config(name: str, path: Path) -> None:
-    """Refuse a repository before its weights are downloaded, if its `config.json` is that of no model that can be
-    read.
-    """
-    try:
-        transformers_config(read_json(path))
-    except ValueError as error:
-        raise InputError(f"{name}: {path.name} is not that of a model that can be read: {error}") from None
 
 
 _BY_HAND = "give a model's path instead of its name"

@@ -43,14 +43,7 @@ class LoraLinear(nn.Linear):
 def add_lora(
     layers: nn.ModuleList, matrices: Sequence[Matrix], rank: int, alpha: float, targets: Collection[str]
 ) -> dict[str, torch.Size]:
-    """Add a LoRA to linear layers of each block, in place.
-
-    Args:
-        layers: blocks of a trunk, on any device, the meta device too.
-        matrices: the linear layers of a block (`ModelConfig.matrices`).
-        rank: rank of the new matrices.
-        alpha: the LoRA is scaled by alpha / rank.
-        targets: which of them, as in `Matrix.target`.
+    """Add a LoRA to those linear layers of each block that `targets` names (`Matrix.target`), in place, on any device.
 
     Returns:
         Shapes of the new matrices, by the trunk's names. `esmshard.model.weights.drawn` gives their first
@@ -70,12 +63,8 @@ def add_lora(
 
 
 def merged(name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
-    """Return a weight with its LoRA added, in fp32: W + scale * B A. A tensor without a LoRA is returned unchanged.
-
-    Args:
-        name: name of the tensor.
-        tensors: the tensor and, if it has a LoRA, the tensors `lora_names(name)`.
-        scale: alpha / rank.
+    """Return a weight with its LoRA added, in fp32: W + scale * B A, where scale is alpha / rank. `tensors` has the
+    weight and the tensors `lora_names(name)`; without these the weight is returned unchanged.
     """
     a, b = lora_names(name)
     if a not in tensors:

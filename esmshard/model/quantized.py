@@ -17,9 +17,6 @@ from torch import nn
 from esmshard.errors import UsageError
 from esmshard.model.config import NF4_BLOCK, Matrix, Quantization
 
-OLDEST_GPU = (6, 0)
-"""The lowest compute capability for which bitsandbytes has kernels."""
-
 
 class PackedMatrix(nn.Module):
     """A frozen matrix W [out, in] in 4 or 8 bits: `values` [out, in / 2] or [out, in], and their fp32 `scales`."""
@@ -83,12 +80,8 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantize(layers: nn.ModuleList, matrices: Sequence[Matrix], kind: Quantization) -> None:
-    """Replace the linear layers of each block, in place. The values of the packed matrices are not defined yet.
-
-    Args:
-        layers: blocks of a trunk, on any device, the meta device too.
-        matrices: the linear layers of a block (`ModelConfig.matrices`).
-        kind: how a matrix is stored.
+    """Replace the linear layers of each block, in place, on any device. The values of the packed matrices are not
+    defined yet.
     """
     for layer in layers:
         for matrix in matrices:
@@ -129,20 +122,11 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def check_quantization(device: torch.device) -> None:
-    """Refuse devices on which quantised matrices are not offered, and a missing bitsandbytes.
-
-    Raises:
-        UsageError: in both cases.
-    """
+    """Raise `UsageError` on devices on which quantised matrices are not offered, and without bitsandbytes."""
     if device.type != "cuda":
         raise UsageError(
             f"model.quantize: is for NVIDIA GPUs, and this run is on {device.type}; pass model.quantize=null, or run "
             "it on a machine with a GPU"
-        )
-    if torch.cuda.get_device_capability(device) < OLDEST_GPU:
-        raise UsageError(
-            f"model.quantize: needs a GPU of compute capability {'.'.join(map(str, OLDEST_GPU))} or later, and "
-            f"{torch.cuda.get_device_name(device)} is older; pass model.quantize=null"
         )
     if find_spec("bitsandbytes") is None:
         raise UsageError("model.quantize: needs bitsandbytes; pip install 'esmshard[quantize]'")

@@ -115,9 +115,9 @@ def read_pickle(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_state_dict(path: Path) -> dict[str, WeightReader]:
-    """Return readers of the tensors of a torch file that holds nothing else, by key."""
-    return tensors(read_pickle(path))
+def read_tensors(path: Path) -> dict[str, WeightReader]:
+    """Return readers of the tensors of a safetensors file, or of a torch file that holds nothing else, by key."""
+    return read_safetensors(path) if path.suffix == ".safetensors" else tensors(read_pickle(path))
 
 
 def tensors(state: Mapping[str, Any]) -> dict[str, WeightReader]:

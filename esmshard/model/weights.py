@@ -188,14 +188,9 @@ def read(model: str) -> Weights:
     """Open the weights of a model.
 
     Args:
-        model: a file of the authors' own code, such as fair-esm's `.pt`; a directory in `transformers`' layout (ours
-            are such directories); a copy of a repository with `data/weights/*.pth`, or one of these files (ESM3, ESM-C
-            of 2024-12); a run that has a model; the `.safetensors` in a directory; an adapter's directory, ours or
-            PEFT's (`esmshard.model.adapters`); `FILE@SIZE` for a file of tensors alone, such as the result of
-            `model.state_dict()`; a released name such as `esm2_t33_650M_UR50D`, or OWNER/NAME for any repository of the
-            Hugging Face hub, which are searched in the local caches and else downloaded (`esmshard.model.hub`); the
-            address of such a file or directory in a bucket (`esmshard.remote`); or `starter` or `demo`, which come with
-            the package.
+        model: a file of the authors' own code; a directory in `transformers`' layout, a run, or an adapter's directory;
+            `FILE@SIZE` for a file of tensors alone; a released name, or OWNER/NAME of the Hugging Face hub; the address
+            of a file or directory in a bucket; or `starter` or `demo`. See docs/models.md.
 
     Raises:
         InputError: the model cannot be read; the message names the file and what is wrong.
@@ -269,8 +264,7 @@ def _read_transformers(source: str, path: Path, single: Path | None = None) -> W
     files = _weight_files(path) if single is None else [single]
     readers: dict[str, WeightReader] = {}
     for file in files:
-        safe = file.suffix == ".safetensors"
-        readers |= weight_reader.read_safetensors(file) if safe else weight_reader.read_state_dict(file)
+        readers |= weight_reader.read_tensors(file)
     return _by_our_names(config, source, readers, files)
 
 
@@ -358,7 +352,6 @@ def _complete(
     config: ModelConfig, source: str, readers: dict[str, WeightReader], head: Mapping[str, WeightReader]
 ) -> Weights:
     """Check every key. An LM head or contact regression may be missing; it is listed and drawn at random."""
-    _compare_sizes(config, source, readers)  # before a model of the claimed size is built on the meta device
     for name, first in tied(config).items():
         its, shared = readers.pop(name, None), readers.get(first)
         if its is None or shared is None or its.shape != shared.shape:
@@ -381,21 +374,6 @@ def _complete(
     head = {name: reader.finite(f"{source}: head.{name}") for name, reader in head.items()}
     parts = tuple(part for part in ("lm_head", "contact_head") if any(n.startswith(f"{part}.") for n in missing))
     return Weights(config, source, tensors, head, parts)
-
-
-def _compare_sizes(config: ModelConfig, source: str, readers: Mapping[str, WeightReader]) -> None:
-    """Check that the sizes in a configuration are not larger than those of the tensors beside it."""
-    layers = 1 + max((int(m[1]) for name in readers if (m := re.match(r"layers\.(\d{1,9})\.", name))), default=-1)
-    if layers < config.n_layers:
-        raise InputError(
-            f"{source}: its configuration says {config.n_layers:,} layers and its weights have {layers:,}, so "
-            f"layers.{layers}.* are missing; the file is not a complete model, or the configuration is another model's"
-        )
-    table = readers.get("embed_tokens.weight")
-    if table is not None and table.shape[1:] != (config.dim,):
-        raise InputError(
-            f"{source}: embed_tokens.weight is {list(table.shape)}, and a width of {config.dim} was expected"
-        )
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
@@ -449,13 +427,7 @@ def _read_adapter(path: Path) -> Weights:
 def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
     """Let a model read several chains as is asked for; if it is not, as the model's file or its default says.
 
-    Args:
-        weights: the weights.
-        chains: how chains are joined.
-        where: what asks for it, for messages.
-
-    Raises:
-        UsageError: the model cannot read chains so.
+    Raises `UsageError` if the model cannot read chains so; `where` is what asks for it.
     """
     if chains is None:
         return weights
@@ -503,11 +475,7 @@ def load_model(model: str, device: torch.device | None = None, dtype: torch.dtyp
 
 
 def record(digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return the entries of `esmshard.json` about the weight files.
-
-    Args:
-        digests: sha256 of each file, by name, in the order in which the files were written.
-    """
+    """Return the entries of `esmshard.json` about the weight files, of their sha256 in the order of writing."""
     together = hashlib.sha256(b"".join(map(bytes.fromhex, digests.values()))).hexdigest()
     return {"weights_sha256": together, "files": dict(digests)}
 
@@ -515,10 +483,8 @@ def record(digests: Mapping[str, str]) -> dict[str, Any]:
 def altered(files: Sequence[Path]) -> str | None:
     """Describe in one sentence which weight file is not the recorded one; None if all files are.
 
-    Files without a record beside them, such as released ones, are not checked.
-
-    Args:
-        files: files of one model; an adapter and its base lie in two directories.
+    Files without a record beside them, such as released ones, are not checked. An adapter and its base lie in two
+    directories.
     """
     for folder, known in _records(files):
         here = [file for file in files if file.parent == folder]
@@ -580,11 +546,7 @@ def identity(weights: Weights, name: str) -> dict[str, Any]:
 
     A checkpoint of `adapt.method` lora or head does not hold the frozen base, and a LoRA on another base is useless.
     Fresh weights follow from architecture and seed. For other weights, each weight file is identified by size and
-    sha256.
-
-    Args:
-        weights: the weights.
-        name: name by which `read` finds them, as in the recipe.
+    sha256. `name` is the one by which `read` finds them.
     """
     known: dict[str, Any] = {"name": name, "config": weights.config.recorded(), "seed": weights.seed, "files": {}}
     if weights.made:
@@ -598,10 +560,7 @@ def identity(weights: Weights, name: str) -> dict[str, Any]:
 
 def model_hash(weights: Weights) -> str:
     """Return one sha256, in hexadecimal digits, of architecture and weights, whatever their files are called."""
-    known = identity(weights, "")
-    same = {key: known[key] for key in ("seed", "made") if key in known} | {"files": _hashes(known)}
-    same["config"] = _of_weights(known["config"])
-    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_model_of(identity(weights, "")), sort_keys=True).encode()).hexdigest()
 
 
 def check(
@@ -618,27 +577,17 @@ def check(
     Raises:
         InputError: the two are different models.
     """
-    if _of_weights(now["config"]) != _of_weights(before["config"]):
-        what = "another architecture"
-    elif now["seed"] != before["seed"]:
-        what = "other random weights"
-    elif _hashes(now) != _hashes(before):
-        what = "other weights"
-    elif now.get("made") != before.get("made"):
-        what = "an adapter with other settings"
-    else:
-        return
-    hashes = ", ".join(f"sha256 of {name}: {entry['sha256']}" for name, entry in before["files"].items())
-    raise InputError(
-        f"{where}: holds what was trained on top of {before['name']}, and {now['name']} is {what}; {fix}"
-        f"{hashes and f' ({hashes})'}"
-    )
+    its, wanted = _model_of(now), _model_of(before)
+    if wrong := sorted(key for key in its.keys() | wanted.keys() if its.get(key) != wanted.get(key)):
+        hashes = ", ".join(f"sha256 of {name}: {entry['sha256']}" for name, entry in before["files"].items())
+        raise InputError(
+            f"{where}: holds what was trained on top of {before['name']}, and {now['name']} is another model (other "
+            f"{', '.join(wrong)}); {fix}{hashes and f' ({hashes})'}"
+        )
 
 
-def _of_weights(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the window and how chains are joined, which are no part of the weights."""
-    return {key: value for key, value in config.items() if key not in ("window", "chains")}
-
-
-def _hashes(known: Mapping[str, Any]) -> list[str]:
-    return sorted(str(entry["sha256"]) for entry in known["files"].values())
+def _model_of(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what makes the model in an identity: not names of files, the window, or how chains are joined."""
+    same = {key: known[key] for key in ("seed", "made") if key in known}
+    same["files"] = sorted(str(entry["sha256"]) for entry in known["files"].values())
+    return same | {"config": {key: value for key, value in known["config"].items() if key not in ("window", "chains")}}

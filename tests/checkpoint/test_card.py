@@ -101,45 +101,27 @@ def test_a_fine_tuned_released_model(model: Path) -> None:
         "base_model_relation": "finetune",
         "library_name": "transformers",
         "tags": ["biology", "protein-language-model", "esmshard", "contact-prediction"],
-        "model-index": [
-            {
-                "name": "mine",
-                "results": [
-                    {
-                        "task": {"type": "contact-prediction"},
-                        "dataset": {"name": "c.fasta", "type": "protein"},
-                        "metrics": [{"type": "long P@L", "value": 0.51239, "name": "long P@L, 0.512 [0.480, 0.545]"}],
-                    }
-                ],
-            }
-        ],
     }
     assert text.startswith("\n# mine\n\n")
     assert "a head for the task `contact` (head pairwise, channels 8, blocks 1)" in text
     assert "fine-tuned from `esm2_t6_8M_UR50D` ([facebook/esm2_t6_8M_UR50D](https://huggingface.co/facebook/" in text
     assert "not ESM-2" not in text
-    assert "6 layers, width 320, 20 heads, 7,512,474 parameters without the head" in text
-    assert row(text, "train") == ["train", "`sample:contact/train`", "1,200", "345,678", f"`{64 * '0'}`"]
-    assert row(text, "valid") == ["valid", "`b!c.fasta`", "1,201", "345,679", f"`{64 * '1'}`"]
-    assert row(text, "test") == ["test", "`c.fasta`", "1,202", "345,680", f"`{64 * '2'}`"]
+    assert row(text, "train") == ["train", "`sample:contact/train`", "1,200", "345,678"]
+    assert row(text, "valid") == ["valid", "`b!c.fasta`", "1,201", "345,679"]
+    assert row(text, "test") == ["test", "`c.fasta`", "1,202", "345,680"]
     assert "Training records of more than 1,022 residues: `crop`." in text
     expected = {
         "steps": "380 of 400",
         "tokens a step, at most": "20,000",
-        "optimizer": "AdamW, betas 0.9 and 0.98, weight decay 0.01",
-        "learning rate": "0.0001, head 0.0002",
-        "schedule": "cosine, 10% warm-up",
-        "gradient norm, at most": "1",
-        "seed": "0",
+        "learning rate": "AdamW, cosine, 0.0001, head 0.0002",
         "precision": "bf16, weights and optimizer state in fp32",
-        "processes": "4, full_shard",
-        "software": "esmshard 0.1.0, torch 2.13.0",
     }
     assert {name: row(text, name)[1] for name in expected} == expected
     assert "MIT licence (Copyright Meta Platforms" in text
     assert "The licence of the training data is for whoever publishes this model to state." in text
-    assert "10.1126/science.ade2574" in text
-    assert f"`{'f' * 64}`" in text
+    assert text.endswith(
+        "## Citation\n\nesm2_t6_8M_UR50D: Lin et al. 2023, Science 379:1123, doi:10.1126/science.ade2574\n"
+    )
 
 
 def test_another_repository_is_named_and_its_licence_holds_on(model: Path) -> None:

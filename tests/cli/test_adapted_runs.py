@@ -131,7 +131,7 @@ def test_it_goes_on_from_there(trained: Callable[[str], Trained], method: str, p
 def test_another_base_is_refused(trained: Callable[[str], Trained], tmp_path: Path) -> None:
     found = trained("lora")
     other = write_base(tmp_path / "base", seed=12)
-    with pytest.raises(InputError, match=r"step_000006: holds what was trained on top of .*base, and .*base is other "):
+    with pytest.raises(InputError, match=r"step_000006: holds what was trained on top of .*base is another model"):
         consolidate(found.run, tmp_path / "out", base=str(other))
     run = interrupted(found, tmp_path / "again")
     kept = (found.base / "model.safetensors").read_bytes()
@@ -140,7 +140,7 @@ def test_another_base_is_refused(trained: Callable[[str], Trained], tmp_path: Pa
         done = esmshard("finetune", found.recipe, f"out={run}", "--resume", "auto", "--nproc", "1")
         assert done.returncode == 1
         assert done.stderr.count("error: ") == 1
-        assert "other weights; give the model that it was trained on" in done.stderr
+        assert "another model (other files); give the model that it was trained on" in done.stderr
         (found.base / "model.safetensors").unlink()
         with pytest.raises(InputError, match=r"not a complete model; .* needs this base model: .*--base"):
             consolidate(found.run, tmp_path / "out")
@@ -205,7 +205,7 @@ def test_the_adapter_alone(trained: Callable[[str], Trained], tmp_path: Path) ->
     assert consolidate_adapter(found.run, out, overwrite=True) == out
     with pytest.raises(UsageError, match=r"is no run; --adapter is for a run"):
         consolidate_adapter(found.run / "model", tmp_path / "other")
-    with pytest.raises(UsageError, match="is a whole model, which has no other base"):
+    with pytest.raises(UsageError, match="is a model and no run"):
         consolidate(found.run / "model", tmp_path / "other", base="x")
 
 
@@ -229,7 +229,7 @@ def test_commands_take_the_adapter_for_the_model(trained: Callable[[str], Traine
     assert merged.keys() == model.keys()
     assert all(torch.equal(tensor, model[name]) for name, tensor in merged.items())
     assert json.loads((tmp_path / "merged" / "esmshard.json").read_text())["format"] == "esmshard-model"
-    with pytest.raises(UsageError, match=r"adapter: is an adapter, and adapter_config.json in it says where its base"):
+    with pytest.raises(UsageError, match=r"adapter: is a model and no run"):
         consolidate(adapter, tmp_path / "other", base="x")
     with pytest.raises(UsageError, match=r"adapter: is no run; --adapter is for a run"):
         consolidate_adapter(adapter, tmp_path / "other")

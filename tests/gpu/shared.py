@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.model import weight_reader, weights
-from esmshard.model.families.esm2 import FAMILY, EsmConfig
-from esmshard.model.families.esm_base import TIED
+from esmshard.model.families.esm2 import FAMILY, TIED, EsmConfig
 from esmshard.model.weights import Weights
 from esmshard.parallel.process_group import World
 from esmshard.vocab import MASK, STANDARD, encode

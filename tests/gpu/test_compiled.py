@@ -9,7 +9,7 @@ from shared import distance, masked_pack, size
 from small_model import FULL, LORA, OF_LOGITS, built, check, computed
 from torch._dynamo.utils import counters
 
-from esmshard.model.families.esm_base import TransformerLayer
+from esmshard.model.families.esm2 import TransformerLayer
 from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.layout import Layout
 from esmshard.recipe.sections import AdaptSettings

@@ -16,7 +16,7 @@ from cases import loaded, written
 from shared import size, start, steps, texts
 
 import esmshard
-from esmshard.model.families.esm_base import TransformerLayer
+from esmshard.model.families.esm2 import TransformerLayer
 from esmshard.train import finetune
 
 pytestmark = pytest.mark.gpu

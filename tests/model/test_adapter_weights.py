@@ -16,8 +16,7 @@ from transformers import EsmForMaskedLM, EsmModel
 from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.adapters import adapter_config, write_adapter
-from esmshard.model.families.esm2 import FAMILY
-from esmshard.model.families.esm_base import TIED
+from esmshard.model.families.esm2 import FAMILY, TIED
 from esmshard.model.weights import Weights
 
 CONFIG = SMALL["ESM-2"]
@@ -192,7 +191,7 @@ def test_our_own_adapter_on_its_base_and_on_no_other(base: Path, tmp_path: Path)
     assert weights.identity(scaled, "x")["files"] == weights.identity(found, "x")["files"]
     assert len({weights.model_hash(each) for each in (plain, found, scaled)}) == 3
     assert "made" not in weights.identity(plain, "x")
-    with pytest.raises(InputError, match="is an adapter with other settings"):
+    with pytest.raises(InputError, match=r"another model .other made"):
         weights.check(weights.identity(scaled, "x"), weights.identity(found, "x"), "step_1")
     edit(adapter, lora_alpha=4.0, inference_mode=False)
     weights.check(weights.identity(weights.read(str(adapter)), "y"), weights.identity(found, "x"), "step_1")
@@ -202,7 +201,7 @@ def test_our_own_adapter_on_its_base_and_on_no_other(base: Path, tmp_path: Path)
     edit(adapter, base_model_name_or_path=str(other))
     with pytest.raises(InputError) as caught:
         weights.read(str(adapter))
-    assert f"{other} is other weights" in str(caught.value)
+    assert f"{other} is another model (other files)" in str(caught.value)
     assert mend in str(caught.value)
     edit(adapter, base_model_name_or_path=str(tmp_path / "gone"))
     with pytest.raises(InputError) as caught:
@@ -220,7 +219,7 @@ def test_random_weights_as_the_base_follow_from_their_seed(tmp_path: Path) -> No
     assert found.unlearned == ("lm_head", "contact_head")
     assert found.seed is None, "it is no longer what the seed says"
     other = weights.read(str(own("nano", tmp_path / "other", weights.fresh(CONFIG, 8))))
-    with pytest.raises(InputError, match=r"step_1: .* is an adapter with other settings; give the model that"):
+    with pytest.raises(InputError, match=r"step_1: .* another model .other made.; give the model that"):
         weights.check(weights.identity(other, "y"), weights.identity(found, "x"), "step_1")
     assert [file.name for file in found.files] == ["adapter_model.safetensors", "head.safetensors"]
 

@@ -11,8 +11,7 @@ from model_files import SMALL, TINY, edit_pt, edit_tensors, fair_esm, tokenise, 
 
 from esmshard.model import weights
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2 import ESM2, EsmConfig
-from esmshard.model.families.esm_base import TIED
+from esmshard.model.families.esm2 import ESM2, TIED, EsmConfig
 from esmshard.model.weights import load_model
 
 

@@ -41,7 +41,7 @@ def test_a_model_that_moved_is_the_same_and_one_byte_more_is_not(base: Path, tmp
     weights.check(identity(moved), before, "step_1")
     other = ours(fair_esm(SMALL["ESM-2"], seed=1), SMALL["ESM-2"])
     changed = write_transformers(tmp_path / "changed", other, SMALL["ESM-2"])
-    with pytest.raises(InputError, match=f"{changed} is other weights") as caught:
+    with pytest.raises(InputError, match=f"{changed} is another model .other files") as caught:
         weights.check(identity(changed), before, "step_1")
     assert before["files"]["model.safetensors"]["sha256"] in str(caught.value)  # type: ignore[index]
 
@@ -50,9 +50,9 @@ def test_fresh_weights_are_known_by_seed_and_architecture() -> None:
     nano = SIZES["nano"]
     before = weights.identity(weights.fresh(nano, 3), "nano")
     assert (before["seed"], before["files"]) == (3, {})
-    with pytest.raises(InputError, match=r"nano is other random weights; give the model that it was trained on$"):
+    with pytest.raises(InputError, match=r"nano is another model .other seed.; give the model that it was trained on$"):
         weights.check(weights.identity(weights.fresh(nano, 4), "nano"), before, "step_1")
-    with pytest.raises(InputError, match="mini is another architecture"):
+    with pytest.raises(InputError, match=r"mini is another model .other config"):
         weights.check(weights.identity(weights.fresh(SIZES["mini"], 3), "mini"), before, "step_1")
 
 

@@ -168,7 +168,7 @@ def test_a_repository_that_exists_gets_a_commit_only_if_asked(server: Repositori
 
 
 @pytest.mark.parametrize(
-    ("status", "says"), [(401, "set HF_TOKEN to a token"), (403, "set HF_TOKEN to a token"), (500, "failed")]
+    ("status", "says"), [(401, "HF_TOKEN set to a token"), (403, "HF_TOKEN set to a token"), (500, "failed")]
 )
 def test_what_the_hub_refuses_is_one_sentence(server: Repositories, model: Path, status: int, says: str) -> None:
     server.answers = status

@@ -8,8 +8,7 @@ from torch._dynamo.utils import counters
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.model import attention, weights
-from esmshard.model.families.esm2 import ESM2, EsmConfig
-from esmshard.model.families.esm_base import TransformerLayer
+from esmshard.model.families.esm2 import ESM2, EsmConfig, TransformerLayer
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard

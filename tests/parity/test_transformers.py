@@ -21,8 +21,7 @@ from esmshard.batch import TokenBatch
 from esmshard.model import weights
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2 import ESM2, FAMILY, EsmConfig
-from esmshard.model.families.esm_base import TIED
+from esmshard.model.families.esm2 import ESM2, FAMILY, TIED, EsmConfig
 from esmshard.model.weights import load_model
 
 CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)

@@ -17,7 +17,7 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.model.config import ModelConfig
-from esmshard.model.families import gated_base
+from esmshard.model.families.esmc import EsmcConfig, GatedTrunk, RMSNorm, write_tokenizer
 from esmshard.model.families.family import (
     SIZES_OF_TRANSFORMERS,
     Family,
@@ -27,7 +27,6 @@ from esmshard.model.families.family import (
     check_settings,
     renamed,
 )
-from esmshard.model.families.gated_base import GatedConfig, GatedTrunk, RMSNorm
 from esmshard.model.trunk import ABSENT
 from esmshard.vocab import TOKENS, VOCAB_SIZE
 
@@ -47,7 +46,7 @@ CODE = "chandar-lab/AMPLIFY_350M--amplify"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AmplifyConfig(GatedConfig):
+class AmplifyConfig(EsmcConfig):
     """The architecture of an AMPLIFY.
 
     Everything else (vocabulary, RMSNorm with eps 1e-5, interleaved rotary positions of base 10000, no biases in blocks)
@@ -106,13 +105,7 @@ class Amplify(GatedTrunk):
 
 _M120 = AmplifyConfig(n_layers=24, dim=640, n_heads=10)
 _M350 = AmplifyConfig(n_layers=32, dim=960, n_heads=15)
-_FOURNIER = """\
-@article{fournier2024protein,
-  title   = {Protein Language Models: Is Scaling Necessary?},
-  author  = {Fournier, Quentin and Vernon, Robert M. and {van der Sloot}, Almer and Schulz, Benjamin and
-             Chandar, Sarath and Langmead, Christopher James},
-  journal = {bioRxiv}, year = {2024}, doi = {10.1101/2024.09.23.614603}
-}"""
+_FOURNIER = "Fournier et al. 2024, bioRxiv, doi:10.1101/2024.09.23.614603"
 _FIXED = {
     "vocab_size": len(VOCABULARY),
     "rms_norm": True,
@@ -166,10 +159,9 @@ class AmplifyFamily(Family):
             "down": "ffn.w3",
         },
         others={
-            "embed_tokens.weight": "encoder.weight",
-            "layer_norm_after.weight": "layer_norm_2.weight",
-            "lm_head.decoder.weight": "decoder.weight",
-            "lm_head.decoder.bias": "decoder.bias",
+            "embed_tokens.": "encoder.",
+            "layer_norm_after.": "layer_norm_2.",
+            "lm_head.decoder.": "decoder.",
         },
     )
 
@@ -223,7 +215,7 @@ class AmplifyFamily(Family):
         """Write the files from which `transformers.AutoTokenizer` makes a tokenizer of AMPLIFY."""
         settings = {f"{role}_token": f"<{role}>" for role in ("pad", "unk", "mask", "bos", "eos")}
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        gated_base.write_tokenizer(directory, VOCABULARY, VOCABULARY[:5], ("<bos>", "A", "B", "<eos>"), settings)
+        write_tokenizer(directory, VOCABULARY, VOCABULARY[:5], ("<bos>", "A", "B", "<eos>"), settings)
 
 
 FAMILY = AmplifyFamily()

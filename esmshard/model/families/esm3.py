@@ -4,12 +4,11 @@ other tracks have the values that stand for nothing known.
 The reference for every number is `esm` 3.4.1 (`esm/models/esm3.py`), called with one protein at a time;
 `tests/parity/test_esm3.py` compares the two. `esmshard.batch` explains the letters of tensor names.
 
-`transformers` has no ESM3. A fine-tuned one is therefore written under our own names, with a `config.json` whose
+`transformers` has no ESM3. A fine-tuned one is therefore written under the authors' names, with a `config.json` whose
 `model_type` is `esm3`: esmshard reads such a directory, and nothing else does. `Esm3File` writes the file that the
 authors' code reads.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +21,17 @@ from esmshard.batch import TokenBatch
 from esmshard.model.attention import OnAttention
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.esm3_structure import GeometricAttention, structure_tokens
-from esmshard.model.families.family import AuthorsFile, Encoder, Family, Opened, Piece, Released, renamed
-from esmshard.model.families.gated_base import (
+from esmshard.model.families.esmc import (
     AUTHORS,
-    JOINED,
     LM_HEAD,
     ROWS,
-    GatedConfig,
+    EsmcConfig,
     GatedTrunk,
     UntiedLMHead,
     authors_pieces,
     authors_sizes,
 )
+from esmshard.model.families.family import AuthorsFile, Encoder, Family, Names, Opened, Piece, Released, renamed
 from esmshard.model.trunk import embedding
 from esmshard.vocab import CLS, EOS, PAD, SEPARATOR, Track
 
@@ -72,7 +70,7 @@ COORDINATES, STRUCTURE = "coordinates", "structure_tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Esm3Config(GatedConfig):
+class Esm3Config(EsmcConfig):
     """The architecture of an ESM3."""
 
     family: ClassVar[str] = "esm3"
@@ -182,14 +180,7 @@ class ESM3(GatedTrunk):
         return self.pack.own(whole_TD)
 
 
-_HAYES = """\
-@article{hayes2025simulating,
-  title   = {Simulating 500 million years of evolution with a language model},
-  author  = {Hayes, Thomas and Rao, Roshan and Akin, Halil and Sofroniew, Nicholas J. and Oktay, Deniz and Lin, Zeming
-             and Verkuil, Robert and Tran, Vincent Q. and Deaton, Jonathan and Wiggert, Marius and others},
-  journal = {Science}, volume = {387}, number = {6736}, pages = {850--858}, year = {2025},
-  doi     = {10.1126/science.ads0018}
-}"""
+_HAYES = "Hayes et al. 2025, Science 387:850, doi:10.1126/science.ads0018"
 
 _TABLE = "encoder.sequence_embed.weight"
 _GEOMETRIC = "transformer.blocks.0.geom_attn."
@@ -224,36 +215,6 @@ model.load_state_dict(state)"""
         """Return the path of the file."""
         return directory / f"{stem}.pth"
 
-    def joined(self, config: Esm3Config) -> dict[str, tuple[str, ...]]:
-        """Return the names of our tensors that the file joins along the rows, by its key."""
-        return {
-            f"transformer.blocks.{n}.{key}": tuple(f"layers.{n}.{name}" for name in names)
-            for n in range(config.n_layers)
-            for key, names in JOINED.items()
-        }
-
-    def write(self, file: Path, config: Esm3Config, tensors: dict[str, torch.Tensor]) -> list[Path]:
-        """Write what `ESM3.load_state_dict` takes: all keys of the published file, and no other. They hold no rotary
-        frequencies.
-        """
-        whole = self.joined(config)
-        state = {
-            name if name in whole else self._key(name): tensor
-            for name, tensor in tensors.items()
-            if not name.endswith("inv_freq")
-        }
-        torch.save(state, file)
-        return [file]
-
-    def _key(self, name: str) -> str:
-        """Return the key of one of our tensors that is not part of a joined one."""
-        if match := re.fullmatch(r"(?:lm_head|other_heads\.(\w+))\.(\w+)\.(weight|bias)", name):
-            place = next(place for place, part in LM_HEAD.items() if part == match[2])
-            return f"output_heads.{match[1] or 'sequence_head'}.{place}.{match[3]}"
-        name = re.sub(r"^embed_tokens\.", "encoder.sequence_embed.", name)
-        name = re.sub(r"^geom_attn\.", _GEOMETRIC, name)
-        return AUTHORS.theirs(re.sub(r"^other_tracks\.", "encoder.", name))
-
 
 class Esm3Family(Family):
     """ESM3."""
@@ -283,6 +244,24 @@ class Esm3Family(Family):
     reads_pickles = True
     pickles: ClassVar[Mapping[str, AuthorsFile]] = {"esm3-pth": Esm3File()}
     model_types = ("esm3",)
+    names = Names(
+        block=AUTHORS.block,
+        in_block=AUTHORS.in_block,
+        others={
+            **AUTHORS.others,
+            "embed_tokens.": "encoder.sequence_embed.",
+            "geom_attn.": _GEOMETRIC,
+            "other_tracks.": "encoder.",
+            **{
+                f"{ours}.{part}.": f"output_heads.{theirs}.{place}."
+                for ours, theirs in {
+                    "lm_head": "sequence_head",
+                    **{f"other_heads.{head}": head for head in HEADS},
+                }.items()
+                for place, part in LM_HEAD.items()
+            },
+        },
+    )
 
     def initial(self, config: Esm3Config, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
         """Draw a tensor of a new model as in ESM-C; scales of geometric attention are 0."""
@@ -290,24 +269,9 @@ class Esm3Family(Family):
             return torch.zeros(shape)
         return super().initial(config, name, shape, generator)
 
-    def key(self, name: str) -> str | None:
-        """Return the key in our own directory: the name; None for rotary frequencies, which are computed."""
-        return None if self.computed(name) else name
-
     def pieces(self, key: str, config: Esm3Config) -> tuple[Piece, ...]:
-        """Return our tensors in a key of the authors' file, or in one of our own. An unknown key is returned as it
-        is.
-        """
-        if key == _TABLE:
-            return (Piece("embed_tokens.weight"),)
-        if key.startswith(_GEOMETRIC):
-            return (Piece("geom_attn." + key.removeprefix(_GEOMETRIC)),)
-        if match := re.fullmatch(r"output_heads\.(\w+)\.([023])\.(weight|bias)", key):
-            head = "lm_head" if match[1] == "sequence_head" else f"other_heads.{match[1]}"
-            return (Piece(f"{head}.{LM_HEAD[match[2]]}.{match[3]}"),)
-        if key.startswith("encoder."):
-            return (Piece("other_tracks." + key.removeprefix("encoder.")),)
-        return authors_pieces(key, config)
+        """Return our tensors in a key of the authors' file, whose names our own directory has, too."""
+        return authors_pieces(key, config, self.names)
 
     def read_config(self, raw: Mapping[str, Any]) -> Esm3Config:
         """Return the architecture that `write_config` wrote."""
@@ -317,9 +281,6 @@ class Esm3Family(Family):
     def write_config(self, config: Esm3Config) -> dict[str, Any]:
         """Return the content of the `config.json` in our own directory."""
         return {"model_type": "esm3", **config.sizes}
-
-    def write_tokenizer(self, directory: Path) -> None:
-        """Write nothing, since `transformers` has no tokenizer of ESM3."""
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
         """Read the file of a published ESM3."""

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from esmshard.errors import InputError
 from esmshard.model import weight_reader
-from esmshard.model.families.gated_base import gated
+from esmshard.model.families.esmc import gated
 
 FARTHEST = 1e6
 """Ångström. Coordinates beyond count as unknown, as in the reference."""
@@ -147,15 +147,7 @@ class _Gate(nn.Module):
 
 
 class StructureEncoder(nn.Module):
-    """The encoder, without what its training needs. C codes are vectors of length Z.
-
-    Args:
-        dim: width.
-        v_heads: heads of geometric attention.
-        ffn_width: width of the feed-forward parts.
-        n_layers: blocks.
-        codes: number of codes, and their length.
-    """
+    """The encoder, without what its training needs. `codes` are the number C of codes, and their length Z."""
 
     codes_CZ: torch.Tensor
 
@@ -193,9 +185,8 @@ class StructureEncoder(nn.Module):
         """Describe some of the residues with coordinates, [P, D]."""
         ca_N3 = known_N33[:, 1]
         apart_PN = torch.cdist(ca_N3[part_P], ca_N3, compute_mode="donot_use_mm_for_euclid_dist")
-        apart_PN[
-            torch.arange(len(part_P), device=part_P.device), part_P
-        ] = -1  # Each residue comes first among its neighbours.
+        # Each residue comes first among its neighbours.
+        apart_PN[torch.arange(len(part_P), device=part_P.device), part_P] = -1
         neighbour_PE = apart_PN.topk(min(NEIGHBOURS, len(ca_N3)), largest=False).indices
         offset_PE = place_N[neighbour_PE] - place_N[part_P, None]
         x_TD: torch.Tensor = self.positions(
@@ -222,7 +213,7 @@ def read_encoder(path: Path) -> StructureEncoder:
         re.sub(r"^relative_positional_embedding\.embedding\.", "positions.", name)
         .replace("transformer.blocks.", "blocks.")
         .replace("codebook.embeddings", "codes_CZ"): reader()
-        for name, reader in weight_reader.read_state_dict(path).items()
+        for name, reader in weight_reader.read_tensors(path).items()
         if name not in ("codebook.N", "codebook.z_avg")  # They are of training.
     }
     try:
@@ -245,16 +236,10 @@ def read_encoder(path: Path) -> StructureEncoder:
 def structure_tokens(
     path: Path, coordinates: npt.NDArray[np.floating], device: str | torch.device = "cpu"
 ) -> npt.NDArray[np.int64]:
-    """Return the structure tokens of one protein, int64 [L], each below 4,096.
+    """Return the structure tokens of one protein, int64 [L], each below 4,096, by the authors' file of the encoder.
 
-    Args:
-        path: the authors' file of the encoder.
-        coordinates: N, CA and C of each residue in Ångström [L, 3, 3]; NaN where unknown. Neighbouring rows are
-            neighbours in the sequence, so residues without coordinates must have rows, too.
-        device: the computing device.
-
-    Raises:
-        InputError: the file cannot be read, or holds something else.
+    `coordinates` are N, CA and C of each residue in Ångström [L, 3, 3]; NaN where unknown. Neighbouring rows are
+    neighbours in the sequence, so residues without coordinates must have rows, too.
     """
     coordinates_L33 = torch.from_numpy(coordinates).float().to(device)
     with torch.no_grad():

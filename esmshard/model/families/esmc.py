@@ -1,7 +1,8 @@
-"""ESM-C (ESM Cambrian) over packed sequences, and its files.
+"""ESM-C (ESM Cambrian) over packed sequences, and its files; and what ESM3 and AMPLIFY have in common with it: blocks
+with a gated feed-forward part, without biases.
 
 The reference for every number is `transformers` 5.23 (`models/esmc/modeling_esmc.py`); `tests/parity/` compares the
-two.
+two. `esmshard.batch` explains the letters of tensor names.
 
 Four layouts of files exist, and all hold the same tensors. `transformers` from 5.16 on writes one key for each of our
 tensors. The files of 2026-05 and those of 2024-12 join the projections of queries, keys and values in one tensor, and
@@ -10,15 +11,20 @@ function reads all of them; only the first layout is written, which the authors'
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
-from esmshard.model.config import ModelConfig
-from esmshard.model.families import gated_base
+from esmshard.batch import TokenBatch
+from esmshard.files import replace_json
+from esmshard.model.attention import Between, OnAttention, SelfAttention, TrunkBlock
+from esmshard.model.config import Matrix, ModelConfig
 from esmshard.model.families.family import (
     SIZES_OF_TRANSFORMERS,
     Family,
@@ -29,23 +35,318 @@ from esmshard.model.families.family import (
     check_settings,
     renamed,
 )
-from esmshard.model.families.gated_base import (
-    LM_HEAD,
-    ROWS,
-    GatedConfig,
-    GatedTrunk,
-    UntiedLMHead,
-    authors_pieces,
-    authors_sizes,
-)
+from esmshard.model.trunk import ContactRegression, Trunk, embedding
 from esmshard.vocab import CLS, EOS, MASK, PAD, SEPARATOR, TOKENS, UNK
+
+ROWS = 64
+"""Rows of the embedding and columns of the logits of ESM-C and ESM3. The first 33 are tokens, the others have no
+meaning."""
+
+HEAD = 64
+"""Width of an attention head in every published ESM-C and ESM3. Tensors alone do not tell it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EsmcConfig(GatedConfig):
-    """The architecture of an ESM-C."""
+class EsmcConfig(ModelConfig):
+    """The architecture of an ESM-C, or of the trunk of an ESM3; other families override what differs.
+
+    Everything else (vocabulary, QK LayerNorm, rotary positions of base 10000, eps 1e-5, the divisor of the branches) is
+    fixed.
+    """
 
     family: ClassVar[str] = "esmc"
+    gated: ClassVar[bool] = True
+    qk_norm: ClassVar[bool] = True
+    chain_break: ClassVar[bool] = True
+    """`|` is a token. ESM-C was never trained on it, by its authors' own words (Biohub/esm#166)."""
+
+    ffn: int | None = None
+    """Width of the feed-forward part; None for the width of all released models, which follows from the model's."""
+
+    @property
+    def n_logits(self) -> int:
+        """All rows of the embedding. The loss of the authors is over all of them."""
+        return ROWS
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of gate and up: 8/3 of the model's width, up to a multiple of 256, in all released models."""
+        return (8 * self.dim // 3 + 255) // 256 * 256 if self.ffn is None else self.ffn
+
+    @property
+    def branch_scale(self) -> float:
+        """Factor of what attention and feed-forward part add: 1 / sqrt(layers / 36)."""
+        return float((36 / self.n_layers) ** 0.5)
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Attention's four projections; gate and up, which are both `fc1`; and down."""
+        d, f = self.dim, self.ffn_width
+        gate_up = (Matrix("fc1", "gate", d, f, "fc1"), Matrix("fc1", "up", d, f, "fc1"))
+        return (*self.projections, *gate_up, Matrix("fc2", "down", f, d, "fc2"))
+
+
+def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, [T, F] each. Of what lies between, the backward pass keeps nothing."""
+    if torch.compiler.is_compiling():  # The compiler chooses what to keep.
+        return F.silu(gate_TF) * up_TF
+    if not torch.is_grad_enabled():
+        return F.silu(gate_TF, inplace=True).mul_(up_TF)
+    product_TF: torch.Tensor = _Gated.apply(gate_TF, up_TF)  # type: ignore[no-untyped-call]
+    return product_TF
+
+
+class _Gated(torch.autograd.Function):
+    """The product of a gate. Autograd alone would keep silu(gate), a third of what the feed-forward part keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate_TF, up_TF)
+        return F.silu(gate_TF).mul_(up_TF)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate_TF, up_TF = ctx.saved_tensors
+        grad_up_TF = F.silu(gate_TF).mul_(grads[0])
+        grad_gate_TF: torch.Tensor = torch.ops.aten.silu_backward(grads[0] * up_TF, gate_TF)
+        return grad_gate_TF, grad_up_TF
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) x weight. The mean is computed in fp32.
+
+    On a GPU this is one kernel. Elsewhere torch has several operations, of which autograd keeps two more vectors.
+    """
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Map x [T, D] to [T, D]."""
+        assert self.eps is not None
+        if x_TD.is_cuda or torch.compiler.is_compiling():
+            return super().forward(x_TD)  # type: ignore[no-any-return]
+        y_TD: torch.Tensor = _RMSNorm.apply(x_TD, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return y_TD
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The norm, of which only input and scale are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        scale_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=dtype).square_() / x_TD.shape[-1]
+        scale_T1 = scale_T1.add_(eps).rsqrt_()
+        ctx.save_for_backward(x_TD, weight_D, scale_T1)
+        return (x_TD * scale_T1).to(x_TD.dtype) * weight_D  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x_TD, weight_D, scale_T1 = ctx.saved_tensors
+        y_TD, grad_TD = x_TD * scale_T1, grads[0].to(scale_T1.dtype)
+        grad_D = (grad_TD * y_TD).sum(0).to(weight_D.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_D, None
+        grad_TD = grad_TD * weight_D
+        mean_T1 = torch.linalg.vecdot(grad_TD, y_TD).unsqueeze(1) / x_TD.shape[-1]
+        return y_TD.mul_(mean_T1).neg_().add_(grad_TD).mul_(scale_T1).to(x_TD.dtype), grad_D, None
+
+
+class GatedLayer(TrunkBlock):
+    """A block with a norm before each part, rotary attention and a gated feed-forward part (SwiGLU).
+
+    `norm` makes the norms from their width, `branch_scale` is the factor of what attention and feed-forward part add,
+    and `SelfAttention` explains the others.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        ffn_width: int,
+        *,
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        qk_norm: bool = False,
+        interleaved: bool = False,
+        branch_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        d, f = dim, ffn_width
+        self.branch_scale = branch_scale
+        self.self_attn_layer_norm = norm(d)
+        self.self_attn = SelfAttention(d, n_heads, interleaved=interleaved, bias=False, qk_norm=qk_norm)
+        self.final_layer_norm = norm(d)
+        # Two products are as fast as a joined one, since each is wide enough to fill the cores.
+        self.gate = nn.Linear(d, f, bias=False)
+        self.up = nn.Linear(d, f, bias=False)
+        self.down = nn.Linear(f, d, bias=False)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        batch: TokenBatch,
+        layer: int = 0,
+        on_attention: OnAttention | None = None,
+        between: Between | None = None,
+    ) -> torch.Tensor:
+        """Map x [T, D] to [T, D]. What `between` returns is added after attention, times the scale of the branches."""
+        on_qk = partial(on_attention, layer) if on_attention is not None else None
+        y_TD = self.self_attn(self.self_attn_layer_norm(x_TD), batch, on_qk)
+        x_TD = torch.add(x_TD, y_TD, alpha=self.branch_scale)
+        if between is not None:
+            x_TD = torch.add(x_TD, self.add_between(between, x_TD, batch), alpha=self.branch_scale)
+        y_TD = self.final_layer_norm(x_TD)
+        y_TD = self.down(gated(self.gate(y_TD), self.up(y_TD)))
+        return torch.add(x_TD, y_TD, alpha=self.branch_scale)
+
+
+class UntiedLMHead(nn.Module):
+    """A masked-language-model head whose last matrix is its own."""
+
+    def __init__(self, dim: int, n_logits: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(dim, dim)
+        self.layer_norm = nn.LayerNorm(dim)
+        self.decoder = nn.Linear(dim, n_logits)
+
+    def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
+        """Map x [P, D] to logits [P, V]."""
+        return self.decoder(self.layer_norm(F.gelu(self.dense(x_PD))))  # type: ignore[no-any-return]
+
+
+class GatedTrunk(Trunk):
+    """A token embedding, gated blocks, a norm, an LM head, and a contact regression, which no released file has.
+
+    `rows` are those of the token embedding, and `block` are further arguments of `GatedLayer`.
+    """
+
+    config: EsmcConfig
+
+    def __init__(self, config: EsmcConfig, rows: int, last_norm: nn.Module, lm_head: nn.Module, **block: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = embedding(rows, config.dim)
+        block |= {"qk_norm": config.qk_norm, "branch_scale": config.branch_scale}
+        self.layers = nn.ModuleList(
+            GatedLayer(config.dim, config.n_heads, config.ffn_width, **block) for _ in range(config.n_layers)
+        )
+        self.contact_head = ContactRegression(config.n_maps)
+        self.layer_norm_after = last_norm
+        self.lm_head = lm_head
+
+    def embed(self, batch: TokenBatch) -> torch.Tensor:
+        """Look up the token embeddings [T, D]. `<mask>` has a learned row, and nothing is scaled."""
+        return self.embed_tokens(batch.tokens_T)  # type: ignore[no-any-return]
+
+    def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Apply the last norm."""
+        return self.layer_norm_after(x_TD)  # type: ignore[no-any-return]
+
+
+AUTHORS = Names(
+    block="transformer.blocks.",
+    in_block={
+        "self_attn_layer_norm": "attn.layernorm_qkv.0",
+        **{f"self_attn.{name}_proj": "attn.layernorm_qkv.1" for name in "qkv"},
+        "self_attn.q_norm": "attn.q_ln",
+        "self_attn.k_norm": "attn.k_ln",
+        "self_attn.out_proj": "attn.out_proj",
+        "final_layer_norm": "ffn.0",
+        "gate": "ffn.1",
+        "up": "ffn.1",
+        "down": "ffn.3",
+    },
+    others={"layer_norm_after.": "transformer.norm."},
+)
+"""The names of 2024-12, but for those that differ between ESM-C and ESM3."""
+
+LM_HEAD = {"0": "dense", "2": "layer_norm", "3": "decoder"}
+"""Our names of the parts of an LM head, by their place in the authors' `nn.Sequential`."""
+
+JOINED = {
+    "attn.layernorm_qkv.1.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "ffn.1.weight": ("gate.weight", "up.weight"),
+}
+"""The tensors of a block that are several of ours, of the same size and one below the other."""
+
+_OF_2026 = {
+    "layernorm_qkv.layer_norm_": "layernorm_qkv.0.",
+    "layernorm_qkv.weight": "layernorm_qkv.1.weight",
+    "ffn.layer_norm_": "ffn.0.",
+    "ffn.fc1_weight": "ffn.1.weight",
+    "ffn.fc2_weight": "ffn.3.weight",
+}
+"""What the names of 2026-05 were in 2024-12."""
+
+
+def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tuple[Piece, ...]:
+    """Return our tensors in a key of a file of the authors. An unknown key is returned as it is."""
+    for new, old in _OF_2026.items():
+        key = key.replace(new, old)
+    match = re.fullmatch(r"transformer\.blocks\.(\d+)\.(.+)", key)
+    if match and match[2] in JOINED:
+        rows = config.dim if "qkv" in key else config.ffn_width
+        return tuple(
+            Piece(f"layers.{match[1]}.{name}", slice(n * rows, (n + 1) * rows))
+            for n, name in enumerate(JOINED[match[2]])
+        )
+    return (Piece(names.ours(key)),)
+
+
+def authors_sizes(keys: Iterable[str], table: str, shape: Sequence[int]) -> dict[str, Any]:
+    """Return layers, width and heads of a published model, of the keys of its file, and the key and shape of its token
+    embedding. Raises `ValueError` if this is not that of a published model.
+    """
+    if len(shape) != 2 or shape[0] != ROWS or shape[1] % HEAD:
+        raise ValueError(f"its {table} is {list(shape)}, and {ROWS} rows of a multiple of {HEAD} are expected")
+    layers = {int(match[1]) for key in keys if (match := re.match(r"transformer\.blocks\.(\d{1,6})\.", key))}
+    return {"n_layers": max(layers, default=0) + 1, "dim": shape[1], "n_heads": shape[1] // HEAD}
+
+
+def write_tokenizer(
+    directory: Path,
+    vocabulary: Sequence[str],
+    special: Iterable[str],
+    pair: Iterable[str],
+    settings: Mapping[str, str],
+) -> None:
+    """Write the files from which `transformers.AutoTokenizer` makes a tokenizer of single letters.
+
+    Args:
+        directory: where to write them.
+        vocabulary: the tokens in the order of their rows.
+        special: those that stand for no residue.
+        pair: what two sequences become: tokens, and the sequences A and B.
+        settings: the content of `tokenizer_config.json`, with the tokens before and after a sequence.
+    """
+    rows = {name: n for n, name in enumerate(vocabulary)}
+    ends = [settings[f"{role}_token"] for role in ("bos", "eos")]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
+    def template(parts: Iterable[str]) -> list[dict[str, Any]]:
+        return [
+            {"Sequence": {"id": part, "type_id": "AB".index(part)}}
+            if part in "AB"
+            else {"SpecialToken": {"id": part, "type_id": 0}}
+            for part in parts
+        ]
+
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": rows[name], "content": name, **flags, "special": True} for name in special],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": template([ends[0], "A", ends[1]]),
+            "pair": template(pair),
+            "special_tokens": {name: {"id": name, "ids": [rows[name]], "tokens": [name]} for name in ends},
+        },
+        "decoder": None,
+        "model": {"type": "BPE", "unk_token": "<unk>", "vocab": rows, "merges": []},
+    }
+    replace_json(directory / "tokenizer.json", tokenizer)
+    replace_json(directory / "tokenizer_config.json", dict(settings))
 
 
 class ESMC(GatedTrunk):
@@ -55,13 +356,7 @@ class ESMC(GatedTrunk):
         super().__init__(config, ROWS, nn.LayerNorm(config.dim, bias=False), UntiedLMHead(config.dim, ROWS))
 
 
-_CANDIDO = """\
-@misc{candido2026language,
-  title  = {Language Modeling Materializes a World Model of Protein Biology},
-  author = {Candido, Salvatore and Hayes, Thomas and Derry, Alexander and Rao, Roshan and Lin, Zeming and
-            Verkuil, Robert and others},
-  year   = {2026}, note = {Preprint}, url = {https://biohub.ai/papers/esm_protein.pdf}
-}"""
+_CANDIDO = "Candido et al. 2026, https://biohub.ai/papers/esm_protein.pdf"
 _HOLDER = "Chan Zuckerberg Biohub and the ESM-C authors"
 
 
@@ -105,7 +400,7 @@ class EsmcFamily(Family):
             "up": "mlp.up_proj",
             "down": "mlp.down_proj",
         },
-        others={"embed_tokens.weight": "esmc.embed_tokens.weight", "layer_norm_after.weight": "esmc.norm.weight"},
+        others={"embed_tokens.": "esmc.embed_tokens.", "layer_norm_after.": "esmc.norm."},
     )
 
     def pieces(self, key: str, config: EsmcConfig) -> tuple[Piece, ...]:
@@ -170,7 +465,7 @@ class EsmcFamily(Family):
         roles = {"bos": CLS, "cls": CLS, "eos": EOS, "mask": MASK, "pad": PAD, "unk": UNK, "chain_break": SEPARATOR}
         settings = {f"{role}_token": names[n] for role, n in roles.items()} | {"tokenizer_class": "EsmcTokenizer"}
         special = [names[n] for n in (CLS, PAD, EOS, UNK, SEPARATOR, MASK)]
-        gated_base.write_tokenizer(directory, names, special, "AB", settings)
+        write_tokenizer(directory, names, special, "AB", settings)
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
         """Read a `.pth` file in which ESM-C was published in 2024-12: tensors alone, without sizes."""

@@ -36,7 +36,7 @@ class Released:
     holder: str
     """Who has the copyright."""
     paper: str
-    """The publication of the model, as BibTeX."""
+    """The publication of the model: authors, year, journal and DOI or address."""
 
 
 class Piece(NamedTuple):
@@ -55,20 +55,27 @@ class Names:
     in_block: Mapping[str, str]
     """Their names of the modules of a block, by ours."""
     others: Mapping[str, str]
-    """Their names of the other tensors, by ours, where the two differ."""
+    """What begins their names of the other tensors, by what begins ours, where the two differ; the first one counts."""
 
     def theirs(self, name: str) -> str:
         """Return their name of one of our tensors."""
         if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(\w+)", name):
             return f"{self.block}{match[1]}.{self.in_block[match[2]]}.{match[3]}"
-        return self.others.get(name, name)
+        return _moved(name, self.others)
 
     def ours(self, key: str) -> str:
         """Return our name of one of their tensors; an unknown key as it is."""
-        if match := re.fullmatch(rf"{re.escape(self.block)}(\d+)\.(.+)\.(\w+)", key):
-            names = {theirs: ours for ours, theirs in self.in_block.items()}
-            return f"layers.{match[1]}.{names[match[2]]}.{match[3]}" if match[2] in names else key
-        return {theirs: ours for ours, theirs in self.others.items()}.get(key, key)
+        names = {theirs: ours for ours, theirs in self.in_block.items()}
+        match = re.fullmatch(rf"{re.escape(self.block)}(\d+)\.(.+)\.(\w+)", key)
+        if match and match[2] in names:
+            return f"layers.{match[1]}.{names[match[2]]}.{match[3]}"
+        return _moved(key, {theirs: ours for ours, theirs in self.others.items()})
+
+
+def _moved(name: str, beginnings: Mapping[str, str]) -> str:
+    """Exchange the beginning of a name."""
+    first = next((first for first in beginnings if name.startswith(first)), "")
+    return beginnings.get(first, "") + name.removeprefix(first)
 
 
 class AuthorsFile(ABC):
@@ -80,20 +87,17 @@ class AuthorsFile(ABC):
     """The name and address of the authors' code, in Markdown, for the model card."""
     lacks: ClassVar[tuple[str, ...]] = ("head.",)
     """Beginnings of our names of tensors that the file cannot hold."""
+    our_names: ClassVar[bool] = False
+    """Whether the names in the file are ours, and not those of the family's directories."""
 
     @abstractmethod
     def path(self, directory: Path, stem: str, config: Any) -> Path:
         """Return the path of the file for a model of a name and architecture."""
 
-    @abstractmethod
     def write(self, file: Path, config: Any, tensors: dict[str, torch.Tensor]) -> list[Path]:
-        """Write tensors, by our names and without the tied ones. Return all files."""
-
-    def joined(self, config: Any) -> Mapping[str, tuple[str, ...]]:
-        """Return the tensors of the file that are several of ours, one below the other: our names, by the name under
-        which `write` gets the whole.
-        """
-        return {}
+        """Write tensors, by their names in the file and without the tied ones. Return all files."""
+        torch.save(tensors, file)
+        return [file]
 
 
 class Corruption(NamedTuple):
@@ -133,7 +137,7 @@ class Family(ABC):
     released: ClassVar[Mapping[str, Released]]
     """Released models by name. Their architectures are in `sizes`."""
     paper: ClassVar[str]
-    """The publication of the architecture, as BibTeX."""
+    """The publication of the architecture, in the same form."""
     window: ClassVar[int]
     """Residues that the models saw at once in training, unless their configuration says another number. Longer proteins
     are scored and embedded in such windows."""
@@ -222,8 +226,7 @@ class Family(ABC):
         """
         return None if self.computed(name) else self.names.theirs(name)
 
-    @abstractmethod
-    def write_tokenizer(self, directory: Path) -> None:
+    def write_tokenizer(self, directory: Path) -> None:  # noqa: B027  # ESM3 has none
         """Write the files from which `transformers` makes its tokenizer to a directory."""
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:

@@ -13,7 +13,7 @@ import torch
 
 from esmshard.batch import TokenBatch
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.esm_base import EsmFamily, EsmShape, EsmTrunk, LMHead
+from esmshard.model.families.esm2 import ESM2, EsmConfig, EsmFamily, LMHead
 from esmshard.model.families.family import Released
 from esmshard.model.trunk import ABSENT
 from esmshard.vocab import MASK, RESIDUES, STANDARD, TOKENS, Track
@@ -49,7 +49,7 @@ def _first_rows(device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaprotConfig(EsmShape):
+class SaprotConfig(EsmConfig):
     """The architecture of a SaProt: an ESM-2 whose tokens are pairs of amino acid and structure letter."""
 
     family: ClassVar[str] = "saprot"
@@ -77,7 +77,7 @@ def logits_of_tokens(logits: torch.Tensor) -> torch.Tensor:
     return torch.stack([columns.get(token, absent_P) for token in TOKENS], dim=1)
 
 
-class SaProt(EsmTrunk):
+class SaProt(ESM2):
     """The SaProt trunk with its two own heads.
 
     A residue is the pair of its amino acid and its entry in the track `3di`, which is `#` where the track is absent or
@@ -97,13 +97,7 @@ class SaProt(EsmTrunk):
         return torch.where(first_T < PAIRS, first_T, first_T + structure_T)
 
 
-_SU = """\
-@inproceedings{su2024saprot,
-  title     = {{SaProt}: Protein Language Modeling with Structure-aware Vocabulary},
-  author    = {Su, Jin and Han, Chenchen and Zhou, Yuyang and Shan, Junjie and Zhou, Xibin and Yuan, Fajie},
-  booktitle = {International Conference on Learning Representations}, year = {2024},
-  doi       = {10.1101/2023.10.01.560349}
-}"""
+_SU = "Su et al. 2024, ICLR, doi:10.1101/2023.10.01.560349"
 
 
 class SaprotFamily(EsmFamily):
