@@ -72,7 +72,6 @@ def test_files_are_known_by_name_and_content(project: Path) -> None:
     assert copy["recipe"]["model"]["name"] == "../../../runs/first/model"
     page = (project / "runs" / "second" / "report.html").read_text()
     assert "esmshard finetune second/recipe.yaml out=second-again" in page
-    assert "esmshard evaluate second/model t.fasta -o second-test" in page
 
 
 def test_they_work_where_they_are_and_where_all_was_moved_to(project: Path, tmp_path: Path) -> None:
