@@ -13,8 +13,7 @@ import numpy.typing as npt
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.variant_records import VariantRecords
 from esmshard.data.tables import counted, first_three
-from esmshard.data.variants.mutations import is_library
-from esmshard.data.variants.numbering import Misnumbered
+from esmshard.data.variants.mutations import Misnumbered, is_library
 from esmshard.data.variants.substitutions import Mutation, name_of, parse_variant, renumbered
 from esmshard.devices import DeviceName, packs_at_once, side_by_side
 from esmshard.errors import InputError, UsageError, reading

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.tables import MISSING, NUMBER, counted, first_three, read_table
-from esmshard.data.tracks.track_files import ProteinTracks, protein_tracks, track_files, with_paths
-from esmshard.data.variants.mutations import TARGET_COLUMNS, protein_of
-from esmshard.data.variants.numbering import Misnumbered
+from esmshard.data.tracks import ProteinTracks, protein_tracks, track_files, with_paths
+from esmshard.data.variants.mutations import TARGET_COLUMNS, Misnumbered, protein_of
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError, UsageError

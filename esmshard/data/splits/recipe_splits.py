@@ -15,8 +15,7 @@ from esmshard.data.batching.loader import Examples, Labels
 from esmshard.data.fasta.headers import attributes, split_of
 from esmshard.data.fasta.sources import is_sequence_table
 from esmshard.data.fasta.symbols import Edits, Rules
-from esmshard.data.labels.label_fasta import read_label_fasta
-from esmshard.data.labels.label_sources import label_source, rules_of
+from esmshard.data.labels.label_sources import label_source, read_label_fasta, rules_of
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import SETS
 from esmshard.data.splits.clusters import read_clusters
@@ -26,7 +25,7 @@ from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures import structure_folder
 from esmshard.data.tables import Table, counted
-from esmshard.data.tracks.track_files import TrackFile, record_tracks, with_paths
+from esmshard.data.tracks import TrackFile, record_tracks, with_paths
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import Chains
 from esmshard.recipe.data_section import DataSettings, JoinSettings

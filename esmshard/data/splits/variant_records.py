@@ -17,9 +17,8 @@ from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
 from esmshard.data.splits.given_splits import sets_of_rows
 from esmshard.data.tables import counted, first_three
-from esmshard.data.tracks.track_files import TrackFile, protein_tracks, with_paths
-from esmshard.data.variants.mutations import Variants, is_library, read_variants
-from esmshard.data.variants.numbering import Misnumbered
+from esmshard.data.tracks import TrackFile, protein_tracks, with_paths
+from esmshard.data.variants.mutations import Misnumbered, Variants, is_library, read_variants
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.errors import InputError, UsageError
 from esmshard.files import sha256
