@@ -112,8 +112,6 @@ _MASKED = "\0"
 _MASK_TEXT = re.compile(re.escape(TOKENS[MASK]), re.IGNORECASE)
 _MASK_SYMBOL = "\uf8ff"
 """The symbol that replaces a written `<mask>` while its sequence is checked: the last code point for private use."""
-_CHAINS = "/|+"
-"""Symbols that programs for complexes write between the chains of one record, besides `:`, which is read."""
 _IN_TURNS = re.compile(r"(?:[A-Z][a-z#]){3,}")
 """Residues with a structure letter after each, as `MdEvVp`; `#` is an unknown one."""
 _STOP = re.compile(r"\*(?=:|\Z)")
@@ -291,7 +289,7 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
         position = places[foreign.start()] + 1
         symbol = TOKENS[MASK] if foreign[0] == _MASK_SYMBOL else shown(foreign[0])
         what = f"has '{symbol}' at position {position}, which is not a residue"
-        raise RefusedSymbols(what, _fix(foreign[0]), droppable=True)
+        raise RefusedSymbols(what, "write X for an unknown residue", droppable=True)
     if foreign:
         kinds.append("symbols that are no residues were read as <mask>")
         sequence = strange.sub(_MASKED, sequence)
@@ -301,15 +299,6 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
         edits.add(kind, record_id)
     tokens = sequence.encode("ascii").translate(table(rules, {_MASKED: MASK, BETWEEN: SEPARATOR}))
     return tokens.replace(bytes([SEPARATOR]), bytes([SEPARATOR]) * rules.linker)
-
-
-def _fix(symbol: str) -> str:
-    """Advise what to do about a symbol that is no residue."""
-    if symbol == "*":
-        return "cut the sequence at the stop codon"
-    if symbol in _CHAINS:
-        return "if it divides the chains of a complex, write ':' there"
-    return "write X for an unknown residue"
 
 
 def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -> list[tuple[bytes, bytes, bytes]]:

@@ -36,9 +36,9 @@ from esmshard.data.splits.leakage import MOST
 from esmshard.data.store.ingestion import cached
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
 from esmshard.data.tables import counted, first_three, write_rows
-from esmshard.data.variants.mutations import Misnumbered, read_variants
+from esmshard.data.variants.mutations import read_variants
 from esmshard.data.variants.substitutions import name_of
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import UsageError
 from esmshard.files import check_replaced
 from esmshard.vocab import decode
 
@@ -262,10 +262,7 @@ class VariantRows:
         self, source: Path, wild_type: Path, mutant: str | None, targets: Sequence[str] | None, offset: int
     ) -> None:
         how: dict[str, Any] = {"on_stop": "drop", "on_synonymous": "keep", "replicates": "keep"}
-        try:
-            variants = read_variants(source, wild_type=wild_type, mutant=mutant, targets=targets, offset=offset, **how)
-        except Misnumbered as error:
-            raise InputError(error.spelled("--offset ")) from None
+        variants = read_variants(source, wild_type=wild_type, mutant=mutant, targets=targets, offset=offset, **how)
         self.source, self.notices = source, list(variants.notices)
         self.facts = {"source": source.resolve().name, "wild_type": wild_type.resolve().name}
         self._ids, self._table, self._target_NT = variants.names(), variants.table, variants.target_NT
