@@ -317,33 +317,19 @@ def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -
     if rules.long == "skip":
         edits.add(f"a sequence over {most:,} residues was left out", record_id)
         return []
-    windows_of = None
-    if SEPARATOR in tokens:
-        token_L = np.frombuffer(tokens, np.uint8)
-        try:
-            windows_of = chain_windows(token_L, most)
-        except InputError as error:
-            raise RefusedSymbols(f"has {length:,} residues with linkers, and {error}", "or skip such records") from None
-    if windows_of is not None:
-        crop = rules.long == "crop"
-        edits.add(f"a sequence over {most:,} residues was {'cropped' if crop else 'cut into windows'}", record_id)
-        places = [windows_of.drawn(record_id)] if crop else [windows_of.spread(k) for k in range(windows_of.count)]
-        named = [(windows_of.name(starts).encode(), token_L[windows_of.kept(starts)].tobytes()) for starts in places]
-        if crop:
-            return [(name, header + b" residues=" + where, kept) for where, kept in named]
-        rest = header.lstrip(BLANKS)[len(name) :]
-        return [(name + b"/" + where, name + b"/" + where + rest, kept) for where, kept in named]
-    if rules.long == "crop":
-        edits.add(f"a sequence over {most:,} residues was cropped", record_id)
-        digest = hashlib.blake2b(name, digest_size=8).digest()
-        start = int.from_bytes(digest, "little") % (length - most + 1)
-        return [(name, header + b" residues=%d-%d" % (start + 1, start + most), tokens[start : start + most])]
-    edits.add(f"a sequence over {most:,} residues was cut into windows", record_id)
-    windows = -(-length // most)
-    starts = [k * (length - most) // (windows - 1) for k in range(windows)]
-    after = header.lstrip(BLANKS)[len(name) :]
-    names = [name + b"/%d-%d" % (start + 1, start + most) for start in starts]
-    return [(new, new + after, tokens[start : start + most]) for new, start in zip(names, starts, strict=True)]
+    token_L = np.frombuffer(tokens, np.uint8)
+    try:
+        windows = chain_windows(token_L, most)
+    except InputError as error:
+        raise RefusedSymbols(f"has {length:,} residues with linkers, and {error}", "or skip such records") from None
+    crop = rules.long == "crop"
+    edits.add(f"a sequence over {most:,} residues was {'cropped' if crop else 'cut into windows'}", record_id)
+    places = [windows.drawn(record_id)] if crop else [windows.spread(k) for k in range(windows.count)]
+    named = [(windows.name(starts).encode(), token_L[windows.kept(starts)].tobytes()) for starts in places]
+    if crop:
+        return [(name, header + b" residues=" + where, kept) for where, kept in named]
+    rest = header.lstrip(BLANKS)[len(name) :]
+    return [(name + b"/" + where, name + b"/" + where + rest, kept) for where, kept in named]
 
 
 def _kept(rules: Rules) -> str:
