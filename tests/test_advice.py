@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-import pytest
 import typer.main
 from pydantic import BaseModel
 
 import esmshard
 from esmshard.cli.app import app
 from esmshard.cluster.site import Site
-from esmshard.data.splits.variant_records import _IN_RECIPE
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.registry import registered
 
@@ -114,9 +112,3 @@ def test_options() -> None:
 def test_what_is_to_be_set() -> None:
     key = r"[a-z]+(?:[._][a-z]+)+|[a-z]+(?==| to '|: )"
     assert unknown(said(rf"\bset ({key})"), KEYS) == {}
-
-
-@pytest.mark.parametrize("name", sorted(_IN_RECIPE))
-def test_options_of_a_split_become_keys_of_a_recipe(name: str) -> None:
-    assert set(re.findall(r"data\.[a-z_]+", _IN_RECIPE[name])) <= RECIPE_KEYS
-    assert "--" not in _IN_RECIPE[name]

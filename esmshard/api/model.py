@@ -16,9 +16,7 @@ from esmshard.array_formats import Dtype, Output
 from esmshard.data.batching.loader import Example
 from esmshard.data.batching.packing import by_length
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.tracks.track_entries import entries
-from esmshard.data.tracks.track_files import track_files
-from esmshard.data.tracks.track_values import in_batches, require_length, unknown_entry, values_of
+from esmshard.data.tracks import entries, in_batches, require_length, track_files, unknown_entry, values_of
 from esmshard.devices import DeviceName, chosen_device, packs_at_once, side_by_side
 from esmshard.embed.embedder import Embedder, Failed
 from esmshard.embed.spec import TORCH, Long, choose

@@ -114,10 +114,17 @@ def split(
 ) -> None:
     """Divide sequences or variants into training, validation and test set, and report what the sets share."""
     from esmshard.data.fasta.symbols import Rules
-    from esmshard.data.splits.fasta_split import FastaRecords
-    from esmshard.data.splits.split_files import counts_table, divide, may_write
-    from esmshard.data.splits.split_method import OF_SEQUENCES, OF_VARIANTS, chosen, parse_ratios
-    from esmshard.data.splits.variant_split import VariantRows
+    from esmshard.data.splits.split_files import (
+        OF_SEQUENCES,
+        OF_VARIANTS,
+        FastaRecords,
+        VariantRows,
+        chosen,
+        counts_table,
+        divide,
+        may_write,
+        parse_ratios,
+    )
     from esmshard.progress import say
 
     known = OF_SEQUENCES if wild_type is None else OF_VARIANTS

@@ -104,7 +104,7 @@ def embed(
     overwrite: Overwrite = False,
 ) -> None:
     """Write embeddings, without BOS and EOS, in input order."""
-    from esmshard.data.tracks.track_files import named_tracks
+    from esmshard.data.tracks import named_tracks
 
     if out is None:
         raise UsageError("-o: name the file to write, or the directory, such as -o my.h5")
@@ -251,7 +251,7 @@ def predict(
 ) -> None:
     """Write the predictions of a fine-tuned head: contact maps, classes and values; variants ranked, best first."""
     from esmshard.data.tables import counted
-    from esmshard.data.tracks.track_files import named_tracks
+    from esmshard.data.tracks import named_tracks
     from esmshard.predict import variant_ranking
 
     tracks = named_tracks(track or [])
@@ -316,7 +316,7 @@ def score(
     overwrite: Overwrite = False,
 ) -> None:
     """Score variants or sequences with the language model alone (zero-shot). A higher score is more natural."""
-    from esmshard.data.tracks.track_files import named_tracks
+    from esmshard.data.tracks import named_tracks
     from esmshard.predict import sequence_scores, zero_shot
 
     if out is None:
@@ -351,7 +351,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on labelled data, with intervals and baselines."""
     from esmshard.data.splits.recipe_splits import joined, open_tested
-    from esmshard.data.tracks.track_files import named_tracks, track_files
+    from esmshard.data.tracks import named_tracks, track_files
     from esmshard.model.families.family_registry import family_of
     from esmshard.predict import contact_pictures
     from esmshard.progress import say

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from esmshard.cluster import site as site_profile
 from esmshard.cluster.site import OF_THE_JOB, Site, Time
-from esmshard.data.tracks.track_files import named_tracks
+from esmshard.data.tracks import named_tracks
 from esmshard.errors import InputError, UsageError
 from esmshard.parallel.layout import layout
 from esmshard.recipe import recipe_file, sweep_file

@@ -19,8 +19,7 @@ from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store
 from esmshard.data.tables import counted
-from esmshard.data.tracks.track_files import RecordTracks, TrackFile, state_of
-from esmshard.data.tracks.track_store import TrackStore, write_track
+from esmshard.data.tracks import RecordTracks, TrackFile, TrackStore, state_of, write_track
 from esmshard.embed.spec import Spec
 from esmshard.embed.store import CHAINS, FORMAT, VERSION, Reuse, digest, read_plan
 from esmshard.errors import InputError, UsageError

@@ -11,7 +11,7 @@ import torch
 
 from esmshard.array_formats import DTYPES, FORMATS, NUMPY, Dtype, suits
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
-from esmshard.data.tracks.track_files import TrackFile, track_files, with_paths
+from esmshard.data.tracks import TrackFile, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.embed import plan as plans
 from esmshard.embed.spec import Long, Spec, choose

@@ -14,7 +14,7 @@ import torch
 from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import SCORED_TOKENS
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
-from esmshard.data.tracks.track_files import track_files
+from esmshard.data.tracks import track_files
 from esmshard.errors import InputError, UsageError
 from esmshard.files import is_hub_name
 from esmshard.model import hub, weights

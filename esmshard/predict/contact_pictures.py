@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.structures.contact_labels import MIN_SEPARATION
+from esmshard.data.labels.coordinates import MIN_SEPARATION
 from esmshard.errors import InputError, UsageError
 
 LEAST_DPI = 140

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.data.tracks.track_files import track_files
+from esmshard.data.tracks import track_files
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import Chains

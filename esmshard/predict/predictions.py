@@ -22,7 +22,7 @@ from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore, is_store, linker_of
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
-from esmshard.data.tracks.track_files import TrackFile, record_tracks, track_files, with_paths
+from esmshard.data.tracks import TrackFile, record_tracks, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device, is_out_of_memory, packs_at_once, side_by_side
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.files import replace_json, replacing, without_directories

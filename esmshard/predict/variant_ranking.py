@@ -14,7 +14,6 @@ from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.variant_records import VariantRecords
 from esmshard.data.tables import counted, first_three
 from esmshard.data.variants.mutations import is_library
-from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of, parse_variant, renumbered
 from esmshard.devices import DeviceName, packs_at_once, side_by_side
 from esmshard.errors import InputError, UsageError, reading
@@ -489,18 +488,12 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
     used: int | Literal["auto"] = offset if offset is not None else "auto" if own is None else int(own)
     protein = str(task.facts["protein"])
     try:
-        try:
-            variants = variant_tables.read(path, protein, mutant=mutant, offset=used)
-        except UsageError:
-            if offset is not None or not used:
-                raise
-            used = 0  # A column of mutated sequences has no numbering to shift.
-            variants = variant_tables.read(path, protein, mutant=mutant, offset=used)
-    except Misnumbered as error:
-        note = ""
-        if used == own and own:
-            note = f"; the positions of the run's own table were shifted by {own:+d}: --offset 0 shifts none"
-        raise InputError(f"{error.spelled('--offset ')}{note}") from None
+        variants = variant_tables.read(path, protein, mutant=mutant, offset=used)
+    except UsageError:
+        if offset is not None or not used:
+            raise
+        used = 0  # A column of mutated sequences has no numbering to shift.
+        variants = variant_tables.read(path, protein, mutant=mutant, offset=used)
     notices = list(variants.notices)
     if own is None and offset is None:
         notices.append(

@@ -35,7 +35,7 @@ def read(
         offset: see `read_variants`.
 
     Raises:
-        Misnumbered: the table does not fit the protein with this numbering.
+        InputError: the table does not fit the protein with this numbering.
         InputError: the table cannot be read.
     """
     return read_variants(

@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.tables import MISSING, NUMBER, counted, first_three, read_table
-from esmshard.data.tracks.track_files import ProteinTracks, protein_tracks, track_files, with_paths
+from esmshard.data.tracks import ProteinTracks, protein_tracks, track_files, with_paths
 from esmshard.data.variants.mutations import TARGET_COLUMNS, protein_of
-from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.devices import DeviceName
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import UsageError
 from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
@@ -196,10 +195,7 @@ def _of_table(
     else:
         usual = {name.lower() for name in TARGET_COLUMNS}
         names = [name for name in read_table(table).columns if name.lower() in usual]
-    try:
-        found = variant_tables.read(table, wild_type, mutant=mutant, offset=offset)
-    except Misnumbered as error:
-        raise InputError(error.spelled("--offset ")) from None
+    found = variant_tables.read(table, wild_type, mutant=mutant, offset=offset)
     for notice in found.notices:
         say(notice)
     # A table may have the scores of another method already. The column of reasons is written again, for both methods.

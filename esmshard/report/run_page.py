@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from esmshard.data.splits.recipe_splits import open_split, open_tested
 from esmshard.data.tables import counted
-from esmshard.data.tracks.track_files import track_files
+from esmshard.data.tracks import track_files
 from esmshard.errors import InputError
 from esmshard.files import found_place, memory_text
 from esmshard.model.families.family_registry import family_of

@@ -37,9 +37,15 @@ from torch import nn
 
 from esmshard.batch import Inputs, pack
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.labels.coordinates import CoordinateLabels
+from esmshard.data.labels.coordinates import (
+    LINKER,
+    MIN_SEPARATION,
+    CoordinateLabels,
+    chain_numbers,
+    contact_labels,
+    mark_linkers,
+)
 from esmshard.data.store.token_store import TokenStore
-from esmshard.data.structures.contact_labels import LINKER, MIN_SEPARATION, chain_numbers, contact_labels, mark_linkers
 from esmshard.errors import InputError
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators, corrected_maps

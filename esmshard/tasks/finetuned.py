@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from esmshard.data.tracks.track_files import TrackFile, track_files
+from esmshard.data.tracks import TrackFile, track_files
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, reading
 from esmshard.files import found_place, read_json

@@ -12,8 +12,7 @@ import torch
 
 from esmshard.data.batching.loader import SEEN, Examples
 from esmshard.data.batching.packing import StepPlan
-from esmshard.data.splits.leakage import ComparedRecords, check, check_variants, first_identical
-from esmshard.data.splits.pair_overlap import pair_notices
+from esmshard.data.splits.leakage import ComparedRecords, check, check_variants, first_identical, pair_notices
 from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.data.store.token_store import linker_of
 from esmshard.data.tables import counted

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.structures.contact_labels import MIN_SEPARATION
+from esmshard.data.labels.coordinates import MIN_SEPARATION
 
 LENGTH, PAIRS = 64, 8
 KEYS, OTHERS = "ACDEFGHI", "KLMNPQRSTVWY"

@@ -144,7 +144,7 @@ def test_scores_are_log_ratios_at_hidden_sites(model: Model, reference: FairEsm)
         (["A4G", "K4G"], r"variants\[1\]: K4G: residue 4 of the wild type is A"),
         (["E25K"], r"variants\[0\]: E25K: the wild type has residues 1 to 24"),
         (["A4*"], "is a stop codon"),
-        (["A4G", "delta4"], r"variants\[1\]: 'delta4' is a deletion"),
+        (["A4G", "delta4"], r"variants\[1\]: 'delta4' is no substitution"),
         ("A4G", "a list of variants is expected"),
     ],
 )

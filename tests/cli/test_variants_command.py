@@ -235,7 +235,7 @@ def test_baselines_rank_as_they_did_in_the_folds(made: tuple[Path, str, str, lis
         (("predict", "run", "-o", "x.csv"), "--all-singles or --propose"),
         (
             ("finetune", "variants", "data.table=messy.csv", "data.wild_type=wt.fasta", "data.offset=5", *SMALL),
-            "pass data.offset=-23",
+            "set data.offset=-23",
         ),
         (("evaluate", "run/seed-0-fold-0/model", "messy.csv", "-o", "e"), "predict MODEL TABLE"),
     ],

@@ -112,10 +112,10 @@ def test_each_fold_is_test_once_and_validation_once() -> None:
 def test_two_folds_are_too_few() -> None:
     calls = (by_cluster, lambda p, folds: by_position([changed(0), changed(1)], folds=folds))
     for call in calls:
-        assert "--folds 2: at least 3" in refusal(lambda call=call: call(NAMES, folds=2), UsageError)
+        assert "folds is 2; at least 3" in refusal(lambda call=call: call(NAMES, folds=2), UsageError)
     positions = [changed(n) for n in range(9)]
     for scheme in (by_modulo, by_contiguous):
-        assert "--folds 2: at least 3" in refusal(lambda scheme=scheme: scheme(positions, 2), UsageError)
+        assert "folds is 2; at least 3" in refusal(lambda scheme=scheme: scheme(positions, 2), UsageError)
 
 
 # several clusterings
@@ -173,12 +173,12 @@ def test_positions_that_leave_a_set_empty() -> None:
     """Every variant changes all three positions, which lie in three sets."""
     message = refusal(lambda: by_position([changed(1, 2, 3)] * 4))
     assert message == (
-        "train would be empty, since 4 of 4 variants change positions of several sets; try another --seed, or --by "
-        "mutations"
+        "train would be empty, since 4 of 4 variants change positions of several sets; divide them by the "
+        "number of mutations, or at random"
     )
     singles = [changed(0), changed(1), changed(2, 3)]
     assert refusal(lambda: by_modulo(singles, 4)).startswith("fold 2 would be empty, since 1 of 3 variants change")
-    assert "4 folds cannot be made of 3 changed positions; lower --folds" in refusal(
+    assert "4 folds cannot be made of 3 changed positions; make fewer folds" in refusal(
         lambda: by_contiguous([changed(p) for p in (4, 5, 6)], 4)
     )
     assert "3 sets cannot be made of 2 positions" in refusal(lambda: by_position([changed(0), changed(1)]))
@@ -206,7 +206,7 @@ def test_the_wild_type_never_validates() -> None:
 
 def test_mutation_counts_that_make_no_test_set() -> None:
     assert refusal(lambda: by_mutation_count([1, 1, 2], ["a", "b", "c"], 2)) == (
-        "no variant has more than 2 changes, so that the test set would be empty; lower --train-max (the most changes "
+        "no variant has more than 2 changes, so that the test set would be empty; lower train_max (the most changes "
         "are 2)"
     )
     assert "1 variant up to --train-max cannot make a training and a validation set" in refusal(

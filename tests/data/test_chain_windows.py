@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.fasta.chain_windows import chain_windows
-from esmshard.data.fasta.symbols import Rules
+from esmshard.data.fasta.symbols import Rules, chain_windows
 from esmshard.data.store.ingestion import ingest
 from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError

@@ -10,8 +10,8 @@ import pytest
 from structure_texts import OTHER, SEQ, Line, backbone, chain, cif, expected_cb, nucleic, of, pdb, three, water
 
 from esmshard.data.fasta.symbols import Edits
+from esmshard.data.labels.coordinates import contact_labels
 from esmshard.data.structures.chains import Chain, read_chains, virtual_cb
-from esmshard.data.structures.contact_labels import contact_labels
 from esmshard.errors import InputError
 
 FORMS = ("pdb", "cif")

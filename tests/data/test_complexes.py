@@ -9,8 +9,7 @@ import pytest
 from structure_texts import OTHER, SEQ, chain, cif, expected_cb, nucleic, pdb, three, write
 
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.structures.complexes import read_list, read_records
-from esmshard.data.structures.structure_folder import cached_split, notices, to_split
+from esmshard.data.structures.structure_folder import cached_split, notices, read_list, read_records, to_split
 from esmshard.errors import InputError
 
 SHORT = "MKTAY"

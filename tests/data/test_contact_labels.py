@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from esmshard.data.structures.contact_labels import contact_labels
+from esmshard.data.labels.coordinates import contact_labels
 
 
 def chain(*positions: tuple[float, float, float]) -> np.ndarray:

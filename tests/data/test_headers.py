@@ -11,7 +11,7 @@ from in_memory import InMemory
 
 from esmshard.data.fasta.headers import attributes, id_of, number, split_of
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.label_fasta import LabelRecord, read_label_fasta
+from esmshard.data.labels.label_sources import LabelRecord, read_label_fasta
 from esmshard.data.splits.assignment import SETS
 from esmshard.data.splits.given_splits import given_splits
 from esmshard.data.tables import Table, read_table

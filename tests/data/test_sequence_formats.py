@@ -118,11 +118,6 @@ def test_gaps_of_an_alignment_are_removed_with_a_notice() -> None:
     ("name", "text", "message"),
     [
         ("x.gb", GENBANK.replace("1 mkt\n", "1 m1t\n"), "x.gb:14: record 'NP_000002.7' has '1' at position 2, "),
-        (
-            "x.gb",
-            GENBANK.replace("3 aa            linear", "3 bp    DNA     linear"),
-            "x.gb:14: record 'NP_000002.7' is DNA, and proteins ",
-        ),
         ("x.embl", SWISS.replace("10 AA.", "10 BP."), "x.embl:1: text before the first '>'"),
         ("x.dat", SWISS.replace("MKTAYIAKQR", "MKTAYIAK?R"), "x.dat:1: record 'P12345' has '?' at position 9, "),
         ("x.xml", XML.replace("YIAKQR<", "YIAK?R<"), "x.xml:3: record 'P12345' has '?' at position 9, "),

@@ -14,7 +14,7 @@ from esmshard.data.fasta.fasta_reader import Record, read_fasta
 from esmshard.data.fasta.sources import STDIN, is_plain
 from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.data.labels.label_sources import label_source, rules_of
-from esmshard.data.splits.recipe_splits import marked_otherwise, open_split
+from esmshard.data.splits.recipe_splits import marked, open_split
 from esmshard.data.store.ingestion import cached, ingest
 from esmshard.data.tables import Table
 from esmshard.errors import InputError, UsageError
@@ -136,7 +136,7 @@ def test_labels_and_sets_of_whole_proteins_are_in_the_same_table() -> None:
 
 def test_a_table_of_one_split_says_that_its_sets_are_not_used() -> None:
     path = write(FLIP)
-    assert marked_otherwise("train", path, cached(path)) == "1 say valid and 1 say test"
+    assert marked(cached(path))
 
 
 def test_equal_sequences_of_a_table_keep_labels_of_their_own() -> None:
@@ -221,7 +221,7 @@ def test_what_is_no_fasta_file_by_its_name_may_be_one_by_its_first_byte() -> Non
         ("id,sequence\na,\n", "x.csv: column 'sequence' holds nothing; sequences of amino acids are expected there"),
         (
             "sequence,y\n12,1\n3.5,2\n",
-            "x.csv: column 'sequence' holds numbers, as '12'; sequences of amino acids are expected there",
+            "x.csv:2: record 'row_2' has '1' at position 1, which is not a residue",
         ),
         (
             "id,fold\na,MKT\n",
@@ -306,5 +306,5 @@ def test_two_columns_of_chains_are_one_record() -> None:
     assert "has two pairs of columns of chains (heavy, light and chain_a, chain_b); rename the one that is not" in (
         refusal("heavy,light,chain_a,chain_b\nM,K,M,K\n")
     )
-    assert "column 'light' holds numbers, as '2'; sequences" in refusal("heavy,light\nMKT,2\n")
+    assert "has '2' at position 5" in refusal("heavy,light\nMKT,2\n")
     assert "has no column of sequences that is known" in refusal("heavy,y\nMKT,2\n")

@@ -24,13 +24,8 @@ from esmshard.errors import InputError
     [
         ("x.fasta", ">a\nMKT\n", r"x\.fasta: not a structure file by its name; \.pdb, \.ent, \.cif or \.mmcif"),
         ("x.pdb.zip", "", "not a structure file by its name"),
-        ("x.pdb", ">a\nMKT\n", "holds FASTA"),
-        ("x.cif", "\n>a\nMKT\n", "holds FASTA"),
         ("x.pdb", "", "is empty"),
         ("x.cif", " \n\n", "is empty"),
-        ("x.pdb", "<!DOCTYPE html><html><body>404</body></html>", "holds a web page"),
-        ("x.cif", "\n <html>", "holds a web page"),
-        ("x.pdb", "data_x\n_entry.id x\n", r"holds mmCIF; name it \.cif"),
         ("x.pdb", "HEADER    NOTHING\nEND\n", "has no ATOM record; a PDB file is expected; take the file away"),
         ("x.cif", "data_x\n_entry.id x\n", "has no _atom_site table"),
         ("x.cif", "HEADER    SOMETHING\n", "cannot be read as mmCIF"),

@@ -13,16 +13,16 @@ from esmshard.data.batching.loader import Examples, Long
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
-from esmshard.data.tracks.track_entries import entries
-from esmshard.data.tracks.track_files import (
+from esmshard.data.tracks import (
     RecordTracks,
     TrackFile,
+    cached_track,
+    entries,
     protein_tracks,
     record_tracks,
     track_files,
     with_paths,
 )
-from esmshard.data.tracks.track_store import cached_track
 from esmshard.errors import InputError, UsageError
 from esmshard.vocab import Track, decode
 

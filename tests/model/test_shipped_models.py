@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from esmshard.batch import Inputs, pack
-from esmshard.data.labels.coordinates import UNRESOLVED
-from esmshard.data.structures.contact_labels import contact_labels
+from esmshard.data.labels.coordinates import UNRESOLVED, contact_labels
 from esmshard.model import weights
 from esmshard.model.config import SHIPPED
 from esmshard.model.contacts import predict_contacts

@@ -160,8 +160,7 @@ def test_a_table_that_contradicts_the_run_is_reported(runs: Path) -> None:
     with pytest.raises(InputError) as caught:
         rank(runs / "shifted", "mutant\nF14A\n")
     assert "1 of 1 mutations shifted by +8 do not fit" in str(caught.value)
-    assert str(caught.value).endswith("shifted by +8: --offset 0 shifts none")
-    with pytest.raises(InputError, match=r"pass --offset -10, or fix") as caught:
+    with pytest.raises(InputError, match=r"pass --offset -10 to other") as caught:
         rank(runs / "plain", "mutant\n" + "".join(f"{WT[n]}{n + 1 + 10}A\n" for n in range(24) if WT[n] != "A"))
     assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="--offset is added to the positions of a table"):
@@ -199,7 +198,7 @@ def test_each_row_says_why_it_is_not_ranked(runs: Path) -> None:
     names = [*NAMES, "A4*", "K2del", "A9C"]
     rows, _ = rank(runs / "plain", "mutant\n" + "\n".join(names) + "\n")
     assert rows["A4*"]["not ranked because"] == "a stop codon"
-    assert "deletion" in rows["K2del"]["not ranked because"]
+    assert "no substitution" in rows["K2del"]["not ranked because"]
     assert rows["A9C"]["not ranked because"] == "A9C (Q is there), another residue than the wild type has"
     assert {rows[name]["not ranked because"] for name in NAMES} == {""}
 

@@ -16,7 +16,7 @@ import esmshard
 from esmshard.batch import batch_of, pack
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.data.splits.recipe_splits import open_split
-from esmshard.data.tracks.track_files import TrackFile
+from esmshard.data.tracks import TrackFile
 from esmshard.errors import InputError, UsageError
 from esmshard.model.trunk import Trunk
 from esmshard.predict.predictions import predict

@@ -116,7 +116,7 @@ def test_a_row_says_why_it_has_no_score_and_the_shift_is_recorded(directory: Pat
 
 def test_a_wrong_offset_is_refused_with_the_option_that_corrects_it(directory: Path) -> None:
     names = [f"{WT[n]}{n + 101}W" for n in range(12)]
-    with pytest.raises(InputError, match=r"12 fit when shifted by -100; pass --offset -100, or fix line 2"):
+    with pytest.raises(InputError, match=r"12 fit when shifted by -100; set data\.offset=-100"):
         run(directory, "mutant\n" + "\n".join(names) + "\n", offset=5)
 
 
@@ -173,7 +173,7 @@ def test_rows_that_cannot_be_scored_keep_their_place(
     assert said.startswith(f"out.csv: 24 rows of 23 variants; Spearman with score {rho:.3f} [")
     assert said.endswith("over 23 variants")
     told = capsys.readouterr().err
-    for what in ("line 25 'K2del' is a deletion", "with a stop codon (line 2)", "line 27 A2G (K is there)"):
+    for what in ("line 25 'K2del' is no substitution", "with a stop codon (line 2)", "line 27 A2G (K is there)"):
         assert what in told
 
 

@@ -202,7 +202,7 @@ def test_rows_that_cannot_be_ranked_stand_at_the_end(runs: Path, capsys: pytest.
     assert same == pytest.approx(said(runs / "higher", ["WT"]).mean(), abs=1e-3)
     told = capsys.readouterr().err
     assert "stop codon" in told
-    assert "'K2del' is a deletion" in told
+    assert "'K2del' is no substitution" in told
 
 
 def test_residues_that_the_model_does_not_see_are_not_ranked(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

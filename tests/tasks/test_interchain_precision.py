@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from esmshard.data.batching.loader import Example
-from esmshard.data.structures.contact_labels import chain_numbers, contact_labels, mark_linkers
+from esmshard.data.labels.coordinates import chain_numbers, contact_labels, mark_linkers
 from esmshard.tasks.contact import (
     ContactSettings,
     ContactTask,

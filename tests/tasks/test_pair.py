@@ -12,8 +12,7 @@ from model_files import TINY, fair_esm, ours, perturb
 
 from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.splits.leakage import ComparedRecords
-from esmshard.data.splits.pair_overlap import pair_notices
+from esmshard.data.splits.leakage import ComparedRecords, pair_notices
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
 from esmshard.model.families.esm2 import ESM2

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.packing import MicroBatch
-from esmshard.data.fasta.chain_windows import ChainWindows, chain_windows
-from esmshard.data.fasta.symbols import JOINED, shown
+from esmshard.data.fasta.symbols import JOINED, ChainWindows, chain_windows, shown
 from esmshard.data.store.token_store import linker_of
 from esmshard.errors import InputError
 from esmshard.vocab import CLS, EOS, SEPARATOR, chain_spans, is_residue

@@ -194,12 +194,6 @@ class _Reader:
         except IndexError:  # The header is '>' alone.
             headers = self._named(at, chunk, headers)
             ids = [header.split(None, 1)[0] for header in headers]
-        if b"," in chunk or b";" in chunk:
-            for name in ids:
-                if b"," in name or b";" in name:
-                    self._edits.add(
-                        "a comma or semicolon was kept as a part of the id, which ends at a space", name.decode()
-                    )
         codes = b">".join([*bodies, b""]).translate(self._table, BLANKS)
         code_T = np.frombuffer(codes, np.uint8)
         stops = np.flatnonzero(code_T == EOS)

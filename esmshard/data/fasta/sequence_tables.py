@@ -13,7 +13,7 @@ from pathlib import Path
 
 from esmshard.data.fasta.headers import is_split
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.tables import MISSING, NUMBER, Table, listed, read_table, shown
+from esmshard.data.tables import MISSING, Table, listed, read_table, shown
 from esmshard.errors import InputError
 from esmshard.joined_chains import BETWEEN
 
@@ -98,11 +98,10 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
             edits.add(ONE_CHAIN, table.at(row))
         kept.append(row)
         joined.append(BETWEEN.join(chains))
-    for name in of_chains:
-        some = [cell for row in kept if (cell := table.columns[name][row]).lower() not in MISSING]
-        if all(map(NUMBER.fullmatch, some)):
-            what = f"numbers, as {shown(some[0])}" if some else "nothing"
-            raise InputError(f"{path}: column {shown(name)} holds {what}; sequences of amino acids are expected there")
+    if not kept:
+        raise InputError(
+            f"{path}: column {shown(of_chains[0])} holds nothing; sequences of amino acids are expected there"
+        )
     ids = names or id_column(table, of_chains)
     columns = {name: [texts[row] for row in kept] for name, texts in table.columns.items()}
     lines = [table.lines[row] for row in kept]

@@ -15,7 +15,7 @@ from typing import BinaryIO, Literal, cast
 from xopen import xopen
 
 from esmshard.data.fasta.sequence_tables import read_sequence_table
-from esmshard.data.fasta.symbols import BLANKS, Edits, Rules, shown
+from esmshard.data.fasta.symbols import BLANKS, Edits, Rules
 from esmshard.data.tables import read_text, readable
 from esmshard.errors import InputError
 
@@ -54,19 +54,6 @@ FORMATS = tuple(
 )
 
 
-@dataclass(frozen=True)
-class FormatRecords:
-    """The N records of a file, in file order."""
-
-    headers: list[str]
-    """The header of each record: its id and its description."""
-    sequences: list[str]
-    lines: list[int]
-    """The line at which each record begins, counted from 1."""
-    edits: Edits
-    """What Biopython warned of."""
-
-
 def format_of(head: bytes) -> SequenceFormat | None:
     r"""Recognise a format by the first bytes of a file, without leading blanks.
 
@@ -74,60 +61,6 @@ def format_of(head: bytes) -> SequenceFormat | None:
     ('a Stockholm alignment', None)
     """
     return next((known for known in FORMATS if known.head.match(head)), None)
-
-
-def read_format(path: Path, kind: SequenceFormat) -> FormatRecords:
-    """Read the proteins of a file, plain or compressed.
-
-    Raises:
-        InputError: the file cannot be read, a record has no sequence, or is DNA or RNA; the message names the line.
-    """
-    from Bio import SeqIO
-    from Bio.Seq import UndefinedSequenceError
-
-    text = read_text(path, kind.title).replace("\r\n", "\n").replace("\r", "\n")
-    if kind.record.search(text) is None:  # Biopython reads a Clustal file without a record for ever.
-        raise InputError(f"{path}: is {kind.title} without a record; download or make it again")
-    edits, body = Edits(), text.lstrip()
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            # The reader of XML takes bytes, since such a file names its encoding. `read_text` has checked for UTF-8.
-            source = io.BytesIO(body.encode()) if kind.name == "uniprot-xml" else io.StringIO(body)
-            records = list(SeqIO.parse(source, kind.name))  # type: ignore[no-untyped-call]
-    except Exception as error:  # The reader of each format has errors of its own.
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"{path}: cannot be read as {kind.title} ({reason}); download or make it again") from None
-    if not records:
-        raise InputError(f"{path}: is {kind.title} without a record; download or make it again")
-    for warning in warned:
-        edits.add(f"Biopython warned of this: {' '.join(str(warning.message).split())}", path.name)
-    starts = _lines(text, kind, len(records))
-    headers, sequences, lines = list[str](), list[str](), list[int]()
-    for record, line in zip(records, starts, strict=True):
-        where = f"{path}:{line}: record '{shown(record.id)}'"
-        molecule = record.annotations.get("molecule_type", "protein")
-        if "protein" not in molecule.lower():
-            raise InputError(f"{where} is {molecule}, and proteins are expected; download its proteins as FASTA")
-        try:
-            sequences.append("".join(str(record.seq).split()))
-        except UndefinedSequenceError:
-            raise InputError(f"{where} has no sequence in the file; download the file with sequences") from None
-        described = "" if record.description in ("<unknown description>", record.id) else f" {record.description}"
-        headers.append(" ".join(f"{record.id}{described}".split()))
-        lines.append(line)
-    return FormatRecords(headers, sequences, lines, edits)
-
-
-def _lines(text: str, kind: SequenceFormat, count: int) -> list[int]:
-    """Return the line at which each record begins."""
-    lines, at, line = list[int](), 0, 1
-    for found in kind.record.finditer(text):
-        line, at = line + text.count("\n", at, found.start()), found.start()
-        lines.append(line)
-        if len(lines) == count:
-            break
-    return lines + lines[-1:] * (count - len(lines))
 
 
 class ConvertedSource(io.BytesIO):
@@ -149,6 +82,50 @@ class ConvertedSource(io.BytesIO):
     def line_in_file(self, line: int) -> int:
         """Return the line of the file from which a line of the text was made, both counted from 1."""
         return self._lines[(line - 1) // 2]
+
+
+def read_format(path: Path, kind: SequenceFormat) -> ConvertedSource:
+    """Read the proteins of a file, plain or compressed.
+
+    Raises:
+        InputError: the file cannot be read, or a record has no sequence.
+    """
+    from Bio import SeqIO
+
+    text = read_text(path, kind.title).replace("\r\n", "\n").replace("\r", "\n")
+    if kind.record.search(text) is None:  # Biopython reads a Clustal file without a record for ever.
+        raise InputError(f"{path}: is {kind.title} without a record; download or make it again")
+    edits, body = Edits(), text.lstrip()
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            # The reader of XML takes bytes, since such a file names its encoding. `read_text` has checked for UTF-8.
+            source = io.BytesIO(body.encode()) if kind.name == "uniprot-xml" else io.StringIO(body)
+            records = list(SeqIO.parse(source, kind.name))  # type: ignore[no-untyped-call]
+            sequences = ["".join(str(record.seq).split()) for record in records]
+    except Exception as error:  # The reader of each format has errors of its own.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{path}: cannot be read as {kind.title} ({reason}); download or make it again") from None
+    if not records:
+        raise InputError(f"{path}: is {kind.title} without a record; download or make it again")
+    for warning in warned:
+        edits.add(f"Biopython warned of this: {' '.join(str(warning.message).split())}", path.name)
+    headers = []
+    for record in records:
+        described = "" if record.description in ("<unknown description>", record.id) else f" {record.description}"
+        headers.append(" ".join(f"{record.id}{described}".split()))
+    return ConvertedSource(headers, sequences, _lines(text, kind, len(records)), edits)
+
+
+def _lines(text: str, kind: SequenceFormat, count: int) -> list[int]:
+    """Return the line at which each record begins."""
+    lines, at, line = list[int](), 0, 1
+    for found in kind.record.finditer(text):
+        line, at = line + text.count("\n", at, found.start()), found.start()
+        lines.append(line)
+        if len(lines) == count:
+            break
+    return lines + lines[-1:] * (count - len(lines))
 
 
 def is_plain(path: Path) -> bool:
@@ -199,8 +176,7 @@ def open_source(path: Path, rules: Rules = Rules()) -> BinaryIO:  # noqa: B008  
     if kind == "table":
         table = read_sequence_table(path, rules.sequence_column, rules.id_column)
         return ConvertedSource(table.headers, table.sequences, table.rows.lines, table.edits)
-    found = read_format(path, kind)
-    return ConvertedSource(found.headers, found.sequences, found.lines, found.edits)
+    return read_format(path, kind)
 
 
 def open_bytes(path: Path) -> BinaryIO:

@@ -17,16 +17,89 @@
 import hashlib
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from esmshard.data.fasta.chain_windows import chain_windows
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import BETWEEN, LINKER
-from esmshard.vocab import GAPS, MASK, RESIDUES, SEPARATOR, TOKENS
+from esmshard.vocab import GAPS, MASK, RESIDUES, SEPARATOR, TOKENS, chain_spans
+
+
+@dataclass(frozen=True)
+class ChainWindows:
+    """The windows of one record."""
+
+    spans: tuple[tuple[int, int], ...]
+    """Where each chain begins and ends (exclusive) in the tokens of the record."""
+    sizes: tuple[int, ...]
+    """Residues of each chain in a window."""
+
+    @property
+    def rooms(self) -> list[int]:
+        """The number of residues that a window leaves out of each chain."""
+        return [end - start - size for (start, end), size in zip(self.spans, self.sizes, strict=True)]
+
+    @property
+    def count(self) -> int:
+        """The fewest windows that have every residue between them."""
+        lengths = [end - start for start, end in self.spans]
+        return max(-(-length // size) for length, size in zip(lengths, self.sizes, strict=True))
+
+    def spread(self, place: int) -> list[int]:
+        """Return the first residue of each chain in one of `count` windows, which are evenly spread."""
+        return [place * room // max(self.count - 1, 1) for room in self.rooms]
+
+    def drawn(self, key: str) -> list[int]:
+        """Draw the first residue of each chain in a window. The same key gives the same window."""
+        digests = [hashlib.sha256(f"{key}:{k}".encode()).digest() for k in range(len(self.spans))]
+        return [
+            int.from_bytes(digest[:8], "little") % (room + 1) for digest, room in zip(digests, self.rooms, strict=True)
+        ]
+
+    def kept(self, starts: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return which tokens of the record a window has, int64 [W], by the first residue of each chain."""
+        found, linker = list[npt.NDArray[np.int64]](), self.spans[0][0]
+        for (begin, end), size, start in zip(self.spans, self.sizes, starts, strict=True):
+            found += [np.arange(linker, begin), np.arange(begin + start, begin + start + size)]
+            linker = end
+        return np.concatenate(found)
+
+    def name(self, starts: Sequence[int]) -> str:
+        """Return the first and the last residue of each chain in a window, counted from 1, as `1-300:5-204`."""
+        return ":".join(f"{start + 1}-{start + size}" for start, size in zip(starts, self.sizes, strict=True))
+
+
+def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
+    """Return the windows of at most `most` tokens, `<cls>` and `<eos>` not counted, of a longer record.
+
+    >>> from esmshard.vocab import encode_residues
+    >>> tokens = np.frombuffer(encode_residues("MKTAYIAKQR:GQI", linker=2), np.uint8)
+    >>> chain_windows(tokens, 11).sizes
+    (6, 3)
+
+    Raises:
+        InputError: there is no room for a residue of each chain between the linkers.
+    """
+    spans = chain_spans(tokens)
+    lengths = [end - start for start, end in spans]
+    linkers = len(tokens) - sum(lengths)
+    room = most - linkers
+    if room < len(spans):
+        raise InputError(
+            f"{most:,} residues leave no room for {len(spans)} chains and {linkers:,} residues of linkers; raise the "
+            "limit, or join chains by a shorter linker"
+        )
+    sizes = [0] * len(spans)
+    by_length = sorted(range(len(spans)), key=lengths.__getitem__)
+    for done, k in enumerate(by_length):
+        sizes[k] = min(lengths[k], room // (len(spans) - done))
+        room -= sizes[k]
+    return ChainWindows(tuple(spans), tuple(sizes))
+
 
 BLANKS = b" \t\n\r\v\f"
 STRANGE = 255
@@ -39,8 +112,6 @@ _MASKED = "\0"
 _MASK_TEXT = re.compile(re.escape(TOKENS[MASK]), re.IGNORECASE)
 _MASK_SYMBOL = "\uf8ff"
 """The symbol that replaces a written `<mask>` while its sequence is checked: the last code point for private use."""
-_CHAINS = "/|+"
-"""Symbols that programs for complexes write between the chains of one record, besides `:`, which is read."""
 _IN_TURNS = re.compile(r"(?:[A-Z][a-z#]){3,}")
 """Residues with a structure letter after each, as `MdEvVp`; `#` is an unknown one."""
 _STOP = re.compile(r"\*(?=:|\Z)")
@@ -218,7 +289,7 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
         position = places[foreign.start()] + 1
         symbol = TOKENS[MASK] if foreign[0] == _MASK_SYMBOL else shown(foreign[0])
         what = f"has '{symbol}' at position {position}, which is not a residue"
-        raise RefusedSymbols(what, _fix(foreign[0]), droppable=True)
+        raise RefusedSymbols(what, "write X for an unknown residue", droppable=True)
     if foreign:
         kinds.append("symbols that are no residues were read as <mask>")
         sequence = strange.sub(_MASKED, sequence)
@@ -228,15 +299,6 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
         edits.add(kind, record_id)
     tokens = sequence.encode("ascii").translate(table(rules, {_MASKED: MASK, BETWEEN: SEPARATOR}))
     return tokens.replace(bytes([SEPARATOR]), bytes([SEPARATOR]) * rules.linker)
-
-
-def _fix(symbol: str) -> str:
-    """Advise what to do about a symbol that is no residue."""
-    if symbol == "*":
-        return "cut the sequence at the stop codon"
-    if symbol in _CHAINS:
-        return "if it divides the chains of a complex, write ':' there"
-    return "write X for an unknown residue"
 
 
 def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -> list[tuple[bytes, bytes, bytes]]:
@@ -255,33 +317,19 @@ def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -
     if rules.long == "skip":
         edits.add(f"a sequence over {most:,} residues was left out", record_id)
         return []
-    windows_of = None
-    if SEPARATOR in tokens:
-        token_L = np.frombuffer(tokens, np.uint8)
-        try:
-            windows_of = chain_windows(token_L, most)
-        except InputError as error:
-            raise RefusedSymbols(f"has {length:,} residues with linkers, and {error}", "or skip such records") from None
-    if windows_of is not None:
-        crop = rules.long == "crop"
-        edits.add(f"a sequence over {most:,} residues was {'cropped' if crop else 'cut into windows'}", record_id)
-        places = [windows_of.drawn(record_id)] if crop else [windows_of.spread(k) for k in range(windows_of.count)]
-        named = [(windows_of.name(starts).encode(), token_L[windows_of.kept(starts)].tobytes()) for starts in places]
-        if crop:
-            return [(name, header + b" residues=" + where, kept) for where, kept in named]
-        rest = header.lstrip(BLANKS)[len(name) :]
-        return [(name + b"/" + where, name + b"/" + where + rest, kept) for where, kept in named]
-    if rules.long == "crop":
-        edits.add(f"a sequence over {most:,} residues was cropped", record_id)
-        digest = hashlib.blake2b(name, digest_size=8).digest()
-        start = int.from_bytes(digest, "little") % (length - most + 1)
-        return [(name, header + b" residues=%d-%d" % (start + 1, start + most), tokens[start : start + most])]
-    edits.add(f"a sequence over {most:,} residues was cut into windows", record_id)
-    windows = -(-length // most)
-    starts = [k * (length - most) // (windows - 1) for k in range(windows)]
-    after = header.lstrip(BLANKS)[len(name) :]
-    names = [name + b"/%d-%d" % (start + 1, start + most) for start in starts]
-    return [(new, new + after, tokens[start : start + most]) for new, start in zip(names, starts, strict=True)]
+    token_L = np.frombuffer(tokens, np.uint8)
+    try:
+        windows = chain_windows(token_L, most)
+    except InputError as error:
+        raise RefusedSymbols(f"has {length:,} residues with linkers, and {error}", "or skip such records") from None
+    crop = rules.long == "crop"
+    edits.add(f"a sequence over {most:,} residues was {'cropped' if crop else 'cut into windows'}", record_id)
+    places = [windows.drawn(record_id)] if crop else [windows.spread(k) for k in range(windows.count)]
+    named = [(windows.name(starts).encode(), token_L[windows.kept(starts)].tobytes()) for starts in places]
+    if crop:
+        return [(name, header + b" residues=" + where, kept) for where, kept in named]
+    rest = header.lstrip(BLANKS)[len(name) :]
+    return [(name + b"/" + where, name + b"/" + where + rest, kept) for where, kept in named]
 
 
 def _kept(rules: Rules) -> str:

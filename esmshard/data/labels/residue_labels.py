@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from esmshard.data.fasta.headers import FLOAT32_MAX, attributes, number
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.label_fasta import read_label_fasta
+from esmshard.data.labels.label_sources import read_label_fasta
 from esmshard.data.labels.pairing import NAME_LABEL, check_labelled, rows_of_records
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tables import Table, first_three, listed, shown

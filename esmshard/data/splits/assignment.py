@@ -198,7 +198,7 @@ def by_mutation_count(
     if not (number_N == TEST).any():
         raise InputError(
             f"no variant has more than {counted(train_max, 'change')}, so that the test set would be empty; lower "
-            f"--train-max (the most changes are {count_N.max(initial=0)})"
+            f"train_max (the most changes are {count_N.max(initial=0)})"
         )
     return number_N
 
@@ -227,7 +227,7 @@ def low_to_high(
     number_N = _below((value_N <= limit).tolist(), [True] * len(value_N), names, _shares(ratios, None), seed)
     number_N[np.isnan(given_N)] = LEFT_OUT
     if not (number_N == TEST).any():
-        raise InputError(f"no value is above {limit:g}, so that the test set would be empty; lower --train-max")
+        raise InputError(f"no value is above {limit:g}, so that the test set would be empty; lower train_max")
     return number_N
 
 
@@ -263,7 +263,7 @@ def _shares(ratios: Sequence[float], folds: int | None) -> list[float]:
 
 def _check_folds(folds: int) -> None:
     if folds < len(SETS):
-        raise UsageError(f"--folds {folds}: at least 3 are needed, for train, valid and test")
+        raise UsageError(f"folds is {folds}; at least 3 are needed, for train, valid and test")
 
 
 def _assign(names: list[str], sizes: Sequence[float], shares: list[float], seed: int, what: str) -> Numbers:
@@ -304,7 +304,7 @@ def _places(positions: Sequence[frozenset[int]], folds: int) -> list[int]:
     places = sorted(frozenset().union(*positions))
     if len(places) < folds:
         found = counted(len(places), "changed position")
-        raise InputError(f"{counted(folds, 'fold')} cannot be made of {found}; lower --folds")
+        raise InputError(f"{counted(folds, 'fold')} cannot be made of {found}; make fewer folds")
     return places
 
 
@@ -319,7 +319,7 @@ def _along(positions: Sequence[frozenset[int]], number_of: dict[int, int], names
             left = int((number_N == LEFT_OUT).sum())
             raise InputError(
                 f"{name} would be empty, since {left:,} of {counted(len(positions), 'variant')} change positions of "
-                "several sets; try another --seed, or --by mutations"
+                "several sets; divide them by the number of mutations, or at random"
             )
     return number_N
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from esmshard.data.fasta.headers import attributes, id_of, split_of
 from esmshard.data.fasta.symbols import Edits
-from esmshard.data.labels.label_fasta import read_label_fasta
+from esmshard.data.labels.label_sources import read_label_fasta
 from esmshard.data.labels.pairing import check_labelled, rows_of_records
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
 from esmshard.data.store.token_store import TokenStore

@@ -2,7 +2,6 @@
 
 import hashlib
 import shlex
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ import numpy.typing as npt
 
 from esmshard import remote
 from esmshard.data.batching.loader import Examples, Labels
-from esmshard.data.fasta.headers import attributes, split_of
 from esmshard.data.fasta.sources import is_sequence_table
 from esmshard.data.fasta.symbols import Edits, Rules
-from esmshard.data.labels.label_fasta import read_label_fasta
-from esmshard.data.labels.label_sources import label_source, rules_of
+from esmshard.data.labels.label_sources import label_source, read_label_fasta, rules_of
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import SETS
 from esmshard.data.splits.clusters import read_clusters
@@ -26,7 +23,7 @@ from esmshard.data.store.ingestion import cached
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures import structure_folder
 from esmshard.data.tables import Table, counted
-from esmshard.data.tracks.track_files import TrackFile, record_tracks, with_paths
+from esmshard.data.tracks import TrackFile, record_tracks, with_paths
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import Chains
 from esmshard.recipe.data_section import DataSettings, JoinSettings
@@ -108,9 +105,9 @@ def open_tested(
     fasta, tokens, outer = _records(path, tracks, where)
     found = labels(fasta, tokens, where)
     examples = Examples(Path(source).name, path, tokens, found, apart=recipe.task.pairs)
-    if others := marked_otherwise("test", path, tokens):
+    if marked(tokens):
         examples.notices.append(
-            f"all its records are scored, whatever {marks(path)} says ({others}); `esmshard split {path} -o DIR "
+            f"all its records are scored, whatever {marks(path)} says; `esmshard split {path} -o DIR "
             "--by given` writes those of the test set to DIR/test.fasta"
         )
     if outer:
@@ -204,12 +201,11 @@ def members(
     if name not in splits:
         return None, []
     if sum(getattr(data, other) == getattr(data, name) for other in splits) < 2:
-        others = marked_otherwise(name, path, tokens)
         unused = (
-            f"{marks(path)} is not used, as it is the file of {name} alone, and all its records are taken ({others}); "
+            f"{marks(path)} is not used, as it is the file of {name} alone, and all its records are taken; "
             "name one file in data.train, data.valid and data.test to have it divided"
         )
-        return None, [unused] if others else []
+        return None, [unused] if marked(tokens) else []
     source = label_source(fasta, data) if data.labels is not None else None
     if isinstance(source, Table):
         in_source = source.only_column(("set", "split"), "rename the one that is not") is not None
@@ -251,19 +247,9 @@ def members(
     return members_N, [notice, *edits.notices()]
 
 
-def marked_otherwise(name: str, path: Path, tokens: TokenStore) -> str | None:
-    """Count in a clause the records of a one-split file whose headers name another split; None if there are none."""
-    if not any(_says_set(tokens, n) for n in range(min(_LOOKED_AT, len(tokens)))):
-        return None
-    others: Counter[str] = Counter()
-    for n in range(len(tokens)):
-        try:
-            found = attributes(tokens.description(n), ("SET", "VALIDATION"), str(path))
-            split = split_of(found["SET"], found.get("VALIDATION", ""), str(path)) if "SET" in found else name
-        except InputError:  # The value is no split, whatever it means.
-            continue
-        others[split] += split != name
-    return listed([f"{count:,} say {split}" for split, count in others.items() if count]) if others.total() else None
+def marked(tokens: TokenStore) -> bool:
+    """Return whether one of the first records of a file of one split has `SET=` in its header."""
+    return any(_says_set(tokens, n) for n in range(min(_LOOKED_AT, len(tokens))))
 
 
 def marks(path: Path) -> str:

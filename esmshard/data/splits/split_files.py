@@ -1,4 +1,4 @@
-"""The files of a split.
+"""The command `esmshard split`: its methods and their options, the data that it divides, and the files of its sets.
 
     OUT/train.fasta  valid.fasta  test.fasta     records with their headers, as read
     OUT/train.npz    ...                         coordinates, if NAME.npz lies beside NAME.fasta
@@ -10,23 +10,333 @@
 With folds, the sets of round k are in `OUT/fold_k`.
 """
 
+import hashlib
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers, sets_of_fold
-from esmshard.data.splits.fasta_split import FastaRecords
+from esmshard.data.fasta.sources import is_sequence_table
+from esmshard.data.fasta.symbols import Edits, Rules
+from esmshard.data.labels.coordinates import CoordinateLabels, npz_beside, read_arrays
+from esmshard.data.labels.label_sources import table_or_fasta
+from esmshard.data.splits import assignment, leakage
+from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers, check_given, sets_of_fold
+from esmshard.data.splits.clusters import align_clusters, read_clusters, run_mmseqs
+from esmshard.data.splits.given_splits import given_splits, sets_of_rows
 from esmshard.data.splits.leakage import MOST
-from esmshard.data.splits.split_method import Method
-from esmshard.data.splits.variant_split import VariantRows
+from esmshard.data.store.ingestion import cached
+from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
+from esmshard.data.tables import counted, first_three, write_rows
+from esmshard.data.variants.mutations import read_variants
+from esmshard.data.variants.substitutions import name_of
 from esmshard.errors import UsageError
 from esmshard.files import check_replaced
+from esmshard.vocab import decode
+
+OF_SEQUENCES = ("cluster", "ratio", "given")
+OF_VARIANTS = ("position", "contiguous", "modulo", "mutations", "low-to-high", "ratio", "given")
+"""Names of the methods. The first of each list is the default."""
+
+_READS = {
+    "cluster": ("clusters", "ratios", "folds", "seed"),
+    "ratio": ("ratios", "folds", "seed"),
+    "given": (),
+    "position": ("ratios", "folds", "seed"),
+    "contiguous": ("folds",),
+    "modulo": ("folds",),
+    "mutations": ("ratios", "seed", "train_max"),
+    "low-to-high": ("ratios", "seed", "train_max", "target"),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method to divide a data set, with its options. `esmshard.data.splits.assignment` describes the methods."""
+
+    by: str
+    ratios: Sequence[float] = RATIOS
+    folds: int | None = None
+    seed: int = 0
+    clusters: Sequence[Path] = ()
+    """Files of `representative<TAB>member`; records that share a cluster in any of them stay together."""
+    train_max: str | None = None
+    """Most mutations, or highest value, to train on. `50%` is a share of the values."""
+    target: str | None = None
+    """Column of the values that `low-to-high` divides."""
+
+
+def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Method:
+    """Return the method that options of `Method` mean. An option that is None or empty has its default.
+
+    Raises:
+        UsageError: an option is set that this method does not read, or an option is missing that it needs.
+
+    >>> chosen(OF_VARIANTS, folds=5)
+    Method(by='position', ratios=(0.8, 0.1, 0.1), folds=5, seed=0, clusters=(), train_max=None, target=None)
+    """
+    by = by or known[0]
+    if by not in known:
+        of = "variants (--wild-type)" if known is OF_VARIANTS else "sequences (no --wild-type)"
+        raise UsageError(f"--by {by}: {of} are split by {', '.join(known)}")
+    given = {name: value for name, value in options.items() if value is not None and value != []}
+    for name in given:
+        if name not in _READS[by]:
+            raise UsageError(f"--{name.replace('_', '-')} is not read by --by {by}; leave it out")
+    if "folds" in given and "ratios" in given:
+        raise UsageError("--ratios: folds are of equal size; leave out --ratios or --folds")
+    if by in ("contiguous", "modulo") and "folds" not in given:
+        raise UsageError(f"--by {by} makes folds; pass --folds 5 to have those of ProteinGym")
+    return Method(by, **given)
+
+
+def parse_ratios(text: str) -> list[float]:
+    """Parse three numbers for train, valid and test; they need not add up to one.
+
+    >>> parse_ratios("8,1,1")
+    [8.0, 1.0, 1.0]
+    """
+    try:
+        ratios = [float(part) for part in text.split(",")]
+    except ValueError:
+        ratios = []
+    if len(ratios) != len(SETS) or not all(0 < ratio < math.inf for ratio in ratios):
+        raise UsageError(f"--ratios {text}: three numbers above zero are expected, for train, valid and test")
+    return ratios
+
+
+class FastaRecords:
+    """N records of a FASTA file, a token store, or structures. Residues are read from the store when they are needed.
+
+    Args:
+        source: FASTA file, plain or compressed, token store, structure file, or directory of structure files.
+        sets: table or label FASTA that names the set of each record, if the headers of `source` do not.
+        rules: the columns of a table.
+
+    Raises:
+        InputError: a file cannot be read: `source`, `sets`, or the `.npz` of coordinates beside `source`.
+            For structures, see `to_split`.
+    """
+
+    sizes = ("records", "residues", "clusters")
+    """The names of the counts in `count`. Clusters are the last, if there are any."""
+
+    def __init__(self, source: Path, sets: Path | None = None, rules: Rules = Rules()) -> None:  # noqa: B008  # frozen
+        structures = holds_structures(source)
+        if rules != Rules() and not is_sequence_table(source):
+            raise UsageError(
+                f"{source}: is no table, and --sequence-column and --id-column are for tables; leave them out"
+            )
+        self.source, self._fasta = source, cached_split(source) if structures else source
+        self._store = cached(self._fasta, rules)
+        self._sets = None if sets is None else table_or_fasta(sets)
+        found = [*(notices(self._fasta) if structures else []), *self._store.notices]
+        self.notices = [f"{source}: {notice}" for notice in found]
+        self.ids = [self._store.id(n) for n in range(len(self._store))]
+        self.facts: dict[str, str] = {"source": source.resolve().name}
+        if sets is not None:
+            self.facts["sets"] = str(sets)
+        self._length_N = self._store.lengths.astype(np.int64)
+        self._clusters: list[str] = []
+        self._coordinates = self._read_coordinates()
+
+    def divide(self, method: Method, directory: Path, say: Callable[[str], None]) -> Numbers:
+        """Return the set or fold of each record, int64 [N]. Records of one sequence stay together, even if their
+        clusters differ.
+
+        Args:
+            method: by cluster, by ratio, or as the headers or the file of sets say.
+            directory: directory for files of MMseqs2, which runs if the method names no clusters.
+            say: takes a message before records are clustered.
+
+        Raises:
+            InputError: the records cannot be divided by this method.
+        """
+        if method.by == "given":
+            edits = Edits()
+            number_N = given_splits(self._store, self.source, self._sets, edits, required=False)
+            said_by = self.facts.get("sets", self.source)
+            self.notices += [f"{said_by}: {notice}" for notice in edits.notices()]
+            check_given(number_N, Path(said_by))
+            return number_N
+        count = len(self._store)
+        same = [hashlib.blake2b(self._store.residues(n).tobytes(), digest_size=16).hexdigest() for n in range(count)]
+        if method.by == "ratio":
+            return assignment.by_cluster(same, method.ratios, method.seed, method.folds)
+        if method.clusters:
+            found = [read_clusters(path, self.ids) for path in method.clusters]
+        elif shutil.which("mmseqs") is None:
+            say(f"clustering {counted(count, 'record')} by pairwise alignment, as MMseqs2 is not installed")
+            found = [align_clusters(leakage.ComparedRecords(count, self._store.residues, self._store.id))]
+        else:
+            say(f"clustering {counted(count, 'record')} with MMseqs2")
+            found = [run_mmseqs((decode(self._store.residues(n)) for n in range(count)), self.ids, directory)]
+        self.notices += [notice for clusters in found for notice in clusters.notices]
+        self.facts["clusters"] = ", ".join(clusters.source for clusters in found)
+        self._clusters = assignment.components(*(clusters.names for clusters in found), same)
+        return assignment.by_cluster(self._clusters, method.ratios, method.seed, method.folds)
+
+    def columns(self) -> dict[str, Sequence[object]]:
+        """Return the columns of `splits.tsv` beside the set, N cells each."""
+        return {"id": self.ids, "cluster": self._clusters} if self._clusters else {"id": self.ids}
+
+    def count(self, number_M: Numbers) -> list[int]:
+        """Return the sizes of a set."""
+        sizes = [len(number_M), int(self._length_N[number_M].sum())]
+        return [*sizes, len({self._clusters[n] for n in number_M.tolist()})] if self._clusters else sizes
+
+    def write(self, stem: Path, number_M: Numbers) -> None:
+        """Write `STEM.fasta`, and `STEM.npz` where there are coordinates."""
+        with open(stem.with_name(f"{stem.name}.fasta"), "w", encoding="utf-8") as file:
+            for n in number_M.tolist():
+                file.write(f">{self._store.description(n)}\n{decode(self._store.residues(n))}\n")
+        if self._coordinates is not None:
+            cut = _cut(self._coordinates, [self.ids[n] for n in number_M.tolist()])
+            np.savez_compressed(stem.with_name(f"{stem.name}.npz"), **cut)  # type: ignore[arg-type]
+
+    def check(self, sets: Mapping[str, Numbers], most: int) -> leakage.Leakage:
+        """Compare the sets with the training set; see `leakage.check`."""
+        records = leakage.ComparedRecords(len(self._store), self._store.residues, self._store.id)
+        others = {name: records.part(number_M) for name, number_M in sets.items() if name != "train"}
+        return leakage.check(records.part(sets["train"]), others, most)
+
+    def _read_coordinates(self) -> dict[str, npt.NDArray[Any]] | None:
+        """Read the arrays of the file beside the FASTA file, after a check that they fit the FASTA file."""
+        path = npz_beside(self._fasta)
+        if self._fasta.is_dir() or not path.is_file():
+            return None
+        CoordinateLabels(self._fasta, self._store)  # The constructor raises an error if they do not fit.
+        arrays = read_arrays(path)
+        chains, residues = len(arrays["names"]), int(arrays["offsets"][-1])
+        odd = [n for n, a in arrays.items() if n != "offsets" and (a.ndim == 0 or len(a) not in (chains, residues))]
+        if odd:
+            self.notices.append(f"{path}: left out {', '.join(odd)}, which has no row for each chain or residue")
+        if chains > len(self._store):
+            more = counted(chains - len(self._store), "chain")
+            self.notices.append(f"{path}: left out {more} that {self.source.name} does not have")
+        return {name: array for name, array in arrays.items() if name not in odd}
+
+
+def _cut(arrays: Mapping[str, npt.NDArray[Any]], ids: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    """Return the same arrays for some of the chains."""
+    offsets, row = arrays["offsets"].tolist(), {str(name): k for k, name in enumerate(arrays["names"])}
+    rows = [row[record_id] for record_id in ids]
+    ends = np.cumsum([0, *(offsets[k + 1] - offsets[k] for k in rows)])
+    cut = {"offsets": ends.astype(arrays["offsets"].dtype)}
+    for name, array in arrays.items():
+        if name != "offsets" and len(array) == len(row):
+            cut[name] = array[rows]
+        elif name != "offsets":
+            cut[name] = np.concatenate([array[offsets[k] : offsets[k + 1]] for k in rows])
+    return cut
+
+
+class VariantRows:
+    """N rows of a table of variants. Rows with a stop codon or without the target are left out.
+
+    A row with only synonymous changes counts as the wild type.
+
+    Args:
+        source: the table.
+        wild_type: FASTA file of the protein.
+        mutant: column of the mutations; see `read_variants`.
+        targets: columns of values; None if no values are needed.
+        offset: number added to the positions of the table; see `read_variants`.
+
+    Raises:
+        InputError: the table or the wild type cannot be read, or they do not fit each other.
+    """
+
+    sizes = ("variants", "positions")
+    """The names of the counts in `count`: rows, and the positions that they change."""
+
+    def __init__(
+        self, source: Path, wild_type: Path, mutant: str | None, targets: Sequence[str] | None, offset: int
+    ) -> None:
+        how: dict[str, Any] = {"on_stop": "drop", "on_synonymous": "keep", "replicates": "keep"}
+        variants = read_variants(source, wild_type=wild_type, mutant=mutant, targets=targets, offset=offset, **how)
+        self.source, self.notices = source, list(variants.notices)
+        self.facts = {"source": source.resolve().name, "wild_type": wild_type.resolve().name}
+        self._ids, self._table, self._target_NT = variants.names(), variants.table, variants.target_NT
+        self._rows = [rows[0] for rows in variants.rows]
+        changes = [tuple(m for m in mutations if m.mutant != m.wild) for mutations in variants.mutations]
+        self._names = [name_of(mutations) for mutations in changes]
+        self._positions = [frozenset(m.position for m in mutations) for mutations in changes]
+
+    def divide(self, method: Method, _directory: Path, _say: Callable[[str], None]) -> Numbers:
+        """Return the set or fold of each row, int64 [N]. Rows of one variant stay together.
+
+        Raises:
+            InputError: the rows cannot be divided by this method.
+            UsageError: the limit of the training set cannot be read.
+        """
+        number_N = self._number(method)
+        left = [self._names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]
+        if left:
+            why = "without a set" if method.by == "given" else "that change positions of several sets"
+            self.notices.append(
+                f"{self.source}: left out {counted(len(left), 'variant')} {why} ({first_three(left, str)})"
+            )
+        return number_N
+
+    def _number(self, method: Method) -> Numbers:
+        if method.by == "given":
+            number_N = sets_of_rows(self._table, self._rows)
+            check_given(number_N, self.source)
+            return number_N
+        if method.by == "low-to-high":
+            value_N = self._target_NT[:, 0]
+            return assignment.low_to_high(value_N, self._names, self._limit(method), method.ratios, method.seed)
+        most = method.train_max or "1"
+        if not most.isdecimal() or int(most) < 1:
+            raise UsageError(f"--train-max {most}: a number of mutations is expected, as 2")
+        options = (method.ratios, method.seed, method.folds, int(most))
+        return assignment.of_variants(method.by, self._names, self._positions, *options)
+
+    def _limit(self, method: Method) -> float:
+        """Return the highest value to train on."""
+        value_N, limit = self._target_NT[:, 0], method.train_max
+        if limit is None:
+            wild = [n for n, name in enumerate(self._names) if name == "WT"]
+            if not wild:
+                raise UsageError(
+                    f"{self.source}: has no row of the wild type, whose value would be the limit; pass --train-max "
+                    "with a value, or with a share of the values as 50%"
+                )
+            return float(value_N[wild].mean())
+        try:
+            number = float(limit.removesuffix("%"))
+            return float(np.quantile(value_N, number / 100)) if limit.endswith("%") else number
+        except ValueError:
+            raise UsageError(f"--train-max {limit}: a value, or a share of the values as 50%, is expected") from None
+
+    def columns(self) -> dict[str, Sequence[object]]:
+        """Return the columns of `splits.tsv` beside the set, N cells each."""
+        return {"id": self._ids, "line": [self._table.lines[row] for row in self._rows]}
+
+    def count(self, number_M: Numbers) -> list[int]:
+        """Return the sizes of a set: rows and positions."""
+        return [len(number_M), len(frozenset().union(*(self._positions[n] for n in number_M)))]
+
+    def write(self, stem: Path, number_M: Numbers) -> None:
+        """Write `STEM.csv`, with all columns of the table."""
+        cells = list(self._table.columns.values())
+        with open(stem.with_name(f"{stem.name}.csv"), "w", encoding="utf-8", newline="") as file:
+            rows = [[column[self._rows[n]] for column in cells] for n in number_M.tolist()]
+            write_rows(file, [[*self._table.columns], *rows])
+
+    def check(self, sets: Mapping[str, Numbers], _most: int) -> leakage.Leakage:
+        """Compare the sets with the training set; see `leakage.check_variants`."""
+        return leakage.check_variants(self._names, self._positions, sets)
+
 
 Data = FastaRecords | VariantRows
 

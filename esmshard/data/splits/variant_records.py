@@ -17,9 +17,8 @@ from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
 from esmshard.data.splits.given_splits import sets_of_rows
 from esmshard.data.tables import counted, first_three
-from esmshard.data.tracks.track_files import TrackFile, protein_tracks, with_paths
+from esmshard.data.tracks import TrackFile, protein_tracks, with_paths
 from esmshard.data.variants.mutations import Variants, is_library, read_variants
-from esmshard.data.variants.numbering import Misnumbered
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.errors import InputError, UsageError
 from esmshard.files import sha256
@@ -165,20 +164,17 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
     assert data.table is not None
     assert data.wild_type is not None
     lenient = data.unusable == "drop"
-    try:
-        variants = read_variants(
-            remote.data_file(data.table),
-            wild_type=remote.data_file(data.wild_type),
-            mutant=data.mutant,
-            targets=data.target or (),
-            offset="auto" if data.offset is None else data.offset,
-            on_unusable="drop" if lenient else "error",
-            on_stop="drop" if lenient else "error",
-            on_synonymous="drop" if lenient else "error",
-            replicates=data.replicates or "mean",
-        )
-    except Misnumbered as error:
-        raise InputError(error.spelled("data.offset=")) from None
+    variants = read_variants(
+        remote.data_file(data.table),
+        wild_type=remote.data_file(data.wild_type),
+        mutant=data.mutant,
+        targets=data.target or (),
+        offset="auto" if data.offset is None else data.offset,
+        on_unusable="drop" if lenient else "error",
+        on_stop="drop" if lenient else "error",
+        on_synonymous="drop" if lenient else "error",
+        replicates=data.replicates or "mean",
+    )
     for name in data.lower_is_better or ():
         if name not in variants.target_names:
             raise UsageError(f"data.lower_is_better: {name} is no target; there is {', '.join(variants.target_names)}")
@@ -198,37 +194,22 @@ def table_of(data: DataSettings) -> Variants:
     return _read(same, tuple(sha256(path) if path.is_file() else "" for path in paths))
 
 
-_IN_RECIPE = {
-    "try another --seed, or --by mutations": "set data.split=mutations",  # Folds are the same for every seed.
-    "--train-max": "data.train_max",
-    "--folds": "data.folds",
-}
-"""The recipe keys that replace options of `esmshard split` in messages."""
-
-
 def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
     """Return the fold of each variant, int64 [N] (or its set, if the split has no folds), and notices about variants
     that are left out. The result is the same for all seeds.
     """
     variants = table_of(data)
     names = variants.names()
-    try:
-        number_N = _number(variants, names, data)
-    except InputError as error:
-        if str(error).startswith(str(variants.table.path)):
-            raise
-        said = str(error)
-        for option, key in _IN_RECIPE.items():
-            said = said.replace(option, key)
-        if is_library(variants.mutations):
-            library, keys = _library(variants, data)
-            said = f"{library}, which data.split={data.split} does not suit ({said}); set {keys}"
-        raise InputError(f"{variants.table.path}: {said}") from None
+    number_N = _number(variants, names, data)
     notices = _floor_notices(variants, data)
     left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]
     if is_library(variants.mutations) and (data.split, data.transform) != ("random", "rank"):
-        library, keys = _library(variants, data)
-        notices.append(f"{variants.table.path}: {library}; {keys} suits it")
+        keys = ["data.split=random"] * (data.split != "random") + ["task.pool=sites"]
+        keys += ["data.transform=rank"] * (data.transform != "rank")
+        notices.append(
+            f"{variants.table.path}: is a combinatorial library, {counted(len(variants), 'variant')} of "
+            f"{len(frozenset().union(*variants.positions()))} sites; {' '.join(keys)} suits it"
+        )
     if not left:
         return number_N, notices
     why = "without a set" if data.split == "given" else "that change positions of several folds"
@@ -240,14 +221,6 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
         *notices,
         f"{path}: left out {counted(len(left), 'variant')} {why} ({first_three(left, str)}){fix}",
     ]
-
-
-def _library(variants: Variants, data: DataSettings) -> tuple[str, str]:
-    """Return what a combinatorial library is, and the keys that suit it and are not set."""
-    sites = len(frozenset().union(*variants.positions()))
-    keys = ["data.split=random"] * (data.split != "random") + ["task.pool=sites"]
-    keys += ["data.transform=rank"] * (data.transform != "rank")
-    return f"is a combinatorial library, {counted(len(variants), 'variant')} of {sites} sites", " ".join(keys)
 
 
 def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:

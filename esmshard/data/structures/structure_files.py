@@ -130,13 +130,8 @@ def _text(path: Path) -> str:
         raise InputError(f"{path}: not text; a PDB or mmCIF file is expected")
     data = data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     text = data.decode("latin-1")  # never fails, and a column stays a column
-    start = text.lstrip()
-    if not start:
+    if not text.strip():
         raise InputError(f"{path}: is empty; copy or download it again")
-    if start.startswith("<"):
-        raise InputError(f"{path}: holds a web page or XML, not a PDB or mmCIF file; download it again")
-    if start.startswith(">"):
-        raise InputError(f"{path}: holds FASTA, which has no coordinates; a PDB or mmCIF file is expected")
     return text
 
 
@@ -166,8 +161,6 @@ def _plain_int(text: str) -> int | None:
 
 
 def _pdb(path: Path, text: str) -> Entry:
-    if text.lstrip()[:5].lower() == "data_":
-        raise InputError(f"{path}: holds mmCIF; name it .cif")
     chains: dict[str, FileChain] = {}
     listed: dict[str, list[str]] = {}
     ended: set[str] = set()

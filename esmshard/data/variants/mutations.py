@@ -1,13 +1,17 @@
-"""Measured variants of one protein, read from tables as laboratories write them. `substitutions` reads the cells."""
+"""Measured variants of one protein, read from tables as laboratories write them. `substitutions` reads the cells.
 
-import functools
-import re
-from collections import defaultdict
+Tables often count from the start of the mature protein, of a construct or of a crystal structure instead of residue 1
+of the sequence. A wrong shift of positions would go unnoticed without the wild-type letters, so each letter is
+compared.
+"""
+
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args, get_type_hints
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +20,8 @@ from esmshard.data.fasta import nucleotides
 from esmshard.data.fasta.fasta_reader import read_fasta
 from esmshard.data.fasta.symbols import Edits
 from esmshard.data.tables import Table, counted, first_three, listed, read_table, shown
-from esmshard.data.variants.numbering import placed
 from esmshard.data.variants.substitutions import (
-    LOWER,
+    HOW,
     STOP,
     Mutation,
     RefusedVariant,
@@ -26,11 +29,124 @@ from esmshard.data.variants.substitutions import (
     name_of,
     parse_variant,
     parse_with_wild_type,
+    renumbered,
     without_wild_type_letters,
 )
 from esmshard.errors import InputError, UsageError
 from esmshard.joined_chains import BETWEEN
-from esmshard.vocab import RESIDUES, encode_residues
+from esmshard.vocab import encode_residues
+
+_ENOUGH = 0.99  # share of the mutations that must fit a shift of the numbering
+_FEWEST = 5  # sites for a shift without being asked: fewer fit some shift by chance (a letter matches one time in 17)
+_TOLD = 3  # sites for a shift that the user is told of
+
+
+def placed(
+    table: Table,
+    parsed: dict[int, tuple[Mutation, ...]],
+    protein: str,
+    protein_name: str,
+    offset: int | Literal["auto"],
+    notices: list[str],
+    left_out: dict[int, str],
+    most_misfits: float = 0.0,
+) -> tuple[dict[int, tuple[Mutation, ...]], int]:
+    """Renumber the variants as the wild type, check each mutation against it, and return the number added to their
+    positions too.
+
+    Args:
+        table: the table of the variants.
+        parsed: the variant in each row, in the numbering of the table.
+        protein: the wild type.
+        protein_name: name of the wild type in messages.
+        offset: number added to the positions of the table. "auto" takes the only shift that fits five sites or more.
+        notices: gets a sentence if "auto" shifts, or variants are left out.
+        left_out: gets the reason for each row that is left out.
+        most_misfits: share of the variants that may have a mutation that does not fit; these variants are left out.
+
+    Raises:
+        InputError: mutations do not fit; the message has the first three of them, or the shift that would fit.
+    """
+    counts = Counter(chain.from_iterable(parsed.values()))
+    shift = 0 if offset == "auto" else offset
+
+    def fits(mutation: Mutation, shift: int) -> bool:
+        place = mutation.position + shift
+        return 0 <= place < len(protein) and protein[place] == mutation.wild
+
+    def misfit(mutation: Mutation) -> str:
+        place = mutation.position + shift
+        inside = 0 <= place < len(protein)
+        return f"{mutation} ({f'{protein[place]} is there' if inside else 'outside'})"
+
+    def named(row: int, mutation: Mutation) -> str:
+        return f"{table.at(row)} {misfit(mutation)}"
+
+    def wrong() -> list[tuple[int, Mutation]]:
+        such = {mutation for mutation in counts if not fits(mutation, shift)}
+        return [(row, m) for row, mutations in parsed.items() for m in mutations if m in such] if such else []
+
+    total, misfits = counts.total(), wrong()
+    if misfits:
+        best, fit, sites = _best_shift(counts, protein)
+        how = "as numbered" if shift == 0 else f"with offset={shift}"
+        changed = [mutations for mutations in parsed.values() if mutations]
+        now_rows, best_rows = (
+            sum(all(map(partial(fits, shift=by), mutations)) for mutations in changed) for by in (shift, best)
+        )
+        fitting = (
+            f"{now_rows:,} of {counted(len(changed), 'row')} fit {protein_name} {how}, {best_rows:,} fit when shifted "
+            f"by {best:+d}"
+        )
+        if offset == "auto" and sites >= _FEWEST and best != shift and fit >= min(_ENOUGH, 1 - most_misfits) * total:
+            notices.append(f"{table.path}: {fitting}, which was done")
+            shift = best
+            misfits = wrong()
+        elif sites >= _TOLD and best != shift and fit > max(total - len(misfits), total / 2):
+            raise InputError(
+                f"{table.path}: {fitting}; set data.offset={best} in a recipe, pass --offset {best} to other "
+                f"commands, or fix {named(*misfits[0])}"
+            )
+    bad = {row for row, _ in misfits}
+    if misfits and len(bad) <= most_misfits * len(parsed):
+        some = first_three(misfits, lambda misfit: named(*misfit))
+        notices.append(
+            f"{table.path}: left out {counted(len(bad), 'row')} with another residue than {protein_name} has: {some}"
+        )
+        for row, mutation in reversed(misfits):  # If a row has several misfits, the first is kept.
+            left_out[row] = f"{misfit(mutation)}, another residue than the wild type has"
+        parsed = {row: mutations for row, mutations in parsed.items() if row not in bad}
+    elif misfits:
+        with_shift = f" shifted by {shift:+d}" if shift else ""
+        some = first_three(misfits, lambda misfit: named(*misfit))
+        raise InputError(
+            f"{table.path}: {len(misfits):,} of {total:,} mutations{with_shift} do not fit {protein_name} "
+            f"of {counted(len(protein), 'residue')}: {some}; correct them, the wild type or the offset"
+        )
+    if shift == 0:
+        return parsed, 0
+    return {row: renumbered(mutations, shift) for row, mutations in parsed.items()}, shift
+
+
+def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]:
+    """Return the shift that the most mutations fit, how many fit, and how many different sites these have: 0 if another
+    shift fits more than half as many sites.
+    """
+    sites: Counter[tuple[int, str]] = Counter()
+    for mutation, count in counts.items():
+        sites[mutation.position, mutation.wild] += count
+    places = {letter: np.array([k for k, c in enumerate(protein) if c == letter], np.int64) for letter in set(protein)}
+    lowest, highest = min(position for position, _ in sites), max(position for position, _ in sites)
+    mutations_S = np.zeros(highest - lowest + len(protein), np.int64)  # for shifts -highest, -highest + 1, ...
+    sites_S = np.zeros_like(mutations_S)
+    for (position, wild), count in sites.items():
+        if wild in places:
+            mutations_S[places[wild] - position + highest] += count
+            sites_S[places[wild] - position + highest] += 1
+    best = int(mutations_S.argmax())
+    others = np.delete(sites_S, best).max(initial=0)
+    return best - highest, int(mutations_S[best]), int(sites_S[best]) if 2 * others <= sites_S[best] else 0
+
 
 MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
 SEQUENCE_COLUMNS = ("mutated_sequence", "sequence")
@@ -53,8 +169,6 @@ Synonymous = Literal["error", "drop", "keep"]
 
 FEW_SITES, COMBINED = 10, 0.1
 """The most sites of a combinatorial library, and the least share of its variants with several changes."""
-
-_SMALL = re.compile("[a-z]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +233,7 @@ def read_variants(
 
     Args:
         path: the table; see `tables.read_table`.
-        wild_type: a FASTA file with one record (a Path), or the sequence itself (a str).
+        wild_type: a FASTA file with one record (a Path), or the sequence itself in upper case (a str).
         mutant: column of mutations; by default the only one with a usual name (MUTANT_COLUMNS, in any case). Without
             such a column, the one of whole mutated sequences (SEQUENCE_COLUMNS) is compared with the wild type.
         targets: columns of measured values; by default the only one with a usual name (TARGET_COLUMNS). None reads no
@@ -136,9 +250,6 @@ def read_variants(
         UsageError: arguments contradict each other.
         InputError: the table cannot be read or does not fit; the message has the first three lines of each problem.
     """
-    policies = _Policies(on_unusable, on_stop, on_synonymous, replicates)
-    if offset != "auto" and not isinstance(offset, int):
-        raise UsageError(f"offset is {offset!r}; it is a whole number or 'auto'")
     reading = _Reading(read_table(path))
     protein = _wild_type(reading, wild_type)
     column, whole = (mutant, False) if mutant is not None else _column(reading.table)
@@ -146,7 +257,17 @@ def read_variants(
         raise UsageError(f"{path}: offset shifts numbered mutations, but column {shown(column)} has sequences")
     target_names, target_RT = _targets(reading, targets)
     rows = _rows_with_values(reading, target_names, target_RT)
-    parsed, shift = _checked(reading, column, whole, rows, protein, offset, policies)
+    if whole:
+        parsed, shift = _parsed(reading, column, rows, partial(compare, wild_type=protein.sequence), on_unusable), 0
+    else:
+        parsed, shift = _numbered(reading, column, rows, protein, offset, on_unusable)
+    stops = _having(parsed, lambda mutation: mutation.mutant == STOP)
+    parsed = _without(reading, parsed, stops, "a stop codon", on_stop)
+    same = _having(parsed, lambda mutation: mutation.mutant == mutation.wild)
+    parsed = _without(reading, parsed, same, "a synonymous change", on_synonymous)
+    if not parsed:
+        reasons = "; ".join(notice.removeprefix(f"{path}: ") for notice in reading.notices)
+        raise InputError(f"{path}: no variant is left of {counted(len(reading.table), 'row')} ({reasons})")
     groups = grouped(reading.table, parsed, replicates, reading.notices)
     return Variants(
         wild_type=protein.sequence,
@@ -171,22 +292,6 @@ def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
     """
     sites = {mutation.position for one in variants for mutation in one}
     return len(sites) <= FEW_SITES and sum(len(one) > 1 for one in variants) > COMBINED * len(variants)
-
-
-@dataclass(frozen=True)
-class _Policies:
-    """The treatment of rows that cannot be used, or that occur twice; see `read_variants`."""
-
-    on_unusable: Refusal
-    on_stop: Refusal
-    on_synonymous: Synonymous
-    replicates: Replicates
-
-    def __post_init__(self) -> None:
-        for name, kind in get_type_hints(_Policies).items():
-            value, choices = getattr(self, name), get_args(kind)
-            if value not in choices:
-                raise UsageError(f"{name} is {value!r}; it is one of {', '.join(choices)}")
 
 
 @dataclass(frozen=True)
@@ -224,57 +329,33 @@ def _rows_with_values(reading: _Reading, target_names: Sequence[str], target_RT:
     return with_values
 
 
-def _checked(
+def _numbered(
     reading: _Reading,
     column: str,
-    whole: bool,
     rows: list[int],
     protein: _Protein,
     offset: int | Literal["auto"],
-    policies: _Policies,
+    on_unusable: Refusal,
 ) -> tuple[dict[int, tuple[Mutation, ...]], int]:
-    """Return the variant in each row that can be used, numbered as the wild type, and the number added to positions.
-
-    Args:
-        reading: the table.
-        column: the column of mutations, or of mutated sequences.
-        whole: whether the column has whole sequences.
-        rows: rows that are to be read.
-        protein: the wild type.
-        offset: see `read_variants`.
-        policies: what happens to rows that cannot be used.
-    """
-    table, shift = reading.table, 0
-    if whole:
-        compare_cell = functools.partial(compare, wild_type=protein.sequence)
-        parsed = _parsed(reading, column, rows, compare_cell, _SMALL, policies.on_unusable)
-    else:
-        read_cell: Callable[[str], tuple[Mutation, ...]] = parse_variant
-        cells = table.column(column)
-        if without_wild_type_letters([cells[row] for row in rows]):
-            offset = 0 if offset == "auto" else offset
-            read_cell = functools.partial(parse_with_wild_type, wild_type=protein.sequence, shift=offset)
-            reading.notices.append(
-                f"{table.path}: column {shown(column)} has no letters of the wild type, so that they were taken from "
-                f"{protein.name}, and the numbering could not be compared with it"
-            )
-        parsed = _parsed(reading, column, rows, read_cell, LOWER, policies.on_unusable)
-        most = MOST_UNUSABLE if policies.on_unusable == "drop" else 0.0
-        parsed, shift = placed(table, parsed, *protein, offset, reading.notices, reading.left_out, most)
-    stops = _having(parsed, lambda mutation: mutation.mutant == STOP)
-    parsed = _without(reading, parsed, stops, "a stop codon", policies.on_stop)
-    same = _having(parsed, lambda mutation: mutation.mutant == mutation.wild)
-    parsed = _without(reading, parsed, same, "a synonymous change", policies.on_synonymous)
-    if not parsed:
-        said = "; ".join(notice.removeprefix(f"{table.path}: ") for notice in reading.notices)
-        raise InputError(f"{table.path}: no variant is left of {counted(len(table), 'row')} ({said})")
-    return parsed, shift
+    """Read the mutations in each row, numbered as the wild type; also return the number added to positions."""
+    table, read_cell = reading.table, parse_variant
+    cells = table.column(column)
+    if without_wild_type_letters([cells[row] for row in rows]):
+        offset = 0 if offset == "auto" else offset
+        read_cell = partial(parse_with_wild_type, wild_type=protein.sequence, shift=offset)
+        reading.notices.append(
+            f"{table.path}: column {shown(column)} has no letters of the wild type, so that they were taken from "
+            f"{protein.name}, and the numbering could not be compared with it"
+        )
+    parsed = _parsed(reading, column, rows, read_cell, on_unusable)
+    most = MOST_UNUSABLE if on_unusable == "drop" else 0.0
+    return placed(table, parsed, *protein, offset, reading.notices, reading.left_out, most)
 
 
 def _wild_type(reading: _Reading, wild_type: Path | str) -> _Protein:
-    """Read the wild type from a FASTA file, or check the sequence that was passed."""
+    """Read the wild type from a FASTA file, or take the sequence that was passed."""
     if isinstance(wild_type, str):
-        return _Protein(_protein(wild_type, "wild_type", reading.notices), "the wild type")
+        return _Protein(wild_type, "the wild type")
     return _Protein(protein_of(wild_type, reading.notices), str(wild_type))
 
 
@@ -295,23 +376,6 @@ def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
     if notices is not None:
         notices.extend(f"{fasta}: {notice}" for notice in edits.notices())
     return records[0].sequence
-
-
-def _protein(text: str, where: str, notices: list[str]) -> str:
-    """Check a sequence that was passed as text, and return it in upper case."""
-    sequence = "".join(text.split())
-    if _SMALL.search(sequence):
-        sequence = sequence.encode().upper().decode()  # of bytes: changes ASCII only
-        notices.append(f"{where}: lower-case letters were read as upper case")
-    foreign = re.search(f"[^{RESIDUES}]", sequence)
-    if foreign:
-        raise InputError(
-            f"{where} has {shown(foreign[0])} at position {foreign.start() + 1}, which is not a residue in one-letter "
-            "code; a FASTA file is given as a Path"
-        )
-    if not sequence:
-        raise InputError(f"{where} is empty; the sequence of the wild type is expected")
-    return sequence
 
 
 def _column(table: Table) -> tuple[str, bool]:
@@ -358,35 +422,27 @@ def _parsed(
     column: str,
     rows: list[int],
     read: Callable[[str], tuple[Mutation, ...]],
-    small: re.Pattern[str],
     on_unusable: Refusal,
 ) -> dict[int, tuple[Mutation, ...]]:
-    """Read the variant in each row whose cell can be read. `small` finds cells in lower case."""
+    """Read the variant in each row whose cell can be read."""
     table, cells = reading.table, reading.table.column(column)
     parsed: dict[int, tuple[Mutation, ...]] = {}
-    refused: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    refused: list[tuple[int, str]] = []
     for row in rows:
         try:
             parsed[row] = read(cells[row])
         except RefusedVariant as error:
-            refused[error.fix].append((row, error.problem))
-    unusable = len(rows) - len(parsed)
-    if refused and on_unusable == "drop" and unusable <= MOST_UNUSABLE * len(rows):
-        for cases in refused.values():
-            named = first_three(cases, lambda case: f"{table.at(case[0])} {case[1]}")
-            what = f"whose {shown(column)} names no substitutions"
-            reading.notices.append(f"{table.path}: left out {counted(len(cases), 'row')} {what}: {named}")
-            reading.left_out.update(cases)
-    elif refused:
-        fix, cases = next(iter(refused.items()))
-        others = len(rows) - len(parsed) - len(cases)
-        named = first_three(cases, lambda case: f"{table.at(case[0])} {case[1]}")
-        raise InputError(
-            f"{table.path}: {len(cases):,} of {counted(len(rows), 'cell')} of column {shown(column)} cannot be used: "
-            f"{named}; {fix}{f' ({others:,} more for other reasons)' if others else ''}"
-        )
-    lower = [row for row in parsed if small.search(cells[row])]
-    reading.note(lower, f"of {shown(column)} in lower case as upper case", "read")
+            refused.append((row, str(error)))
+    if refused:
+        named = first_three(refused, lambda case: f"{table.at(case[0])} {case[1]}")
+        if on_unusable == "error" or len(refused) > MOST_UNUSABLE * len(rows):
+            raise InputError(
+                f"{table.path}: {len(refused):,} of {counted(len(rows), 'cell')} of column {shown(column)} cannot be "
+                f"used: {named}; {HOW}"
+            )
+        what = f"whose {shown(column)} names no substitutions"
+        reading.notices.append(f"{table.path}: left out {counted(len(refused), 'row')} {what}: {named}")
+        reading.left_out.update(refused)
     return parsed
 
 

@@ -1,0 +1,626 @@
+"""Tracks: what models read of residues besides amino acids, such as 3Di letters.
+
+Files of letters are FASTA, of codes `.npz`, of coordinates PDB and mmCIF. Read once, the entries of all residues of a
+token store lie memory-mapped in the cache, in the order of the store:
+
+    values.npy      [R, ...]: the entries of the R residues of all records end to end
+    known.npy       int32 [N]: of how many residues of each record something is known
+    manifest.json   sha256 of both, and notices
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard import remote
+from esmshard.data.fasta.fasta_reader import read_fasta
+from esmshard.data.fasta.symbols import Edits
+from esmshard.data.labels.coordinates import read_arrays
+from esmshard.data.labels.label_sources import read_label_fasta
+from esmshard.data.labels.pairing import UNIPROT
+from esmshard.data.store.token_store import TokenStore
+from esmshard.data.structures.chains import Chain, chain_prefix, read_chains
+from esmshard.data.structures.structure_folder import MANY, holds_structures, listed_files
+from esmshard.data.tables import counted, first_three, shown
+from esmshard.errors import InputError, UsageError
+from esmshard.files import cache_directory, read_json, sha256, state, whole_directory
+from esmshard.progress import Progress
+from esmshard.recipe.data_section import INSIDE
+from esmshard.vocab import Track, decode, encode_residues
+
+UNKNOWN_LETTER = "#"
+"""The letter of a residue of which nothing is known, as SaProt's authors write it."""
+_DTYPE: dict[str, npt.DTypeLike] = {"letters": np.uint8, "codes": np.int64, "coordinates": np.float32}
+_STRANGE = 255
+
+
+def shape_of(track: Track) -> tuple[int, ...]:
+    """Return the dimensions of the entry of one residue."""
+    return (3, 3) if track.kind == "coordinates" else ()
+
+
+def in_batches(track: Track, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the entries of the residues of a protein [L, ...] as batches have them: in the dtype of `Track.kind`, and
+    with an unknown entry at `<cls>` and one at `<eos>`, [L + 2, ...].
+
+    >>> dssp = Track("dssp", "DSSP letters", "letters", unknown=3, letters="HEC")
+    >>> in_batches(dssp, values_of(dssp, "HC", "here")).tolist()
+    [3, 0, 2, 3]
+    """
+    end = np.full((1, *values.shape[1:]), track.unknown)
+    return np.concatenate([end, values, end], dtype=_DTYPE[track.kind], casting="unsafe")
+
+
+def unknown_entry(track: Track, length: int) -> npt.NDArray[Any]:
+    """Return the entry of a protein of which nothing is known, [L, ...]."""
+    return np.full((length, *shape_of(track)), track.unknown, dtype=_DTYPE[track.kind])
+
+
+def known_residues(track: Track, values: npt.NDArray[Any]) -> int:
+    """Return of how many residues something is known."""
+    if track.kind == "coordinates":
+        return int(np.isfinite(values).all((1, 2)).sum())
+    return int((values != track.unknown).sum())
+
+
+def values_of(track: Track, given: Any, where: str) -> npt.NDArray[Any]:
+    """Check the entry of one protein, and return it as numbers, [L, ...].
+
+    Args:
+        track: the track.
+        given: a text for `letters`, in upper or lower case, with `#` where nothing is known; an array for the others.
+        where: the beginning of messages, such as `x.fasta:3: record 'P01308'`.
+
+    Raises:
+        InputError: it is no such text or array, or a value is none of the track.
+    """
+    if track.kind == "letters":
+        return _letters(track, given, where)
+    return _codes(track, given, where) if track.kind == "codes" else _coordinates(track, given, where)
+
+
+def require_length(track: Track, values: npt.NDArray[Any], length: int, where: str, fix: str = "") -> None:
+    """Refuse an entry that has not one value for each residue.
+
+    Args:
+        track: the track.
+        values: the entry, [L, ...].
+        length: the number of residues of the sequence.
+        where: the beginning of messages.
+        fix: what to do about it; by default one value for each residue is asked for.
+    """
+    if len(values) != length:
+        unknown = UNKNOWN_LETTER if track.kind == "letters" else f"{track.unknown:g}"
+        fix = fix or f"give one for each residue of the whole sequence, {unknown} where nothing is known"
+        raise InputError(
+            f"{where} has {track.title} of {len(values):,} residues, and its sequence has {length:,} residues; {fix}"
+        )
+
+
+@functools.cache
+def _numbers(letters: str, unknown: int) -> npt.NDArray[np.uint8]:
+    """Return the number of each ASCII letter, uint8 [256]."""
+    numbers = np.full(256, _STRANGE, np.uint8)
+    for number, letter in enumerate(letters):
+        numbers[[ord(letter.lower()), ord(letter.upper())]] = number
+    numbers[ord(UNKNOWN_LETTER)] = unknown
+    return numbers
+
+
+def _letters(track: Track, given: Any, where: str) -> npt.NDArray[np.uint8]:
+    if not isinstance(given, str):
+        raise InputError(f"{where} is of type {type(given).__name__}; a string of {track.title} is expected")
+    codes_L = np.frombuffer(given.encode("ascii", errors="replace"), np.uint8)
+    values_L: npt.NDArray[np.uint8] = _numbers(track.letters, int(track.unknown))[codes_L]
+    if (strange := np.flatnonzero(values_L == _STRANGE)).size:
+        at = int(strange[0])
+        raise InputError(
+            f"{where} has {shown(given[at])} at position {at + 1}, which is none of the {track.title} "
+            f"({track.letters}); write {UNKNOWN_LETTER} where nothing is known"
+        )
+    return values_L
+
+
+def _codes(track: Track, given: Any, where: str) -> npt.NDArray[np.int64]:
+    values_L = np.asarray(given)
+    if values_L.ndim != 1 or values_L.dtype.kind not in "iu":
+        raise InputError(
+            f"{where} is {values_L.dtype} {list(values_L.shape)}; {track.title} are whole numbers, one for each residue"
+        )
+    wrong = ((values_L < 0) | (values_L >= track.n_codes)) & (values_L != track.unknown)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise InputError(
+            f"{where} has {values_L[at]} at position {at + 1}, but {track.title} are 0 to {track.n_codes - 1}, and "
+            f"{track.unknown:g} where nothing is known; make it again with the encoder of this model"
+        )
+    return values_L.astype(np.int64)
+
+
+def _coordinates(track: Track, given: Any, where: str) -> npt.NDArray[np.float32]:
+    values_L33 = np.asarray(given)
+    if values_L33.ndim != 3 or values_L33.shape[1:] != (3, 3) or values_L33.dtype.kind not in "fiu":
+        raise InputError(
+            f"{where} is {values_L33.dtype} {list(values_L33.shape)}; {track.title} are numbers of shape [residues, 3, "
+            "3]: N, CA and C of each residue in Angstrom, nan where nothing is known"
+        )
+    return values_L33.astype(np.float32)
+
+
+Entry = tuple[int, npt.NDArray[Any]]
+"""The number of a record, and its values [L, ...]."""
+
+
+class Records(Protocol):
+    """The records that a track is read for, such as those of a token store."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Number of residues of each record, int32 [N]."""
+
+    def __len__(self) -> int: ...
+
+    def id(self, n: int) -> str:
+        """Return the id of record n."""
+
+    def find(self, record_id: str) -> int | None:
+        """Return the number of the record with this id, or None."""
+
+    def residues(self, n: int) -> npt.NDArray[np.uint8]:
+        """Return the residue tokens of record n, uint8 [L]."""
+
+
+def entries(track: Track, source: Path, records: Records, edits: Edits) -> Iterator[Entry]:
+    """Yield the entry of each record that has one, each record once, in the order of the source.
+
+    Entries of other proteins are passed over.
+
+    Args:
+        track: the track.
+        source: the file or directory.
+        records: the records.
+        edits: collects what is worth a notice.
+
+    Raises:
+        InputError: the source cannot be read, or an entry does not fit its record; the message names the record.
+    """
+    readers = {"letters": _letter_entries, "codes": _code_entries, "coordinates": _coordinate_entries}
+    return readers[track.kind](track, source, records, edits)
+
+
+def _letter_entries(track: Track, source: Path, records: Records, edits: Edits) -> Iterator[Entry]:
+    lines: dict[int, int] = {}
+    for record in read_label_fasta(source):
+        n = records.find(record.id)
+        if n is None:
+            continue
+        where = f"{source}:{record.line}: record {shown(record.id)}"
+        if n in lines:
+            raise InputError(f"{where} stands in line {lines[n]} too; leave one of them out")
+        lines[n] = record.line
+        values_L = values_of(track, record.text, where)
+        require_length(track, values_L, int(records.lengths[n]), where)
+        yield n, values_L
+
+
+def _code_entries(track: Track, source: Path, records: Records, edits: Edits) -> Iterator[Entry]:
+    if source.suffix != ".npz":
+        raise InputError(f"{source}: {track.title} are read from an .npz file with an array for each record by its id")
+    for record_id, given in read_arrays(source).items():
+        n = records.find(record_id)
+        if n is None:
+            continue
+        where = f"{source}: record {shown(record_id)}"
+        values_L = values_of(track, given, where)
+        require_length(track, values_L, int(records.lengths[n]), where)
+        yield n, values_L
+
+
+def _coordinate_entries(track: Track, source: Path, records: Records, edits: Edits) -> Iterator[Entry]:
+    """Read the files whose names belong to a record: `1abc.cif` for `1abc`, `1ABC`, `1abc_A` or `sp|1ABC|NAME`."""
+    wanted = _records_by_entry(records)
+    found: dict[int, Path] = {}
+    files = [path for path in listed_files(source, edits) if chain_prefix(path) in wanted]
+    with Progress(f"structures in {source.name}", len(files), show=len(files) >= MANY) as progress:
+        for done, path in enumerate(files, 1):
+            prefix, about = chain_prefix(path), Edits()
+            chains = read_chains(path, every=True, edits=about)
+            for n in wanted[prefix]:
+                chain = _chain_of(path, chains, prefix, n, records)
+                if chain is None:
+                    continue
+                where = f"{path}: chain '{chain.id}' of record {shown(records.id(n))}"
+                if n in found:
+                    raise InputError(f"{where}: it has coordinates in {found[n]} too; remove one of the files")
+                found[n] = path
+                fix = "give a structure of the whole sequence, which SEQRES or _entity_poly_seq says"
+                require_length(track, chain.backbone_L33, int(records.lengths[n]), where, fix)
+                if chain.sequence != decode(records.residues(n)):
+                    edits.add("the structure has other residues than the sequence", records.id(n))
+                yield n, values_of(track, chain.backbone_L33, where)
+            progress.update(done, path.name)
+
+
+def _records_by_entry(records: Records) -> dict[str, list[int]]:
+    """Return, for each name that a file or an array may have, in lower case, the records that it may belong to."""
+    wanted: dict[str, list[int]] = defaultdict(list)
+    for n in range(len(records)):
+        name = records.id(n).lower()
+        accession = UNIPROT.match(name)
+        for entry in {name, name.rpartition("_")[0], accession[1] if accession else ""} - {""}:
+            wanted[entry].append(n)
+    return wanted
+
+
+def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: Records) -> Chain | None:
+    """Return the chain of a record in the file of an entry; None if the file is not of the record.
+
+    A record that is called as the chain has this chain, `1abc_A` for one. A record that is called as the file has the
+    chain of its sequence, or the only chain.
+    """
+    record_id = records.id(n)
+    name, _, chain_name = record_id.rpartition("_")
+    if name.lower() == prefix:
+        called = [chain for chain in chains if chain.id == f"{prefix}_{chain_name}"]
+        return called[0] if called else None
+    sequence = decode(records.residues(n))
+    same = [chain for chain in chains if chain.sequence == sequence] or (chains if len(chains) == 1 else [])
+    if not same:
+        raise InputError(
+            f"{path}: has {len(chains)} protein chains, and none has the sequence of record {shown(record_id)}; name "
+            f"the record {prefix}_CHAIN, or leave one chain in the file"
+        )
+    return same[0]
+
+
+VERSION = 2
+"""The version of the rules by which a source becomes a track. After a change, all sources are read again."""
+_AT_ONCE = 1 << 20
+"""Residues whose entries are written at once."""
+
+
+class TrackStore:
+    """A track of the N records of a token store, opened for reading."""
+
+    def __init__(self, path: Path, track: Track, store: TokenStore) -> None:
+        self.path, self.track, self._offsets = path, track, store.offsets
+        try:
+            about = read_json(path / "manifest.json")
+            self._sha256: dict[str, str] = about["sha256"]
+            self.digest = self._sha256["values.npy"]
+            """The sha256 of the values."""
+            self.notices: list[str] = about["notices"]
+            """Sentences about what the source holds."""
+            self.known_N: npt.NDArray[np.int32] = np.load(path / "known.npy", mmap_mode="r", allow_pickle=False)
+            """Of how many residues of each record something is known."""
+            self._values = np.load(path / "values.npy", mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+            raise InputError(f"{path}: the {track.title} are damaged ({error}); delete it and start again") from None
+
+    def __getitem__(self, n: int) -> npt.NDArray[Any]:
+        """Return the entries of the residues of record n, [L, ...]."""
+        begin, end = int(self._offsets[n]) - n, int(self._offsets[n + 1]) - n - 1
+        values: npt.NDArray[Any] = self._values[begin:end]
+        return values
+
+    def verify(self) -> None:
+        """Compare both files with their sha256, which opening does not do. `InputError` names an altered file."""
+        for name, digest in self._sha256.items():
+            if sha256(self.path / name) != digest:
+                raise InputError(f"{self.path}/{name}: is not as it was written; delete {self.path} and start again")
+
+    def lengths(self, records_M: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the number of residues of some records, int64 [M]."""
+        lengths_M: npt.NDArray[np.int64] = self._offsets[records_M + 1] - self._offsets[records_M] - 1
+        return lengths_M
+
+
+def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> TrackStore:
+    """Read a track for the records of a store, and write it to a new directory.
+
+    Raises:
+        InputError: see `entries`; no record has an entry, or some records have several chains.
+    """
+    if store.linker is not None:
+        raise InputError(
+            f"{source}: {track.title} are read for records of one chain, and some records have several; make each "
+            "chain a record, or leave the track out"
+        )
+    edits, found, known_N = Edits(), False, np.zeros(len(store), np.int32)
+    with whole_directory(out) as work:
+        residues = int(store.offsets[-1]) - len(store)
+        shape, dtype = (residues, *shape_of(track)), _kept_dtype(track)
+        values = np.lib.format.open_memmap(work / "values.npy", mode="w+", dtype=dtype, shape=shape)
+        for first in range(0, residues, _AT_ONCE):
+            values[first : first + _AT_ONCE] = track.unknown
+        for n, entry in entries(track, source, store, edits):
+            begin = int(store.offsets[n]) - n
+            values[begin : begin + len(entry)] = entry
+            known_N[n], found = known_residues(track, entry), True
+        if not found:
+            some = first_three(range(min(len(store), 4)), store.id)
+            raise InputError(
+                f"{source}: has {track.title} of none of the {len(store):,} records ({some}); give them the ids of the "
+                "sequences"
+            )
+        values.flush()
+        del values
+        np.save(work / "known.npy", known_N)
+        hashes = {name: sha256(work / name) for name in ("values.npy", "known.npy")}
+        about = {"sha256": hashes, "notices": edits.notices()}
+        (work / "manifest.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return TrackStore(out, track, store)
+
+
+def _kept_dtype(track: Track) -> np.dtype[Any]:
+    """Return the smallest dtype that holds every entry."""
+    if track.kind == "coordinates":
+        return np.dtype(np.float32)
+    return np.min_scalar_type(max(track.n_codes, len(track.letters), int(track.unknown)))
+
+
+def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
+    """Open a track for the records of a store. It is read on first use and kept in the user's cache.
+
+    The key is the path and `files.state` of the source, or of all files of a directory, and the digests of the store.
+    Processes that ask at the same time wait for the one that reads.
+
+    Raises:
+        InputError: see `write_track`.
+    """
+    from filelock import FileLock  # slow to import
+
+    key = json.dumps([VERSION, dataclasses.asdict(track), str(source.resolve()), states(source), _content(store)])
+    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
+    out, locks = cache_directory() / "tracks" / digest, cache_directory() / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with FileLock(locks / f"{digest}.lock"):
+        if out.is_dir():
+            try:
+                kept = TrackStore(out, track, store)
+                kept.verify()
+                return kept
+            except InputError:
+                pass  # This is a damaged copy of what the source still has.
+        return write_track(track, source, store, out)
+
+
+def states(source: Path) -> list[Any]:
+    """Return, ready for JSON, what changes when a file or a directory of structures changes.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        files = listed_files(source, Edits()) if source.is_dir() else [source]
+        return [(path.name, *state(path)) for path in files]
+    except OSError as error:
+        raise InputError(f"{source}: {(error.strerror or 'cannot be read').lower()}") from None
+
+
+def _content(store: TokenStore) -> dict[str, str]:
+    """Return the digests of sequences and ids."""
+    hashes: dict[str, str] = store.manifest["sha256"]
+    return hashes
+
+
+@dataclass(frozen=True)
+class TrackFile:
+    """A track, and where its values are."""
+
+    track: Track
+    path: Path | None
+    """The file or directory; None for the coordinates of the structures that the sequences are read from."""
+
+
+def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, key: str) -> list[TrackFile]:
+    """Return the tracks that a user named.
+
+    Args:
+        named: a path, or INSIDE, by the name of the track.
+        takes: the tracks that the model takes.
+        model: name of the model, for messages.
+        key: how the user named a track: `data.tracks.`, or `--track `.
+
+    Raises:
+        UsageError: the model takes no track of a name.
+    """
+    known = {track.name: track for track in takes}
+    for name in named:
+        if name in known:
+            continue
+        if not known:
+            raise UsageError(f"{key}{name}: {model} reads the sequence alone and takes no track; leave it out")
+        what = " and ".join(f"{track.name} ({track.title})" for track in takes)
+        raise UsageError(f"{key}{name}: {model} takes no such track; it takes {what}")
+    # A shell leaves a ~ after = as it is.
+    return [
+        TrackFile(known[name], None if path == INSIDE else remote.data_file(path).expanduser())
+        for name, path in named.items()
+    ]
+
+
+def named_tracks(options: Sequence[str]) -> dict[str, str]:
+    """Return the paths of `--track NAME=PATH` by the name of the track.
+
+    Raises:
+        UsageError: an option is not of this form, or a track is named twice.
+    """
+    found: dict[str, str] = {}
+    for option in options:
+        name, equals, path = option.partition("=")
+        if not name or not equals or not path:
+            raise UsageError(f"--track {option}: NAME=PATH is expected, with {INSIDE} for coordinates of the input")
+        if name in found:
+            raise UsageError(f"--track {name}: is given twice; give one path")
+        found[name] = path
+    return found
+
+
+def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
+    """Return the tracks, each with a path. Coordinates `inside` the data have the path of the data.
+
+    Args:
+        path: the data: sequences, or structures, which have coordinates.
+        files: the tracks.
+
+    Raises:
+        InputError: the data have no such track.
+    """
+    for file in files:
+        if file.path is None and not (file.track.kind == "coordinates" and holds_structures(path)):
+            raise InputError(
+                f"{path}: has no {file.track.title} inside (only PDB and mmCIF files have a track inside, their "
+                f"coordinates); give the path of the {file.track.title}"
+            )
+    return [replace(file, path=file.path or path) for file in files]
+
+
+def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
+    """Return facts, ready for JSON, that show quickly whether the sources are unchanged, by the name of the track."""
+    found = {}
+    for one in files:
+        assert one.path is not None
+        facts = [(name, size, written) for name, _, size, written, _ in states(one.path)]
+        state = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        found[one.track.name] = {"path": one.path.name, "state": state}
+    return found
+
+
+class RecordTracks:
+    """The tracks of the records of a token store; see `esmshard.data.batching.loader.Tracks`.
+
+    Args:
+        stores: the opened tracks.
+        files: where each was, for messages.
+    """
+
+    def __init__(self, stores: Sequence[TrackStore], files: Sequence[TrackFile] = ()) -> None:
+        self._stores, self._files = tuple(stores), tuple(files)
+
+    @property
+    def digest(self) -> str:
+        """A digest of all values."""
+        text = " ".join(f"{store.track.name} {store.digest}" for store in self._stores)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def get(self, n: int, part: slice) -> dict[str, npt.NDArray[Any]]:
+        """Return the entries of a part of record n, with its ends."""
+        return {store.track.name: in_batches(store.track, store[n][part]) for store in self._stores}
+
+    def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
+        """Return sentences on what is known of some records."""
+        found: list[str] = []
+        for store, source in zip(self._stores, (file.path for file in self._files), strict=True):
+            known_M = store.known_N[records_M].astype(np.int64)
+            residues = f"{known_M.sum():,} of {store.lengths(records_M).sum():,} residues"
+            records = f"{(known_M > 0).sum():,} of {counted(len(known_M), 'record')}"
+            found.append(f"{store.track.title} of {records}, and {residues}, from {source}")
+            found += [f"{source}: {notice}" for notice in store.notices]
+        return found
+
+
+def record_tracks(files: Sequence[TrackFile], store: TokenStore) -> RecordTracks:
+    """Open the tracks of the records of a store. They are read on first use and kept in the user's cache.
+
+    Args:
+        files: the tracks, each with a path; see `with_paths`.
+        store: the records.
+
+    Raises:
+        InputError: see `cached_track`.
+    """
+    stores = []
+    for one in files:
+        assert one.path is not None
+        stores.append(cached_track(one.track, one.path, store))
+    return RecordTracks(stores, files)
+
+
+class ProteinTracks:
+    """The tracks of one protein, which all variants of it have.
+
+    Args:
+        values: for each track its values, [L, ...].
+    """
+
+    def __init__(self, values: Sequence[tuple[Track, npt.NDArray[Any]]]) -> None:
+        self._values = tuple(values)
+
+    @property
+    def digest(self) -> str:
+        """A digest of all values."""
+        digest = hashlib.sha256()
+        for track, values in self._values:
+            digest.update(track.name.encode() + np.ascontiguousarray(values).tobytes())
+        return digest.hexdigest()
+
+    def get(self, n: int, part: slice) -> dict[str, npt.NDArray[Any]]:
+        """Return the entries of a part of the protein, with its ends, whatever the variant."""
+        return {track.name: in_batches(track, values[part]) for track, values in self._values}
+
+    def part(self, first: int, length: int) -> "ProteinTracks":
+        """Return the tracks of a part of the protein."""
+        return ProteinTracks([(track, values[first : first + length]) for track, values in self._values])
+
+    def notices(self, records_M: npt.NDArray[np.int64] | None = None) -> list[str]:
+        """Return sentences on what is known of the protein, whatever the variants."""
+        return [
+            f"{track.title} of {known_residues(track, values):,} of {len(values):,} residues of the wild type"
+            for track, values in self._values
+        ]
+
+
+class _OneProtein:
+    """A protein in place of a token store."""
+
+    def __init__(self, record_id: str, sequence: str) -> None:
+        self._id, self._residues = record_id, np.frombuffer(encode_residues(sequence), np.uint8)
+
+    def __len__(self) -> int:
+        return 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        return np.array([len(self._residues)], np.int32)
+
+    def id(self, n: int) -> str:
+        return self._id
+
+    def find(self, record_id: str) -> int | None:
+        return 0 if record_id == self._id else None
+
+    def residues(self, n: int) -> npt.NDArray[np.uint8]:
+        return self._residues
+
+
+def protein_tracks(files: Sequence[TrackFile], fasta: Path) -> ProteinTracks:
+    """Read the tracks of the protein in a FASTA file with one record.
+
+    Args:
+        files: the tracks, each with a path; see `with_paths`.
+        fasta: the file.
+
+    Raises:
+        InputError: a track cannot be read, or has no entry of the protein.
+    """
+    record = next(iter(read_fasta(fasta, Edits())))
+    protein, found = _OneProtein(record.id, record.sequence), []
+    for one in files:
+        assert one.path is not None
+        values = [values for _, values in entries(one.track, one.path, protein, Edits())]
+        if not values:
+            raise InputError(
+                f"{one.path}: has no {one.track.title} of {shown(record.id)}, the protein in {fasta}; give them its id"
+            )
+        found.append((one.track, values[0]))
+    return ProteinTracks(found)
