@@ -164,7 +164,7 @@ class PairTask(SequenceTask):
         return {**found, MEMORY: output.astype(np.float32)}
 
     def group(self, example: Example, known: Mapping[str, npt.NDArray[Any]]) -> str:
-        """Return the class of a pair by its sequences that training pairs have (`pair_overlap.CLASSES`)."""
+        """Return the class of a pair by its sequences that training pairs have (`leakage.CLASSES`)."""
         if f"{MEMORY}.key" not in known:
             return ""
         return CLASSES[sum(at is not None for at in _places(example, known))]
