@@ -393,7 +393,6 @@ def test_an_evaluation_has_pictures_and_a_report(
     page = (tmp_path / "out" / "report.html").read_text()
     assert "No contact maps" not in page
     assert "Median: " in page
-    assert "esmshard evaluate model valid.fasta " in page
     assert str(finished[0]) not in page, "a page is shared, and where files lie is nobody's business"
 
 
