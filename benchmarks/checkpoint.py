@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from esmshard.checkpoint import manifest
 from esmshard.checkpoint.sharded import Saver
-from esmshard.files import sha256
+from esmshard.io.paths import sha256
 from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
 from esmshard.parallel.process_group import World, world

@@ -23,8 +23,8 @@ from peers import flops, protein_lengths
 from process_tree import Watched, watch
 from sharding import markdown
 
-from esmshard.array_formats import FORMATS
 from esmshard.embed.store import EmbeddingStore
+from esmshard.io.array_formats import FORMATS
 from esmshard.model import export, weights
 from esmshard.model.families.esm2 import FAIR_ESM
 from esmshard.model.families.family_registry import SIZES

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from esmshard.cluster.doctor import nvidia_smi
-from esmshard.files import memory_text
+from esmshard.io.paths import memory_text
 
 TAKEN = 2 * 2**30
 """The bytes of a GPU in use from which on another program uses it. Figures would then be those of two programs."""

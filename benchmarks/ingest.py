@@ -19,9 +19,8 @@ import torch
 from xopen import xopen
 
 from esmshard.data.batching.packing import StepPlan
-from esmshard.data.fasta.symbols import Edits
-from esmshard.data.store.store_index import Shard, write_index
-from esmshard.data.store.token_store import header_shard, keys, token_shard
+from esmshard.io.store import Shard, header_shard, keys, token_shard, write_index
+from esmshard.io.symbols import Edits
 
 PEER_RECORDS = 4000
 """The records of the file that the Python peers read. Their speed does not depend on this number."""
@@ -119,8 +118,8 @@ def peer(script: str, *arguments: Path) -> float:
 # tokens, and counts them: what ingestion needs at the least. Imports are not timed.
 READERS = {
     "esmshard, read_blocks": """
-from esmshard.data.fasta.fasta_blocks import read_blocks
-from esmshard.data.fasta.symbols import Edits
+from esmshard.io.sequences import read_blocks
+from esmshard.io.symbols import Edits
 def tokens(path):
     return sum(int(block.lengths.sum()) for block in read_blocks(path, Edits()))
 """,
@@ -305,7 +304,7 @@ def reads(directory: Path, count: int) -> dict[str, float]:
     del columns, names
     script = (
         "import sys, time, json, random\n"
-        "from pathlib import Path; from esmshard.data.store.token_store import TokenStore\n"
+        "from pathlib import Path; from esmshard.io.store import TokenStore\n"
         "status = lambda: Path('/proc/self/status').read_text()\n"
         "peak = lambda: int(status().split('VmHWM:')[1].split()[0]) / 1e3\n"
         "before = peak(); began = time.perf_counter(); store = TokenStore(Path(sys.argv[1]))\n"

@@ -25,7 +25,7 @@ _WHERE = {
     "open": "esmshard.embed.store:EmbeddingStore",
     "pack": "esmshard.batch",
     "predict_contacts": "esmshard.model.contacts",
-    "read_fasta": "esmshard.data.fasta.fasta_reader",
+    "read_fasta": "esmshard.io.sequences",
     "read_weights": "esmshard.model.weights:read",
     "Run": "esmshard.api.runs",
     "RunFailed": "esmshard.errors",
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from esmshard.checkpoint.sharded import load as load_checkpoint
     from esmshard.checkpoint.sharded import newest as newest_checkpoint
     from esmshard.checkpoint.sharded import write as write_checkpoint
-    from esmshard.data.fasta.fasta_reader import read_fasta
     from esmshard.embed.store import EmbeddingStore as open
     from esmshard.errors import InputError, RunFailed, UsageError
+    from esmshard.io.sequences import read_fasta
     from esmshard.model.config import ModelConfig
     from esmshard.model.contacts import predict_contacts
     from esmshard.model.export import write_transformers

@@ -16,7 +16,7 @@ from moto.s3.models import s3_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import BaseWSGIServer, make_server
 
-from esmshard import remote
+from esmshard.io import remote
 
 BUCKET = "proteins"
 DENIED = {

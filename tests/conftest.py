@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from esmshard.data.labels.coordinates import UNRESOLVED
-from esmshard.shipped import shipped
+from esmshard.io.paths import shipped
 
 torch.set_num_threads(1)  # ranks and tests share the cores
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from esmshard.data.batching.loader import Examples
-from esmshard.data.store.ingestion import ingest
+from esmshard.io.store import ingest
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks.base import Task
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from esmshard.data.splits.variant_records import table_of
-from esmshard.data.store.ingestion import cached
-from esmshard.files import remembered_sha256, sha256
+from esmshard.io.paths import remembered_sha256, sha256
+from esmshard.io.store import cached
 from esmshard.recipe.data_section import DataSettings
 
 

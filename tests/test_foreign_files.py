@@ -9,8 +9,8 @@ import pytest
 from esmshard.api.runs import finetune
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.data.splits.split_files import may_write
-from esmshard.data.store.ingestion import ingest
 from esmshard.errors import UsageError
+from esmshard.io.store import ingest
 from esmshard.model import hub
 from esmshard.train import cross_validation as repeats
 

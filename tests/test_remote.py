@@ -16,11 +16,11 @@ from command import esmshard
 from model_files import TINY, fair_esm, write_transformers
 from typer.testing import CliRunner
 
-from esmshard import remote
 from esmshard.cli import app
-from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError, UsageError
-from esmshard.files import check_replaced
+from esmshard.io import remote
+from esmshard.io.paths import check_replaced
+from esmshard.io.store import TokenStore
 from esmshard.model import weights
 from esmshard.recipe import recipe_file
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from esmshard.shipped import shipped
+from esmshard.io.paths import shipped
 from gpu_stages import large, whole
 from gpu_stages.stage import GIB, Context, Figure, Found, NotRunError, Part, Stage
 

@@ -18,9 +18,9 @@ import torch
 
 from esmshard.checkpoint import manifest
 from esmshard.checkpoint.sharded import Saver
+from esmshard.io.paths import shipped
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
-from esmshard.shipped import shipped
 from esmshard.vocab import decode
 from gpu_stages import large
 from gpu_stages.stage import GIB, Context, Figure, Found, NotRunError, Part, Stage, table

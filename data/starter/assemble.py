@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from esmshard.files import sha256
+from esmshard.io.paths import sha256
 from esmshard.model import weights
 
 FROM = {

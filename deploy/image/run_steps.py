@@ -33,7 +33,7 @@ print(len(found), "named")
 # Five chains of the shipped sample to validate and test on: a hundred take most of a minute.
 FEW = """
 import numpy as np
-from esmshard.shipped import shipped
+from esmshard.io.paths import shipped
 with np.load(shipped("data") / "contact" / "test.npz") as file:
     names, seqs, dssp8, cb_dA, offsets = (file[key] for key in ("names", "seqs", "dssp8", "cb_dA", "offsets"))
 with open("few.fasta", "w") as fasta:

@@ -12,16 +12,15 @@ import torch
 
 from esmshard.api import sequence_inputs
 from esmshard.api.sequence_inputs import SequenceInputs, Sequences
-from esmshard.array_formats import Dtype, Output
 from esmshard.data.batching.loader import Example
 from esmshard.data.batching.packing import by_length
-from esmshard.data.fasta.symbols import Edits
 from esmshard.data.tracks import entries, in_batches, require_length, track_files, unknown_entry, values_of
 from esmshard.devices import DeviceName, chosen_device, packs_at_once, side_by_side
 from esmshard.embed.embedder import Embedder, Failed
 from esmshard.embed.spec import TORCH, Long, choose
 from esmshard.errors import InputError, UsageError
-from esmshard.joined_chains import BETWEEN, join_option
+from esmshard.io.array_formats import Dtype, Output
+from esmshard.io.symbols import Edits
 from esmshard.model import weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import family_of
@@ -31,7 +30,7 @@ from esmshard.predict.zero_shot import Method, score
 from esmshard.tasks.base import Task, of_residues
 from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks
 from esmshard.tasks.registry import traits
-from esmshard.vocab import SEPARATOR, Track, decode
+from esmshard.vocab import BETWEEN, SEPARATOR, Track, decode, join_option
 
 Array = npt.NDArray[np.float32]
 TOKENS = 4096

@@ -16,7 +16,7 @@ from ruamel.yaml.error import YAMLError
 
 from esmshard.api import start_run
 from esmshard.errors import ExitCode, InputError, RunFailed, UsageError
-from esmshard.files import read_json
+from esmshard.io.paths import read_json
 from esmshard.parallel.preemption import Preempted
 from esmshard.recipe.yaml_keys import parse_yaml
 

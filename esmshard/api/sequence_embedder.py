@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.base import BaseEstimator, TransformerMixin
 
-from esmshard.array_formats import Output
 from esmshard.embed.spec import choose
 from esmshard.errors import UsageError
-from esmshard.files import state
+from esmshard.io.array_formats import Output
+from esmshard.io.paths import state
 from esmshard.model import weights
 
 

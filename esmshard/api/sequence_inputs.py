@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta import nucleotides
-from esmshard.data.fasta.fasta_reader import read_fasta
-from esmshard.data.fasta.sequence_tables import id_column, sequence_columns
-from esmshard.data.fasta.symbols import Edits, RefusedSymbols, Rules, clean, in_a_store, shown
-from esmshard.data.store.token_store import TokenStore, is_store
-from esmshard.data.tables import Table, counted
 from esmshard.data.variants.substitutions import STOP, Mutation, parse_variant
 from esmshard.errors import InputError, UsageError
-from esmshard.joined_chains import BETWEEN, LINKER
-from esmshard.vocab import CLS, EOS, encode
+from esmshard.io import nucleotides
+from esmshard.io.sequences import id_column, read_fasta, sequence_columns
+from esmshard.io.store import TokenStore, is_store
+from esmshard.io.symbols import Edits, RefusedSymbols, Rules, clean, in_a_store, shown
+from esmshard.io.tables import Table, counted
+from esmshard.vocab import BETWEEN, CLS, EOS, LINKER, encode
 
 Sequences = str | Iterable[str] | Mapping[str, str] | os.PathLike[str]
 """One sequence, several sequences, a dictionary of sequences by id, a table of pandas, Polars or Arrow with a column of
@@ -44,7 +42,7 @@ class SequenceInputs:
 
 
 def sequences(given: Sequences, single: str = "the sequence", linker: int = LINKER) -> SequenceInputs:
-    """Encode sequences by the rules of `esmshard.data.fasta.symbols`. Each kind of change causes a warning.
+    """Encode sequences by the rules of `esmshard.io.symbols`. Each kind of change causes a warning.
 
     >>> sequences(["MKT", "MK"]).tokens[0].tolist()
     [0, 20, 15, 11, 2]

@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from esmshard.files import is_hub_name, replace_json, replace_text, sync_directory
+from esmshard.io.paths import is_hub_name, replace_json, replace_text, sync_directory
 from esmshard.model import hub
 from esmshard.model.config import SHIPPED
 from esmshard.model.families.family import Family

@@ -17,7 +17,7 @@ from esmshard import __version__
 from esmshard.checkpoint import card, manifest, sharded
 from esmshard.data.batching.loader import SEEN
 from esmshard.errors import InputError, UsageError, reading, writing
-from esmshard.files import check_replaced, found_place, replace_json, settle, shared_place, whole_directory
+from esmshard.io.paths import check_replaced, found_place, replace_json, settle, shared_place, whole_directory
 from esmshard.model import adapters, export, hub, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source

@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json, replace_text, sha256, sync_directory
+from esmshard.io.paths import read_json, replace_text, sha256, sync_directory
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step_(\d{6,})$")

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from esmshard.checkpoint import manifest
 from esmshard.errors import InputError
-from esmshard.files import read_json, replace_text
+from esmshard.io.paths import read_json, replace_text
 
 FORMAT, VERSION = "esmshard-checkpoint", 3
 FILE_BYTES = 10**9

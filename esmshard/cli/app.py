@@ -61,7 +61,7 @@ def with_addresses(command: Command, values: dict[str, Any]) -> None:
         each = value if isinstance(value, list) else [value]
         if not any(str(one).startswith(("s3:/", "gs:/")) for one in each) or key in ADDRESSES.get(name, ()):
             continue
-        from esmshard import remote
+        from esmshard.io import remote
 
         if key == "out" and name in UPLOADED:
             upload = remote.address(value)

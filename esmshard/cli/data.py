@@ -37,12 +37,11 @@ def ingest(
     overwrite: Overwrite = False,
 ) -> None:
     """Read FASTA files into a token store."""
-    from esmshard.data.fasta.symbols import Rules
-    from esmshard.data.store import ingestion
-    from esmshard.data.store.token_store import TokenStore
-    from esmshard.data.tables import counted
-    from esmshard.joined_chains import Chains, join_option
+    from esmshard.io.store import TokenStore, ingest
+    from esmshard.io.symbols import Rules
+    from esmshard.io.tables import counted
     from esmshard.progress import say
+    from esmshard.vocab import Chains, join_option
 
     columns, policies = (sequence_column, id_column), {on_unknown, on_duplicate, on_nucleotides}
     ruled = long or max_length or a3m or keep_gaps or join or any(columns) or policies != {"error"} or workers > 1
@@ -62,7 +61,7 @@ def ingest(
     if chains.gap:
         raise UsageError(f"--join {join}: a store keeps no gap; pass the gap to the command that reads the store")
     rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides, chains.tokens, *columns)
-    store = ingestion.ingest(fasta, out, rules, on_duplicate, workers, overwrite, say)  # type: ignore[arg-type]
+    store = ingest(fasta, out, rules, on_duplicate, workers, overwrite, say)  # type: ignore[arg-type]
     for notice in store.notices:
         say(notice)
     print(f"{out}: {counted(len(store), 'record')}, {counted(store.manifest['residues'], 'residue')}")
@@ -113,7 +112,6 @@ def split(
     overwrite: Overwrite = False,
 ) -> None:
     """Divide sequences or variants into training, validation and test set, and report what the sets share."""
-    from esmshard.data.fasta.symbols import Rules
     from esmshard.data.splits.split_files import (
         OF_SEQUENCES,
         OF_VARIANTS,
@@ -125,6 +123,7 @@ def split(
         may_write,
         parse_ratios,
     )
+    from esmshard.io.symbols import Rules
     from esmshard.progress import say
 
     known = OF_SEQUENCES if wild_type is None else OF_VARIANTS

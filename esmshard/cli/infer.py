@@ -177,8 +177,8 @@ def embeddings_merge(
     overwrite: Overwrite = False,
 ) -> None:
     """Write one file from a directory of parts, which stays."""
-    from esmshard import remote
     from esmshard.embed import job
+    from esmshard.io import remote
 
     if (url := remote.address(out)) is not None:
         remote.write_at(url, overwrite, lambda path: print(job.merge(directory, path, fmt, overwrite=overwrite)))
@@ -250,8 +250,8 @@ def predict(
     overwrite: Overwrite = False,
 ) -> None:
     """Write the predictions of a fine-tuned head: contact maps, classes and values; variants ranked, best first."""
-    from esmshard.data.tables import counted
     from esmshard.data.tracks import named_tracks
+    from esmshard.io.tables import counted
     from esmshard.predict import variant_ranking
 
     tracks = named_tracks(track or [])

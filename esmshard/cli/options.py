@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Context, Option
 
-from esmshard.shipped import shipped
+from esmshard.io.paths import shipped
 
 RELEASED = """esm2_t6_8M_UR50D esm2_t12_35M_UR50D esm2_t30_150M_UR50D esm2_t33_650M_UR50D esm2_t36_3B_UR50D
     esm2_t48_15B_UR50D esm1b_t33_650M_UR50S esm1v_t33_650M_UR90S_1 esm1v_t33_650M_UR90S_2 esm1v_t33_650M_UR90S_3

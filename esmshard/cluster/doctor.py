@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 from esmshard import __version__
 from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory, is_hub_name, memory_text, size_text
+from esmshard.io.paths import cache_directory, is_hub_name, memory_text, size_text
 from esmshard.parallel import cpu_limits
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe

@@ -1,1 +1,1 @@
-"""Everything between input files and packed batches, and the tables that its folders read, without a model."""
+"""Everything between input files and packed batches, without a model."""

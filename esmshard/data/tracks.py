@@ -21,18 +21,18 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import remote
-from esmshard.data.fasta.fasta_reader import read_fasta
-from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.coordinates import read_arrays
 from esmshard.data.labels.label_sources import read_label_fasta
 from esmshard.data.labels.pairing import UNIPROT
-from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures.chains import Chain, chain_prefix, read_chains
 from esmshard.data.structures.structure_folder import MANY, holds_structures, listed_files
-from esmshard.data.tables import counted, first_three, shown
 from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory, read_json, sha256, state, whole_directory
+from esmshard.io import remote
+from esmshard.io.paths import cache_directory, read_json, sha256, state, whole_directory
+from esmshard.io.sequences import read_fasta
+from esmshard.io.store import TokenStore
+from esmshard.io.symbols import Edits
+from esmshard.io.tables import counted, first_three, shown
 from esmshard.progress import Progress
 from esmshard.recipe.data_section import INSIDE
 from esmshard.vocab import Track, decode, encode_residues

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import remote
 from esmshard.embed import engines
 from esmshard.embed.plan import STDIN, partial, read_input, store_of
 from esmshard.embed.request import PARTS, EmbedRequest, check_fits, file_bytes, numbers_bytes
 from esmshard.embed.store import Parts, Reuse
-from esmshard.files import size_text
+from esmshard.io import remote
+from esmshard.io.paths import size_text
 from esmshard.parallel.process_group import processes_of
 from esmshard.progress import duration, say
 

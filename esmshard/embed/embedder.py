@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.array_formats import Dtype, Output
 from esmshard.batch import TokenBatch, pack, piece
 from esmshard.data.batching.packing import by_length
 from esmshard.devices import is_out_of_memory, packs_at_once
 from esmshard.embed.spec import TORCH, Long
+from esmshard.io.array_formats import Dtype, Output
 from esmshard.model.attention import attention_map
 from esmshard.model.contacts import MAP_NUMBERS, ContactAccumulators
 from esmshard.model.trunk import Trunk

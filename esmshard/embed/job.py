@@ -17,10 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from esmshard import remote
-from esmshard.array_formats import FORMATS, suits
-from esmshard.data.fasta.symbols import shown
-from esmshard.data.tables import counted
 from esmshard.embed import engines
 from esmshard.embed.engines import Engine, Share
 from esmshard.embed.plan import partial, same_input, same_request, store_of
@@ -40,12 +36,16 @@ from esmshard.embed.store import (
     write_failed,
 )
 from esmshard.errors import InputError, UsageError, writing
-from esmshard.files import cache_directory, check_replaced, read_json, replace_json, without_directories
+from esmshard.io import remote
+from esmshard.io.array_formats import FORMATS, suits
+from esmshard.io.paths import cache_directory, check_replaced, read_json, replace_json, without_directories
+from esmshard.io.remote import RemoteDirectory
+from esmshard.io.symbols import shown
+from esmshard.io.tables import counted
+from esmshard.io.writers import chains_file, facts_file, failures_file
 from esmshard.model import weights
 from esmshard.parallel.process_group import own_device, processes_of
 from esmshard.progress import Progress, rate, say
-from esmshard.remote import RemoteDirectory
-from esmshard.writers import chains_file, facts_file, failures_file
 
 ROOM = "what is finished stays there: make room, and run the command again"
 STORE = ["plan.json", "manifest.json", "failed.tsv", "index/*", "parts/*"]

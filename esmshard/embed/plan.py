@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 
 from esmshard import __version__
-from esmshard.array_formats import NUMPY
-from esmshard.data.fasta.symbols import Rules
-from esmshard.data.store.ingestion import ingest
-from esmshard.data.store.token_store import TokenStore, is_store
-from esmshard.data.tables import counted
 from esmshard.data.tracks import RecordTracks, TrackFile, TrackStore, state_of, write_track
 from esmshard.embed.spec import Spec
 from esmshard.embed.store import CHAINS, FORMAT, VERSION, Reuse, digest, read_plan
 from esmshard.errors import InputError, UsageError
-from esmshard.files import replace_json
+from esmshard.io.array_formats import NUMPY
+from esmshard.io.paths import replace_json
+from esmshard.io.store import TokenStore, ingest, is_store
+from esmshard.io.symbols import Rules
+from esmshard.io.tables import counted
 from esmshard.progress import say
 from esmshard.vocab import Track, chain_spans
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from esmshard.array_formats import DTYPES, FORMATS, NUMPY, Dtype, suits
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
 from esmshard.data.tracks import TrackFile, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device
@@ -17,13 +16,14 @@ from esmshard.embed import plan as plans
 from esmshard.embed.spec import Long, Spec, choose
 from esmshard.embed.store import Parts
 from esmshard.errors import InputError, UsageError
-from esmshard.files import size_text
-from esmshard.joined_chains import join_option
+from esmshard.io.array_formats import DTYPES, FORMATS, NUMPY, Dtype, suits
+from esmshard.io.paths import size_text
 from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.weights import Weights, model_hash
 from esmshard.parallel.process_group import precision_on
 from esmshard.tasks.finetuned import without_tracks
+from esmshard.vocab import join_option
 
 PARTS = "parts"
 """The format that is a directory, namely the embedding store itself."""

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.array_formats import POOLS, Dtype, Output, Pool
 from esmshard.errors import UsageError
-from esmshard.joined_chains import Chains
+from esmshard.io.array_formats import POOLS, Dtype, Output, Pool
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import window_of
+from esmshard.vocab import Chains
 
 TORCH: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYERLESS: tuple[Pool, ...] = ("logits", "contacts")

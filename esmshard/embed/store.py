@@ -40,13 +40,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from esmshard import remote
-from esmshard.array_formats import NUMPY, About, Output, Row, as_float
-from esmshard.data.store.token_store import TokenStore, keys
 from esmshard.embed.spec import TORCH, Spec
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json, replace_json, replacing, without_directories
-from esmshard.remote import RemoteDirectory
+from esmshard.io import remote
+from esmshard.io.array_formats import NUMPY, About, Output, Row, as_float
+from esmshard.io.paths import read_json, replace_json, replacing, without_directories
+from esmshard.io.remote import RemoteDirectory
+from esmshard.io.store import TokenStore, keys
 from esmshard.vocab import decode
 
 FORMAT, VERSION = "esmshard-embeddings", 2

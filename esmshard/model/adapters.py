@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from esmshard.errors import InputError
-from esmshard.files import replace_json, sha256
+from esmshard.io.paths import replace_json, sha256
 from esmshard.model import weight_reader
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import family_of

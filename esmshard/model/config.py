@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from esmshard.joined_chains import Chains
+from esmshard.vocab import Chains
 
 Quantization = Literal["nf4", "int8"]
 """How a frozen matrix is stored: in blocks of `NF4_BLOCK` numbers of 4 bits, or in rows of numbers of 8 bits. Each

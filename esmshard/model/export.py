@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import is_hub_name, replace_json, sha256, size_text
-from esmshard.joined_chains import Chains
+from esmshard.io.paths import is_hub_name, replace_json, sha256, size_text
 from esmshard.model import adapters, hub, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family import AuthorsFile, Family
 from esmshard.model.families.family_registry import CHAINS, RELEASED, WINDOW, family_of
 from esmshard.progress import say
+from esmshard.vocab import Chains
 
 MAX_FILE_BYTES = 5_000_000_000
 

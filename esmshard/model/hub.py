@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import check_replaced, is_hub_name, read_json, sha256, size_text, whole_directory
+from esmshard.io.paths import check_replaced, is_hub_name, read_json, sha256, size_text, whole_directory
 from esmshard.model.families.family_registry import RELEASED, transformers_config
 from esmshard.progress import say
 

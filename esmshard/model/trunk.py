@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from esmshard.batch import TokenBatch
-from esmshard.joined_chains import Chains
 from esmshard.model.attention import OnAttention
 from esmshard.model.config import ModelConfig
-from esmshard.vocab import SEPARATOR, TOKENS
+from esmshard.vocab import SEPARATOR, TOKENS, Chains
 
 GLYCINE = TOKENS.index("G")
 ABSENT = -1e4

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from esmshard import files
 from esmshard.errors import InputError
+from esmshard.io import paths as files
 
 ALL = slice(None)
 REPLACED = "copy or download it again; a git-LFS pointer needs `git lfs pull`, and a web page a new download"

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from esmshard import remote
 from esmshard.devices import chosen_device
 from esmshard.errors import InputError, UsageError, reading
-from esmshard.files import found_place, is_hub_name, read_json, remembered_sha256
-from esmshard.joined_chains import Chains
+from esmshard.io import remote
+from esmshard.io.paths import found_place, is_hub_name, read_json, remembered_sha256, shipped
 from esmshard.model import adapters, hub, weight_reader
 from esmshard.model.config import SHIPPED, ModelConfig
 from esmshard.model.families import family_registry
@@ -33,7 +32,7 @@ from esmshard.model.families.family_registry import RELEASED, SIZES
 from esmshard.model.trunk import Trunk
 from esmshard.model.weight_reader import ALL, WeightReader
 from esmshard.progress import say
-from esmshard.shipped import shipped
+from esmshard.vocab import Chains
 
 ABOUT = "esmshard.json"
 """The file beside weights that esmshard wrote: their sha256, and for a fine-tuned model its recipe, data and base."""

@@ -16,7 +16,7 @@ from esmshard.data.batching.packing import SCORED_TOKENS
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.data.tracks import track_files
 from esmshard.errors import InputError, UsageError
-from esmshard.files import is_hub_name
+from esmshard.io.paths import is_hub_name
 from esmshard.model import hub, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import SIZES, build, family_of, released_name

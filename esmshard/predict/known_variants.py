@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from esmshard.data.batching.loader import SEEN, Examples
 from esmshard.data.splits.variant_records import OUT_OF_FOLD, VariantRecords
-from esmshard.data.tables import counted
 from esmshard.data.variants.substitutions import Mutation, parse_variant
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json
+from esmshard.io.paths import read_json
+from esmshard.io.tables import counted
 from esmshard.progress import Progress
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics

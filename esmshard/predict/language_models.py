@@ -12,11 +12,11 @@ import torch
 from esmshard.data.tracks import track_files
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, UsageError
-from esmshard.joined_chains import Chains
 from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import Weights
+from esmshard.vocab import Chains
 
 T = TypeVar("T")
 

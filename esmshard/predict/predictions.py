@@ -14,28 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.array_formats import FORMATS, About, FormatWriter, Output, Pool, Row
 from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Examples, Store
 from esmshard.data.batching.packing import by_length
-from esmshard.data.fasta.symbols import Rules
-from esmshard.data.store.ingestion import ingest
-from esmshard.data.store.token_store import TokenStore, is_store, linker_of
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
 from esmshard.data.tracks import TrackFile, record_tracks, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device, is_out_of_memory, packs_at_once, side_by_side
 from esmshard.errors import InputError, UsageError, writing
-from esmshard.files import replace_json, replacing, without_directories
-from esmshard.joined_chains import BETWEEN, Chains
-from esmshard.model import weights
-from esmshard.model.families.family_registry import family_of
-from esmshard.predict import contact_pictures
-from esmshard.progress import Progress, rate, say
-from esmshard.tasks.base import Task, of_residues
-from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks
-from esmshard.tasks.registry import traits
-from esmshard.vocab import chain_spans, decode
-from esmshard.writers import (
+from esmshard.io.array_formats import FORMATS, About, FormatWriter, Output, Pool, Row
+from esmshard.io.paths import replace_json, replacing, without_directories
+from esmshard.io.store import TokenStore, ingest, is_store, linker_of
+from esmshard.io.symbols import Rules
+from esmshard.io.writers import (
     TableWriter,
     chains_file,
     check,
@@ -44,6 +34,14 @@ from esmshard.writers import (
     pyarrow,
     write_chains,
 )
+from esmshard.model import weights
+from esmshard.model.families.family_registry import family_of
+from esmshard.predict import contact_pictures
+from esmshard.progress import Progress, rate, say
+from esmshard.tasks.base import Task, of_residues
+from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks
+from esmshard.tasks.registry import traits
+from esmshard.vocab import BETWEEN, Chains, chain_spans, decode
 
 Array = npt.NDArray[np.float32]
 

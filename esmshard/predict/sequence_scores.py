@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.loader import Examples
-from esmshard.data.store.token_store import linker_of
-from esmshard.data.tables import counted
 from esmshard.devices import DeviceName
 from esmshard.errors import UsageError, writing
-from esmshard.files import without_directories
-from esmshard.joined_chains import join_option
+from esmshard.io.paths import without_directories
+from esmshard.io.store import linker_of
+from esmshard.io.tables import counted
+from esmshard.io.writers import GROUP_ROWS, TableWriter, check, pyarrow
 from esmshard.model.families.family_registry import FAMILIES, family_of
 from esmshard.model.trunk import Trunk
 from esmshard.predict import variant_tables
@@ -28,8 +28,7 @@ from esmshard.predict.predictions import read_input
 from esmshard.progress import say
 from esmshard.tasks.finetuned import without_tracks
 from esmshard.tasks.marginals import Protein, pseudo_log_likelihoods, scored_residues
-from esmshard.vocab import is_residue
-from esmshard.writers import GROUP_ROWS, TableWriter, check, pyarrow
+from esmshard.vocab import is_residue, join_option
 
 SequenceMethod = Literal["pseudo-perplexity", "one-pass", "both"]
 MASKED, ONE_PASS, BOTH = get_args(SequenceMethod)

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta.symbols import Edits
 from esmshard.data.structures.chains import read_chains
 from esmshard.data.structures.structure_folder import listed_files
-from esmshard.data.tables import counted
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, UsageError, writing
-from esmshard.files import replacing
+from esmshard.io.paths import replacing
+from esmshard.io.symbols import Edits
+from esmshard.io.tables import counted
 from esmshard.model.families.family_registry import encoder_of
 from esmshard.progress import Progress, say
 

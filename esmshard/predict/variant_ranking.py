@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.variant_records import VariantRecords
-from esmshard.data.tables import counted, first_three
 from esmshard.data.variants.mutations import is_library
 from esmshard.data.variants.substitutions import Mutation, name_of, parse_variant, renumbered
 from esmshard.devices import DeviceName, packs_at_once, side_by_side
 from esmshard.errors import InputError, UsageError, reading
+from esmshard.io.tables import counted, first_three
+from esmshard.io.writers import check, text
 from esmshard.predict import known_variants, proposals, variant_tables
 from esmshard.predict.known_variants import Known, baseline_of, baseline_predictions, better_baseline
 from esmshard.predict.language_models import check_finite
@@ -28,7 +29,6 @@ from esmshard.tasks.finetuned import FineTuned, load_finetuned
 from esmshard.tasks.registry import traits
 from esmshard.tasks.variant_features import PACKED
 from esmshard.tasks.variants import FROZEN, SHORT, VariantTask
-from esmshard.writers import check, text
 
 NOT_RANKED = "not ranked because"
 """The last column of a ranked table: why a row has no rank."""

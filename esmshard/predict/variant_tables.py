@@ -8,12 +8,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.tables import counted
 from esmshard.data.variants.mutations import Variants, read_variants
 from esmshard.errors import InputError, writing
-from esmshard.files import replacing, without_directories
+from esmshard.io.paths import replacing, without_directories
+from esmshard.io.tables import counted
+from esmshard.io.writers import TableWriter
 from esmshard.tasks import metrics
-from esmshard.writers import TableWriter
 
 
 def read(

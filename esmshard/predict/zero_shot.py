@@ -13,12 +13,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.tables import MISSING, NUMBER, counted, first_three, read_table
 from esmshard.data.tracks import ProteinTracks, protein_tracks, track_files, with_paths
 from esmshard.data.variants.mutations import TARGET_COLUMNS, protein_of
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.devices import DeviceName
 from esmshard.errors import UsageError
+from esmshard.io.tables import MISSING, NUMBER, counted, first_three, read_table
+from esmshard.io.writers import check, text
 from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of, window_of
 from esmshard.model.trunk import Trunk
@@ -30,7 +31,6 @@ from esmshard.tasks.finetuned import without_tracks
 from esmshard.tasks.marginals import Tracks, log_probabilities, pseudo_log_likelihoods, scored_residues
 from esmshard.tasks.metrics import variant_spearman
 from esmshard.vocab import RESIDUES, STANDARD, TOKENS, encode
-from esmshard.writers import check, text
 
 Method = Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity"]
 METHODS = get_args(Method)

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from esmshard.joined_chains import LONGEST_LINKER, WIDEST_GAP, Chains
 from esmshard.recipe.section_base import Names, Settings
+from esmshard.vocab import LONGEST_LINKER, WIDEST_GAP, Chains
 
 OPTIONAL = (
     *("labels", "target", "sequence_column", "id_column", "mask"),

@@ -19,14 +19,13 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from esmshard import remote
 from esmshard.errors import UsageError
-from esmshard.files import is_hub_name, shared_place
+from esmshard.io import remote
+from esmshard.io.paths import is_hub_name, shared_place, shipped
 from esmshard.recipe.data_section import EVERY, INSIDE
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import sections
 from esmshard.recipe.yaml_keys import Tree, did_you_mean, read
-from esmshard.shipped import shipped
 
 PATH_KEYS = (
     ("model", "name"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from esmshard import __version__
 from esmshard.errors import InputError, UsageError, reading, writing
-from esmshard.files import ABSOLUTE, replace_text
+from esmshard.io.paths import ABSOLUTE, replace_text
 from esmshard.recipe import recipe_file
 from esmshard.report import run_page, sweep_page, variant_page
 from esmshard.report.files import is_cross_validated, is_sweep, json_object, read_run, read_sweep, read_variants

@@ -11,10 +11,10 @@ import torch
 from pydantic import ValidationError
 
 from esmshard.data.splits.recipe_splits import open_split, open_tested
-from esmshard.data.tables import counted
 from esmshard.data.tracks import track_files
 from esmshard.errors import InputError
-from esmshard.files import found_place, memory_text
+from esmshard.io.paths import found_place, memory_text
+from esmshard.io.tables import counted
 from esmshard.model.families.family_registry import family_of
 from esmshard.progress import duration, rate
 from esmshard.recipe.sections import Recipe

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from esmshard.data.tables import counted
+from esmshard.io.tables import counted
 from esmshard.recipe.sweep_file import shown, value_text
 from esmshard.report import charts
 from esmshard.report.files import SweepFiles, number

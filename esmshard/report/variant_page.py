@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from esmshard.data.splits.variant_records import OUT_OF_FOLD
-from esmshard.data.tables import counted
+from esmshard.io.tables import counted
 from esmshard.predict.known_variants import better_baseline
 from esmshard.recipe import recipe_file
 from esmshard.report import charts

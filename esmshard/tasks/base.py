@@ -15,9 +15,9 @@ from torch import nn
 
 from esmshard.batch import Inputs, TokenBatch, batch_of
 from esmshard.data.batching.loader import FIXED, Example, Examples, Labels
-from esmshard.data.store.token_store import TokenStore
-from esmshard.data.tables import shown
 from esmshard.errors import InputError, UsageError
+from esmshard.io.store import TokenStore
+from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import Weights

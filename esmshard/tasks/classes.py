@@ -15,9 +15,9 @@ from torch import nn
 
 from esmshard.data.batching.loader import Example
 from esmshard.data.labels.protein_labels import ProteinLabels
-from esmshard.data.store.token_store import TokenStore
-from esmshard.data.tables import shown
 from esmshard.errors import InputError
+from esmshard.io.store import TokenStore
+from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.task_section import TaskSettings

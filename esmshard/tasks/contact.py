@@ -45,8 +45,8 @@ from esmshard.data.labels.coordinates import (
     contact_labels,
     mark_linkers,
 )
-from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
+from esmshard.io.store import TokenStore
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators, corrected_maps
 from esmshard.model.finetuner import FineTuner

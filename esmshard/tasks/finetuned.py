@@ -10,7 +10,7 @@ from torch import nn
 from esmshard.data.tracks import TrackFile, track_files
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, reading
-from esmshard.files import found_place, read_json
+from esmshard.io.paths import found_place, read_json
 from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES, family_of
 from esmshard.model.finetuner import FineTuner

@@ -13,7 +13,7 @@ from esmshard.batch import Inputs, piece
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.labels.protein_labels import ProteinLabels
 from esmshard.data.splits.leakage import CLASSES, key, two_chains
-from esmshard.data.store.token_store import TokenStore
+from esmshard.io.store import TokenStore
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.data_section import DataSettings, JoinSettings
 from esmshard.recipe.section_base import Clash

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from pydantic import Field, ValidationInfo, field_validator
 from torch import nn
 
-from esmshard import remote
 from esmshard.batch import Inputs, TokenBatch
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.labels.label_sources import label_source
 from esmshard.data.labels.residue_labels import ResidueLabels, residue_labels
-from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError, UsageError
+from esmshard.io import remote
+from esmshard.io.store import TokenStore
 from esmshard.model.dropout import RecordDropout, of_tokens
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.data_section import DataSettings

@@ -16,9 +16,9 @@ from esmshard.batch import Inputs, TokenBatch
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.labels.label_sources import label_source
 from esmshard.data.labels.protein_labels import ProteinLabels, protein_labels
-from esmshard.data.store.token_store import TokenStore
-from esmshard.data.tables import shown
 from esmshard.errors import InputError, UsageError
+from esmshard.io.store import TokenStore
+from esmshard.io.tables import shown
 from esmshard.model.dropout import RecordDropout
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.data_section import DataSettings

@@ -18,7 +18,7 @@ from torch import nn
 
 from esmshard.batch import Inputs, TokenBatch, batch_of, pack, pack_variants
 from esmshard.devices import packs_at_once, side_by_side
-from esmshard.files import cache_directory
+from esmshard.io.paths import cache_directory
 from esmshard.model.dropout import RecordDropout, of_changes
 from esmshard.model.finetuner import FineTuner
 from esmshard.progress import Progress

@@ -16,10 +16,10 @@ from torch import nn
 from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels
-from esmshard.data.store.token_store import TokenStore
-from esmshard.data.tables import shown
 from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError
+from esmshard.io.store import TokenStore
+from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import Weights

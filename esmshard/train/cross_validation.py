@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from esmshard.data.splits.assignment import LEFT_OUT
 from esmshard.data.splits.variant_records import LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
-from esmshard.data.tables import counted, write_rows
 from esmshard.data.variants.substitutions import name_of, parse_variant
 from esmshard.errors import InputError, UsageError
-from esmshard.files import read_json, replace_json, replacing
+from esmshard.io.paths import read_json, replace_json, replacing
+from esmshard.io.tables import counted, write_rows
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe

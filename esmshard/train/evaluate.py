@@ -15,10 +15,10 @@ from torch import nn
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.batching.packing import SCORED_TOKENS, assign
 from esmshard.data.splits.leakage import ComparedRecords, hashes
-from esmshard.data.tables import write_rows
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
-from esmshard.files import found_place, is_hub_name, replace_json, replace_text, replacing, shared_place
+from esmshard.io.paths import found_place, is_hub_name, replace_json, replace_text, replacing, shared_place
+from esmshard.io.tables import write_rows
 from esmshard.model import hub, weights
 from esmshard.model.config import SHIPPED
 from esmshard.model.finetuner import FineTuner

@@ -14,9 +14,9 @@ from esmshard.data.batching.loader import SEEN, Examples
 from esmshard.data.batching.packing import StepPlan
 from esmshard.data.splits.leakage import ComparedRecords, check, check_variants, first_identical, pair_notices
 from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
-from esmshard.data.store.token_store import linker_of
-from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError
+from esmshard.io.store import linker_of
+from esmshard.io.tables import counted
 from esmshard.model import quantized, weights
 from esmshard.model.families import family_registry
 from esmshard.model.finetuner import FineTuner, LanguageModelHead

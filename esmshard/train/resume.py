@@ -9,7 +9,7 @@ import torch
 
 from esmshard.checkpoint import manifest, sharded
 from esmshard.errors import InputError, UsageError
-from esmshard.files import replace_json, replace_text, size_text
+from esmshard.io.paths import replace_json, replace_text, size_text
 from esmshard.model import weights
 from esmshard.parallel.process_group import World
 from esmshard.progress import say

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from esmshard.checkpoint import manifest
 from esmshard.errors import ExitCode, InputError, UsageError, reading
-from esmshard.files import read_json, replace_json, replace_text
+from esmshard.io.paths import read_json, replace_json, replace_text
 from esmshard.parallel.launch import LAUNCH
 from esmshard.parallel.preemption import Preempted
 from esmshard.progress import duration, say

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from esmshard.data.tables import write_rows
 from esmshard.errors import InputError, RunFailed, UsageError
-from esmshard.files import replace_json, replace_text, replacing
+from esmshard.io.paths import replace_json, replace_text, replacing
+from esmshard.io.tables import write_rows
 from esmshard.parallel import launch, preemption
 from esmshard.parallel.launch import TO_END, run_local
 from esmshard.progress import say

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from esmshard.errors import ExitCode, UsageError
-from esmshard.files import read_json, replace_text
+from esmshard.io.paths import read_json, replace_text
 from esmshard.parallel.launch import environment
 from esmshard.progress import say
 

@@ -13,7 +13,7 @@ from acceptance import coevolution
 from acceptance.coevolution import Pairs
 
 from esmshard.data.batching.loader import Examples
-from esmshard.data.store.ingestion import cached
+from esmshard.io.store import cached
 from esmshard.model import weights
 from esmshard.model.export import write_transformers
 from esmshard.model.families.esm2 import EsmConfig

@@ -8,7 +8,7 @@ import pytest
 from command import esmshard
 from scipy.stats import spearmanr
 
-from esmshard.shipped import shipped
+from esmshard.io.paths import shipped
 
 
 def _recovered(table: Path, name: str, column: str) -> tuple[float, int]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from esmshard.checkpoint import consolidate as adapted
 from esmshard.errors import InputError, UsageError
-from esmshard.files import sha256
+from esmshard.io.paths import sha256
 from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.files import settle, whole_directory
+from esmshard.io.paths import settle, whole_directory
 
 sys.path.insert(0, str(Path(__file__).parent))
 from drills import killed_at

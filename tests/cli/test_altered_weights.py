@@ -9,7 +9,7 @@ import pytest
 from command import esmshard
 from conftest import write_subset
 
-from esmshard.files import sha256
+from esmshard.io.paths import sha256
 from esmshard.model import weights
 
 SAYS = "is not the file that"

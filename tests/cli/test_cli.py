@@ -22,7 +22,7 @@ from model_files import TINY, fair_esm, write_fair_esm
 
 from esmshard.batch import pack
 from esmshard.cli import app
-from esmshard.data.fasta.fasta_reader import read_fasta
+from esmshard.io.sequences import read_fasta
 from esmshard.model.weights import load_model
 from esmshard.vocab import encode
 

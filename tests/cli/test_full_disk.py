@@ -12,7 +12,7 @@ import pytest
 from command import esmshard
 from embed_runs import write_fasta, write_model
 
-from esmshard import files
+from esmshard.io import paths as files
 
 RECIPE = """\
 task: {name: sequence, kind: number}

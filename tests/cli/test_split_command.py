@@ -13,10 +13,10 @@ from conftest import write_subset
 from structure_texts import chain, expected_cb, pdb, three
 
 from esmshard.cli import app
-from esmshard.data.fasta.fasta_reader import read_fasta
 from esmshard.data.labels.coordinates import CoordinateLabels
-from esmshard.data.store.ingestion import cached, ingest
-from esmshard.shipped import shipped
+from esmshard.io.paths import shipped
+from esmshard.io.sequences import read_fasta
+from esmshard.io.store import cached, ingest
 
 Run = Callable[..., tuple[int, str, str]]
 SETS = ("train", "valid", "test")

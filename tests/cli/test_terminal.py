@@ -18,9 +18,9 @@ from esmshard import progress
 from esmshard.cli import app, data, models, options
 from esmshard.data.splits.split_files import OF_SEQUENCES, OF_VARIANTS
 from esmshard.embed.embedder import Embedder
+from esmshard.io.paths import shipped
 from esmshard.model.families.family_registry import FAMILIES, RELEASED
 from esmshard.predict import sequence_scores
-from esmshard.shipped import shipped
 from esmshard.train import loop
 
 Command = Callable[..., tuple[int, str, str]]

@@ -11,7 +11,7 @@ import pytest
 from command import esmshard
 from scipy.stats import spearmanr
 
-from esmshard.shipped import shipped
+from esmshard.io.paths import shipped
 from esmshard.vocab import STANDARD
 
 SHIFT = 23

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.fasta.symbols import Rules, chain_windows
-from esmshard.data.store.ingestion import ingest
-from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
+from esmshard.io.store import TokenStore, ingest
+from esmshard.io.symbols import Rules, chain_windows
 from esmshard.vocab import chain_spans, decode, encode, is_residue
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from structure_texts import OTHER, SEQ, Line, backbone, chain, cif, expected_cb, nucleic, of, pdb, three, water
 
-from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.coordinates import contact_labels
 from esmshard.data.structures.chains import Chain, read_chains, virtual_cb
 from esmshard.errors import InputError
+from esmshard.io.symbols import Edits
 
 FORMS = ("pdb", "cif")
 Seqs = Mapping[str, Sequence[str]]

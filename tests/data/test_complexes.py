@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from structure_texts import OTHER, SEQ, chain, cif, expected_cb, nucleic, pdb, three, write
 
-from esmshard.data.fasta.symbols import Edits
 from esmshard.data.structures.structure_folder import cached_split, notices, read_list, read_records, to_split
 from esmshard.errors import InputError
+from esmshard.io.symbols import Edits
 
 SHORT = "MKTAY"
 

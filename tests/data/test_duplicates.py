@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from esmshard.data.fasta.symbols import Rules
-from esmshard.data.store import ingestion, token_store
-from esmshard.data.store.ingestion import OnDuplicate, ingest, without_duplicates
-from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
+from esmshard.io import store as ingestion
+from esmshard.io import store as token_store
+from esmshard.io.store import OnDuplicate, TokenStore, ingest, without_duplicates
+from esmshard.io.symbols import Rules
 from esmshard.vocab import decode
 
 READ_ONCE = "a record that came twice was read once"

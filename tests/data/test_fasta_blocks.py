@@ -14,12 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esmshard.data.fasta import fasta_blocks
-from esmshard.data.fasta.fasta_blocks import read_blocks
-from esmshard.data.fasta.fasta_reader import Record, read_fasta
-from esmshard.data.fasta.sources import STDIN, is_plain
-from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.errors import InputError
+from esmshard.io import sequences as fasta_blocks
+from esmshard.io.sequences import STDIN, Record, is_plain, read_blocks, read_fasta
+from esmshard.io.symbols import Edits, Rules
 from esmshard.vocab import decode
 
 BLOCKS = (7, 16, 64, 1 << 20)

@@ -11,10 +11,9 @@ import esm
 import pytest
 from packed import zstd
 
-from esmshard.data.fasta.fasta_blocks import read_blocks
-from esmshard.data.fasta.fasta_reader import Record, read_fasta
-from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.errors import InputError
+from esmshard.io.sequences import Record, read_blocks, read_fasta
+from esmshard.io.symbols import Edits, Rules
 
 LOWER = "lower-case letters were read as upper case in 1 record (a)"
 GAPS = "gaps were removed in 1 record (a)"

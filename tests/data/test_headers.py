@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from in_memory import InMemory
 
-from esmshard.data.fasta.headers import attributes, id_of, number, split_of
-from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.label_sources import LabelRecord, read_label_fasta
 from esmshard.data.splits.assignment import SETS
 from esmshard.data.splits.given_splits import given_splits
-from esmshard.data.tables import Table, read_table
 from esmshard.errors import InputError
+from esmshard.io.headers import attributes, id_of, number, split_of
+from esmshard.io.symbols import Edits
+from esmshard.io.tables import Table, read_table
 
 ALL = ("TARGET", "SET", "VALIDATION", "MASK")
 FASTA = Path("x.fasta")

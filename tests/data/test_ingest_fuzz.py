@@ -13,13 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from esmshard.data.fasta import fasta_blocks
-from esmshard.data.fasta.fasta_reader import read_fasta
-from esmshard.data.fasta.symbols import Edits, Rules
-from esmshard.data.store import ingestion
-from esmshard.data.store.ingestion import OnDuplicate, ingest
-from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
+from esmshard.io import sequences as fasta_blocks
+from esmshard.io import store as ingestion
+from esmshard.io.sequences import read_fasta
+from esmshard.io.store import OnDuplicate, TokenStore, ingest
+from esmshard.io.symbols import Edits, Rules
 from esmshard.vocab import decode
 
 CASES = 5000

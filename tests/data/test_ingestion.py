@@ -19,13 +19,12 @@ from typing import Any
 
 import pytest
 
-from esmshard.data.fasta.sources import STDIN
-from esmshard.data.fasta.symbols import Rules
-from esmshard.data.store import ingestion
-from esmshard.data.store.ingestion import cached, ingest
-from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory
+from esmshard.io import store as ingestion
+from esmshard.io.paths import cache_directory
+from esmshard.io.sequences import STDIN
+from esmshard.io.store import TokenStore, cached, ingest
+from esmshard.io.symbols import Rules
 from esmshard.vocab import decode
 
 FASTA = ">b first\nMKT\n>a\nagv*\n>7abc/A\nW\n"

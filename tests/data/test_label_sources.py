@@ -10,10 +10,10 @@ from in_memory import InMemory
 from esmshard.data.labels.label_sources import label_source, read_npz
 from esmshard.data.labels.protein_labels import protein_labels
 from esmshard.data.labels.residue_labels import residue_labels
-from esmshard.data.tables import Table
 from esmshard.errors import InputError, UsageError
+from esmshard.io.paths import shipped
+from esmshard.io.tables import Table
 from esmshard.recipe.data_section import DataSettings
-from esmshard.shipped import shipped
 
 STORE = InMemory("a MKT", "b AC")
 

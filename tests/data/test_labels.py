@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from esmshard.data.labels.coordinates import UNRESOLVED, CoordinateLabels
-from esmshard.data.store.ingestion import cached
-from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
-from esmshard.remote import data_file
+from esmshard.io.remote import data_file
+from esmshard.io.store import TokenStore, cached
 
 GOOD: dict[str, Any] = {  # not in the order of the FASTA file
     "names": np.array(["c", "a", "b"]),

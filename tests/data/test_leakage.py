@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from esmshard.data.splits import leakage
 from esmshard.data.splits.leakage import ComparedRecords, Leakage, Overlap, check, check_variants
-from esmshard.data.store.ingestion import cached
-from esmshard.remote import data_file
+from esmshard.io.remote import data_file
+from esmshard.io.store import cached
 from esmshard.vocab import STANDARD, encode_residues
 
 PROTEIN = "ACDEFGHIKLMNPQRSTVWYACEG"

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from esmshard.data.batching.loader import Examples, Long
-from esmshard.data.store.ingestion import ingest
-from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
+from esmshard.io.store import TokenStore, ingest
 from esmshard.vocab import encode_residues
 
 SIZES = [5, 30, 12, 13, 100, 31, 30, 100]

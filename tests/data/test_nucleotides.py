@@ -6,15 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esmshard.data.fasta import nucleotides
-from esmshard.data.fasta.fasta_reader import read_fasta
-from esmshard.data.fasta.symbols import Rules
-from esmshard.data.store.ingestion import cached, ingest
-from esmshard.data.store.token_store import TokenStore
 from esmshard.data.variants.mutations import protein_of
 from esmshard.embed.plan import read_input
 from esmshard.errors import InputError
-from esmshard.shipped import shipped
+from esmshard.io import nucleotides
+from esmshard.io.paths import shipped
+from esmshard.io.sequences import read_fasta
+from esmshard.io.store import TokenStore, cached, ingest
+from esmshard.io.symbols import Rules
 from esmshard.vocab import encode
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from in_memory import InMemory
 
-from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.protein_labels import ProteinLabels, protein_labels
 from esmshard.data.splits.assignment import TEST, TRAIN, VALID
 from esmshard.data.splits.given_splits import given_splits
-from esmshard.data.store.ingestion import cached
-from esmshard.data.tables import Table, read_table
 from esmshard.errors import InputError, UsageError
+from esmshard.io.store import cached
+from esmshard.io.symbols import Edits
+from esmshard.io.tables import Table, read_table
 
 FASTA = Path("x.fasta")
 STORE = InMemory(">a MK", ">b MT", ">c MV")

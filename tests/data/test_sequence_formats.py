@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.data.fasta.fasta_reader import read_fasta
-from esmshard.data.fasta.sources import is_plain
-from esmshard.data.fasta.symbols import Edits
-from esmshard.data.store.ingestion import ingest
 from esmshard.errors import InputError
+from esmshard.io.sequences import is_plain, read_fasta
+from esmshard.io.store import ingest
+from esmshard.io.symbols import Edits
 
 GENBANK = """\
 LOCUS       NP_000001                 12 aa            linear   PRI 01-JAN-2020

@@ -10,14 +10,13 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from esmshard.data.fasta.fasta_reader import Record, read_fasta
-from esmshard.data.fasta.sources import STDIN, is_plain
-from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.data.labels.label_sources import label_source, rules_of
 from esmshard.data.splits.recipe_splits import marked, open_split
-from esmshard.data.store.ingestion import cached, ingest
-from esmshard.data.tables import Table
 from esmshard.errors import InputError, UsageError
+from esmshard.io.sequences import STDIN, Record, is_plain, read_fasta
+from esmshard.io.store import cached, ingest
+from esmshard.io.symbols import Edits, Rules
+from esmshard.io.tables import Table
 from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
@@ -163,7 +162,7 @@ def test_the_cache_follows_the_table_and_the_rules(monkeypatch: pytest.MonkeyPat
     first = cached(write("sequence\nMKT\n"))
     assert cached(Path("x.csv")).path == first.path
     with monkeypatch.context() as patch:
-        patch.setattr("esmshard.data.store.ingestion.CONVERSION", 0)
+        patch.setattr("esmshard.io.store.CONVERSION", 0)
         assert cached(Path("x.csv")).path != first.path
     os.utime(write("sequence\nMKV\n"), ns=(1, 1))
     assert cached(Path("x.csv")).path != first.path

@@ -12,9 +12,9 @@ import pytest
 from packed import zstd
 from structure_texts import OTHER, SEQ, chain, cif, nucleic, pdb, three, water, write
 
-from esmshard.data.fasta.symbols import Edits
 from esmshard.data.structures.chains import read_chains
 from esmshard.errors import InputError
+from esmshard.io.symbols import Edits
 
 # Files
 

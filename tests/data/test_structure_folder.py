@@ -14,10 +14,10 @@ import pytest
 from structure_texts import THREE, backbone, chain, cif, pdb, place
 
 from esmshard.data.labels.coordinates import UNRESOLVED, CoordinateLabels
-from esmshard.data.store.ingestion import ingest
 from esmshard.data.structures import structure_folder
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, to_split
 from esmshard.errors import InputError, UsageError
+from esmshard.io.store import ingest
 
 SEQ, OTHER, THIRD = "MKTAYIAKQRGGLV", "GSHMLEDPVRWK", "AVILMFYWSTNQ"
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from esmshard.data.fasta.symbols import STRANGE, Edits, RefusedSymbols, Rules, clean, cut, shown, table
 from esmshard.errors import UsageError
+from esmshard.io.symbols import STRANGE, Edits, RefusedSymbols, Rules, clean, cut, shown, table
 
 M, K, T, A, X, B, U, Z, O = 20, 15, 11, 5, 24, 25, 26, 27, 28  # noqa: E741  # pyrrolysine
 DOT, GAP, MASK = 29, 30, 32

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from packed import zstd
 
-from esmshard.data.tables import MISSING, Table, read_table, write_rows
 from esmshard.errors import InputError
+from esmshard.io.tables import MISSING, Table, read_table, write_rows
 
 
 @pytest.fixture(autouse=True)

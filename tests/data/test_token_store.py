@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from esmshard.data.fasta.symbols import Rules
-from esmshard.data.store import ingestion, token_store
-from esmshard.data.store.ingestion import ingest
-from esmshard.data.store.token_store import TokenStore, is_store
 from esmshard.errors import InputError
-from esmshard.files import cache_directory, sha256
-from esmshard.shipped import shipped
+from esmshard.io import store as ingestion
+from esmshard.io import store as token_store
+from esmshard.io.paths import cache_directory, sha256, shipped
+from esmshard.io.store import TokenStore, ingest, is_store
+from esmshard.io.symbols import Rules
 from esmshard.vocab import ALPHABET_HASH, decode
 
 FASTA = ">b first\nMKT\n>a\nagv*\n>7abc/A\nW\n"

@@ -10,9 +10,6 @@ from in_memory import InMemory
 from structure_texts import OTHER, SEQ, backbone, chain, cif, pdb, three
 
 from esmshard.data.batching.loader import Examples, Long
-from esmshard.data.fasta.symbols import Edits
-from esmshard.data.store.ingestion import cached
-from esmshard.data.store.token_store import TokenStore
 from esmshard.data.tracks import (
     RecordTracks,
     TrackFile,
@@ -24,6 +21,8 @@ from esmshard.data.tracks import (
     with_paths,
 )
 from esmshard.errors import InputError, UsageError
+from esmshard.io.store import TokenStore, cached
+from esmshard.io.symbols import Edits
 from esmshard.vocab import Track, decode
 
 LETTERS = Track("turns", "letters of turns", "letters", unknown=3, letters="hec")

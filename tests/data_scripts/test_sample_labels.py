@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esmshard.shipped import shipped
+from esmshard.io.paths import shipped
 
 CONTACT = shipped("data") / "contact"
 

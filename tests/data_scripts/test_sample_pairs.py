@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from esmshard.shipped import shipped
+from esmshard.io.paths import shipped
 
 PAIRS, CONTACT = shipped("data") / "pairs", shipped("data") / "contact"
 

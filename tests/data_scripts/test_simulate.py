@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from esmshard.data.variants.mutations import Variants, read_variants
-from esmshard.shipped import shipped
+from esmshard.io.paths import shipped
 
 VARIANTS = shipped("data") / "variants"
 FILES = ("wild_type.fasta", "landscape.csv", "truth.csv")

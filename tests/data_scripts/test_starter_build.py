@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from esmshard.data.labels.coordinates import CoordinateLabels
-from esmshard.data.store.ingestion import ingest
-from esmshard.shipped import shipped
+from esmshard.io.paths import shipped
+from esmshard.io.store import ingest
 
 
 @pytest.fixture(scope="module")

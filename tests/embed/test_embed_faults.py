@@ -13,7 +13,6 @@ import pytest
 from embed_runs import Run, content, write_fasta, write_model
 from safetensors import SafetensorError
 
-from esmshard.array_formats import FORMATS
 from esmshard.embed import store
 from esmshard.embed.engines import compute_part, make_embedder
 from esmshard.embed.job import EmbedReport, embed
@@ -22,6 +21,7 @@ from esmshard.embed.request import request
 from esmshard.embed.spec import Long
 from esmshard.embed.store import Parts
 from esmshard.errors import InputError, UsageError
+from esmshard.io.array_formats import FORMATS
 
 PART = 2000
 RECORDS = 300

@@ -18,13 +18,13 @@ from model_files import SMALL, TINY, edit_tensors, fair_esm, tokenise, write_fai
 from safetensors import safe_open
 
 import esmshard
-from esmshard.array_formats import FORMATS
 from esmshard.embed import job
 from esmshard.embed.job import EmbedReport, embed
 from esmshard.embed.request import request
 from esmshard.embed.spec import Long
 from esmshard.embed.store import EmbeddingStore
 from esmshard.errors import InputError, UsageError
+from esmshard.io.array_formats import FORMATS
 from esmshard.vocab import RESIDUES, encode
 
 LENGTHS = (31, 1, 120, 7, 7, 64, 2, 300, 18, 45, 9, 77)

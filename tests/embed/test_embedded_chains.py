@@ -13,16 +13,15 @@ from command import esmshard as esmshard_command
 from embed_runs import write_model
 
 import esmshard
-from esmshard.array_formats import Output
 from esmshard.embed.embedder import Computed, Embedder
 from esmshard.embed.job import embed
 from esmshard.embed.request import request
 from esmshard.embed.spec import Long
 from esmshard.embed.store import EmbeddingStore
 from esmshard.errors import InputError, UsageError
-from esmshard.joined_chains import Chains
+from esmshard.io.array_formats import Output
 from esmshard.model import weights
-from esmshard.vocab import encode
+from esmshard.vocab import Chains, encode
 
 A, B, C = "MKTAYIAKQRQISFVKSHFSRQ", "GQISFVKSHFSRQLEERLGL", "MLW"
 POOLS = ["residue", "mean", "max", "cls", "contacts", "logits", "attentions"]

@@ -10,7 +10,6 @@ import pytest
 from command import esmshard as esmshard_command
 from tracked_model import CONFIG, last_layer, random_pairs, rough_model, write_model, write_pairs
 
-from esmshard.array_formats import Output
 from esmshard.batch import TokenBatch
 from esmshard.embed.dry_run import forecast
 from esmshard.embed.embedder import Computed, Embedder
@@ -19,6 +18,7 @@ from esmshard.embed.request import request
 from esmshard.embed.spec import Long
 from esmshard.embed.store import EmbeddingStore
 from esmshard.errors import UsageError
+from esmshard.io.array_formats import Output
 from esmshard.model.trunk import Trunk
 from esmshard.vocab import CLS, EOS, encode
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from model_files import TINY, fair_esm, ours
 
-from esmshard.array_formats import Output
 from esmshard.batch import TokenBatch
 from esmshard.embed import embedder
 from esmshard.embed.embedder import Computed, Embedder, Failed
 from esmshard.embed.spec import Long, choose
+from esmshard.io.array_formats import Output
 from esmshard.model.attention import attention_map
 from esmshard.model.families.esm2 import ESM2
 from esmshard.vocab import STANDARD, encode

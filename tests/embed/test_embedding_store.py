@@ -11,7 +11,6 @@ from embed_runs import content
 from model_files import TINY, fair_esm, write_transformers
 
 import esmshard
-from esmshard.array_formats import FORMATS
 from esmshard.embed.engines import compute_part, make_embedder
 from esmshard.embed.job import embed, merge, status
 from esmshard.embed.plan import partial
@@ -19,6 +18,7 @@ from esmshard.embed.request import request
 from esmshard.embed.spec import Long
 from esmshard.embed.store import EmbeddingStore, Parts, Reuse
 from esmshard.errors import InputError, UsageError
+from esmshard.io.array_formats import FORMATS
 from esmshard.vocab import RESIDUES, encode
 
 RECORDS, PART = 40, 150

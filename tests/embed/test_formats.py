@@ -17,8 +17,8 @@ import zarr
 from pyarrow import parquet
 from safetensors import safe_open
 
-from esmshard.array_formats import FORMATS, About, Output, ParquetFormat, Row, SafetensorsFormat, ZarrFormat, suits
 from esmshard.errors import InputError, UsageError
+from esmshard.io.array_formats import FORMATS, About, Output, ParquetFormat, Row, SafetensorsFormat, ZarrFormat, suits
 
 DIM = 24
 IDS = (

@@ -14,10 +14,10 @@ import esmshard
 from esmshard.batch import pack
 from esmshard.embed.embedder import Computed, Embedder
 from esmshard.embed.spec import Long, choose
+from esmshard.io.paths import shipped
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.families.family_registry import SIZES
-from esmshard.shipped import shipped
 from esmshard.vocab import encode
 
 pytestmark = pytest.mark.gpu

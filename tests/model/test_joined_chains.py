@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.joined_chains import Chains, read_chains
 from esmshard.model import weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.export import write_transformers
@@ -16,7 +15,7 @@ from esmshard.model.families.esmc import EsmcConfig
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import FAMILIES, build, n_parameters, recorded_config, transformers_config
 from esmshard.model.trunk import Trunk, as_read
-from esmshard.vocab import encode
+from esmshard.vocab import Chains, encode, read_chains
 
 TINY = EsmConfig(n_layers=2, dim=32, n_heads=4)
 A, B, C = "MKTAYIAKQR", "GQISFVKSH", "MLW"

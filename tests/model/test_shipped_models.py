@@ -7,11 +7,11 @@ import torch
 
 from esmshard.batch import Inputs, pack
 from esmshard.data.labels.coordinates import UNRESOLVED, contact_labels
+from esmshard.io.paths import shipped
 from esmshard.model import weights
 from esmshard.model.config import SHIPPED
 from esmshard.model.contacts import predict_contacts
 from esmshard.recipe import recipe_file
-from esmshard.shipped import shipped
 from esmshard.tasks.contact import base_rate, contact_precision
 from esmshard.tasks.finetuned import load_finetuned, new_head
 from esmshard.tasks.mlm import corrupt

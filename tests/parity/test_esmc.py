@@ -18,12 +18,11 @@ from transformers import AutoTokenizer, EsmcConfig, EsmcForMaskedLM
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint.consolidate import consolidate
-from esmshard.joined_chains import Chains
 from esmshard.model import weights
 from esmshard.model.families.esmc import FAMILY
 from esmshard.model.families.family_registry import SIZES, n_parameters
 from esmshard.model.trunk import Trunk
-from esmshard.vocab import RESIDUES, encode
+from esmshard.vocab import RESIDUES, Chains, encode
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "M", "MXBUZO<mask>KT", "ACDEFGHIKLMNPQRSTVWY" * 3]
 TOLERANCE = 1e-5

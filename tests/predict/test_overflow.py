@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from esmshard.errors import InputError
+from esmshard.io.paths import shipped
 from esmshard.predict.predictions import predict
 from esmshard.predict.sequence_scores import score_sequences
 from esmshard.predict.zero_shot import score_table
-from esmshard.shipped import shipped
 
 
 @pytest.fixture

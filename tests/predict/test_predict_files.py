@@ -20,10 +20,11 @@ from model_files import SMALL, TINY, fair_esm, ours, perturb, tokenise, write_tr
 from safetensors import safe_open
 from structure_texts import chain, pdb
 
-from esmshard import __version__, writers
+from esmshard import __version__
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.errors import InputError, UsageError
+from esmshard.io import writers
 from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.predict import contact_pictures, predictions

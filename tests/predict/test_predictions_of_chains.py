@@ -8,9 +8,9 @@ import numpy as np
 import pandas
 import pytest
 
+from esmshard.io.writers import TableWriter
 from esmshard.predict.contact_pictures import draw_map, matplotlib_figure
 from esmshard.predict.predictions import columns_of, rows_of
-from esmshard.writers import TableWriter
 
 VALUES = np.array([[0.1], [0.2], [0.3], [0.4], [0.5]], dtype=np.float32)
 LINES = [("a", 1, 1, "M"), ("a", 1, 2, "K"), ("a", 2, 1, "T"), ("a", 2, 2, "V"), ("a", 2, 3, "L"), ("b", 1, 1, "G")]

@@ -15,9 +15,9 @@ from pyarrow import parquet
 from scipy import stats
 from tracked_model import random_pairs, track, write_model, write_pairs
 
-from esmshard import writers
 from esmshard.batch import pack
 from esmshard.errors import InputError, UsageError
+from esmshard.io import writers
 from esmshard.model.families.family import Corruption
 from esmshard.predict.sequence_scores import score_sequences
 from esmshard.predict.zero_shot import score, score_table

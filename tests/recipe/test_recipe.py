@@ -10,12 +10,12 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 
 from esmshard.errors import InputError, UsageError
+from esmshard.io.paths import shipped
+from esmshard.io.remote import data_file
 from esmshard.recipe import recipe_file
 from esmshard.recipe.recipe_file import differences, dump, load, resolve, schema
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.task_section import TaskSettings
-from esmshard.remote import data_file
-from esmshard.shipped import shipped
 from esmshard.tasks.contact import ContactSettings
 from esmshard.tasks.registry import registered
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from command import esmshard
 
-from esmshard.files import found_place, shared_place
+from esmshard.io.paths import found_place, shared_place
 
 NAME = "home-of-ada lovelace"
 RECIPE = """\

@@ -10,7 +10,7 @@ import torch
 from model_files import TINY, fair_esm, ours
 
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.store.ingestion import ingest
+from esmshard.io.store import ingest
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.weights import build, fresh

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.shipped import shipped
+from esmshard.io.paths import shipped
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "own-task.md"

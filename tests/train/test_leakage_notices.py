@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from esmshard.data.batching.loader import Examples
-from esmshard.data.store.ingestion import ingest
+from esmshard.io.store import ingest
 from esmshard.recipe import recipe_file
 from esmshard.train import evaluate, inputs
 from esmshard.train.finetune import run

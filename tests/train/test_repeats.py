@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from esmshard.data.splits.recipe_splits import fold_of, open_split
-from esmshard.data.store.ingestion import cached
+from esmshard.io.store import cached
 from esmshard.recipe import recipe_file
 from esmshard.train import cross_validation as repeats
 from esmshard.train.cross_validation import summarise

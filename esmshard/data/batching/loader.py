@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.packing import MicroBatch
-from esmshard.data.fasta.symbols import JOINED, ChainWindows, chain_windows, shown
-from esmshard.data.store.token_store import linker_of
 from esmshard.errors import InputError
+from esmshard.io.store import linker_of
+from esmshard.io.symbols import JOINED, ChainWindows, chain_windows, shown
 from esmshard.vocab import CLS, EOS, SEPARATOR, chain_spans, is_residue
 
 Long = Literal["crop", "window", "full", "skip", "error"]

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.store.token_store import TokenStore
 from esmshard.errors import InputError
+from esmshard.io.store import TokenStore
 from esmshard.vocab import decode, is_residue
 
 UNRESOLVED = 65535

@@ -16,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 
-from esmshard import remote
-from esmshard.data.fasta.headers import id_of
-from esmshard.data.fasta.sequence_tables import read_sequence_table
-from esmshard.data.fasta.sources import ConvertedSource, is_sequence_table, open_source
-from esmshard.data.fasta.symbols import BLANKS, Rules
 from esmshard.data.labels.coordinates import npz_beside, read_arrays
-from esmshard.data.tables import Table, read_table, readable, shown
 from esmshard.errors import InputError, UsageError
+from esmshard.io import remote
+from esmshard.io.headers import id_of
+from esmshard.io.sequences import ConvertedSource, is_sequence_table, open_source, read_sequence_table
+from esmshard.io.symbols import BLANKS, Rules
+from esmshard.io.tables import Table, read_table, readable, shown
 from esmshard.recipe.data_section import DataSettings
 
 _NO_BLANKS = str.maketrans("", "", BLANKS.decode())

@@ -12,13 +12,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta.sequence_tables import ID_NAMES, SEQUENCE_NAMES
-from esmshard.data.fasta.symbols import Edits
-from esmshard.data.store.token_store import TokenStore
-from esmshard.data.tables import Table, first_three, listed, shown
 from esmshard.errors import InputError
-from esmshard.joined_chains import LINKER
-from esmshard.vocab import encode_residues
+from esmshard.io.sequences import ID_NAMES, SEQUENCE_NAMES
+from esmshard.io.store import TokenStore
+from esmshard.io.symbols import Edits
+from esmshard.io.tables import Table, first_three, listed, shown
+from esmshard.vocab import LINKER, encode_residues
 
 NAME_LABEL = "set data.target=COLUMN"
 """Advice for messages: how to name the column of labels."""

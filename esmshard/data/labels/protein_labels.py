@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta.headers import FLOAT32_MAX, TRUTH, attributes, number
-from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.pairing import NAME_LABEL, check_labelled, rows_of_records
-from esmshard.data.store.token_store import TokenStore
-from esmshard.data.tables import MISSING, Table, listed, shown
 from esmshard.errors import InputError, UsageError
+from esmshard.io.headers import FLOAT32_MAX, TRUTH, attributes, number
+from esmshard.io.store import TokenStore
+from esmshard.io.symbols import Edits
+from esmshard.io.tables import MISSING, Table, listed, shown
 
 Kind = Literal["number", "class", "multilabel"]
 _TARGETS = ("target", "targets", "label", "labels", "dms_score")

@@ -18,15 +18,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta.headers import FLOAT32_MAX, attributes, number
-from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.label_sources import read_label_fasta
 from esmshard.data.labels.pairing import NAME_LABEL, check_labelled, rows_of_records
-from esmshard.data.store.token_store import TokenStore
-from esmshard.data.tables import Table, first_three, listed, shown
 from esmshard.errors import InputError
-from esmshard.joined_chains import BETWEEN
-from esmshard.vocab import is_residue
+from esmshard.io.headers import FLOAT32_MAX, attributes, number
+from esmshard.io.store import TokenStore
+from esmshard.io.symbols import Edits
+from esmshard.io.tables import Table, first_three, listed, shown
+from esmshard.vocab import BETWEEN, is_residue
 
 Kind = Literal["class", "number"]
 _PLAIN_NUMBERS = re.compile(r"[0-9eE+.;-]+")

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError
+from esmshard.io.tables import counted
 
 SETS = ("train", "valid", "test")
 TRAIN, VALID, TEST = range(3)

@@ -14,8 +14,8 @@ import numpy as np
 
 from esmshard.data.splits.assignment import components
 from esmshard.data.splits.leakage import ComparedRecords, word_pairs
-from esmshard.data.tables import first_three, read_text
 from esmshard.errors import InputError
+from esmshard.io.tables import first_three, read_text
 from esmshard.progress import Progress
 from esmshard.vocab import STANDARD, decode
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from esmshard.data.fasta.headers import attributes, id_of, split_of
-from esmshard.data.fasta.symbols import Edits
 from esmshard.data.labels.label_sources import read_label_fasta
 from esmshard.data.labels.pairing import check_labelled, rows_of_records
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
-from esmshard.data.store.token_store import TokenStore
-from esmshard.data.tables import Table, listed, shown
 from esmshard.errors import InputError
+from esmshard.io.headers import attributes, id_of, split_of
+from esmshard.io.store import TokenStore
+from esmshard.io.symbols import Edits
+from esmshard.io.tables import Table, listed, shown
 
 
 def given_splits(

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.tables import counted, shown
 from esmshard.errors import InputError
+from esmshard.io.tables import counted, shown
 from esmshard.vocab import STANDARD, chain_spans, encode_residues
 
 K = 5

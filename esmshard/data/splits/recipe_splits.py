@@ -9,27 +9,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import remote
 from esmshard.data.batching.loader import Examples, Labels
-from esmshard.data.fasta.sources import is_sequence_table
-from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.data.labels.label_sources import label_source, read_label_fasta, rules_of
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import SETS
 from esmshard.data.splits.clusters import read_clusters
 from esmshard.data.splits.given_splits import given_splits, has_set
 from esmshard.data.splits.variant_records import open_variants
-from esmshard.data.store.ingestion import cached
-from esmshard.data.store.token_store import TokenStore
 from esmshard.data.structures import structure_folder
-from esmshard.data.tables import Table, counted
 from esmshard.data.tracks import TrackFile, record_tracks, with_paths
 from esmshard.errors import InputError, UsageError
-from esmshard.joined_chains import Chains
+from esmshard.io import remote
+from esmshard.io.sequences import is_sequence_table
+from esmshard.io.store import TokenStore, cached
+from esmshard.io.symbols import Edits, Rules
+from esmshard.io.tables import Table, counted
 from esmshard.recipe.data_section import DataSettings, JoinSettings
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
-from esmshard.vocab import SEPARATOR, chain_spans
+from esmshard.vocab import SEPARATOR, Chains, chain_spans
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 

@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta.sources import is_sequence_table
-from esmshard.data.fasta.symbols import Edits, Rules
 from esmshard.data.labels.coordinates import CoordinateLabels, npz_beside, read_arrays
 from esmshard.data.labels.label_sources import table_or_fasta
 from esmshard.data.splits import assignment, leakage
@@ -33,13 +31,15 @@ from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers, che
 from esmshard.data.splits.clusters import align_clusters, read_clusters, run_mmseqs
 from esmshard.data.splits.given_splits import given_splits, sets_of_rows
 from esmshard.data.splits.leakage import MOST
-from esmshard.data.store.ingestion import cached
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
-from esmshard.data.tables import counted, first_three, write_rows
 from esmshard.data.variants.mutations import read_variants
 from esmshard.data.variants.substitutions import name_of
 from esmshard.errors import UsageError
-from esmshard.files import check_replaced
+from esmshard.io.paths import check_replaced
+from esmshard.io.sequences import is_sequence_table
+from esmshard.io.store import cached
+from esmshard.io.symbols import Edits, Rules
+from esmshard.io.tables import counted, first_three, write_rows
 from esmshard.vocab import decode
 
 OF_SEQUENCES = ("cluster", "ratio", "given")

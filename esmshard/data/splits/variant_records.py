@@ -11,17 +11,17 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from esmshard import remote
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
 from esmshard.data.splits.given_splits import sets_of_rows
-from esmshard.data.tables import counted, first_three
 from esmshard.data.tracks import TrackFile, protein_tracks, with_paths
 from esmshard.data.variants.mutations import Variants, is_library, read_variants
 from esmshard.data.variants.substitutions import Mutation, name_of
 from esmshard.errors import InputError, UsageError
-from esmshard.files import sha256
+from esmshard.io import remote
+from esmshard.io.paths import sha256
+from esmshard.io.tables import counted, first_three
 from esmshard.recipe.data_section import DataSettings
 from esmshard.vocab import encode_residues
 

@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 from Bio.Data.PDBData import protein_letters_3to1
 
-from esmshard.data.fasta.symbols import Edits
 from esmshard.data.structures.structure_files import (
     Atom,
     Entry,
@@ -37,6 +36,7 @@ from esmshard.data.structures.structure_files import (
     read_entry,
 )
 from esmshard.errors import InputError
+from esmshard.io.symbols import Edits
 
 LETTERS: dict[str, str] = {
     **protein_letters_3to1,

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import gemmi
 
-from esmshard.data.tables import read_whole
 from esmshard.errors import InputError
+from esmshard.io.tables import read_whole
 
 BACKBONE = frozenset({"N", "CA", "C", "CB"})
 """The atoms that are read."""

@@ -19,17 +19,17 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
-from esmshard.data.fasta.symbols import Edits, shown
 from esmshard.data.labels.coordinates import UNRESOLVED
-from esmshard.data.store.token_store import is_store
 from esmshard.data.structures.chains import FEWEST, Cb, Chain, chain_prefix, read_chains
 from esmshard.data.structures.structure_files import ENDINGS, is_structure_name
-from esmshard.data.tables import read_text
 from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory, read_json, state
-from esmshard.joined_chains import BETWEEN
+from esmshard.io.paths import cache_directory, read_json, state
+from esmshard.io.store import is_store
+from esmshard.io.symbols import Edits, shown
+from esmshard.io.tables import read_text
 from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY
+from esmshard.vocab import BETWEEN
 
 
 def read_records(

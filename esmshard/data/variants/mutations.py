@@ -16,10 +16,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta import nucleotides
-from esmshard.data.fasta.fasta_reader import read_fasta
-from esmshard.data.fasta.symbols import Edits
-from esmshard.data.tables import Table, counted, first_three, listed, read_table, shown
 from esmshard.data.variants.substitutions import (
     HOW,
     STOP,
@@ -33,8 +29,11 @@ from esmshard.data.variants.substitutions import (
     without_wild_type_letters,
 )
 from esmshard.errors import InputError, UsageError
-from esmshard.joined_chains import BETWEEN
-from esmshard.vocab import encode_residues
+from esmshard.io import nucleotides
+from esmshard.io.sequences import read_fasta
+from esmshard.io.symbols import Edits
+from esmshard.io.tables import Table, counted, first_three, listed, read_table, shown
+from esmshard.vocab import BETWEEN, encode_residues
 
 _ENOUGH = 0.99  # share of the mutations that must fit a shift of the numbering
 _FEWEST = 5  # sites for a shift without being asked: fewer fit some shift by chance (a letter matches one time in 17)

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 from Bio.Data.IUPACData import protein_letters_3to1_extended
 
-from esmshard.data.tables import counted, shown
 from esmshard.errors import InputError
+from esmshard.io.tables import counted, shown
 from esmshard.vocab import RESIDUES, STANDARD
 
 STOP = "*"

@@ -21,7 +21,7 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.errors import InputError
-from esmshard.files import replace_json
+from esmshard.io.paths import replace_json
 from esmshard.model import weight_reader
 from esmshard.model.attention import OnAttention, SelfAttention, TrunkBlock
 from esmshard.model.config import Matrix, ModelConfig

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esmshard.batch import TokenBatch
-from esmshard.files import replace_json
+from esmshard.io.paths import replace_json
 from esmshard.model.attention import Between, OnAttention, SelfAttention, TrunkBlock
 from esmshard.model.config import Matrix, ModelConfig
 from esmshard.model.families.family import (

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from esmshard.errors import UsageError
-from esmshard.joined_chains import Chains, read_chains
 from esmshard.model.config import ModelConfig
 from esmshard.model.families import amplify, esm2, esm3, esmc, saprot
 from esmshard.model.families.family import Encoder, Family, Opened, Released
 from esmshard.model.trunk import Trunk
+from esmshard.vocab import Chains, read_chains
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (esm2, esmc, esm3, amplify, saprot)}
 """The families by name. A new family is one more module here."""

@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from esmshard.data.fasta.symbols import Edits
-from esmshard.data.tables import MISSING, NUMBER, shown
 from esmshard.errors import InputError
+from esmshard.io.symbols import Edits
+from esmshard.io.tables import MISSING, NUMBER, shown
 
 Split = Literal["train", "valid", "test"]
 

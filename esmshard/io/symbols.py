@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError
-from esmshard.joined_chains import BETWEEN, LINKER
-from esmshard.vocab import GAPS, MASK, RESIDUES, SEPARATOR, TOKENS, chain_spans
+from esmshard.vocab import BETWEEN, GAPS, LINKER, MASK, RESIDUES, SEPARATOR, TOKENS, chain_spans
 
 
 @dataclass(frozen=True)
@@ -140,11 +139,11 @@ class Rules:
     max_length: int | None = None
     """Most residues of a sequence. Only `long` uses it."""
     on_nucleotides: Literal["error", "keep"] = "error"
-    """The treatment of records that together look like DNA or RNA (`esmshard.data.fasta.nucleotides`): refuse them, or
+    """The treatment of records that together look like DNA or RNA (`esmshard.io.nucleotides`): refuse them, or
     keep them as proteins.
     """
     linker: int = LINKER
-    """The number of `SEPARATOR` tokens between two chains of a record (`esmshard.joined_chains.Chains.tokens`)."""
+    """The number of `SEPARATOR` tokens between two chains of a record (`esmshard.vocab.Chains.tokens`)."""
     sequence_column: str | None = None
     """The column of a table with the sequences; by default it is found by its name."""
     id_column: str | None = None

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import cache_directory, lives, read_json, replace_json, sha256, size_text
+from esmshard.io.paths import cache_directory, lives, read_json, replace_json, sha256, shipped, size_text
 from esmshard.progress import say
-from esmshard.shipped import shipped
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs"}
 """The package of the extra `cloud` that reads and writes addresses of each kind."""

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from esmshard.errors import UsageError
 
@@ -303,3 +303,9 @@ def cache_directory() -> Path:
     if "ESMSHARD_CACHE" in os.environ:
         return Path(os.environ["ESMSHARD_CACHE"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "esmshard"
+
+
+def shipped(kind: Literal["recipes", "data"]) -> Path:
+    """Return the directory of shipped recipes or data: inside the installed package, or at the top of a clone."""
+    installed = Path(__file__).parents[1] / "_shipped" / kind
+    return installed if installed.is_dir() else Path(__file__).parents[2] / kind

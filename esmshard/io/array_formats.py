@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import check_replaced
+from esmshard.io.paths import check_replaced
+from esmshard.io.writers import Writer, check, ids_file
 from esmshard.vocab import VOCAB_SIZE
-from esmshard.writers import Writer, check, ids_file
 
 Pool = Literal["mean", "max", "cls", "residue", "logits", "contacts", "attentions"]
 POOLS: tuple[Pool, ...] = get_args(Pool)

@@ -1,19 +1,30 @@
-"""Ingestion: reads FASTA files into a token store (`esmshard.data.store.token_store`) with any number of processes.
+"""The token store: FASTA files as uint8 tokens with int64 offsets, memory-mapped; and `ingest`, which writes it.
 
-The sizes of the files alone decide how the input is cut into pieces of SHARD bytes: ranges of a large plain file,
-groups of small files, and each compressed file by itself. So any number of processes writes the same bytes. The store
-gets its name when it is complete, and after an interruption the input is read again. Nothing is synced to disk: a store
-that a power cut truncated is refused when it is read.
+A store is a directory that is written under another name and renamed when it is complete. Version 3:
 
-Memory: one block of the input for each process, and at the end the arrays of the index (32 bytes a record).
+    tokens-00000.u8 ...   residues of all records, one byte each; every record is followed by `<eos>`
+    headers-00000.txt ... header lines without `>`, one a line; the first word is the id
+    offsets.npy           int64 [N + 1]: record n is bytes offsets[n] : offsets[n + 1] of all token shards in order
+    headers.npy           int64 [N + 1]: the same for the header shards
+    ids.npy               uint64 [N]: `keys` of the ids, sorted
+    rows.npy              uint32 or uint64 [N]: the number of the record of each key
+    manifest.json         version, alphabet, counts, lengths, sources, rules, edits; sha256 of each file and of itself
+
+Every file is compared with its sha256 before anything of it is used: the manifest and the arrays when a store is
+opened, a shard when a process first reads it. So no altered byte is ever read as a residue or an id, and a run reads
+each file once more than it needs, at the speed of the disk. Memory does not grow with the number of records.
 """
 
+import bisect
+import functools
 import hashlib
 import json
 import multiprocessing
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -24,27 +35,309 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.fasta import nucleotides
-from esmshard.data.fasta.fasta_blocks import Block, read_blocks
-from esmshard.data.fasta.fasta_reader import READ_ONCE, repeated
-from esmshard.data.fasta.sources import CONVERSION, STDIN, is_plain, other_kind
-from esmshard.data.fasta.symbols import Edits, Rules, in_a_store
-from esmshard.data.store.store_index import Shard, write_index
-from esmshard.data.store.token_store import (
-    ARRAYS,
-    FORMAT,
-    VERSION,
-    TokenStore,
-    header_shard,
-    is_store,
-    keys,
-    token_shard,
-)
-from esmshard.data.tables import counted
 from esmshard.errors import InputError, UsageError, writing
-from esmshard.files import cache_directory, check_replaced, read_json, sha256, state, whole_directory
+from esmshard.io import nucleotides
+from esmshard.io.paths import cache_directory, check_replaced, read_json, sha256, state, whole_directory
+from esmshard.io.sequences import CONVERSION, READ_ONCE, STDIN, Block, is_plain, other_kind, read_blocks, repeated
+from esmshard.io.symbols import JOINED, Edits, Rules, in_a_store
+from esmshard.io.tables import counted
 from esmshard.progress import INTERVAL, say
 from esmshard.vocab import ALPHABET_HASH, EOS
+
+FORMAT, VERSION = "esmshard-tokens", 3
+ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
+_AT_ONCE = 1 << 20
+_OPEN_SHARDS = 256
+"""Most shards that stay mapped. Each of them uses a file descriptor."""
+
+
+class TokenStore:
+    """A token store opened for reading. Tokens and headers are read from disk when they are used."""
+
+    def __init__(self, path: Path, checked: frozenset[str] = frozenset()) -> None:
+        """Open a store.
+
+        Args:
+            path: its directory.
+            checked: names of files that were compared with their sha256 before.
+
+        Raises:
+            InputError: the manifest or an array is missing, or is not as it was written.
+        """
+        self.path = path
+        self.manifest = _manifest(path)
+        self._checked = set(checked)
+        self.notices: list[str] = self.manifest["notices"]
+        """Sentences about data that were changed when the source was read."""
+        for name in ARRAYS:
+            self._check(name)
+        self.offsets, self.header_offsets, self.keys, self.rows = (
+            np.asarray(np.load(path / name, mmap_mode="r", allow_pickle=False)) for name in ARRAYS
+        )
+        # For each shard, the number of its first record, and its first byte of tokens and of headers.
+        sizes = [[shard["records"], shard["tokens"], shard["headers"]] for shard in self.manifest["shards"]]
+        self._first_records, *self._first_bytes = np.cumsum([[0, 0, 0], *sizes], axis=0).T.tolist()
+        self._maps: OrderedDict[str, npt.NDArray[np.uint8]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "checked": frozenset(self._checked)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]  # Another process maps the files again.
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @functools.cached_property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Number of residues of each record, int32 [N]. Computed on first use."""
+        lengths = np.empty(len(self), np.int32)  # No record is longer than `fasta_blocks.LONGEST`, so int32 suffices.
+        for at in range(0, len(self), _AT_ONCE):
+            lengths[at : at + _AT_ONCE] = np.diff(self.offsets[at : at + _AT_ONCE + 1]) - 1
+        return lengths
+
+    @property
+    def linker(self) -> int | None:
+        """Number of tokens between two chains; None if every record is one chain."""
+        return linker_of(self.manifest)
+
+    def check_linker(self, linker: int, path: Path) -> None:
+        """Raise `InputError` if the chains of records are joined by a linker of another length.
+
+        Args:
+            linker: the number of tokens.
+            path: the store, or the file that it was made from, as the user named it.
+        """
+        if self.linker not in (None, linker):
+            raise InputError(
+                f"{path}: its chains were joined by a linker of {self.linker}, and a linker of {linker} is asked for; "
+                f"make a store with `esmshard ingest FASTA -o STORE --join linker:{linker}`, where FASTA is "
+                f"{', '.join(source['path'] for source in self.manifest['sources'])}, or ask for linker:{self.linker}"
+            )
+
+    def residues(self, n: int) -> npt.NDArray[np.uint8]:
+        """Return the residue tokens of record n, and those between its chains, uint8 [L]."""
+        return self._read("tokens", 0, self.offsets, n)
+
+    def description(self, n: int) -> str:
+        """Return the header line of record n without `>`."""
+        return self.header(n).strip().decode()
+
+    def id(self, n: int) -> str:
+        """Return the id of record n."""
+        return self.header(n).split(None, 1)[0].decode()
+
+    def find(self, record_id: str) -> int | None:
+        """Return the number of the record with this id, or None. Reads some pages of the index, not the ids."""
+        name = record_id.encode(errors="surrogatepass")
+        wanted = keys([name])[0]
+        at = int(self.keys.searchsorted(wanted))
+        while at < len(self) and self.keys[at] == wanted:
+            n = int(self.rows[at])
+            if self.header(n).split(None, 1)[:1] == [name]:
+                return n
+            at += 1
+        return None
+
+    @property
+    def digest(self) -> str:
+        """A digest of the sequences and their order: the hash of the sha256 of all token shards."""
+        hashes = self.manifest["sha256"]
+        text = "".join(hashes[token_shard(k)] for k in range(len(self.manifest["shards"])))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def verify(self) -> None:
+        """Compare every file with its sha256 now, and not when it is first read. `InputError` names the first altered
+        file.
+        """
+        for name in self.manifest["sha256"]:
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        """Compare a file with its sha256, unless this was done before."""
+        if name in self._checked:
+            return
+        try:
+            digest = sha256(self.path / name)
+        except OSError as error:
+            raise InputError(
+                f"{self.path}/{name}: cannot be read ({error.strerror}); delete {self.path} and ingest again"
+            ) from None
+        if digest != self.manifest["sha256"][name]:
+            raise InputError(
+                f"{self.path}/{name}: is not as it was written; delete the store {self.path} and ingest again"
+            )
+        self._checked.add(name)
+
+    def header(self, n: int) -> bytes:
+        """Return the header line of record n without `>`, as written in the file."""
+        return self._read("headers", 1, self.header_offsets, n).tobytes()
+
+    def _read(self, kind: str, column: int, offsets: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of record n without the byte that ends the record."""
+        if not 0 <= n < len(self):
+            raise IndexError(n)
+        shard = bisect.bisect_right(self._first_records, n) - 1
+        name = token_shard(shard) if kind == "tokens" else header_shard(shard)
+        mapped = self._maps.get(name)
+        if mapped is None:
+            self._check(name)
+            mapped = np.asarray(np.memmap(self.path / name, dtype=np.uint8, mode="r"))
+            self._maps[name] = mapped
+            if len(self._maps) > _OPEN_SHARDS:
+                self._maps.popitem(last=False)
+        else:
+            self._maps.move_to_end(name)
+        begin = self._first_bytes[column][shard]
+        return mapped[int(offsets[n]) - begin : int(offsets[n + 1]) - 1 - begin]
+
+
+def token_shard(k: int) -> str:
+    """Return the file name of the k-th shard of tokens."""
+    return f"tokens-{k:05d}.u8"
+
+
+def header_shard(k: int) -> str:
+    """Return the file name of the k-th shard of headers."""
+    return f"headers-{k:05d}.txt"
+
+
+def keys(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """Hash each id to 64 bits, uint64 [N]. Two ids may have the same hash, so callers compare the ids too.
+
+    >>> [hex(key) for key in keys([b"P69905"])]
+    ['0xbc417f960518015e']
+    """
+    high = np.fromiter(map(zlib.crc32, names), np.uint64, len(names))
+    return high << np.uint64(32) | np.fromiter(map(zlib.adler32, names), np.uint64, len(names))
+
+
+def linker_of(manifest: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens between two chains of a store's records; None if every record is one chain."""
+    joined = any(kind.startswith(JOINED) for kind in manifest.get("edits", {}))
+    return int(manifest["rules"]["linker"]) if joined else None
+
+
+def is_store(path: Path) -> bool:
+    """Return whether a path is a token store, which has a manifest."""
+    return (path / "manifest.json").is_file()
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = read_json(path / "manifest.json")
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{path}: not a token store (it has no manifest.json)") from None
+    except (OSError, ValueError):
+        raise InputError(f"{path}/manifest.json: cannot be read; delete the store and ingest again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise InputError(f"{path}: not a token store")
+    if manifest.get("version") != VERSION or manifest.get("alphabet") != ALPHABET_HASH:
+        raise InputError(f"{path}: a token store of another version; delete it and ingest again")
+    if manifest.get("manifest_sha256") != manifest_sha256(manifest):
+        raise InputError(f"{path}/manifest.json: is not as it was written; delete the store {path} and ingest again")
+    return manifest
+
+
+def manifest_sha256(manifest: Mapping[str, Any]) -> str:
+    """Return the sha256 of the values of a manifest, without its own entry."""
+    values = {name: value for name, value in manifest.items() if name != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+_EDGES = np.array([0, 32, 64, 128, 192, 256, 384, 512, 768, 1023, 2048, 4096, 8192, 1 << 31])
+"""First lengths of the bins of the length histogram, in residues. ESM-2 was trained on at most 1022 residues."""
+
+
+@dataclass
+class Shard:
+    """The entry of the manifest for one shard: a file of tokens and a file of headers."""
+
+    records: int = 0
+    tokens: int = 0
+    """Size of the file of tokens in bytes."""
+    headers: int = 0
+    """Size of the file of headers in bytes."""
+    sha256: list[str] = field(default_factory=list)
+    """The sha256 of the files of tokens and of headers."""
+
+
+def write_index(
+    directory: Path,
+    shards: Sequence[Shard],
+    columns: Iterable[Sequence[npt.NDArray[Any]]],
+    facts: Mapping[str, Any],
+    edits: Edits,
+) -> None:
+    """Index the shards of a directory, which makes the directory a store.
+
+    Args:
+        directory: the directory with the shards under their final names.
+        shards: what the shards hold.
+        columns: arrays of some records at a time, in file order: residues, bytes of the header line, and
+            `token_store.keys` of the id.
+        facts: further entries of the manifest.
+        edits: what was changed while reading.
+    """
+    total = sum(shard.records for shard in shards)
+    offsets = _array(directory / "offsets.npy", total + 1)
+    headers = _array(directory / "headers.npy", total + 1)
+    keys = np.empty(total, np.uint64)
+    histogram = np.zeros(len(_EDGES) - 1, np.int64)
+    shortest, longest, at = 1 << 62, 0, 0
+    for length_N, header_N, key_N in columns:
+        if not len(length_N):
+            continue
+        rows = slice(at + 1, at + 1 + len(length_N))
+        for array, column_N in ((offsets, length_N), (headers, header_N)):  # Each record has one byte more at its end.
+            np.cumsum(column_N.astype(np.int64) + 1, out=array[rows])
+            array[rows] += array[at]
+        keys[at : at + len(key_N)] = key_N
+        histogram += np.histogram(length_N, _EDGES)[0]
+        shortest, longest = min(shortest, int(length_N.min())), max(longest, int(length_N.max()))
+        at += len(length_N)
+    assert at == total
+    residues = int(offsets[-1]) - total
+    del offsets, headers  # Deleting the arrays writes them to disk.
+    order = np.argsort(keys, kind="stable")
+    np.save(directory / "rows.npy", order.astype(np.uint32 if total < 1 << 32 else np.uint64))
+    np.save(directory / "ids.npy", keys[order])
+    names = [name for k in range(len(shards)) for name in (token_shard(k), header_shard(k))]
+    hashes = dict(zip(names, (digest for shard in shards for digest in shard.sha256), strict=True))
+    hashes |= {name: sha256(directory / name) for name in ARRAYS}
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "alphabet": ALPHABET_HASH,
+        "records": total,
+        "residues": residues,
+        "lengths": {
+            "shortest": shortest,
+            "longest": longest,
+            "mean": round(residues / total, 2),
+            "histogram": {
+                f"{low}-{high - 1}": int(count)
+                for low, high, count in zip(_EDGES[:-1], _EDGES[1:], histogram, strict=True)
+                if count
+            },
+        },
+        **facts,
+        "edits": {kind: {"records": count, "first": edits.first[kind][:3]} for kind, count in edits.counts.items()},
+        "notices": edits.notices(),
+        "shards": [{"records": s.records, "tokens": s.tokens, "headers": s.headers} for s in shards],
+        "sha256": hashes,
+    }
+    manifest["manifest_sha256"] = manifest_sha256(manifest)
+    scratch = directory / ".manifest.json"
+    scratch.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    scratch.rename(directory / "manifest.json")  # The manifest makes the directory a store.
+
+
+def _array(path: Path, length: int) -> npt.NDArray[np.int64]:
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=(length,))
+    array[0] = 0
+    return array
+
 
 OnDuplicate = Literal["error", "first", "suffix"]
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError
-from esmshard.files import lives, replacing
+from esmshard.io.paths import lives, replacing
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
 """The most rows, and most numbers, of a row group of a Parquet file."""

@@ -1,1 +1,0 @@
-"""The token store: FASTA files as memory-mapped tokens, and the ingestion that writes it."""

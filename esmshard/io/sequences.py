@@ -1,0 +1,724 @@
+"""FASTA files, plain or compressed, in blocks of whole records.
+
+A file is read in blocks of about a mebibyte that begin and end with a record. Where a block holds nothing unusual, all
+its records are encoded by one `bytes.translate`; only unusual records are looked at one by one
+(`esmshard.io.symbols` has the rules).
+
+The id is the first word of the header; `>` alone gets `seqnum000000004`, its line counted from 0, as in fair-esm.
+"""
+
+import codecs
+import io
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from io import BufferedReader
+from pathlib import Path
+from typing import BinaryIO, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+from xopen import xopen
+
+from esmshard.errors import InputError
+from esmshard.io.headers import is_split
+from esmshard.io.symbols import (
+    BLANKS,
+    STRANGE,
+    Edits,
+    RefusedSymbols,
+    Rules,
+    clean,
+    cut,
+    in_a_store,
+    shown,
+    table,
+)
+from esmshard.io.tables import MISSING, Table, listed, read_table, read_text, readable
+from esmshard.io.tables import shown as quoted
+from esmshard.vocab import BETWEEN, EOS, decode
+
+SEQUENCE_NAMES = ("sequence", "sequences", "seq", "protein_sequence", "mutated_sequence")
+CHAIN_NAMES = (
+    ("heavy", "light"),
+    ("heavy_chain", "light_chain"),
+    ("heavy_sequence", "light_sequence"),
+    ("sequence_heavy", "sequence_light"),
+    ("sequence_alignment_aa_heavy", "sequence_alignment_aa_light"),
+    ("vh", "vl"),
+    ("alpha_chain", "beta_chain"),
+    ("chain_a", "chain_b"),
+    ("sequence_a", "sequence_b"),
+    ("seq_a", "seq_b"),
+    ("sequence_1", "sequence_2"),
+    ("sequence1", "sequence2"),
+    ("seq1", "seq2"),
+)
+"""Pairs of columns that hold the two chains of a record. `sequence_alignment_aa_heavy` is of the Observed Antibody
+Space."""
+ID_NAMES = (
+    "id",
+    "name",
+    "entry",
+    "identifier",
+    "accession",
+    "protein",
+    "protein_id",
+    "sequence_id",
+    "seq_id",
+    "uniprot_id",
+)
+NO_SEQUENCE = "row(s) without a sequence left out"
+ONE_CHAIN = "row(s) with one chain of two read as that chain"
+
+_RENAME = "rename the one that is not"
+
+
+@dataclass(frozen=True)
+class SequenceTable:
+    """The rows of a table that have a sequence. All lists are in the order of the rows."""
+
+    rows: Table
+    """All columns of these rows; `rows.ids` names the column of ids."""
+    headers: list[str]
+    """The header of each record: its id, and `SET=` and `VALIDATION=` if the table has a column of sets."""
+    sequences: list[str]
+    edits: Edits
+    """The rows that were left out."""
+
+
+def read_sequence_table(path: Path, sequences: str | None = None, names: str | None = None) -> SequenceTable:
+    """Read the records of a table.
+
+    Args:
+        path: the table.
+        sequences: the column of sequences; by default it is found by its name.
+        names: the column of ids, likewise.
+
+    Raises:
+        InputError: the table cannot be read, has no column of sequences or several, or an id cannot be one; the message
+            names the columns, or the line.
+    """
+    table = read_table(path)
+    for name in (sequences, names):
+        if name is not None:
+            table.column(name)  # raises if there is none
+    of_chains = [sequences] if sequences is not None else sequence_columns(table)
+    if not of_chains:
+        raise InputError(
+            f"{path}: has no column of sequences that is known; {listed(table.columns)}; call the one with the amino "
+            "acids 'sequence', or name it (data.sequence_column in a recipe, --sequence-column of `ingest` and `split`)"
+        )
+    edits, kept, joined = Edits(), list[int](), list[str]()
+    for row, cells in enumerate(zip(*(table.columns[name] for name in of_chains), strict=True)):
+        chains = ["".join(cell.split()) for cell in cells if cell.lower() not in MISSING]
+        if not chains:
+            edits.add(NO_SEQUENCE, table.at(row))
+            continue
+        if len(chains) < len(of_chains):
+            edits.add(ONE_CHAIN, table.at(row))
+        kept.append(row)
+        joined.append(BETWEEN.join(chains))
+    if not kept:
+        raise InputError(
+            f"{path}: column {quoted(of_chains[0])} holds nothing; sequences of amino acids are expected there"
+        )
+    ids = names or id_column(table, of_chains)
+    columns = {name: [texts[row] for row in kept] for name, texts in table.columns.items()}
+    lines = [table.lines[row] for row in kept]
+    if ids is None:
+        ids, columns = "id", {"id": [f"row_{line}" for line in lines], **columns}
+    rows = replace(table, columns=columns, lines=lines, ids=ids)
+    _check_ids(rows, ids)
+    marks = _cell_marks(rows)
+    headers = [f"{name}{mark}" for name, mark in zip(columns[ids], marks, strict=True)]
+    return SequenceTable(rows, headers, joined, edits)
+
+
+def sequence_columns(table: Table) -> tuple[str, ...]:
+    """Return the column of sequences, or the two columns of their chains; nothing if there is none.
+
+    Raises:
+        InputError: several columns may be meant.
+    """
+    if column := table.only_column(SEQUENCE_NAMES, _RENAME):
+        return (column,)
+    lower = {name.lower() for name in table.columns}
+    pairs = [pair for pair in CHAIN_NAMES if lower.issuperset(pair)]
+    if len(pairs) > 1:
+        said = " and ".join(", ".join(pair) for pair in pairs)
+        raise InputError(f"{table.path}: has two pairs of columns of chains ({said}); {_RENAME}")
+    if pairs:
+        found = [table.only_column((name,), _RENAME) for name in pairs[0]]
+        return tuple(name for name in found if name is not None)
+    column = table.only_column(("protein",), _RENAME)
+    return () if column is None else (column,)
+
+
+def id_column(table: Table, sequences: Sequence[str]) -> str | None:
+    """Return the column of ids; None if there is none.
+
+    Args:
+        table: the table.
+        sequences: its columns of sequences, which are none of ids, whatever their names.
+
+    Raises:
+        InputError: several columns may be meant.
+    """
+    others = [name for name in ID_NAMES if name not in [one.lower() for one in sequences]]
+    return table.only_column(("id",), _RENAME) or table.only_column(others, "call the one with the ids 'id'")
+
+
+def _check_ids(table: Table, column: str) -> None:
+    """Refuse ids that a FASTA header could not hold, since all outputs name records by their ids."""
+    for row, cell in enumerate(table.columns[column]):
+        if not cell:
+            raise InputError(f"{table.where(row)}: column {quoted(column)} is empty; fill it in, or remove the row")
+        if len(cell.split()) > 1:
+            raise InputError(
+                f"{table.where(row)}: column {quoted(column)} has {quoted(cell)}, and an id has no spaces; put another "
+                "sign there, or, if the column holds no ids, give it another name, such as 'title'"
+            )
+
+
+def _cell_marks(table: Table) -> list[str]:
+    """Return what the header of each record says of its set."""
+    column = table.only_column(("set", "split"), _RENAME)
+    if column is None:
+        column = table.only_column(("stage",), _RENAME)
+        if column is None or not all(is_split(cell) for cell in table.columns[column] if cell):
+            return [""] * len(table)
+    validation = table.only_column(("validation",), _RENAME)
+    truths = table.columns[validation] if validation else [""] * len(table)
+    return [
+        _mark("SET", name) + _mark("VALIDATION", truth)
+        for name, truth in zip(table.columns[column], truths, strict=True)
+    ]
+
+
+def _mark(key: str, cell: str) -> str:
+    """Write an attribute as one word. A name of two words is no set, and is refused where sets are read."""
+    return "" if cell.lower() in MISSING else f" {key}={'_'.join(cell.split())}"
+
+
+STDIN = Path("-")
+CONVERSION = 3
+"""The version of the rules by which other files become FASTA text. After a change, all such files are read again."""
+
+_MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
+_TEXT_TABLE = re.compile(r"\.(csv|tsv|tab)(\.(gz|bgz|bz2|xz|zst))?$", re.IGNORECASE)
+_BINARY_TABLES = {".parquet": b"PAR1", ".xlsx": b"PK\x03\x04"}
+_HEAD = 4096
+
+
+@dataclass(frozen=True)
+class SequenceFormat:
+    """A format of files of sequences."""
+
+    name: str
+    """The name in `Bio.SeqIO`."""
+    title: str
+    head: re.Pattern[bytes]
+    """The beginning of every file."""
+    record: re.Pattern[str]
+    """The beginning of the first line of a record. Of an alignment in blocks, later blocks match it, too."""
+
+
+FORMATS = tuple(
+    SequenceFormat(name, title, re.compile(head), re.compile(record, re.MULTILINE))
+    for name, title, head, record in (
+        ("genbank", "a GenBank file", rb"LOCUS ", r"^LOCUS "),
+        ("swiss", "a UniProt text file", rb"ID   [^\r\n]* AA\.", r"^ID   "),
+        ("uniprot-xml", "a UniProt XML file", rb"<\?xml[^>]*>\s*(<!--.*?-->\s*)?<uniprot[\s>]", r"<entry[\s>]"),
+        ("stockholm", "a Stockholm alignment", rb"# STOCKHOLM", r"^[^#/\s]"),
+        ("clustal", "a Clustal alignment", rb"CLUSTAL", r"^(?!CLUSTAL)\S"),
+    )
+)
+
+
+def format_of(head: bytes) -> SequenceFormat | None:
+    r"""Recognise a format by the first bytes of a file, without leading blanks.
+
+    >>> format_of(b"# STOCKHOLM 1.0\n").title, format_of(b">a\nMKT\n")
+    ('a Stockholm alignment', None)
+    """
+    return next((known for known in FORMATS if known.head.match(head)), None)
+
+
+class ConvertedSource(io.BytesIO):
+    """FASTA text made from another file: one line for each header, one for each sequence.
+
+    Args:
+        headers: the header of each record.
+        sequences: the sequence of each record.
+        lines: the line of each record in the file.
+        edits: what was left out.
+    """
+
+    def __init__(self, headers: Sequence[str], sequences: Sequence[str], lines: Sequence[int], edits: Edits) -> None:
+        records = zip(headers, sequences, strict=True)
+        super().__init__("".join(f">{header}\n{sequence}\n" for header, sequence in records).encode())
+        self.edits = edits
+        self._lines = lines
+
+    def line_in_file(self, line: int) -> int:
+        """Return the line of the file from which a line of the text was made, both counted from 1."""
+        return self._lines[(line - 1) // 2]
+
+
+def read_format(path: Path, kind: SequenceFormat) -> ConvertedSource:
+    """Read the proteins of a file, plain or compressed.
+
+    Raises:
+        InputError: the file cannot be read, or a record has no sequence.
+    """
+    from Bio import SeqIO
+
+    text = read_text(path, kind.title).replace("\r\n", "\n").replace("\r", "\n")
+    if kind.record.search(text) is None:  # Biopython reads a Clustal file without a record for ever.
+        raise InputError(f"{path}: is {kind.title} without a record; download or make it again")
+    edits, body = Edits(), text.lstrip()
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            # The reader of XML takes bytes, since such a file names its encoding. `read_text` has checked for UTF-8.
+            source = io.BytesIO(body.encode()) if kind.name == "uniprot-xml" else io.StringIO(body)
+            records = list(SeqIO.parse(source, kind.name))  # type: ignore[no-untyped-call]
+            sequences = ["".join(str(record.seq).split()) for record in records]
+    except Exception as error:  # The reader of each format has errors of its own.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{path}: cannot be read as {kind.title} ({reason}); download or make it again") from None
+    if not records:
+        raise InputError(f"{path}: is {kind.title} without a record; download or make it again")
+    for warning in warned:
+        edits.add(f"Biopython warned of this: {' '.join(str(warning.message).split())}", path.name)
+    headers = []
+    for record in records:
+        described = "" if record.description in ("<unknown description>", record.id) else f" {record.description}"
+        headers.append(" ".join(f"{record.id}{described}".split()))
+    return ConvertedSource(headers, sequences, _lines(text, kind, len(records)), edits)
+
+
+def _lines(text: str, kind: SequenceFormat, count: int) -> list[int]:
+    """Return the line at which each record begins."""
+    lines, at, line = list[int](), 0, 1
+    for found in kind.record.finditer(text):
+        line, at = line + text.count("\n", at, found.start()), found.start()
+        lines.append(line)
+        if len(lines) == count:
+            break
+    return lines + lines[-1:] * (count - len(lines))
+
+
+def is_plain(path: Path) -> bool:
+    """Return whether a file is FASTA text that is not compressed. Its first bytes decide, since names are often
+    wrong.
+    """
+    if path == STDIN:
+        return False
+    with readable(path, "a FASTA file"), _open(path) as file:
+        return not file.read(6).startswith(tuple(_MAGIC)) and other_kind(path) is None
+
+
+def other_kind(path: Path) -> SequenceFormat | Literal["table"] | None:
+    """Return what a file of sequences is if it is no FASTA file: a table, or one of `sequence_formats.FORMATS`.
+
+    The first bytes decide, for tables with the ending of the name: .parquet, .xlsx, or, for text that does not begin
+    with `>`, .csv, .tsv or .tab. None for a FASTA file, the standard input, and everything else.
+    """
+    if path == STDIN or not path.is_file():
+        return None
+    with readable(path, "a FASTA file"), open_bytes(path) as stream:
+        head = read_block(stream, _HEAD).removeprefix(b"\xef\xbb\xbf").lstrip(BLANKS)
+    if head.startswith(b">"):
+        return None
+    binary = any(head.startswith(begin) and path.suffix.lower() == end for end, begin in _BINARY_TABLES.items())
+    return format_of(head) or ("table" if binary or _TEXT_TABLE.search(path.name) else None)
+
+
+def is_sequence_table(path: Path) -> bool:
+    """Return whether a path is a table of sequences."""
+    return other_kind(path) == "table"
+
+
+def open_source(path: Path, rules: Rules = Rules()) -> BinaryIO:  # noqa: B008  # frozen
+    """Open a file of sequences or the standard input, and return its FASTA text as a stream of uncompressed bytes. It
+    is a `ConvertedSource` if the file is no FASTA file.
+
+    Args:
+        path: the file.
+        rules: these name the columns of a table.
+
+    Raises:
+        InputError: the file is a table or of another format, and cannot be read as such.
+    """
+    kind = other_kind(path)
+    if kind is None:
+        return open_bytes(path)
+    if kind == "table":
+        table = read_sequence_table(path, rules.sequence_column, rules.id_column)
+        return ConvertedSource(table.headers, table.sequences, table.rows.lines, table.edits)
+    return read_format(path, kind)
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """Open a file or the standard input, and return its uncompressed bytes as a stream."""
+    raw = cast(BufferedReader, sys.stdin.buffer) if path == STDIN else _open(path)
+    head = raw.peek(6)[:6]
+    kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
+    if kind is None:
+        return raw
+    # xopen decompresses gzip in a separate thread while this thread encodes.
+    return xopen(raw, "rb", format=kind, threads=1 if kind == "gz" else 0)  # type: ignore[no-any-return]
+
+
+def read_block(stream: BinaryIO, size: int) -> bytes:
+    """Read the next bytes of a stream. Damaged compressed data are an OSError."""
+    try:
+        return stream.read(size)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # each decompression library has errors of its own
+        raise OSError(str(error)) from None
+
+
+def _open(path: Path) -> BufferedReader:
+    if path.is_fifo() or path.is_char_device():  # Files are read several times, a pipe only once.
+        raise InputError(f"{path}: is a pipe, not a file; pipe it into the standard input and name that, as -")
+    return open(path, "rb")
+
+
+BLOCK = 1 << 20
+"""Bytes read at once. Blocks that fit into the cache of a core are translated twice as fast as large blocks."""
+LONGEST = 1 << 26
+"""Most bytes of a record, line ends included: nature's longest protein has 36,000 residues, a chromosome has 10^8
+bases.
+"""
+
+_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive whole records of a file, in file order."""
+
+    ids: list[bytes]
+    headers: list[bytes]
+    """Header lines without `>`, as they stand in the file."""
+    tokens: bytes
+    """The residue tokens of all records; each record is followed by `<eos>`."""
+    lengths: npt.NDArray[np.int64]
+    """Number of residues of each record, int64 [N]."""
+    at: int
+    """Byte of the uncompressed file at which the block begins."""
+    chunk: bytes
+    """The text of the block."""
+    origin: npt.NDArray[np.int64] | None = None
+    """The number of each record among the records of the text, int64 [N]. None if every record of the text was kept
+    once.
+    """
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Position of the `>` of each record in the uncompressed file, in bytes, int64 [N]."""
+        marks = self.at + _marks(self.chunk)
+        return marks if self.origin is None else marks[self.origin]
+
+
+def read_blocks(
+    path: Path,
+    edits: Edits,
+    rules: Rules = Rules(),  # noqa: B008  # frozen
+    start: int = 0,
+    stop: int | None = None,
+) -> Iterator[Block]:
+    """Read the records of a file that begin at bytes `start` to `stop` (exclusive), in blocks. Ids may repeat.
+
+    Ranges are for plain files. Ranges that touch each other share no record and lose none. Errors are those of
+    `fasta_reader.read_fasta`.
+    """
+    with readable(path, "a FASTA file"), open_source(path, rules) as stream:
+        reader = _Reader(path, edits, rules)
+        if isinstance(stream, ConvertedSource):
+            edits.extend(stream.edits)
+        for at, chunk in reader.chunks(stream, start, stop):
+            block = reader.block(at, chunk, stop)
+            if block.ids:
+                yield block
+
+
+class _Reader:
+    """A reader of the blocks of one file that also finds line numbers in the file."""
+
+    def __init__(self, path: Path, edits: Edits, rules: Rules) -> None:
+        self._path, self._edits, self._rules = path, edits, rules
+        self._table = table(rules, {">": EOS})  # '>' separates the records.
+        # `self._lines` is the number of lines before byte `self._counted`. A file is read again when a line number is
+        # needed; standard input cannot be read again, so its lines are counted from the start.
+        self._lines, self._counted = 0, 0 if path == STDIN else -1
+        self._converted: ConvertedSource | None = None
+
+    def chunks(self, stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+        """Read (offset, bytes) of whole records. Each chunk but the last has about BLOCK bytes."""
+        at, rest = self._first(stream) if start <= len(_MARK) else (0, b"")
+        if at < start:
+            at, rest = self._next(stream, start)
+        while rest and (stop is None or at < stop):
+            data = read_block(stream, BLOCK)
+            whole = rest + data
+            cut = _last_record(whole) if data else len(whole)
+            if cut == 0:
+                rest = whole
+                if len(whole) > LONGEST:
+                    line = self.line(at, whole, 0)
+                    words = re.split(rb"[\r\n]", whole[1:201], maxsplit=1)[0].split(None, 1)
+                    name = (words[0] if words else _numbered(line - 1)).decode(errors="replace")
+                    raise InputError(
+                        f"{self._path}:{line}: record '{shown(name)}' is longer than {LONGEST:,} bytes; proteins are "
+                        "expected, not a genome"
+                    )
+                continue
+            yield at, whole[:cut]
+            if self._counted == at:
+                self._lines, self._counted = self._lines + _newlines(whole[:cut]), at + cut
+            at, rest = at + cut, whole[cut:]
+
+    def _first(self, stream: BinaryIO) -> tuple[int, bytes]:
+        """Find the first record: its offset, and the text read from there on."""
+        at, data = 0, read_block(stream, BLOCK)
+        if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise InputError(f"{self._path}: is UTF-16 text; save it as UTF-8")
+        if data.startswith(_MARK):
+            at, data = len(_MARK), data[len(_MARK) :]
+        lines, before = 0, b"\n"
+        while data:
+            text = data.lstrip(BLANKS)
+            blank = data[: len(data) - len(text)]
+            lines += _newlines(blank) - (before + blank[:1] == b"\r\n")
+            at, before = at + len(blank), blank[-1:] or before
+            if text:
+                if not text.startswith(b">") or before not in b"\r\n":
+                    self._check_text(at, text, whole=False)
+                    raise InputError(
+                        f"{self._path}:{lines + 1}: text before the first '>'; a FASTA record begins with '>ID', and "
+                        "the name of a table ends in .csv, .tsv, .parquet or .xlsx"
+                    )
+                if self._path == STDIN:
+                    self._lines, self._counted = lines, at
+                return at, text
+            data = read_block(stream, BLOCK)
+        raise InputError(f"{self._path}: holds no record; a FASTA file has lines that begin with '>'")
+
+    def _next(self, stream: BinaryIO, start: int) -> tuple[int, bytes]:
+        """Find the first record at or after a byte of the file: its offset and text, or an empty text if there is no
+        record.
+        """
+        at = start - 1
+        stream.seek(at)
+        data = read_block(stream, BLOCK)
+        while data:
+            found = re.search(rb"[\r\n]>", data)
+            if found:
+                return at + found.start() + 1, data[found.start() + 1 :]
+            more = read_block(stream, BLOCK)
+            at, data = at + len(data) - 1, data[-1:] + more if more else b""
+        return at, b""
+
+    def block(self, at: int, chunk: bytes, stop: int | None) -> Block:
+        """Encode the records of a chunk that begin before `stop`."""
+        if stop is not None and at + len(chunk) > stop:
+            marks = _marks(chunk)
+            inside = int(np.searchsorted(marks, stop - at))
+            if inside < len(marks):
+                chunk = chunk[: marks[inside]]
+        self._check_text(at, chunk)
+        text = chunk
+        if b"\r" in text:
+            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        letters = np.frombuffer(text, np.uint8)
+        if (letters[np.flatnonzero(letters == ord(">"))[1:] - 1] == ord("\n")).all():
+            pieces = text.split(b">")[1:]
+        else:  # A '>' is inside a line.
+            pieces = re.split(rb"^>", text, flags=re.M)[1:]
+        headers, _, bodies = map(list, zip(*[piece.partition(b"\n") for piece in pieces], strict=True))
+        if b"\0" in chunk:
+            self._check_headers(at, chunk, headers)
+        try:
+            ids = [header.split(None, 1)[0] for header in headers]
+        except IndexError:  # The header is '>' alone.
+            headers = self._named(at, chunk, headers)
+            ids = [header.split(None, 1)[0] for header in headers]
+        codes = b">".join([*bodies, b""]).translate(self._table, BLANKS)
+        code_T = np.frombuffer(codes, np.uint8)
+        stops = np.flatnonzero(code_T == EOS)
+        if len(stops) == len(ids):
+            lengths = np.diff(stops, prepend=-1) - 1
+            unusual = lengths == 0
+            if self._rules.max_length is not None:
+                unusual |= lengths > self._rules.max_length
+            if code_T.max() == STRANGE:
+                unusual[np.searchsorted(stops, np.flatnonzero(code_T == STRANGE))] = True
+            if not unusual.any():
+                return Block(ids, headers, codes, lengths, at, chunk)
+        else:  # A '>' is inside a sequence.
+            unusual = np.ones(len(ids), dtype=bool)
+        marks = _marks(chunk)
+        rows: list[tuple[bytes, bytes, bytes]] = []
+        origin: list[int] = []
+        begins = [0, *(stops + 1).tolist()]
+        for k, strange in enumerate(unusual.tolist()):
+            if strange:
+                rows += self._unusual(ids[k], headers[k], bodies[k], (at, chunk, int(marks[k])))
+            else:
+                rows.append((ids[k], headers[k], codes[begins[k] : begins[k + 1] - 1]))
+            origin += [k] * (len(rows) - len(origin))
+        parts = [tokens for _, _, tokens in rows]
+        return Block(
+            ids=[name for name, _, _ in rows],
+            headers=[header for _, header, _ in rows],
+            tokens=bytes([EOS]).join([*parts, b""]),
+            lengths=np.array([len(part) for part in parts], np.int64),
+            at=at,
+            chunk=chunk,
+            origin=np.array(origin, np.int64),
+        )
+
+    def _named(self, at: int, chunk: bytes, headers: list[bytes]) -> list[bytes]:
+        """Return the header lines of a chunk, with generated ids for headers that have none."""
+        line, before, named = self.line(at, chunk, 0) - 1, 0, []
+        for header, mark in zip(headers, _marks(chunk).tolist(), strict=True):
+            line, before = line + _newlines(chunk[before:mark]), mark
+            named.append(header if header.strip() else _numbered(line))
+        return named
+
+    def _unusual(
+        self, name: bytes, header: bytes, body: bytes, where: tuple[int, bytes, int]
+    ) -> list[tuple[bytes, bytes, bytes]]:
+        """Apply the rules to an unusual record, and return (id, header, residue tokens) of each
+        record that it becomes.
+        """
+        record_id = name.decode()
+        try:
+            tokens = clean(body.decode(), self._rules, self._edits, record_id)
+            return [] if tokens is None else cut(name, header, tokens, self._rules, self._edits)
+        except RefusedSymbols as refused:
+            place = f"{self._path}:{self.line(*where)}: record '{shown(record_id)}' {refused.what}"
+            if not refused.droppable:
+                raise InputError(f"{place}; {refused.fix}") from None
+            raise InputError(f"{place}; {refused.fix}, or {in_a_store('--on-unknown drop')}") from None
+
+    def _check_headers(self, at: int, chunk: bytes, headers: list[bytes]) -> None:
+        """Refuse a NUL in a header, since no file name, HDF5 string or environment variable can hold one."""
+        for header, mark in zip(headers, _marks(chunk).tolist(), strict=True):
+            if b"\0" in header:
+                name = shown(header.decode().strip())
+                raise InputError(
+                    f"{self._path}:{self.line(at, chunk, mark)}: the header '{name}' holds a NUL character, so the "
+                    "file is damaged; remove it, as with `tr -d '\\000' < FILE > NEW`"
+                )
+
+    def _check_text(self, at: int, chunk: bytes, whole: bool = True) -> None:
+        if not chunk.isascii():
+            try:
+                codecs.utf_8_decode(chunk, "strict", whole)
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{self._path}: not text (byte {at + error.start} is not UTF-8); a FASTA file is expected"
+                ) from None
+
+    def line(self, at: int, chunk: bytes, place: int) -> int:
+        """Return the line of the file, counted from 1, of byte `place` of the chunk that begins at byte `at` of its
+        text.
+        """
+        if self._counted != at:
+            with open_source(self._path, self._rules) as stream:
+                self._converted = stream if isinstance(stream, ConvertedSource) else None
+                self._lines, left, before = 0, at, b""
+                while left and (data := stream.read(min(left, BLOCK))):
+                    self._lines += _newlines(data) - (before + data[:1] == b"\r\n")
+                    left, before = left - len(data), data[-1:]
+            self._counted = at
+        line = self._lines + _newlines(chunk[:place]) + 1
+        return line if self._converted is None else self._converted.line_in_file(line)
+
+
+def _newlines(text: bytes) -> int:
+    """Count the line ends of all three kinds: LF, CR and CRLF."""
+    ends = text.count(b"\n")
+    return ends + text.count(b"\r") - text.count(b"\r\n") if b"\r" in text else ends
+
+
+def _last_record(text: bytes) -> int:
+    """Return the byte at which the last record begins; 0 if the text has only one record."""
+    at = text.rfind(b">")
+    if at > 0 and text[at - 1] not in b"\r\n":  # This '>' is inside a line.
+        at = max(text.rfind(b"\n>"), text.rfind(b"\r>")) + 1
+    return max(at, 0)
+
+
+def _marks(chunk: bytes) -> npt.NDArray[np.int64]:
+    """Return the bytes of a chunk at which its records begin, int64 [N]."""
+    letters = np.frombuffer(chunk, np.uint8)
+    marks: npt.NDArray[np.int64] = np.flatnonzero(letters == ord(">"))
+    before = letters[marks - 1]
+    begin: npt.NDArray[np.bool_] = (marks == 0) | (before == 10) | (before == 13)
+    return marks[begin]
+
+
+def _numbered(line: int) -> bytes:
+    return b"seqnum%09d" % line
+
+
+@dataclass(frozen=True)
+class Record:
+    """One protein. Its sequence has letters of `vocab.RESIDUES` only, unless the rules keep gaps or masks."""
+
+    id: str
+    description: str
+    """The whole header line without `>`."""
+    sequence: str
+
+
+def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: Rules = Rules()) -> Iterator[Record]:  # noqa: B008  # frozen
+    """Read the records of a FASTA file in file order, plain or compressed (gz, bgz, bz2, xz, zst; `-` is standard
+    input).
+
+    A record that comes twice with the same id and sequence is read once and counted; an id with two sequences is an
+    error. The ids are kept in memory for this check; for more than some millions of records, make a token store.
+
+    Args:
+        path: the file.
+        edits: collects what was changed.
+        rules: what may be changed.
+
+    Raises:
+        InputError: the file cannot be read or has no record; the message names file, line, record and position.
+    """
+    path = Path(path)
+    edits = Edits() if edits is None else edits
+    seen: dict[bytes, bytes] = {}
+    for block in read_blocks(path, edits, rules):
+        end = 0
+        for name, header, length in zip(block.ids, block.headers, block.lengths.tolist(), strict=True):
+            tokens, end = block.tokens[end : end + length], end + length + 1
+            if name in seen:
+                if seen[name] != tokens:
+                    raise InputError(repeated(name.decode(), [path]))
+                edits.add(READ_ONCE, name.decode())
+                continue
+            seen[name] = tokens
+            yield Record(name.decode(), header.strip().decode(), decode(np.frombuffer(tokens, np.uint8)))
+
+
+READ_ONCE = "a record that came twice was read once"
+
+
+def repeated(name: str, paths: Sequence[Path]) -> str:
+    """Return the message about an id with two sequences in files that were read together."""
+    return (
+        f"{', '.join(map(str, paths))}: '{shown(name)}' comes twice with two sequences; rename one of the two, or "
+        f"{in_a_store('--on-duplicate suffix')}"
+    )
