@@ -25,10 +25,10 @@ from esmshard.data.labels.coordinates import read_arrays
 from esmshard.data.labels.label_sources import read_label_fasta
 from esmshard.data.labels.pairing import UNIPROT
 from esmshard.data.structures.chains import Chain, chain_prefix, read_chains
-from esmshard.data.structures.structure_folder import MANY, holds_structures, listed_files
+from esmshard.data.structures.structure_folder import MANY, cached_directory, holds_structures, listed_files, states
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
-from esmshard.io.paths import cache_directory, read_json, sha256, state, whole_directory
+from esmshard.io.paths import read_json, sha256, whole_directory
 from esmshard.io.sequences import read_fasta
 from esmshard.io.store import TokenStore
 from esmshard.io.symbols import Edits
@@ -233,7 +233,7 @@ def _coordinate_entries(track: Track, source: Path, records: Records, edits: Edi
     with Progress(f"structures in {source.name}", len(files), show=len(files) >= MANY) as progress:
         for done, path in enumerate(files, 1):
             prefix, about = chain_prefix(path), Edits()
-            chains = read_chains(path, every=True, edits=about)
+            chains = read_chains(path, edits=about)
             for n in wanted[prefix]:
                 chain = _chain_of(path, chains, prefix, n, records)
                 if chain is None:
@@ -377,13 +377,8 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
     Raises:
         InputError: see `write_track`.
     """
-    from filelock import FileLock  # slow to import
-
-    key = json.dumps([VERSION, dataclasses.asdict(track), str(source.resolve()), states(source), _content(store)])
-    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
-    out, locks = cache_directory() / "tracks" / digest, cache_directory() / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with FileLock(locks / f"{digest}.lock"):
+    key = [VERSION, dataclasses.asdict(track), str(source.resolve()), states(source), store.manifest["sha256"]]
+    with cached_directory("tracks", json.dumps(key)) as out:
         if out.is_dir():
             try:
                 kept = TrackStore(out, track, store)
@@ -392,25 +387,6 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
             except InputError:
                 pass  # This is a damaged copy of what the source still has.
         return write_track(track, source, store, out)
-
-
-def states(source: Path) -> list[Any]:
-    """Return, ready for JSON, what changes when a file or a directory of structures changes.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    try:
-        files = listed_files(source, Edits()) if source.is_dir() else [source]
-        return [(path.name, *state(path)) for path in files]
-    except OSError as error:
-        raise InputError(f"{source}: {(error.strerror or 'cannot be read').lower()}") from None
-
-
-def _content(store: TokenStore) -> dict[str, str]:
-    """Return the digests of sequences and ids."""
-    hashes: dict[str, str] = store.manifest["sha256"]
-    return hashes
 
 
 @dataclass(frozen=True)

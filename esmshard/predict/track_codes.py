@@ -48,7 +48,7 @@ def write_codes(
     unknown = 0
     with Progress(f"{track} of {structures.name}", len(files)) as progress:
         for done, path in enumerate(files, 1):
-            for chain in read_chains(path, every=True, edits=edits):
+            for chain in read_chains(path, edits=edits):
                 if chain.id in codes:
                     raise InputError(f"{path}: chain '{chain.id}' comes from {first[chain.id]} too; remove one file")
                 first[chain.id] = path

@@ -29,11 +29,10 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def split(folder: Path, chains: object) -> tuple[dict[str, str], dict[str, np.ndarray], list[str]]:
+def split(folder: Path, chains: str) -> tuple[dict[str, str], dict[str, np.ndarray], list[str]]:
     """Sequences and coordinates in 0.1 A by id, and what was said."""
     fasta, npz = folder.parent / "out.fasta", folder.parent / "out.npz"
-    how = {"complexes" if isinstance(chains, str) else "chains": chains}
-    said = to_split(folder, fasta, npz, **how)  # type: ignore[arg-type]
+    said = to_split(folder, fasta, npz, complexes=chains)
     lines = fasta.read_text().splitlines()
     with np.load(npz) as file:
         ends = file["offsets"]
@@ -68,7 +67,7 @@ def test_all_chains_of_a_file_are_one_record(folder: Path) -> None:
 
 def test_coordinates_of_joined_chains_keep_their_distances(folder: Path) -> None:
     """Each chain alone is shifted to its own corner; joined chains are shifted together."""
-    _, rows, _ = split(folder, {"1ABC.cif": ["A:B"]})
+    _, rows, _ = split(folder, str(write(folder.parent / "list", "1abc_A:B\n")))
     first, second = expected_cb(len(SEQ), missing=[3]), expected_cb(len(OTHER)) + 4
     assert (rows["1abc_A:B"][3] == 65535).all()
     for i in (0, 5, 13):
@@ -78,7 +77,7 @@ def test_coordinates_of_joined_chains_keep_their_distances(folder: Path) -> None
 
 
 def test_records_are_joined_in_the_order_of_their_names(folder: Path) -> None:
-    sequences, rows, _ = split(folder, {"1ABC.cif": ["P:A", "B", "B:A"]})
+    sequences, rows, _ = split(folder, str(write(folder.parent / "list", "1abc_P:A\n1abc_B\n1abc_B:A\n")))
     assert sequences == {"1abc_B": OTHER, "1abc_P:A": f"{SHORT}:{SEQ}", "1abc_B:A": f"{OTHER}:{SEQ}"}
     assert np.array_equal(rows["1abc_B:A"][12:] == 65535, rows["1abc_P:A"][5:] == 65535)
 

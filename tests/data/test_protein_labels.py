@@ -93,8 +93,6 @@ def test_numbers_from_a_table_by_id(path: Path) -> None:
     np.testing.assert_array_equal(labels.values, np.float32([[1.5], [0.002], [3]]))
     assert labels.names == ("target",)
     assert labels.notices == []
-    assert not labels[0]["target"].flags.writeable
-    assert not of(InMemory(">a TARGET=1 MK"), "number").values.flags.writeable
 
 
 def test_several_numbers_from_a_table(path: Path) -> None:
@@ -248,7 +246,7 @@ def test_several_classes_of_one_column(path: Path) -> None:
     assert labels[0]["target"].dtype == np.float32
     assert targets(labels) == [[0, 0, 1], [1, 0, 1], [1, 1, 0]]
     assert labels.notices == ["a class that was named twice was taken once in 1 record (GO:1)"]
-    assert np.bincount(labels.values).tolist() == [2, 1, 2]
+    assert labels.values.sum(0).tolist() == [2, 1, 2]
     store = InMemory(">a TARGET=y;x MK", ">b TARGET=x MT", ">c MV")
     labels = of(store, "multilabel", required=False)
     assert (targets(labels), labels.names) == ([[1, 1], [1, 0], None], ("x", "y"))
@@ -323,7 +321,7 @@ def test_damaged_tables_are_refused_or_read_right(path: Path) -> None:
     store = InMemory(*(f">{name} M{name.upper().replace('B', 'K')}" for name in names))
     truth = {name: k + 0.5 for k, name in enumerate(names)}
     read, messages = 0, []
-    for _ in range(2500):
+    for _ in range(600):
         rows = [f"{name},{value}" for name, value in truth.items()]
         draw.shuffle(rows)
         text = "\n".join(["id,target", *rows]) + "\n"
@@ -349,6 +347,6 @@ def test_damaged_tables_are_refused_or_read_right(path: Path) -> None:
             if f"{name},{truth[name]}" in intact and labels.labelled_N[n]:
                 assert labels.values[n, 0] == truth[name]
             read += bool(labels.labelled_N[n])
-    assert 800 < len(messages) < 1700
+    assert 100 < len(messages) < 500
     assert not any("\n" in message for message in messages)
-    assert read > 5000
+    assert read > 1000

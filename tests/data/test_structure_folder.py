@@ -1,7 +1,6 @@
 """A folder of structures as a split: what is written, what is said, what is refused, and what the cache keeps."""
 
 import gzip
-import json
 import os
 import shutil
 import threading
@@ -81,30 +80,6 @@ def test_the_labels_are_read_as_any(folder: Path, tmp_path: Path) -> None:
     )
 
 
-def test_options_reach_the_chains(folder: Path) -> None:
-    lines = [replace(x, b=5.0 if x.seq == 2 else 90.0) for x in chain(OTHER)]
-    (folder / "1ABC.cif").write_text(cif(lines, {"A": three(OTHER)}))
-    fasta, notices = write(folder, chains={"1ABC.cif": ["A"]}, cb="real", min_plddt=20.5)
-    assert ids(fasta) == ["1abc_A"]
-    assert notices == ["1 residue left without coordinates for a pLDDT under 20.5 (1abc_A)"]
-    with np.load(fasta.with_suffix(".npz")) as file:
-        cb_dA = file["cb_dA"]
-    real = backbone(12)[:, 3]
-    real[0] = backbone(12)[0, 1]  # glycine
-    real = np.delete(real, 1, 0)
-    assert (cb_dA[1] == UNRESOLVED).all()
-    np.testing.assert_allclose(np.delete(cb_dA, 1, 0) / 10, real - real.min(0), atol=0.0501)
-
-
-def test_one_file_and_chosen_chains(folder: Path, tmp_path: Path) -> None:
-    fasta, _ = write(folder, chains={"1ABC.cif": ["B"], "2abc.pdb": ["A"]})
-    assert ids(fasta) == ["1abc_B", "2abc_A"]
-    to_split(folder / "1ABC.cif", tmp_path / "one.fasta", tmp_path / "one.npz")
-    assert ids(tmp_path / "one.fasta") == ["1abc_A", "1abc_C"]
-    with pytest.raises(InputError, match=r"set: has no structure file '9abc\.pdb', of which chains are wanted"):
-        to_split(folder, tmp_path / "two.fasta", tmp_path / "two.npz", chains={"9abc.pdb": ["A"]})
-
-
 def test_what_is_no_structure_is_counted(folder: Path) -> None:
     (folder / "inner").mkdir()
     (folder / "inner" / "9abc.pdb").write_text("not read")
@@ -117,23 +92,10 @@ def test_what_is_no_structure_is_counted(folder: Path) -> None:
     ]
 
 
-def test_a_broken_file_is_named_or_counted(folder: Path) -> None:
-    (folder / "2bad.pdb").write_text("<html>")
-    (folder / "0bad.cif.gz").write_bytes(b"nothing")
-    with pytest.raises(InputError, match=r"0bad\.cif\.gz: cannot be read to its end"):
-        write(folder)
-    assert sorted(p.name for p in folder.parent.iterdir()) == ["set"]
-    fasta, notices = write(folder, on_broken="skip")
-    assert ids(fasta) == ["1abc_A", "1abc_C", "2abc_A", "3abc_X"]
-    assert notices[0] == "2 broken files left out (0bad.cif.gz, 2bad.pdb)"
-    assert "0bad.cif.gz: cannot be read to its end" in notices[-2]
-    assert "2bad.pdb: " in notices[-1]
-
-
 def test_two_chains_of_one_id(folder: Path) -> None:
     (folder / "1abc.pdb").write_text(pdb(chain(SEQ, "A")))
     with pytest.raises(InputError, match=r"set/1abc\.pdb: chain '1abc_A' comes from .*set/1ABC\.cif too") as raised:
-        write(folder, on_broken="skip")
+        write(folder)
     assert "\n" not in str(raised.value)
     assert sorted(p.name for p in folder.parent.iterdir()) == ["set"]
 
@@ -159,7 +121,7 @@ def test_nothing_to_write(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"set: has no structure file; names ending in \.pdb, \.ent"):
         write(tmp_path / "set")
     (tmp_path / "set" / "x.pdb").write_text(pdb(chain("MKTAY")))
-    with pytest.raises(InputError, match=r"set: has no protein chain with 10 residues .*\(1 chain left out with fewer"):
+    with pytest.raises(InputError, match=r"set: has no protein chain with 10 residues .*1 record left out with fewer"):
         write(tmp_path / "set")
     with pytest.raises(InputError, match="none: no such file or directory"):
         write(tmp_path / "none")
@@ -181,18 +143,6 @@ def test_nothing_is_written_over(folder: Path) -> None:
             write(folder)
         assert (folder.parent / name).read_text() == "mine"
         (folder.parent / name).unlink()
-
-
-def test_many_files_say_how_it_goes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    fasta, _ = write(folder)
-    assert capfd.readouterr().err == ""
-    fasta.unlink()
-    fasta.with_suffix(".npz").unlink()
-    monkeypatch.setattr(structure_folder, "MANY", 3)
-    write(folder)
-    assert "structures in set 3/3" in capfd.readouterr().err
 
 
 # The cache
@@ -258,40 +208,10 @@ def test_a_copy_of_the_same_names_sizes_and_times_is_another_folder(folder: Path
     assert reads == [folder, copy]
 
 
-def test_other_rules_are_another_split(folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = cached_split(folder)
-    monkeypatch.setattr(structure_folder, "VERSION", structure_folder.VERSION + 1)
-    assert cached_split(folder) != before
-    assert len(reads) == 2
-
-
 def test_one_file_alone(folder: Path, reads: list[Path]) -> None:
     assert ids(cached_split(folder / "2abc.pdb")) == ["2abc_A"]
     with pytest.raises(InputError, match="no such file or directory"):
         cached_split(folder / "9abc.pdb")
-
-
-@pytest.mark.parametrize("damage", ["structures.npz", "structures.fasta", "manifest.json", "shorter", "json"])
-def test_a_damaged_copy_is_made_again(folder: Path, reads: list[Path], damage: str) -> None:
-    fasta = cached_split(folder)
-    if damage == "shorter":
-        fasta.with_suffix(".npz").write_bytes(fasta.with_suffix(".npz").read_bytes()[:-1])
-    elif damage == "json":
-        (fasta.parent / "manifest.json").write_text(json.dumps([1]))
-    else:
-        (fasta.parent / damage).unlink()
-    assert cached_split(folder) == fasta
-    assert ids(fasta) == ["1abc_A", "1abc_C", "2abc_A", "3abc_X"]
-    assert np.load(fasta.with_suffix(".npz"))["cb_dA"].shape == (48, 3)
-    assert len(reads) == 2
-
-
-def test_nothing_stays_of_a_folder_that_cannot_be_read(folder: Path, reads: list[Path], tmp_path: Path) -> None:
-    (folder / "2abc.pdb").write_text("<html>")
-    with pytest.raises(InputError, match=r"\.(pdb|cif): "):
-        cached_split(folder)
-    assert [p for p in (tmp_path / "cache" / "structures").iterdir() if p.suffix != ".lock"] == []
-    assert len(reads) == 1
 
 
 def test_processes_wait_for_the_one_that_reads(folder: Path, reads: list[Path]) -> None:

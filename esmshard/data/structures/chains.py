@@ -1,4 +1,4 @@
-"""Protein chains of structure files: the whole sequence of each, and where its Cb atoms lie.
+"""Protein chains of structure files: the whole sequence of each, and where its atoms lie. gemmi reads the files.
 
 | in the file | becomes |
 |---|---|
@@ -8,52 +8,37 @@
 | the sequence | SEQRES, or `_entity_poly_seq` with `label_seq_id`; residues without atoms have no coordinates |
 | no such sequence | the residues with atoms, counted, and the gaps in their numbers too |
 | MSE, SEC, PYL, ASX, GLX, UNK | `M U O B Z X` |
-| another residue | its parent by `_chem_comp.mon_nstd_parent_comp_id`, `_pdbx_struct_mod_residue` or MODRES, or `X` |
+| another residue | its parent in gemmi's table, in `_pdbx_struct_mod_residue` or in MODRES; else `X`, counted |
 | hydrogens, water, ligands, nucleic acids | left out |
-| chains of an entry with one sequence | the first one, the others counted |
-| fewer than ten residues with coordinates | left out, counted |
 
 A chain is called `ENTRY_CHAIN`: the file name without its endings in lower case, and the author's chain name.
 """
 
 import itertools
 import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+import gemmi
 import numpy as np
 import numpy.typing as npt
-from Bio.Data.PDBData import protein_letters_3to1
 
-from esmshard.data.structures.structure_files import (
-    Atom,
-    Entry,
-    FileChain,
-    Residue,
-    entry_name,
-    read_entry,
-)
 from esmshard.errors import InputError
 from esmshard.io.symbols import Edits
+from esmshard.io.tables import read_whole
+from esmshard.vocab import RESIDUES
 
-LETTERS: dict[str, str] = {
-    **protein_letters_3to1,
-    "MSE": "M",
-    "SEC": "U",
-    "PYL": "O",
-    "ASX": "B",
-    "GLX": "Z",
-    "UNK": "X",
-}
-"""Residues that need no parent, by name."""
-FEWEST = 10
-"""Residues with coordinates. A chain with fewer is left out."""
-BONDED = 2.0
-"""Angstrom between C and the next N, where a peptide bond has 1.33. Anything farther is a break."""
-
-Cb = Literal["virtual", "real"]
+FARTHEST = 1e5
+"""Angstrom. PDB coordinates have room for 9,999; anything beyond this is no coordinate, and squares stay exact."""
+ENDINGS = ".pdb, .ent, .cif or .mmcif, plain or with .gz, .bz2, .xz or .zst"
+_ENDING = re.compile(r"\.(?:(pdb|ent)|(cif|mmcif))(?:\.(?:gz|bz2|xz|zst))?$", re.IGNORECASE)
+NAMELESS = "_"
+"""The name of a PDB chain that has none; ids leave it out."""
+_BACKBONE = ("N", "CA", "C")
+_PDB_NUMBER = re.compile(r" *[-+]?(\d+\.?\d*|\.\d+) *")
+_PEPTIDES = (gemmi.PolymerType.PeptideL, gemmi.PolymerType.PeptideD, gemmi.PolymerType.CyclicPseudoPeptide)
 
 
 @dataclass(frozen=True)
@@ -64,72 +49,14 @@ class Chain:
     sequence: str
     """Letters of `vocab.RESIDUES`, unresolved residues too."""
     cb_L3: npt.NDArray[np.float32]
-    """Cb in Angstrom, NaN where the atoms that give it are missing."""
+    """Cb in Angstrom by ideal geometry, glycine's too; NaN where an atom is missing that gives it."""
     backbone_L33: npt.NDArray[np.float32]
     """N, CA and C in Angstrom, NaN where an atom is missing."""
 
 
-def read_chains(
-    path: Path,
-    *,
-    chains: Collection[str] | None = None,
-    every: bool = False,
-    cb: Cb = "virtual",
-    min_plddt: float | None = None,
-    edits: Edits | None = None,
-) -> list[Chain]:
-    """Read the protein chains of one PDB or mmCIF file, plain or compressed, by the rules above.
-
-    Args:
-        path: the file; its ending decides the format.
-        chains: the author's names of the chains to read, all of them kept; by default every protein chain, and of
-            those with one sequence the first.
-        every: also return short chains, and chains that have the sequence of another chain.
-        cb: `virtual` places Cb by ideal geometry from N, CA and C, glycine's too, as the contact notebook of fair-esm
-            does; `real` takes the Cb atom, and CA for glycine.
-        min_plddt: residues whose B-factor, which in predicted structures is pLDDT, is lower lose their coordinates.
-        edits: collects what was changed and left out.
-
-    Returns:
-        The chains in file order; without `every`, none if no protein chain has ten residues with coordinates.
-
-    Raises:
-        InputError: naming the file, and line or residue, of what cannot be read, or the chain that is not there.
-    """
-    edits = Edits() if edits is None else edits
-    name = chain_prefix(path)
-    entry = read_entry(path)
-    letters = LETTERS | {n: LETTERS[p] for n, p in entry.parents.items() if n not in LETTERS and p in LETTERS}
-    proteins = [chain for chain in entry.chains if _is_protein(chain, letters)]
-    names = [chain.name for chain in proteins]
-    missing = [wanted for wanted in chains or () if wanted not in names]
-    if missing:
-        raise InputError(f"{path}: has no protein chain '{missing[0]}'; it has {', '.join(names) or 'none'}")
-    edits.add("file(s) with several models, of which the first was read", path.name, int(entry.several_models))
-    other = [c for c in entry.chains if c not in proteins and not all(r.hetero for r in c.residues.values())]
-    edits.add("chain(s) of no protein left out", path.name, len(other))
-
-    kept: list[Chain] = []
-    known: set[str] = set()
-    for chain in proteins:
-        if chains is not None and chain.name not in chains:
-            continue
-        # Two polymers may share the author's chain name; the file has a name of its own for each.
-        parts = [name, chain.name, chain.label] if names.count(chain.name) > 1 else [name, chain.name]
-        chain_id = "_".join(part for part in parts if part)
-        if not re.fullmatch("[!-~]*", chain.name + chain.label):
-            raise InputError(f"{path}: chain name {chain.name!a} has characters that no id can have; rename the chain")
-        about = Edits()
-        result = _chain(path, chain, chain_id, letters, entry, cb, min_plddt, about)
-        if not every and (~np.isnan(result.cb_L3[:, 0])).sum() < FEWEST:
-            edits.add(f"chain(s) left out with fewer than {FEWEST} residues with coordinates", chain_id)
-        elif not every and chains is None and result.sequence in known:
-            edits.add("chain(s) left out with the sequence of another chain of the file", chain_id)
-        else:
-            known.add(result.sequence)
-            edits.extend(about)
-            kept.append(result)
-    return kept
+def is_structure_name(name: str) -> bool:
+    """Return whether a file name has one of `ENDINGS`."""
+    return _ENDING.search(name) is not None
 
 
 def chain_prefix(path: Path) -> str:
@@ -138,10 +65,60 @@ def chain_prefix(path: Path) -> str:
     Raises:
         InputError: if the name has characters that no id can have.
     """
-    name = "_".join(entry_name(path).lower().split(" "))
+    name = _ENDING.sub("", path.name).lower().replace(" ", "_")
     if not name or not name.isprintable() or name.startswith(">"):
         raise InputError(f"{str(path)!a}: the file name becomes the chains' id; rename it with plain characters")
     return name
+
+
+def read_chains(
+    path: Path,
+    *,
+    chains: Collection[str] | None = None,
+    min_plddt: float | None = None,
+    edits: Edits | None = None,
+) -> list[Chain]:
+    """Read the protein chains of one PDB or mmCIF file, plain or compressed, by the rules above, in file order.
+
+    Args:
+        path: the file; its ending decides the format.
+        chains: the author's names of the chains to read; by default every protein chain.
+        min_plddt: residues whose B-factor, which in predicted structures is pLDDT, is lower lose their coordinates.
+        edits: collects what was changed and left out.
+
+    Raises:
+        InputError: naming the file, and line or chain, of what cannot be read, or the chain that is not there.
+    """
+    edits, prefix = Edits() if edits is None else edits, chain_prefix(path)
+    structure = _read_structure(path)
+    parents = {modified.res_id.name: modified.parent_comp_id for modified in structure.mod_residues}
+    polymers, other = [], 0
+    for chain in structure[0]:
+        for span in chain.subchains():
+            entity = structure.get_entity_of(span)
+            if entity is None or entity.entity_type != gemmi.EntityType.Polymer:
+                continue
+            if entity.polymer_type in _PEPTIDES or _mostly_residues(entity.full_sequence or [r.name for r in span]):
+                polymers.append((chain.name, span, [gemmi.Entity.first_mon(name) for name in entity.full_sequence]))
+            else:
+                other += 1
+    edits.add("file(s) with several models, of which the first was read", path.name, int(len(structure) > 1))
+    edits.add("chain(s) of no protein left out", path.name, other)
+    count = Counter(name for name, _, _ in polymers)
+    for wanted in chains or ():
+        if wanted not in count:
+            raise InputError(f"{path}: has no protein chain '{wanted}'; it has {', '.join(count) or 'none'}")
+    result = []
+    for name, span, listed in polymers:
+        if chains is not None and name not in chains:
+            continue
+        if not re.fullmatch("[!-~]*", name):
+            raise InputError(f"{path}: chain name {name!a} has characters that no id can have; rename the chain")
+        # Two polymers may share the author's chain name; the file has a name of its own for each.
+        parts = [prefix, name, span[0].subchain] if count[name] > 1 else [prefix, name]
+        chain_id = "_".join(part for part in parts if part != NAMELESS)
+        result.append(_chain(path, chain_id, span, listed, parents, min_plddt, edits))
+    return result
 
 
 def virtual_cb(
@@ -171,208 +148,186 @@ def _unit(x_L3: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return unit_L3
 
 
-def _is_protein(chain: FileChain, letters: dict[str, str]) -> bool:
-    """Return whether a chain is a protein: by the kind of polymer if the file has it, else by most of its residues."""
-    if chain.kind is not None:
-        return chain.kind.lower().startswith("polypeptide")
-    if chain.listed is not None:
-        return 2 * sum(name in letters for name in chain.listed) > len(chain.listed)
-    return any(_in_peptide(residue, letters) for residue in chain.residues.values())
+def _read_structure(path: Path) -> gemmi.Structure:
+    """Read a file with gemmi, with the entities of its chains and, where it lists sequences, the place of residues."""
+    ending = _ENDING.search(path.name)
+    if ending is None:
+        raise InputError(f"{path}: not a structure file by its name; {ENDINGS} is expected")
+    data = read_whole(path, "a structure file").removeprefix(b"\xef\xbb\xbf")
+    data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    text = data.decode("latin-1")  # never fails, and a column stays a column
+    kind = "PDB" if ending[1] else "mmCIF"
+    if kind == "PDB":
+        _check_coordinates(path, text)
+    try:
+        structure = _from_pdb(text) if kind == "PDB" else _from_mmcif(text)
+    except Exception as error:  # whatever the parser trips over, it is the file that is damaged
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(f"{path}: cannot be read as {kind} ({reason!a}); copy or download it again") from None
+    if not len(structure) or not structure[0].count_atom_sites():
+        raise InputError(f"{path}: has no atoms, so it is no {kind} file; take it away, or download it again")
+    return structure
 
 
-def _in_peptide(residue: Residue, letters: dict[str, str]) -> bool:
-    """Return whether a residue is an amino acid by its name or by its atoms; water and most ligands are neither."""
-    return residue.name in letters or {"N", "CA", "C"} <= {atom.name for atom in residue.atoms}
+def _check_coordinates(path: Path, text: str) -> None:
+    """Refuse PDB lines whose columns hold no coordinates: gemmi reads them as 0 and says nothing."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.startswith(("ATOM", "HETATM")):
+            for column in (line[30:38], line[38:46], line[46:54]):
+                if not _PDB_NUMBER.fullmatch(column):
+                    raise InputError(f"{path}:{number}: {column!a} is no coordinate; copy or download the file again")
+
+
+def _from_mmcif(text: str) -> gemmi.Structure:
+    block = gemmi.cif.read_string(text)[0]
+    if not block.find_values("_entity.id"):  # without this table gemmi passes over the sequences
+        loop = block.init_loop("_entity.", ["id", "type"])
+        for entity in dict.fromkeys(block.find_values("_entity_poly_seq.entity_id")):
+            loop.add_row([entity, "polymer"])
+    structure = gemmi.make_structure_from_block(block)
+    structure.setup_entities()
+    return structure
+
+
+def _from_pdb(text: str, ignore_ter: bool = False) -> gemmi.Structure:
+    structure = gemmi.read_pdb_string(text, ignore_ter=ignore_ter)
+    for chain in structure[0] if len(structure) else ():
+        chain.name = chain.name.strip() or NAMELESS  # gemmi makes no entity of a chain without a name
+    structure.setup_entities()
+    for chain in structure[0] if len(structure) else ():
+        # Some programs write TER at every break of a chain, and gemmi takes what follows for ligands.
+        if not ignore_ter and any(
+            residue.entity_type == gemmi.EntityType.NonPolymer
+            and residue.het_flag == "A"
+            and gemmi.find_tabulated_residue(residue.name).is_amino_acid()
+            for residue in chain
+        ):
+            return _from_pdb(text, ignore_ter=True)
+        _place_by_numbers(structure.get_entity_of(chain.get_polymer()), chain.get_polymer())
+    structure.assign_label_seq_id()
+    return structure
+
+
+def _place_by_numbers(entity: gemmi.Entity | None, polymer: gemmi.ResidueSpan) -> None:
+    """Place residues in SEQRES by their numbers and a shift, where these fit it. Letters and bonds alone, by which
+    gemmi aligns, would leave open where in a repeat the unresolved residues are.
+    """
+    numbers = [residue.seqid.num for residue in polymer if residue.seqid.num is not None]
+    inserted = any(residue.seqid.icode != " " for residue in polymer)
+    if entity is None or not numbers or inserted or len(numbers) < len(polymer):
+        return
+    listed = entity.full_sequence
+    shifts = sorted(range(-min(numbers), len(listed) - max(numbers)), key=lambda shift: abs(shift + 1))
+    differing = {
+        shift: sum(listed[number + shift] != residue.name for number, residue in zip(numbers, polymer, strict=True))
+        for shift in shifts
+    }
+    best = min(shifts, key=differing.__getitem__, default=None)
+    if best is not None and not _too_different(differing[best], len(numbers)):
+        for number, residue in zip(numbers, polymer, strict=True):
+            residue.label_seq = number + best + 1
+
+
+def _too_different(differing: int, count: int) -> bool:
+    """Return whether so many of the residues are not those of the sequence that it is another one. A few differences
+    are known errors or variants of an entry.
+    """
+    return differing > 2 and 10 * differing > count
+
+
+def _mostly_residues(names: Sequence[str]) -> bool:
+    """Return whether most of these residues are amino acids, for a polymer whose kind the file does not say."""
+    return 2 * sum(gemmi.find_tabulated_residue(name).is_amino_acid() for name in names) > len(names)
+
+
+def _letter(name: str, parents: dict[str, str]) -> str:
+    letter: str = gemmi.find_tabulated_residue(name).one_letter_code.upper()
+    if not letter.strip() and name in parents:
+        letter = gemmi.find_tabulated_residue(parents[name]).one_letter_code.upper()
+    return letter if letter in RESIDUES else "X"
 
 
 def _chain(
     path: Path,
-    chain: FileChain,
     chain_id: str,
-    letters: dict[str, str],
-    entry: Entry,
-    cb: Cb,
+    span: gemmi.ResidueSpan,
+    listed: list[str],
+    parents: dict[str, str],
     min_plddt: float | None,
-    about: Edits,
+    edits: Edits,
 ) -> Chain:
-    residues = list(chain.residues.values())
-    placed = all(r.place is not None for r in residues)  # mmCIF has said which residues belong to the sequence
-    if not placed:
-        residues = [r for r in residues if _in_peptide(r, letters)]
-        if chain.listed is not None:
-            residues = [r for r in residues if not r.hetero or r.name in chain.listed]
-    about.add("atom(s) left out that came twice", chain_id, sum(r.twice for r in residues))
-    about.add("residue(s) with alternative locations, read at that of highest occupancy", chain_id, _altered(residues))
-    chosen = [_conformer(residue) for residue in residues]
-    if chain.listed is None:
-        names, places = [name for name, _ in chosen], list(range(len(residues)))
-        about.add("chain(s) without SEQRES or _entity_poly_seq, read as the residues with atoms", chain_id)
-        gaps = _gaps(residues)
-        about.add("gap(s) in residue numbers, where the sequence is shorter than the protein's", chain_id, gaps)
+    """Make a chain of its residues with atoms and, if the file has it, its listed sequence."""
+    at_place: dict[object, list[gemmi.Residue]] = defaultdict(list)  # alternative residues share a place
+    for residue in span:
+        if residue.entity_type != gemmi.EntityType.Polymer and residue.label_seq is None:
+            continue
+        at_place[residue.label_seq if listed else str(residue.seqid)].append(residue)
+    # Of residues without a place, HETATM are ligands, and others are those that fit SEQRES nowhere.
+    wrong = sum(residue.het_flag == "A" for residue in at_place.pop(None, ()))
+    if listed:
+        places = [place - 1 for place in at_place if isinstance(place, int)]
+        if places and not 0 <= min(places) <= max(places) < len(listed):
+            raise InputError(f"{path}: chain {chain_id} has residues outside its sequence; download the file again")
     else:
-        names = chain.listed
-        known = [r.place for r in residues if r.place is not None]
-        places = known if placed else _align(path, chain, residues, chosen, letters)
-        _check_names(path, chain, chain_id, [name for name, _ in chosen], places, letters, about)
+        places = list(range(len(at_place)))
+        edits.add("chain(s) without SEQRES or _entity_poly_seq, read as the residues with atoms", chain_id)
+        numbers = [residues[0].seqid.num or 0 for residues in at_place.values()]
+        gaps = sum(after > before + 1 for before, after in itertools.pairwise(numbers))
+        edits.add("gap(s) in residue numbers, where the sequence is shorter than the protein's", chain_id, gaps)
 
-    unknown = sum(name not in letters for name in names)
-    about.add("residue(s) read as X, as the file names no standard parent", chain_id, unknown)
-    from_parent = sum(name == "MSE" or (name in letters and name not in LETTERS) for name in names)
-    about.add("modified residue(s) read as the standard parent", chain_id, from_parent)
-
-    sequence = "".join(letters.get(name, "X") for name in names)
-    atoms_L43 = np.full((len(names), 4, 3), np.nan)
-    b_factor_L = np.full(len(names), np.nan)
-    glycine_L = np.zeros(len(names), dtype=bool)
-    for place, (name, atoms) in zip(places, chosen, strict=True):
-        for k, atom in enumerate(("N", "CA", "C", "CB")):
-            if atom in atoms:
-                atoms_L43[place, k] = atoms[atom].xyz
+    names = listed or [""] * len(places)
+    atoms_L33, b_factor_L = np.full((len(names), 3, 3), np.nan), np.full(len(names), np.nan)
+    differing = wrong
+    for place, residues in zip(places, at_place.values(), strict=True):
+        name, atoms = _conformer(residues, chain_id, edits)
+        if not listed:
+            names[place] = name
+        elif name != names[place] and (_letter(name, parents) != _letter(names[place], parents)):
+            differing += 1
+        for k, atom in enumerate(atoms.get(atom_name) for atom_name in _BACKBONE):
+            if atom is not None:
+                atoms_L33[place, k] = atom.pos.tolist()
         if "CA" in atoms:
-            b_factor_L[place] = atoms["CA"].b_factor
-        glycine_L[place] = letters.get(name) == "G"
-    if cb == "virtual":
-        cb_L3 = virtual_cb(atoms_L43[:, 0], atoms_L43[:, 1], atoms_L43[:, 2])
-    else:
-        cb_L3 = np.where(glycine_L[:, None], atoms_L43[:, 1], atoms_L43[:, 3])
-    if min_plddt is not None:
-        low_L = ~(b_factor_L >= min_plddt) & ~np.isnan(cb_L3[:, 0])
-        cb_L3[low_L] = np.nan
-        atoms_L43[low_L] = np.nan
-        about.add(f"residue(s) left without coordinates for a pLDDT under {min_plddt:g}", chain_id, int(low_L.sum()))
-    return Chain(chain_id, sequence, cb_L3.astype(np.float32), atoms_L43[:, :3].astype(np.float32))
-
-
-def _altered(residues: list[Residue]) -> int:
-    return sum(len({atom.altloc for atom in r.atoms if atom.altloc}) > 1 for r in residues)
-
-
-def _conformer(residue: Residue) -> tuple[str, dict[str, Atom]]:
-    """Return name and atoms at the alternative location of highest occupancy, one for the whole residue."""
-    best: Atom | None = None
-    for atom in residue.atoms:
-        if atom.altloc and (best is None or atom.occupancy > best.occupancy):
-            best = atom
-    altloc = best.altloc if best else ""
-    atoms = {atom.name: atom for atom in residue.atoms if not atom.altloc}
-    atoms |= {atom.name: atom for atom in residue.atoms if atom.altloc == altloc}
-    return best.residue_name if best else residue.name, atoms
-
-
-def _gaps(residues: list[Residue]) -> int:
-    numbers = [r.number for r in residues]
-    return sum(a is not None and b is not None and b > a + 1 for a, b in itertools.pairwise(numbers))
-
-
-def _check_names(
-    path: Path,
-    chain: FileChain,
-    chain_id: str,
-    names: list[str],
-    places: list[int],
-    letters: dict[str, str],
-    about: Edits,
-) -> None:
-    """Refuse a chain with many other residues than its sequence. A few differences are known errors or variants of an
-    entry, and are counted.
-    """
-    assert chain.listed is not None
-    differ = sum(
-        _symbol(name, letters) != _symbol(chain.listed[place], letters)
-        for name, place in zip(names, places, strict=True)
+            b_factor_L[place] = atoms["CA"].b_iso
+    if _too_different(differing, len(at_place) + wrong):
+        raise InputError(
+            f"{path}: in chain {chain_id} {differing} of {len(at_place) + wrong} residues with atoms are not those of "
+            "its sequence (SEQRES or _entity_poly_seq); download the file again, or remove that sequence"
+        )
+    edits.add("residue(s) with atoms of another residue than the sequence has, which was followed", chain_id, differing)
+    sequence = "".join(_letter(name, parents) for name in names)
+    unknown = sum(letter == "X" and name != "UNK" for letter, name in zip(sequence, names, strict=True))
+    edits.add("residue(s) read as X, as they have no standard parent", chain_id, unknown)
+    modified = sum(
+        letter != "X" and not gemmi.find_tabulated_residue(name).is_standard()
+        for letter, name in zip(sequence, names, strict=True)
     )
-    if differ > 2 and 10 * differ > len(names):
-        raise InputError(
-            f"{path}: in chain '{chain.name}' {differ} of {len(names)} residues with atoms are not those of its "
-            "sequence (SEQRES or _entity_poly_seq); download the file again, or remove that sequence"
-        )
-    about.add("residue(s) with atoms of another residue than the sequence has, which was followed", chain_id, differ)
+    edits.add("modified residue(s) read as the standard parent", chain_id, modified)
+    far_L33 = ~(np.abs(atoms_L33) <= FARTHEST) & ~np.isnan(atoms_L33)
+    if far_L33.any():
+        raise InputError(f"{path}: chain {chain_id} has coordinates beyond {FARTHEST:,.0f} A; look at its coordinates")
+    if min_plddt is not None:
+        low_L = ~(b_factor_L >= min_plddt) & ~np.isnan(atoms_L33).all((1, 2))
+        atoms_L33[low_L] = np.nan
+        edits.add(f"residue(s) left without coordinates for a pLDDT under {min_plddt:g}", chain_id, int(low_L.sum()))
+    cb_L3 = virtual_cb(atoms_L33[:, 0], atoms_L33[:, 1], atoms_L33[:, 2])
+    return Chain(chain_id, sequence, cb_L3.astype(np.float32), atoms_L33.astype(np.float32))
 
 
-def _symbol(name: str, letters: dict[str, str]) -> str:
-    """Return what equal residues have in common: the letter of a known residue, the name of an unknown one."""
-    letter = letters.get(name, "X")
-    return name if letter == "X" else letter
-
-
-def _align(
-    path: Path,
-    chain: FileChain,
-    residues: list[Residue],
-    chosen: list[tuple[str, dict[str, Atom]]],
-    letters: dict[str, str],
-) -> list[int]:
-    """Return the place of each residue in the listed sequence; see `align_to_listed`."""
-    assert chain.listed is not None
-    observed = [_symbol(name, letters) for name, _ in chosen]
-    listed = [_symbol(name, letters) for name in chain.listed]
-    steps = [_step(k, residues, chosen) for k in range(1, len(residues))]
-    if len(observed) > len(listed):
-        raise InputError(
-            f"{path}: chain '{chain.name}' has {len(observed)} residues with atoms, but {len(listed)} in SEQRES; "
-            "download the file again, or remove SEQRES"
-        )
-    if len(observed) * len(listed) > LARGEST:
-        raise InputError(f"{path}: chain '{chain.name}' is too long to be aligned to SEQRES; use the mmCIF file")
-    return align_to_listed(observed, listed, steps, residues[0].number if residues else None)
-
-
-def _step(k: int, residues: list[Residue], chosen: list[tuple[str, dict[str, Atom]]]) -> int:
-    """Return the number of places from residue k - 1 to residue k: 1 over a peptide bond, else the difference of their
-    numbers.
+def _conformer(residues: list[gemmi.Residue], chain_id: str, edits: Edits) -> tuple[str, dict[str, gemmi.Atom]]:
+    """Return name and backbone atoms at the alternative location of highest occupancy, one for all residues of a
+    place.
     """
-    c, n = chosen[k - 1][1].get("C"), chosen[k][1].get("N")
-    if c and n and sum((a - b) ** 2 for a, b in zip(c.xyz, n.xyz, strict=True)) < BONDED**2:
-        return 1
-    before, here = residues[k - 1].number, residues[k].number
-    return max(1, here - before) if before is not None and here is not None else 1
-
-
-MISMATCH, GAP, NUMBERED = -4, -3, 1
-"""Score of a residue on another one, of a step that was not expected, and of a start where its number says."""
-LARGEST = 10**8
-"""Cells of the table of the alignment; four bytes each."""
-
-
-def align_to_listed(
-    observed: Sequence[str], listed: Sequence[str], steps: Sequence[int], first: int | None
-) -> list[int]:
-    """Return the place of each observed residue in the listed sequence, ascending. Every residue gets a place;
-    unresolved ends cost nothing.
-
-    Letters alone leave open where in a repeat the unresolved residues are, so each residue is tried first where a step
-    from the one before leads to: 1 over a peptide bond, else the difference of their numbers.
-
-    Args:
-        observed: residues with atoms, N, not more than are listed.
-        listed: all residues, M.
-        steps: N - 1 expected steps, 1 or more.
-        first: number of the first observed residue, counted from 1; SEQRES mostly counts so too.
-
-    >>> align_to_listed("GGK", "MGGGGK", [1, 3], None)
-    [1, 2, 5]
-    """
-    if not observed:
-        return []
-    codes = {symbol: code for code, symbol in enumerate(dict.fromkeys(listed))}
-    listed_M = np.array([codes[symbol] for symbol in listed])
-    observed_N = np.array([codes.get(symbol, -1) for symbol in observed])
-    # Dynamic programming: the best score of residue n at place m follows from those of residue n - 1.
-    n, m = len(observed_N), len(listed_M)
-    score_NM = np.empty((n, m), dtype=np.int32)
-    score_NM[0] = np.where(listed_M == observed_N[0], 0, MISMATCH)
-    if first is not None and 1 <= first <= m:
-        score_NM[0, first - 1] += NUMBERED
-    for k, step in enumerate(steps, 1):
-        forerunner_M = np.full(m, -(10**9), dtype=np.int32)  # nothing can stand before place 0
-        forerunner_M[1:] = np.maximum.accumulate(score_NM[k - 1])[:-1] + GAP
-        if step < m:
-            forerunner_M[step:] = np.maximum(forerunner_M[step:], score_NM[k - 1, :-step])
-        score_NM[k] = np.where(listed_M == observed_N[k], 0, MISMATCH) + np.maximum(forerunner_M, -(10**9))
-    places = [int(np.argmax(score_NM[-1]))]
-    for k in range(n - 1, 0, -1):
-        before_M, straight = score_NM[k - 1, : places[-1]], places[-1] - steps[k - 1]
-        nearest = len(before_M) - 1 - int(np.argmax(before_M[::-1]))
-        expected = straight >= 0 and before_M[straight] >= before_M[nearest] + GAP
-        places.append(straight if expected else nearest)
-    return places[::-1]
+    atoms = [(residue.name, atom) for residue in residues for atom in residue if atom.name in (*_BACKBONE, "CB")]
+    by_location: dict[tuple[str, str], gemmi.Atom] = {}
+    for _, atom in atoms:
+        by_location.setdefault((atom.name, atom.altloc), atom)
+    edits.add("atom(s) left out that came twice", chain_id, len(atoms) - len(by_location))
+    altered = [(name, atom) for name, atom in atoms if atom.has_altloc()]
+    several = len({atom.altloc for _, atom in altered}) > 1
+    edits.add("residue(s) with alternative locations, read at that of highest occupancy", chain_id, int(several))
+    name, best = max(altered, key=lambda pair: pair[1].occ, default=(residues[0].name, None))
+    chosen = {atom: found for (atom, altloc), found in by_location.items() if altloc == "\0"}
+    if best is not None:
+        chosen |= {atom: found for (atom, altloc), found in by_location.items() if altloc == best.altloc}
+    return name, chosen

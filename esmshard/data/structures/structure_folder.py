@@ -8,22 +8,18 @@ the coordinates follow each other without one.
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-import zipfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from filelock import FileLock
 
 from esmshard.data.labels.coordinates import UNRESOLVED
-from esmshard.data.structures.chains import FEWEST, Cb, Chain, chain_prefix, read_chains
-from esmshard.data.structures.structure_files import ENDINGS, is_structure_name
+from esmshard.data.structures.chains import ENDINGS, Chain, chain_prefix, is_structure_name, read_chains
 from esmshard.errors import InputError, UsageError
-from esmshard.io.paths import cache_directory, read_json, state
+from esmshard.io.paths import cache_directory, read_json, replacing, state, whole_directory
 from esmshard.io.store import is_store
 from esmshard.io.symbols import Edits, shown
 from esmshard.io.tables import read_text
@@ -31,14 +27,12 @@ from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY
 from esmshard.vocab import BETWEEN
 
+FEWEST = 10
+"""Residues with coordinates. A record with fewer is left out."""
+
 
 def read_records(
-    path: Path,
-    wanted: str | Collection[str] | None,
-    *,
-    cb: Cb = "virtual",
-    min_plddt: float | None = None,
-    edits: Edits | None = None,
+    path: Path, wanted: str | Collection[str] | None, *, min_plddt: float | None = None, edits: Edits | None = None
 ) -> list[Chain]:
     """Read the records of one structure file.
 
@@ -46,33 +40,53 @@ def read_records(
         path: the file.
         wanted: the author's names of the chains of each record, as `A` or `A:B`, of which `A:B` is chain A followed by
             chain B. `all`: all protein chains are one record, in the order of the file; short chains and chains of one
-            sequence stay in it. None: every chain is a record, see `read_chains`.
-        cb: see `read_chains`.
+            sequence stay in it. None: every chain is a record, and of those with one sequence the first.
         min_plddt: see `read_chains`.
         edits: see `read_chains`.
 
     Returns:
-        The records. One of several chains is called as its chains, `1abc_A:B`; it is left out, and counted, if it has
-        fewer than ten residues with coordinates.
+        The records. One of several chains is called as its chains, `1abc_A:B`. A record with fewer than ten residues
+        with coordinates is left out, and counted.
 
     Raises:
-        InputError: see `read_chains`; or two polymers of the file have the name of a chain that is to be joined.
+        InputError: see `read_chains`; or two polymers of the file have the name of a chain that is wanted.
     """
     edits = Edits() if edits is None else edits
-    if wanted is None:
-        return read_chains(path, cb=cb, min_plddt=min_plddt, edits=edits)
+    split = None if wanted is None or wanted == EVERY else [names.split(BETWEEN) for names in wanted]
+    names_wanted = None if split is None else [name for names in split for name in names]
+    chains = read_chains(path, chains=names_wanted, min_plddt=min_plddt, edits=edits)
+    prefix, groups = f"{chain_prefix(path)}_", [[chain] for chain in chains]
     if wanted == EVERY:
-        every = read_chains(path, every=True, cb=cb, min_plddt=min_plddt, edits=edits)
-        return _join(path, every, edits)
-    alone = [one for one in wanted if BETWEEN not in one]
-    joined = [one.split(BETWEEN) for one in wanted if BETWEEN in one]
-    found = read_chains(path, chains=alone, cb=cb, min_plddt=min_plddt, edits=edits) if alone else []
-    if joined:
-        names = {name for one in joined for name in one}
-        chains = read_chains(path, chains=names, every=True, cb=cb, min_plddt=min_plddt, edits=edits)
-        for one in joined:
-            found += _join(path, [_called(path, chains, name) for name in one], edits)
-    return found
+        groups = [chains] if chains else []
+    elif split is not None:
+        by_id = {chain.id: chain for chain in chains}
+        missing = [name for name in names_wanted or () if prefix + name not in by_id]
+        if missing:
+            alike = ", ".join(chain_id for chain_id in by_id if chain_id.startswith(f"{prefix}{missing[0]}_"))
+            raise InputError(
+                f"{path}: has several molecules with the chain name '{missing[0]}' ({alike}); give them names of "
+                "their own"
+            )
+        groups = [[by_id[prefix + name] for name in names] for names in split]
+    records: dict[str, Chain] = {}
+    for group in groups:
+        record_id = prefix + BETWEEN.join(chain.id.removeprefix(prefix) for chain in group)
+        record = group[0]
+        if len(group) > 1:
+            record = Chain(
+                record_id,
+                BETWEEN.join(chain.sequence for chain in group),
+                np.concatenate([chain.cb_L3 for chain in group]),
+                np.concatenate([chain.backbone_L33 for chain in group]),
+            )
+        if (~np.isnan(record.cb_L3[:, 0])).sum() < FEWEST:
+            edits.add(f"record(s) left out with fewer than {FEWEST} residues with coordinates", record.id)
+        elif wanted is None and record.sequence in records:
+            edits.add("chain(s) left out with the sequence of another chain of the file", record.id)
+        else:
+            edits.add("record(s) of several chains of a file", record.id, int(len(group) > 1))
+            records[record.sequence if wanted is None else record.id] = record
+    return list(records.values())
 
 
 def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list[str]]:
@@ -135,41 +149,9 @@ def _beginnings(text: str) -> list[str]:
     return [text[:k].lower() for k in range(len(text) - 1, 0, -1) if text[k] == "_"]
 
 
-def _join(path: Path, chains: Sequence[Chain], edits: Edits) -> list[Chain]:
-    """Return chains of one file as one record, in this order; none if it has too few residues with coordinates. A
-    single chain stays what it is.
-    """
-    if not chains:
-        return []
-    entry = f"{chain_prefix(path)}_"
-    record = Chain(
-        chains[0].id + "".join(BETWEEN + chain.id.removeprefix(entry) for chain in chains[1:]),
-        BETWEEN.join(chain.sequence for chain in chains),
-        np.concatenate([chain.cb_L3 for chain in chains]),
-        np.concatenate([chain.backbone_L33 for chain in chains]),
-    )
-    if (~np.isnan(record.cb_L3[:, 0])).sum() < FEWEST:
-        edits.add(f"record(s) left out with fewer than {FEWEST} residues with coordinates", record.id)
-        return []
-    edits.add("record(s) of several chains of a file", record.id, int(len(chains) > 1))
-    return [record]
-
-
-def _called(path: Path, chains: Sequence[Chain], name: str) -> Chain:
-    """Return the chain with a name. `InputError` if two polymers of the file share the name."""
-    chain_id = f"{chain_prefix(path)}_{name}"
-    for chain in chains:
-        if chain.id == chain_id:
-            return chain
-    alike = [chain.id for chain in chains if chain.id.startswith(f"{chain_id}_")]
-    raise InputError(
-        f"{path}: has several molecules with the chain name '{name}' ({', '.join(alike)}), of which none can be joined "
-        "to others; give them names of their own"
-    )
-
-
-VERSION = 1
+VERSION = 2
 """The version of the rules by which structures become a split. After a change, all structures are read again."""
+_FASTA = "structures.fasta"
 MANY = 100
 """The number of files from which on progress is shown."""
 
@@ -202,63 +184,59 @@ def cached_split(source: Path, complexes: str | None = None) -> Path:
     Raises:
         InputError: see `to_split`.
     """
-    edits = Edits()
-    files = [(path.name, *state(path)) for path in listed_files(source, edits)]
     how = complexes if complexes in (None, EVERY) else read_text(Path(complexes), "a list of records")
-    key = json.dumps([VERSION, str(source.resolve()), files, *([] if how is None else [how])])
+    key = json.dumps([VERSION, str(source.resolve()), states(source), how])
+    with cached_directory("structures", key) as out:
+        if not (out / "notices.json").exists():
+            with whole_directory(out) as work:
+                said = to_split(source, work / _FASTA, work / "structures.npz", complexes=complexes)
+                (work / "notices.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    return out / _FASTA
+
+
+@contextmanager
+def cached_directory(kind: str, key: str) -> Iterator[Path]:
+    """Provide the directory of a key in the user's cache, locked; whoever is first makes it."""
+    from filelock import FileLock  # slow to import
+
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
-    out, locks = cache_directory() / "structures" / digest, cache_directory() / "locks"
-    fasta = out / "structures.fasta"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    locks.mkdir(exist_ok=True)
+    locks = cache_directory() / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
     with FileLock(locks / f"{digest}.lock"):
-        if _is_whole(out):
-            return fasta
-        shutil.rmtree(out, ignore_errors=True)  # a damaged copy of what the files still hold
-        work = Path(tempfile.mkdtemp(prefix=f".tmp-{out.name}-", dir=out.parent))
-        try:
-            work.chmod(0o755)  # mkdtemp's private mode is for secrets
-            notices = to_split(source, work / fasta.name, work / "structures.npz", complexes=complexes)
-            sizes = {file.name: file.stat().st_size for file in work.iterdir()}
-            manifest = {"source": str(source.resolve()), "notices": notices, "bytes": sizes}
-            (work / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-            work.rename(out)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    return fasta
+        yield cache_directory() / kind / digest
+
+
+def states(source: Path) -> list[Any]:
+    """Return, ready for JSON, what changes when a file or a directory of structures changes.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        return [(path.name, *state(path)) for path in (listed_files(source, Edits()) if source.is_dir() else [source])]
+    except OSError as error:
+        raise InputError(f"{source}: {(error.strerror or 'cannot be read').lower()}") from None
 
 
 def notices(fasta: Path) -> list[str]:
     """Return what was changed and left out when `cached_split` made this file, one sentence each."""
-    found: list[str] = read_json(fasta.parent / "manifest.json")["notices"]
+    found: list[str] = read_json(fasta.parent / "notices.json")
     return found
 
 
 def to_split(
-    source: Path,
-    fasta: Path,
-    npz: Path,
-    *,
-    chains: Mapping[str, Collection[str]] | None = None,
-    complexes: str | None = None,
-    cb: Cb = "virtual",
-    min_plddt: float | None = None,
-    on_broken: Literal["error", "skip"] = "error",
+    source: Path, fasta: Path, npz: Path, *, complexes: str | None = None, min_plddt: float | None = None
 ) -> list[str]:
     """Write the protein chains of structure files as FASTA and, beside it, coordinates (format: data/README.md).
 
-    A directory is read by itself, without those in it, in the order of its file names. One file is in memory at a time.
+    A directory is read by itself, without those in it, in the order of its file names.
 
     Args:
         source: a structure file or a directory.
         fasta: file to write.
         npz: file to write; a task looks for it beside the FASTA file under the same name.
-        chains: the author's chain names of each record to take, as `A` or `A:B`, by file name; files that it does not
-            name are not read.
-        complexes: see `recipe.DataSettings.complexes`; not together with `chains`.
-        cb: see `read_chains`.
+        complexes: see `recipe.DataSettings.complexes`.
         min_plddt: see `read_chains`.
-        on_broken: `skip` leaves out, and counts, files that cannot be read.
 
     Returns:
         What was changed and left out, one sentence each.
@@ -270,48 +248,39 @@ def to_split(
     for out in (fasta, npz):
         if out.exists():
             raise UsageError(f"{out}: exists already; choose another name or delete it")
-    edits, broken = Edits(), list[str]()
+    edits = Edits()
     files = listed_files(source, edits)
+    wanted: Mapping[str, str | Collection[str] | None] = dict.fromkeys((path.name for path in files), complexes)
     if complexes is not None and complexes != EVERY:
-        chains = read_list(Path(complexes), files, edits)
-    if chains is not None:
-        absent = sorted(set(chains) - {path.name for path in files})
-        if absent:
-            raise InputError(f"{source}: has no structure file '{absent[0]}', of which chains are wanted")
-        files = [path for path in files if path.name in chains]
-
-    def found() -> Iterator[tuple[Path, Chain, npt.NDArray[np.uint16]]]:
-        with Progress(f"structures in {source.name}", len(files), show=len(files) >= MANY) as progress:
-            for done, path in enumerate(files, 1):
-                wanted, about = complexes if chains is None else chains[path.name], Edits()
-                try:
-                    read = read_records(path, wanted, cb=cb, min_plddt=min_plddt, edits=about)
-                    stored = [(path, chain, _stored(path, chain)) for chain in read]
-                except InputError as error:
-                    if on_broken == "error":
-                        raise
-                    broken.append(str(error))
-                    edits.add("broken file(s) left out", path.name)
-                else:
-                    edits.extend(about)
-                    if not stored:
-                        edits.add("file(s) without a chain to take", path.name)
-                    yield from stored
-                progress.update(done, f"{path.name}")
-
-    # One directory for both: a half-written pair is seen by nobody.
-    with tempfile.TemporaryDirectory(prefix=f".tmp-{fasta.name}-", dir=fasta.parent) as work:
-        fasta_work, npz_work = Path(work) / "fasta", Path(work) / "npz"
-        count = _write(found(), fasta_work, npz_work)
-        notices = [*edits.notices(), *broken[:3]]
-        if count == 0:
-            raise InputError(
-                f"{source}: has no protein chain with {FEWEST} residues with coordinates"
-                + (f" ({'; '.join(notices)})" if notices else "")
-            )
-        npz_work.replace(npz)
-        fasta_work.replace(fasta)
-    return notices
+        wanted = read_list(Path(complexes), files, edits)
+        files = [path for path in files if path.name in wanted]
+    records: dict[str, tuple[Path, str, npt.NDArray[np.uint16]]] = {}
+    with Progress(f"structures in {source.name}", len(files), show=len(files) >= MANY) as progress:
+        for done, path in enumerate(files, 1):
+            chains = read_records(path, wanted[path.name], min_plddt=min_plddt, edits=edits)
+            edits.add("file(s) without a chain to take", path.name, int(not chains))
+            for chain in chains:
+                if chain.id in records:
+                    raise InputError(
+                        f"{path}: chain '{chain.id}' comes from {records[chain.id][0]} too; rename or remove one of "
+                        "the files"
+                    )
+                records[chain.id] = path, chain.sequence, _stored(path, chain)
+            progress.update(done, f"{path.name}")
+    if not records:
+        said = f" ({'; '.join(edits.notices())})" if edits.counts else ""
+        raise InputError(f"{source}: has no protein chain with {FEWEST} residues with coordinates{said}")
+    _, sequences, coordinates = zip(*records.values(), strict=True)
+    with replacing(npz, binary=True) as npz_file, replacing(fasta) as fasta_file:
+        np.savez_compressed(
+            npz_file,
+            names=np.array(list(records)),
+            seqs=np.array(sequences),
+            offsets=np.cumsum([0, *map(len, coordinates)], dtype=np.int32),
+            cb_dA=np.concatenate(coordinates),
+        )
+        fasta_file.writelines(f">{name}\n{sequence}\n" for name, (_, sequence, _) in records.items())
+    return edits.notices()
 
 
 def listed_files(source: Path, edits: Edits) -> list[Path]:
@@ -357,47 +326,3 @@ def _stored(path: Path, chain: Chain) -> npt.NDArray[np.uint16]:
             f"{(UNRESOLVED - 1) / 10:,.1f} A that can be stored; look at its coordinates"
         )
     return np.where(np.isnan(cb_dA_L3), UNRESOLVED, cb_dA_L3).astype(np.uint16)
-
-
-def _write(found: Iterable[tuple[Path, Chain, npt.NDArray[np.uint16]]], fasta: Path, npz: Path) -> int:
-    """Write both files and return the number of chains. Sequences and coordinates go through the disk."""
-    files: dict[str, Path] = {}
-    offsets, longest = [0], 0
-    rows = npz.with_suffix(".rows")
-    with open(fasta, "w", encoding="utf-8") as fasta_file, open(rows, "wb") as rows_file:
-        for path, chain, cb_dA_L3 in found:
-            if chain.id in files:
-                other = files[chain.id]
-                raise InputError(
-                    f"{path}: chain '{chain.id}' comes from {other} too; rename or remove one of the files"
-                )
-            files[chain.id] = path
-            fasta_file.write(f">{chain.id}\n{chain.sequence}\n")
-            rows_file.write(cb_dA_L3.astype("<u2").tobytes())
-            offsets.append(offsets[-1] + len(chain.cb_L3))
-            longest = max(longest, len(chain.sequence))
-    if not files:
-        return 0
-    with zipfile.ZipFile(npz, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, array in (("names", np.array(list(files))), ("offsets", np.array(offsets, dtype=np.int32))):
-            with archive.open(f"{name}.npy", "w") as member:
-                np.lib.format.write_array(member, array, allow_pickle=False)
-        with archive.open("cb_dA.npy", "w", force_zip64=True) as member, open(rows, "rb") as rows_file:
-            header = {"descr": "<u2", "fortran_order": False, "shape": (offsets[-1], 3)}
-            np.lib.format.write_array_header_1_0(member, header)
-            shutil.copyfileobj(rows_file, member)
-        with archive.open("seqs.npy", "w", force_zip64=True) as member, open(fasta, encoding="utf-8") as fasta_file:
-            header = {"descr": f"<U{longest}", "fortran_order": False, "shape": (len(files),)}
-            np.lib.format.write_array_header_1_0(member, header)
-            for line in fasta_file:
-                if not line.startswith(">"):
-                    member.write(line.rstrip("\n").encode("utf-32-le").ljust(4 * longest, b"\0"))
-    return len(files)
-
-
-def _is_whole(out: Path) -> bool:
-    try:
-        manifest = read_json(out / "manifest.json")
-        return all((out / name).stat().st_size == size for name, size in manifest["bytes"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
