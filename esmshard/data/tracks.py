@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -193,34 +193,26 @@ def entries(track: Track, source: Path, records: Records, edits: Edits) -> Itera
     Raises:
         InputError: the source cannot be read, or an entry does not fit its record; the message names the record.
     """
-    readers = {"letters": _letter_entries, "codes": _code_entries, "coordinates": _coordinate_entries}
-    return readers[track.kind](track, source, records, edits)
-
-
-def _letter_entries(track: Track, source: Path, records: Records, edits: Edits) -> Iterator[Entry]:
-    lines: dict[int, int] = {}
-    for record in read_label_fasta(source):
-        n = records.find(record.id)
-        if n is None:
-            continue
-        where = f"{source}:{record.line}: record {shown(record.id)}"
-        if n in lines:
-            raise InputError(f"{where} stands in line {lines[n]} too; leave one of them out")
-        lines[n] = record.line
-        values_L = values_of(track, record.text, where)
-        require_length(track, values_L, int(records.lengths[n]), where)
-        yield n, values_L
-
-
-def _code_entries(track: Track, source: Path, records: Records, edits: Edits) -> Iterator[Entry]:
-    if source.suffix != ".npz":
+    if track.kind == "coordinates":
+        yield from _coordinate_entries(track, source, records, edits)
+        return
+    given: Iterable[tuple[str, Any, str]]
+    if track.kind == "letters":
+        given = ((record.id, record.text, f"{source}:{record.line}") for record in read_label_fasta(source))
+    elif source.suffix == ".npz":
+        given = ((record_id, values, str(source)) for record_id, values in read_arrays(source).items())
+    else:
         raise InputError(f"{source}: {track.title} are read from an .npz file with an array for each record by its id")
-    for record_id, given in read_arrays(source).items():
+    places: dict[int, str] = {}
+    for record_id, value, place in given:
         n = records.find(record_id)
         if n is None:
             continue
-        where = f"{source}: record {shown(record_id)}"
-        values_L = values_of(track, given, where)
+        where = f"{place}: record {shown(record_id)}"
+        if n in places:
+            raise InputError(f"{where} stands in {places[n]} too; leave one of them out")
+        places[n] = place
+        values_L = values_of(track, value, where)
         require_length(track, values_L, int(records.lengths[n]), where)
         yield n, values_L
 

@@ -397,7 +397,7 @@ def test_nothing_is_left_where_writing_fails(run: Run, tmp_path: Path, monkeypat
     write_fasta(tmp_path / "x.fasta")
     assert run("x.fasta", "-o", "out", "--by", "ratio")[0] == 0
     before = (tmp_path / "out" / "splits.tsv").read_text()
-    monkeypatch.setattr(split_files, "_write_list", fail)
+    monkeypatch.setattr(split_files, "_write_sets", fail)
     code, _, err = run("x.fasta", "-o", "out", "--by", "ratio", "--seed", 9, "--overwrite")
     assert (code, err) == (1, "error: no space left on device\n")
     assert (tmp_path / "out" / "splits.tsv").read_text() == before

@@ -54,7 +54,7 @@ def test_letters_are_numbered_in_either_case_and_other_proteins_are_passed_over(
         (">b\nh\n>a\nhxc\n", ("x.fasta:3: record 'a' has 'x' at position 2", "letters of turns (hec)", "write #")),
         (">a\nhh\u00e9\n", ("record 'a' has 'é' at position 3",)),
         (">a\nhh\n", ("x.fasta:1: record 'a' has letters of turns of 2 residues", "3 residues", "# where nothing")),
-        (">a\nhhh\n>a\nhhh\n", ("x.fasta:3: record 'a' stands in line 1 too",)),
+        (">a\nhhh\n>a\nhhh\n", ("x.fasta:3: record 'a' stands in", "x.fasta:1 too")),
         ("hhh\n", ("x.fasta:1: text before the first '>'",)),
     ],
 )

@@ -73,14 +73,17 @@ def protein_labels(
     """
     edits = Edits()
     columns = _columns(table, columns)
+    where: Callable[[int], str]
     if table is None:
         texts, where = _header_texts(store, fasta, columns, edits), lambda n: f"{fasta}: record {shown(store.id(n))}"
     else:
         texts, where = list(zip(*map(table.column, columns), strict=True)), table.where
-    names, values = tuple(columns), np.empty(0)
+    names: tuple[str, ...] = tuple(columns)
+    values: Any
+    labelled_R: npt.NDArray[np.bool_]
     if kind == "number":
         values = _header_numbers(texts, columns, where) if table is None else _table_numbers(table, columns)
-        labelled_R = np.isfinite(values).any(1)
+        labelled_R = np.asarray(np.isfinite(values).any(1))
     elif len(columns) > 1:
         labelled_R = np.array([any(cells) for cells in texts])
         values = _sparse([_flags(cells, columns, where(row)) for row, cells in enumerate(texts)], len(columns))

@@ -230,22 +230,19 @@ def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -
     """For each set, return the first training record of the same sequence as each record, int64 [N]; -1 if there is
     none.
     """
-    hash_Q = np.concatenate([hashes(r) for r in others]) if others else np.empty(0, dtype=np.uint64)
-    distinct_U, place_Q = np.unique(hash_Q, return_inverse=True)
-    partner_U = np.full(len(distinct_U), -1, dtype=np.int64)
-    hash_T = hashes(train)
-    if len(distinct_U):
-        at_T = np.minimum(np.searchsorted(distinct_U, hash_T), len(distinct_U) - 1)
-        found = np.flatnonzero(distinct_U[at_T] == hash_T)[::-1]  # in reverse, so that the first record is written last
-        partner_U[at_T[found]] = found
-    ends = np.cumsum([r.count for r in others])[:-1]
-    return np.split(partner_U[place_Q], ends)
+    distinct_U, first_U = np.unique(hashes(train), return_index=True)
+    if not len(distinct_U):
+        return [np.full(records.count, -1, dtype=np.int64) for records in others]
+    partners = []
+    for hash_N in map(hashes, others):
+        at_N = np.minimum(np.searchsorted(distinct_U, hash_N), len(distinct_U) - 1)
+        partners.append(np.where(distinct_U[at_N] == hash_N, first_U[at_N], -1))
+    return partners
 
 
 def hashes(records: ComparedRecords) -> npt.NDArray[np.uint64]:
     """Hash each sequence to 64 bits. With ten million times a million pairs, one in two million checks is wrong."""
-    digests = (hashlib.blake2b(records.residues(n).tobytes(), digest_size=8).digest() for n in range(records.count))
-    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+    return np.array([key(records.residues(n)) for n in range(records.count)], dtype=np.uint64)
 
 
 def _affordable(train: ComparedRecords, others: Sequence[ComparedRecords], most: int) -> list[_Ints]:
@@ -321,15 +318,10 @@ def _words(block: Sequence[npt.NDArray[np.uint8]]) -> tuple[_Ints, _Ints]:
         word_T = word_T * len(STANDARD) + letter_C
         whole_T &= letter_C >= 0
     record_T = np.repeat(np.arange(len(block)), [len(residues) + K for residues in block])[:count]
-    key_P, _ = _counted(record_T[whole_T] * _WORDS + word_T[whole_T])
+    key_P = record_T[whole_T] * _WORDS + word_T[whole_T]
+    key_P.sort()  # With the comparison below 40 times faster than `np.unique` of numpy 2.4.
+    key_P = key_P[np.diff(key_P, prepend=-1) > 0]
     return key_P // _WORDS, key_P % _WORDS
-
-
-def _counted(key: _Ints) -> tuple[_Ints, _Ints]:
-    """Return the distinct keys, sorted, and their counts. Sorting in place is several times faster than `np.unique`."""
-    key.sort()
-    first = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else np.empty(0, dtype=np.int64)
-    return key[first], np.diff(first, append=len(key))
 
 
 CLASSES = ("C3", "C2", "C1")

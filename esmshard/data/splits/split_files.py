@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -35,7 +34,7 @@ from esmshard.data.structures.structure_folder import cached_split, holds_struct
 from esmshard.data.variants.mutations import read_variants
 from esmshard.data.variants.substitutions import name_of
 from esmshard.errors import UsageError
-from esmshard.io.paths import check_replaced
+from esmshard.io.paths import check_replaced, whole_directory
 from esmshard.io.sequences import is_sequence_table
 from esmshard.io.store import cached
 from esmshard.io.symbols import Edits, Rules
@@ -381,10 +380,8 @@ def divide(
     counts = {name: _sizes(data, np.flatnonzero(number_N == k)) for k, name in enumerate(names)}
     if (number_N == LEFT_OUT).any():
         counts["none"] = _sizes(data, np.flatnonzero(number_N == LEFT_OUT))
-    work = Path(tempfile.mkdtemp(prefix=f".tmp-{out.name}-", dir=out.parent))
-    try:
-        work.chmod(0o755)  # mkdtemp makes a private directory.
-        notices = list(data.notices)
+    notices = list(data.notices)
+    with whole_directory(out, sync=False) as work:
         if method.folds is None:
             notices += _write_sets(data, work, number_N, MOST)
         else:
@@ -392,19 +389,16 @@ def divide(
                 name, sets_N = f"fold_{k}", sets_of_fold(number_N, k, method.folds)
                 found = _write_sets(data, work / name, sets_N, MOST // method.folds)
                 notices += [f"{name}: {notice}" for notice in found]
-        _write_list(data, work / "splits.tsv", number_N, [*names, "none"], "set" if method.folds is None else "fold")
+        (first, ids), *others = data.columns().items()
+        in_set = [[*names, "none"][number] for number in number_N]  # -1 is `none`, the last name
+        columns = [(first, ids), ("set" if method.folds is None else "fold", in_set), *others]
+        with open(work / "splits.tsv", "w", encoding="utf-8") as file:
+            for row in ([name for name, _ in columns], *zip(*(cells for _, cells in columns), strict=True)):
+                file.write("\t".join(map(str, row)) + "\n")
         options = {**asdict(method), "clusters": [str(path) for path in method.clusters]}
-        facts = {
-            "esmshard": version("esmshard"),
-            **data.facts,
-            "method": options,
-            "counts": counts,
-            "notices": notices,
-        }
+        made_by = {"esmshard": version("esmshard"), **data.facts}
+        facts = {**made_by, "method": options, "counts": counts, "notices": notices}
         (work / "split.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        _rename(work, out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return Division(counts, notices)
 
 
@@ -436,23 +430,3 @@ def _write_sets(data: Data, directory: Path, number_N: Numbers, most: int) -> li
     for name, number_M in sets.items():
         data.write(directory / name, number_M)
     return data.check(sets, most).notices()
-
-
-def _write_list(data: Data, path: Path, number_N: Numbers, names: Sequence[str], what: str) -> None:
-    columns = data.columns()
-    (first, ids), *others = columns.items()
-    with open(path, "w", encoding="utf-8") as file:
-        file.write("\t".join([first, what, *(name for name, _ in others)]) + "\n")
-        for record_id, number, *rest in zip(ids, number_N.tolist(), *(column for _, column in others), strict=True):
-            file.write("\t".join(map(str, [record_id, names[number], *rest])) + "\n")  # -1 is `none`, the last name
-
-
-def _rename(work: Path, out: Path) -> None:
-    """Replace a directory by another. Between the two renames `out` is missing, but both directories are complete."""
-    if not out.exists():
-        work.rename(out)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".old-{out.name}-", dir=out.parent))
-    out.rename(old / out.name)
-    work.rename(out)
-    shutil.rmtree(old)
