@@ -40,7 +40,7 @@ def test_trials_beside_a_sweep_file_of_another_program_are_no_sweep(tiny_recipe:
     (out / "trials").mkdir(parents=True)
     (out / "sweep.json").write_text('{"entry": "first day"}\n')
     settings.write_text("space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-3}\n")
-    with pytest.raises(UsageError, match="no sweep"):
+    with pytest.raises(UsageError, match="exists already"):
         finetune(tiny_recipe, out=out, sweep=settings)
     assert (out / "trials").is_dir()
 

@@ -16,7 +16,7 @@ from esmshard.tasks.base import MAIN
 from esmshard.tasks.metrics import Interval
 
 MOST_TRIALS = 50
-"""The most rows of the table of trials. sweep.csv has all of them."""
+"""The most rows of the table of trials. sweep.json has all of them."""
 
 
 def about(found: SweepFiles) -> str:
@@ -100,7 +100,7 @@ def table(found: SweepFiles) -> Section:
         for one in sorted(found.trials, key=place)
     ]
     head = ["trial", "state", f"valid {found.raw['metric']}", "steps", *found.keys, ""]
-    note = f"The first {MOST_TRIALS} of {len(rows)}; sweep.csv has all." if len(rows) > MOST_TRIALS else ""
+    note = f"The first {MOST_TRIALS} of {len(rows)}; sweep.json has all." if len(rows) > MOST_TRIALS else ""
     return Section("trials", "Trials", tables=[PageTable(head, rows[:MOST_TRIALS], note)])
 
 

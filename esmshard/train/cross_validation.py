@@ -19,7 +19,7 @@ import numpy.typing as npt
 from esmshard.data.splits.assignment import LEFT_OUT
 from esmshard.data.splits.variant_records import LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
 from esmshard.data.variants.substitutions import name_of, parse_variant
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import UsageError
 from esmshard.io.paths import read_json, replace_json, replacing
 from esmshard.io.tables import counted, write_rows
 from esmshard.recipe import recipe_file
@@ -57,24 +57,21 @@ def repeats(recipe: Recipe, seeds: int, folds: int | None) -> list[Repeat]:
     """
     if recipe.data.folds is not None:
         raise UsageError("--seeds and --folds make runs of the whole recipe, and it has data.folds; remove that key")
-    found: list[Repeat] = []
-    parts: list[int | None] = [None] if folds is None else list(range(folds))
+    runs: list[Repeat] = []
     for seed in range(recipe.train.seed, recipe.train.seed + seeds):
-        for fold in parts:
+        for fold in [None] if folds is None else range(folds):
             name = f"seed-{seed}" + ("" if fold is None else f"-fold-{fold}")
+            of_fold = () if fold is None else (f"data.folds={folds}", f"data.fold={fold}")
             out = Path(recipe.out) / name
-            overrides = [f"train.seed={seed}", f"out={out}"]
-            if fold is not None:
-                overrides += [f"data.folds={folds}", f"data.fold={fold}"]
-            found.append(Repeat(name, out, tuple(overrides)))
-    return found
+            runs.append(Repeat(name, out, (f"train.seed={seed}", f"out={out}", *of_fold)))
+    return runs
 
 
 def is_done(run: Path, steps: int | None = None) -> bool:
     """Whether a run of an earlier call has ended without an error, and had these steps, if they are given."""
-    found = read_status(run)
-    ended = found is not None and found["state"] == "done" and (run / "evaluation.json").is_file()
-    return ended and (steps is None or (found is not None and found["steps"] >= steps))
+    status = read_status(run)
+    ended = status is not None and status["state"] == "done" and (run / "evaluation.json").is_file()
+    return ended and (steps is None or (status is not None and status["steps"] >= steps))
 
 
 def check_out(out: Path) -> None:
@@ -102,22 +99,34 @@ def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
     """
     evaluations = {run.name: read_json(out / run.name / "evaluation.json") for run in runs}
     first = next(iter(evaluations.values()))
-    table: dict[str, dict[str, Any]] = {}
-    for method in first["metrics"]:
-        table[method] = {}
+
+    def values(table: str, method: str, metric: str) -> dict[str, float]:
+        cells = {name: one[table].get(method, {}).get(metric) or {} for name, one in evaluations.items()}
+        return {name: cell["value"] for name, cell in cells.items() if cell.get("value") is not None}
+
+    table: dict[str, dict[str, Any]] = {method: {} for method in first["metrics"]}
+    lines = [["", *first["columns"]]]
+    for method, row in table.items():
         for metric in first["columns"]:
-            cells = {name: found["metrics"].get(method, {}).get(metric) for name, found in evaluations.items()}
-            values = {name: cell["value"] for name, cell in cells.items() if cell and cell["value"] is not None}
-            x = np.array(list(values.values()))
-            mean = _mean(x.tolist())
-            table[method][metric] = {
-                "mean": mean.value if len(x) else None,
-                "deviation": float(x.std(ddof=1)) if len(x) > 1 else None,
-                "low": mean.low if len(x) > 1 else None,
-                "high": mean.high if len(x) > 1 else None,
-                "runs": values,
-            }
-    said = _verdict_over_runs(evaluations, first["columns"][0], lower_is_better=first["lower_is_better"])
+            of_runs = values("metrics", method, metric)
+            mean = _mean(of_runs)
+            deviation = float(np.std([*of_runs.values()], ddof=1)) if len(of_runs) > 1 else None
+            row[metric] = {"mean": mean.value, "deviation": deviation, "low": mean.low, "high": mean.high}
+            row[metric]["runs"] = of_runs
+        lines.append([method, *(_cell(row[metric]) for metric in first["columns"])])
+    # Differences are paired, run by run.
+    headline = first["columns"][0]
+    means, gains = (
+        {method: _mean(values(key, method, headline)) for method in first[key]} for key in ("metrics", "differences")
+    )
+    seen, records = (max(one.get(key, 0) for one in evaluations.values()) for key in ("in_sample", "records"))
+    text = in_sample(seen, records) + verdict(
+        headline,
+        means,
+        gains,
+        f"Student's t, paired over {len(runs)} runs",
+        lower_is_better=first["lower_is_better"],
+    )
     summary = {
         "task": first["task"],
         "recipe": first["recipe"] | {"out": str(out)},
@@ -127,44 +136,28 @@ def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
         "lower_is_better": first["lower_is_better"],
         "interval": "95% interval of the mean over runs (Student's t)" if len(runs) > 1 else "no interval of one run",
         "metrics": table,
-        "verdict": said,
+        "verdict": text,
     }
     replace_json(out / SUMMARY, summary)
-    rows = [[method, *(_cell(row[metric]) for metric in first["columns"])] for method, row in table.items()]
     head = f"{len(runs)} runs: mean and 95% interval over runs; {MAIN} and its baselines"
-    return "\n".join([head, aligned([["", *first["columns"]], *rows]), said])
+    return "\n".join([head, aligned(lines), text])
 
 
-def _mean(values: Sequence[float]) -> Interval:
+def _mean(of_runs: Mapping[str, float]) -> Interval:
     """Return the mean over runs, with Student's 95% interval. Fewer than two runs have no interval."""
     from scipy.special import stdtrit  # not from scipy.stats, whose import takes ten times as long
 
-    x = np.array(values, dtype=np.float64)
+    x = np.array([*of_runs.values()], dtype=np.float64)
     if len(x) < 2:
         return Interval(float(x[0]) if len(x) else math.nan, math.nan, math.nan)
     mean, half = float(x.mean()), float(stdtrit(len(x) - 1, 0.975) * x.std(ddof=1) / math.sqrt(len(x)))
     return Interval(mean, mean - half, mean + half)
 
 
-def _verdict_over_runs(evaluations: Mapping[str, Mapping[str, Any]], metric: str, *, lower_is_better: bool) -> str:
-    """Return a sentence: whether fine-tuning was better than the best baseline. Differences are paired, run by run."""
-
-    def values(table: str, method: str) -> Interval:
-        cells = [found[table].get(method, {}).get(metric) or {} for found in evaluations.values()]
-        return _mean([cell["value"] for cell in cells if cell.get("value") is not None])
-
-    first = next(iter(evaluations.values()))
-    means = {method: values("metrics", method) for method in first["metrics"]}
-    gains = {method: values("differences", method) for method in first["differences"]}
-    basis = f"Student's t, paired over {len(evaluations)} runs"
-    seen, records = (max(found.get(key, 0) for found in evaluations.values()) for key in ("in_sample", "records"))
-    return in_sample(seen, records) + verdict(metric, means, gains, basis, lower_is_better=lower_is_better)
-
-
-def _cell(found: dict[str, Any]) -> str:
-    if found["mean"] is None:
+def _cell(row: Mapping[str, Any]) -> str:
+    if math.isnan(row["mean"]):
         return "-"
-    return f"{found['mean']:.3f}" + ("" if found["low"] is None else f" [{found['low']:.3f}, {found['high']:.3f}]")
+    return f"{row['mean']:.3f}" + ("" if math.isnan(row["low"]) else f" [{row['low']:.3f}, {row['high']:.3f}]")
 
 
 SHARES = (0.25, 0.5)
@@ -175,13 +168,11 @@ Array = npt.NDArray[np.float64]
 
 def curve_runs(recipe: Recipe, first: Repeat) -> list[Repeat]:
     """Return runs like the first run, each with a share of the training variants."""
-    found = []
-    for share in SHARES:
-        name = f"curve-{share:g}"
-        out = Path(recipe.out) / name
-        others = [option for option in first.overrides if not option.startswith("out=")]
-        found.append(Repeat(name, out, (*others, f"out={out}", f"data.train_share={share:g}")))
-    return found
+    others = [option for option in first.overrides if not option.startswith("out=")]
+    outs = {share: Path(recipe.out) / f"curve-{share:g}" for share in SHARES}
+    return [
+        Repeat(out.name, out, (*others, f"out={out}", f"data.train_share={share:g}")) for share, out in outs.items()
+    ]
 
 
 def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = ()) -> str:
@@ -203,20 +194,18 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         curve: finished runs of `curve_runs`.
     """
     out = Path(recipe.out)
-    found = [_Predictions(run.out) for run in runs]
-    names = found[0].targets
-    methods = list(found[0].predicted)
-    seeds = sorted({one.seed for one in found})
+    tested = [_Predictions(run.out) for run in runs]
+    names = tested[0].targets
+    by_seed = {seed: [part for part in tested if part.seed == seed] for seed in sorted({part.seed for part in tested})}
     # The variants are in the order of the folds. A test set is the same for every seed.
-    ids = [name for one in found if one.seed == seeds[0] for name in one.ids]
-    fold_N = np.concatenate([np.full(len(one.ids), one.fold) for one in found if one.seed == seeds[0]])
-    measured_NT = np.concatenate([one.measured_NT for one in found if one.seed == seeds[0]])
-    predicted = {
-        method: np.stack(
-            [np.concatenate([one.predicted[method] for one in found if one.seed == seed]) for seed in seeds]
-        )
-        for method in methods
-    }  # [seeds, N, T]
+    first, *_ = by_seed.values()
+    ids = [name for part in first for name in part.ids]
+    fold_N = np.concatenate([np.full(len(part.ids), part.fold) for part in first])
+    measured_NT = np.concatenate([part.measured_NT for part in first])
+    predicted = {  # [seeds, N, T]
+        method: np.stack([np.concatenate([part.predicted[method] for part in parts]) for parts in by_seed.values()])
+        for method in first[0].predicted
+    }
     mean = {method: predicted_SNT.mean(0) for method, predicted_SNT in predicted.items()}
     variants = [parse_variant(name) for name in ids]
     block_N, unit = variant_units(variants)
@@ -227,11 +216,14 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     gains = {
         method: difference(samples[MAIN][0], values) for method, (values, _, _) in samples.items() if method != MAIN
     }
-    each = {method: [_spearman(one, measured_NT, fold_N) for one in one_SNT] for method, one_SNT in predicted.items()}
+    each = {
+        method: [_spearman(predicted_NT, measured_NT, fold_N) for predicted_NT in predicted_SNT]
+        for method, predicted_SNT in predicted.items()
+    }
     units, resamples = counted(count_units(len(ids), block_N), unit), len(samples[MAIN][0]) - 1
     seen = "" if recipe.data.split != "random" else "; random folds test on positions that training has seen"
     metric = "Spearman within folds" if len(set(fold_N.tolist())) > 1 else "Spearman"
-    said = verdict(metric, intervals, gains, f"paired over {units}; split {recipe.data.split}{seen}")
+    text = verdict(metric, intervals, gains, f"paired over {units}; split {recipe.data.split}{seen}")
     best = sum(metrics.best_count(measured_NT[fold_N == fold, 0]) for fold in set(fold_N.tolist()))
     joint: dict[str, Any] = {
         "statistic": metric + (", weighted by their variants" if metric != "Spearman" else " over the test variants"),
@@ -241,9 +233,9 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         else f"none: of {units}, and an interval takes {LEAST}",
         "unit": unit,
         "variants": len(ids),
-        "positions": len({mutation.position for one in variants for mutation in one}),
+        "positions": len({mutation.position for variant in variants for mutation in variant}),
         "split": recipe.data.split,
-        "seeds": seeds,
+        "seeds": list(by_seed),
         "metrics": {method: asdict(one) for method, one in intervals.items()},
         "differences": {method: asdict(one) for method, one in gains.items()},
         "of_each_seed": each,
@@ -256,29 +248,27 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
             "mean_of_all": metrics.mean(measured_NT[:, 0]),
         },
     }
-    path = out / SUMMARY
-    summary = read_json(path)
-    table = _table(recipe.data.model_copy(update={"folds": summary.get("folds")}))
-    more = {
+    summary = read_json(out / SUMMARY)
+    summary |= {
         "recipe": recipe.model_dump(mode="json"),
         "recipe_yaml": recipe_file.dump(recipe),
-        "table": table,
+        "table": _table(recipe.data.model_copy(update={"folds": summary["folds"]})),
         "joint": joint,
-        "verdict": said,
+        "verdict": text,
     }
-    replace_json(path, summary | more)
-    sd_NT = predicted[MAIN].std(0, ddof=1) if len(seeds) > 1 else np.full_like(measured_NT, np.nan)
+    replace_json(out / SUMMARY, summary)
+    sd_NT = predicted[MAIN].std(0, ddof=1) if len(by_seed) > 1 else np.full_like(measured_NT, np.nan)
     columns: dict[str, Array] = {}
     for t, name in enumerate(names):
         of = f" {name}" if len(names) > 1 else ""
         columns |= {f"measured{of}": measured_NT[:, t], f"predicted{of}": mean[MAIN][:, t], f"sd{of}": sd_NT[:, t]}
-        columns |= {f"{method}{of}": mean[method][:, t] for method in methods if method != MAIN}
+        columns |= {f"{method}{of}": mean_NT[:, t] for method, mean_NT in mean.items() if method != MAIN}
     if len(names) > 1:  # `mean` is the target that variants are ranked by
         columns["measured"] = measured_NT[:, 0]
     _write_variants(out / OUT_OF_FOLD, recipe, ids, fold_N, columns)
     if curve:
         _write_curve(out / CURVE, [_Predictions(run.out) for run in [*curve, runs[0]]])
-    return f"{_as_text(metric, joint['best'], [intervals, gains, recall, chosen], each)}\n{said}"
+    return f"{_as_text(metric, joint['best'], [intervals, gains, recall, chosen], each)}\n{text}"
 
 
 def _table(data: DataSettings) -> dict[str, Any]:
@@ -301,24 +291,19 @@ class _Predictions:
     """The content of `per_protein.csv` of one run, with the run's fold and seed."""
 
     def __init__(self, run: Path) -> None:
-        path = run / "per_protein.csv"
-        try:
-            evaluation = read_json(run / "evaluation.json")
-            with open(path, encoding="utf-8", newline="") as file:
-                rows = list(csv.DictReader(file))
-            versions = read_json(run / "versions.json")
-            data = evaluation["recipe"]["data"]
-            self.seed, self.fold = int(evaluation["recipe"]["train"]["seed"]), int(data["fold"])
-            self.targets: list[str] = evaluation["facts"]["targets"]
-            self.trained: int = versions["data"]["train"]["records"]
-            self.ids = [row["id"] for row in rows]
-            self.measured_NT = self._columns(rows, "target", "")
-            others = [name for name in evaluation["metrics"] if name != MAIN]
-            self.predicted = {MAIN: self._columns(rows, "prediction", "")}
-            self.predicted |= {name: self._columns(rows, "prediction", f" of {name}") for name in others}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            fix = f"remove {run.name} and go on with --resume auto"
-            raise InputError(f"{path}: missing or damaged ({error}); {fix}") from None
+        evaluation, versions = read_json(run / "evaluation.json"), read_json(run / "versions.json")
+        with open(run / "per_protein.csv", encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        self.seed = int(evaluation["recipe"]["train"]["seed"])
+        self.fold = int(evaluation["recipe"]["data"]["fold"])
+        self.targets: list[str] = evaluation["facts"]["targets"]
+        self.trained: int = versions["data"]["train"]["records"]
+        self.ids = [row["id"] for row in rows]
+        self.measured_NT = self._columns(rows, "target", "")
+        self.predicted = {MAIN: self._columns(rows, "prediction", "")}
+        for name in evaluation["metrics"]:
+            if name != MAIN:
+                self.predicted[name] = self._columns(rows, "prediction", f" of {name}")
 
     def _columns(self, rows: Sequence[Mapping[str, str]], what: str, of: str) -> Array:
         keys = [f"{what} {name}{of}" if len(self.targets) > 1 else f"{what}{of}" for name in self.targets]
@@ -381,23 +366,22 @@ def _write_variants(
     for n, name in enumerate(ids):
         places[name].append(n)
     of_row: dict[int, tuple[str, int | None, int]] = {}
-    for k, (rows, one) in enumerate(zip(variants.rows, variants.mutations, strict=True)):
-        name = name_of(one)
-        found = places[name].popleft() if places[name] else None
-        of_row |= dict.fromkeys(rows, (name, found, k))
+    for k, (rows, mutations) in enumerate(zip(variants.rows, variants.mutations, strict=True)):
+        name = name_of(mutations)
+        of_row |= dict.fromkeys(rows, (name, places[name].popleft() if places[name] else None, k))
     names = variants.target_names
     measured = {f"measured {name}" if len(names) > 1 else "measured": t for t, name in enumerate(names)}
-    if len(names) > 1:
-        measured["measured"] = 0
+    measured.setdefault("measured", 0)
     table, prefix = variants.table, ""
-    while any(f"{prefix}{name}" in table.columns for name in ("variant", "fold", *columns, LEFT_OUT_WHY)):
+    added = ("variant", "fold", *columns, LEFT_OUT_WHY)
+    while any(f"{prefix}{name}" in table.columns for name in added):
         prefix += "esmshard "  # the user's columns keep their names
-    lines = [[*table.columns, *(f"{prefix}{name}" for name in ("variant", "fold", *columns, LEFT_OUT_WHY))]]
+    lines = [[*table.columns, *(f"{prefix}{name}" for name in added)]]
     for row in range(len(table)):
-        name, place, own = of_row.get(row, ("", None, None))
+        name, place, k = of_row.get(row, ("", None, -1))
         values = dict.fromkeys(columns, math.nan)
-        if own is not None:  # the measured value is also written for variants that no model was tested on
-            values |= {key: float(variants.target_NT[own, t]) for key, t in measured.items()}
+        if k >= 0:  # the measured value is also written for variants that no model was tested on
+            values |= {key: float(variants.target_NT[k, t]) for key, t in measured.items()}
         if place is not None:
             values |= {key: float(column[place]) for key, column in columns.items()}
         texts = ["" if math.isnan(value) else f"{value:.6g}" for value in values.values()]

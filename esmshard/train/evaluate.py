@@ -17,8 +17,8 @@ from esmshard.data.batching.packing import SCORED_TOKENS, assign
 from esmshard.data.splits.leakage import ComparedRecords, hashes
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
-from esmshard.io.paths import found_place, is_hub_name, replace_json, replace_text, replacing, shared_place
-from esmshard.io.tables import write_rows
+from esmshard.io.paths import found_place, is_hub_name, replace_json, replacing, shared_place
+from esmshard.io.tables import counted, write_rows
 from esmshard.model import hub, weights
 from esmshard.model.config import SHIPPED
 from esmshard.model.finetuner import FineTuner
@@ -128,13 +128,9 @@ def fit_baselines(
     return known
 
 
-def _sequences(data: Examples) -> npt.NDArray[np.uint64]:
+def sequence_hashes(data: Examples) -> npt.NDArray[np.uint64]:
+    """Return a hash of each sequence of a split."""
     return hashes(ComparedRecords(len(data), data.whole, data.id))
-
-
-def trained_on(train: Examples) -> dict[str, npt.NDArray[np.uint64]]:
-    """Return the hashes of the training sequences as an array of BASELINES; none of more than MOST_TRAINED_ON."""
-    return {TRAINED_ON: np.unique(_sequences(train))} if len(train) <= MOST_TRAINED_ON else {}
 
 
 def seen_before(
@@ -154,36 +150,20 @@ def seen_before(
         sentence = f"leakage: {model} was trained on these records, or chosen by them, so scores on them are no test"
         return [sentence], len(data)
     if trained is not None:
-        same = int(np.isin(_sequences(data), trained).sum())
+        same = int(np.isin(sequence_hashes(data), trained).sum())
         meaning = "scores on these are no test" if same else "others may be similar to them"
         return [f"leakage: {same:,} of {len(data):,} records are training records of {model}; {meaning}"], same
     if "train" not in digests or data.digest == digests.get("test"):
         return [], 0
     train = about["data"]["train"]
-    name, count = Path(str(train.get("path", "other data"))).name, train.get("records", "its")
-    sentence = (
-        f"leakage: {model} was trained on {count} records of {name}, with which these {len(data):,} were not compared; "
-        "scores on records that are among them are no test"
-    )
-    return [sentence], 0
-
-
-def keep_seen(task: Task, train: Examples, valid: Examples, path: Path) -> None:
-    """Save the ids of the training and validation records, one per line, where the task requires this file."""
-    if task.keeps_ids:
-        replace_text(path, "".join(f"{one.id(n)}\n" for one in (train, valid) for n in range(len(one))))
-
-
-def keep_baselines(path: Path, known: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Save the arrays of `fit_baselines` as `.npz`."""
-    with replacing(path, binary=True) as file:
-        np.savez(file, **known)  # type: ignore[arg-type]
+    return [
+        f"leakage: {model} was trained on {train['records']} records of {Path(train['path']).name}, with which these "
+        f"{len(data):,} were not compared; scores on records that are among them are no test"
+    ], 0
 
 
 def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays that `keep_baselines` saved. The result is empty if there is no such file."""
-    if not path.is_file():
-        return {}
+    """Read the arrays of `fit_baselines`, and the TRAINED_ON hashes, if they were kept."""
     with np.load(path, allow_pickle=False) as file:
         return dict(file)
 
@@ -270,36 +250,29 @@ def report(
     out: Path,
     warn: Callable[[str], None],
     device: DeviceName = None,
-    leakage: Sequence[str] = (),
-    seen: int = 0,
     labels: str | None = None,
     tracks: Mapping[str, str] | None = None,
     complexes: str | None = None,
 ) -> str:
     """Score a consolidated model on a split, beside the model before fine-tuning and the task's baselines.
 
-    Writes `evaluation.json` and `per_protein.csv` to `out`. Returns the table as text, followed by the reasons for
-    missing intervals and by the verdict: whether fine-tuning was better than the strongest baseline.
+    Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text of `write`.
 
     Args:
         model: a directory that `consolidate` wrote.
         data: the split.
         out: the directory for the results.
-        warn: called with a sentence for each thing that is left out.
+        warn: called with a sentence for each thing that is left out, and on what the model was trained on.
         device: see `chosen_device`.
-        leakage: sentences on what the split shares with the training records, for `evaluation.json`; by default those
-            of `seen_before`, which are also given to `warn`.
-        seen: the number of records of the split that the model was trained on, for the verdict.
         labels: the file of the labels, for `evaluation.json`, if they do not lie beside the records.
         tracks: the paths of the tracks of the split, for `evaluation.json`, if they are not those of the recipe.
         complexes: which chains of structures were joined, for `evaluation.json`.
     """
-    found = load_finetuned(model, device)
-    base, why = None, ""
+    tuned, base, why = load_finetuned(model, device), None, ""
     shown_name = model if model in SHIPPED else Path(model).name  # without the directory, since results are shared
     # Without `tracks` the data are a split of the model's own recipe, with the tracks of the recipe.
     left_out = [] if data.tracks and tracks is None else without_tracks(model, tracks or ())
-    recipe = Recipe.model_validate(found.about["recipe"])
+    recipe = Recipe.model_validate(tuned.about["recipe"])
     name = Path(recipe.model.name)
     on_hub = is_hub_name(recipe.model.name) and not name.exists() and hub.find(recipe.model.name) is not None
     if not name.is_absolute() and len(name.parts) > 1 and not on_hub:
@@ -308,36 +281,35 @@ def report(
         why = f"{shown_name} comes without the model that it was fine-tuned from"
     else:
         try:
-            base = load_base(recipe, found.task, device)
+            base = load_base(recipe, tuned.task, device)
         except InputError as error:
             why = f"the model that {shown_name} was fine-tuned from cannot be read ({error})"
-    if why and found.task.of_base:
-        left_out.append(f"baselines left out of the table: {listed(found.task.of_base)}, because {why}")
-    known = read_baselines(weights.place(model) / BASELINES)
-    trained = known.pop(TRAINED_ON, None)
-    if not (weights.place(model) / BASELINES).is_file():
+    if why and tuned.task.of_base:
+        left_out.append(f"baselines left out of the table: {listed(tuned.task.of_base)}, because {why}")
+    file = weights.place(model) / BASELINES
+    known = read_baselines(file) if file.is_file() else {}
+    if not file.is_file():
         left_out.append(
             f"baselines left out of the table: all that learn from training records; no {shown_name}/{BASELINES}"
         )
-    known_before = list[str]()
-    if not leakage:
-        known_before, seen = seen_before(shown_name, found.about, trained, data)
-    for sentence in [*left_out, *known_before]:
+    leakage, seen = seen_before(shown_name, tuned.about, known.pop(TRAINED_ON, None), data)
+    for sentence in [*left_out, *leakage]:
         warn(sentence)
-    table = {MAIN: score(found.model, found.task, data), **score_baselines(found.task, data, known, base)}
-    facts: dict[str, Any] = {
-        "device": str(found.model.device),
+    table = {MAIN: score(tuned.model, tuned.task, data), **score_baselines(tuned.task, data, known, base)}
+    about = described(model, tuned.about, data, out) | {
+        "device": str(tuned.model.device),
         "precision": "fp32",
         "labels": None if labels is None else _place(labels, out),
         "in_sample": seen,
         "left_out": left_out,
+        "leakage": leakage,
     }
-    facts |= {"tracks": {track: _place(path, out) for track, path in tracks.items()}} if tracks else {}
+    if tracks:
+        about["tracks"] = {track: _place(path, out) for track, path in tracks.items()}
     if complexes is not None:
-        facts["complexes"] = complexes if complexes == EVERY else _place(complexes, out)
-    about = described(model, found.about, data, out) | facts | {"leakage": [*leakage, *known_before]}
-    groups = [found.task.group(data.get(n), known) for n in range(len(data))]
-    return write(out, data, found.task, table, about, groups, name=model if model in SHIPPED else MAIN)
+        about["complexes"] = complexes if complexes == EVERY else _place(complexes, out)
+    groups = [tuned.task.group(data.get(n), known) for n in range(len(data))]
+    return write(out, data, tuned.task, table, about, groups, name=model if model in SHIPPED else MAIN)
 
 
 def _place(path: str | Path, out: Path) -> str:
@@ -385,36 +357,35 @@ def write(
         name: the name of the model in the results; a shipped model has not been fine-tuned by anybody.
     """
     block_N, unit = task.units(data)
-    samples = {name: _resampled(task, rows, block_N) for name, rows in table.items()}
+    samples = {method: _resampled(task, rows, block_N) for method, rows in table.items()}
     columns = tuple(column for column in task.columns if column in samples[MAIN])
-    intervals = {name: {m: interval(values, m) for m, values in found.items()} for name, found in samples.items()}
+    intervals = {method: {m: interval(values, m) for m, values in row.items()} for method, row in samples.items()}
     differences = {
-        name: {m: difference(samples[MAIN][m], found[m], m) for m in columns if m in found}
-        for name, found in samples.items()
-        if name != MAIN
+        method: {m: difference(samples[MAIN][m], row[m], m) for m in columns if m in row}
+        for method, row in samples.items()
+        if method != MAIN
     }
     counts = {metric: _units(table[MAIN], metric, block_N) for metric in columns}
     without = {
-        metric: f"{count} {unit}{'' if count == 1 else 's'} with a value; an interval takes {LEAST}"
+        metric: f"{counted(count, unit)} with a value; an interval takes {LEAST}"
         for metric, count in counts.items()
         if count < LEAST
     }
     of_groups = _groups(task, table, block_N, groups)
     headline = task.columns[0]
-    count = counts[headline]
-    said = in_sample(about.get("in_sample", 0), len(data)) + verdict(
+    text = in_sample(about.get("in_sample", 0), len(data)) + verdict(
         headline,
-        {name: found[headline] for name, found in intervals.items() if headline in found},
-        {name: found[headline] for name, found in differences.items() if headline in found},
-        f"paired over {count:,} {unit}{'' if count == 1 else 's'}",
+        {method: row[headline] for method, row in intervals.items() if headline in row},
+        {method: row[headline] for method, row in differences.items() if headline in row},
+        f"paired over {counted(counts[headline], unit)}",
         lower_is_better=task.lower_is_better,
     )
-    said += _other_metrics(task, columns, intervals, differences)
+    text += _other_metrics(task, columns, intervals, differences)
     if name != MAIN:
-        said = said.replace("Fine-tuning", f"The training of {name}").replace("the fine-tuned model", name)
+        text = text.replace("Fine-tuning", f"The training of {name}").replace("the fine-tuned model", name)
     numbers = _numbers(table[MAIN])
     scaling = _scaling(task.facts, intervals[MAIN])
-    intervals = {name if method == MAIN else method: of_method for method, of_method in intervals.items()}
+    intervals = {name if method == MAIN else method: row for method, row in intervals.items()}
     evaluation = {
         **about,
         "task": about["recipe"]["task"]["name"],
@@ -428,9 +399,9 @@ def write(
         },
         "interval": _method(unit, {column: intervals[name][column] for column in columns}),
         "without_interval": without,
-        "verdict": said,
+        "verdict": text,
         "metrics": {method: {c: asdict(i) for c, i in row.items()} for method, row in intervals.items()},
-        "differences": {name: {c: asdict(i) for c, i in row.items()} for name, row in differences.items()},
+        "differences": {method: {c: asdict(i) for c, i in row.items()} for method, row in differences.items()},
         "facts": task.facts,
         "groups": of_groups,
         "calibration": _calibration(table[MAIN], scaling),
@@ -439,8 +410,14 @@ def write(
     }
     replace_json(directory / "evaluation.json", evaluation)
     _write_rows(directory / "per_protein.csv", data, task, table, groups)
-    lines = [as_text(intervals | _lines_of(of_groups), columns), *without_interval(without), *filter(None, [scaling])]
-    return "\n".join([*lines, said])
+    rows = intervals | {
+        f"{MAIN}, {group}: {found['records']:,}": {m: Interval(**cell) for m, cell in found["metrics"][MAIN].items()}
+        for group, found in of_groups.items()
+        if found["metrics"]
+    }
+    lines = [[method, *(str(row[c]) if c in row else "-" for c in columns)] for method, row in rows.items()]
+    notes = [*without_interval(without), *([scaling] if scaling else [])]
+    return "\n".join([aligned([["", *columns], *lines]), *notes, text])
 
 
 def _write_rows(
@@ -448,29 +425,26 @@ def _write_rows(
 ) -> None:
     """Write a line for each record: id, lengths, block and group, if there are any, and the numbers of its row."""
     block_N, numbers, classes = data.blocks(), _numbers(table[MAIN]), task.facts.get("classes")
-    # Where records are resampled in blocks the predictions of every baseline are saved, because the folds of a table of
-    # variants are tested together.
-    others = (
-        []
-        if block_N is None
-        else [(name, key) for name in table if name != MAIN for key in numbers if key.startswith("prediction")]
-    )
     head = ["id", "length", *(["length_a", "length_b"] if task.settings.pairs else [])]
     head += [*([] if block_N is None else ["block"]), *(["group"] if any(groups) else [])]
-    keys = [*numbers, *(f"{key} of {name}" for name, key in others)]
-    lines = [[*head, *keys]]
-    for n, row in enumerate(table[MAIN]):
-        values = [*(row.get(key, math.nan) for key in numbers), *(table[name][n][key] for name, key in others)]
-        cells = ["" if math.isnan(v := float(value)) else f"{v:.6g}" for value in values]
-        for place, key in enumerate(keys):
-            if classes and key.split(" of ")[0] in ("target", "prediction"):
-                cells[place] = classes[int(values[place])]
+    keys = [(MAIN, key, key) for key in numbers]
+    if block_N is not None:  # the folds of a table of variants are tested together, and so are their baselines
+        predictions = [key for key in numbers if key.startswith("prediction")]
+        keys += [(name, key, f"{key} of {name}") for name in table if name != MAIN for key in predictions]
+    lines = [[*head, *(title for _, _, title in keys)]]
+    for n in range(len(data)):
+        lengths = [data.length(n)]
         if task.settings.pairs:
             lengths = [end - start for start, end in chain_spans(data.whole(n))]
             lengths = [sum(lengths), *lengths]
-        else:
-            lengths = [data.length(n)]
         places = [*lengths, *([] if block_N is None else [block_N[n]]), *([groups[n]] if any(groups) else [])]
+        cells = []
+        for name, key, _ in keys:
+            value = float(table[name][n].get(key, math.nan))
+            if classes is not None and key in ("target", "prediction"):
+                cells.append(classes[int(value)])
+            else:
+                cells.append("" if math.isnan(value) else f"{value:.6g}")
         lines.append([data.id(n), *map(str, places), *cells])
     with replacing(path) as file:
         write_rows(file, lines)
@@ -495,38 +469,25 @@ def without_interval(reasons: Mapping[str, str]) -> list[str]:
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
     """Call `bootstrap`, without resamples for a metric that too few records have a value of."""
-    ready = task.prepared(rows)
-    found = bootstrap(task.summary, ready, block_N=block_N)
-    return {
-        metric: values if _units(rows, metric, block_N) >= LEAST else values[:1] for metric, values in found.items()
-    }
+    samples = bootstrap(task.summary, task.prepared(rows), block_N=block_N)
+    return {m: values if _units(rows, m, block_N) >= LEAST else values[:1] for m, values in samples.items()}
 
 
 def _groups(
     task: Task, table: Mapping[str, Sequence[Row]], block_N: npt.NDArray[np.int64] | None, groups: Sequence[str]
 ) -> dict[str, Any]:
     """Count the records of each group, and compute the metrics of every method on them, unless they are all records."""
-    found: dict[str, Any] = {}
+    of_groups: dict[str, Any] = {}
     for group in sorted(set(groups) - {""}):
-        members = [n for n, one in enumerate(groups) if one == group]
-        found[group] = {"records": len(members), "metrics": {}}
+        members = [n for n, name in enumerate(groups) if name == group]
+        of_groups[group] = {"records": len(members), "metrics": {}}
         if len(members) == len(groups):
             continue
         part = None if block_N is None else block_N[members]
-        samples = {name: _resampled(task, [rows[n] for n in members], part) for name, rows in table.items()}
-        found[group]["metrics"] = {
-            name: {m: asdict(interval(values, m)) for m, values in one.items()} for name, one in samples.items()
-        }
-    return found
-
-
-def _lines_of(groups: Mapping[str, Any]) -> dict[str, dict[str, Interval]]:
-    """Return the model's metrics on each group, by the name of a line of the table."""
-    return {
-        f"{MAIN}, {name}: {group['records']:,}": {m: Interval(**one) for m, one in group["metrics"][MAIN].items()}
-        for name, group in groups.items()
-        if group["metrics"]
-    }
+        for method, rows in table.items():
+            samples = _resampled(task, [rows[n] for n in members], part)
+            of_groups[group]["metrics"][method] = {m: asdict(interval(values, m)) for m, values in samples.items()}
+    return of_groups
 
 
 def _units(rows: Sequence[Row], metric: str, block_N: npt.NDArray[np.int64] | None) -> int:
@@ -562,14 +523,13 @@ def _other_metrics(
         )
         best = strongest(values, gains, lower_is_better=lower)
         how = "" if best is None else comparison(gains[best], lower_is_better=lower)
-        of_headline = how if metric == columns[0] else of_headline
-        if best is not None and how in clear and how != of_headline and metric != "ECE":
+        if metric == columns[0]:
+            of_headline = how
+        elif best is not None and how in clear and how != of_headline and metric != "ECE":
             gain = gains[best]
             clear[how].append(f"{metric} ({gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] against {best})")
-    if not any(clear.values()):
-        return ""
     parts = [f"clearly {how} the best baseline in {listed(metrics)}" for how, metrics in clear.items() if metrics]
-    return f" In other metrics it is {', and '.join(parts)}."
+    return f" In other metrics it is {', and '.join(parts)}." if parts else ""
 
 
 def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]:
@@ -629,12 +589,6 @@ def _confusion(rows: Sequence[Row], task: Task) -> dict[str, Any] | None:
         return None
     counts = np.sum([np.asarray(row["confusion"]) for row in rows], axis=0)
     return {"classes": list(task.facts["classes"]), "counts": counts.tolist()}
-
-
-def as_text(intervals: Mapping[str, Mapping[str, Interval]], columns: Sequence[str]) -> str:
-    """Format the table for the terminal: one line for each method, with mean and interval under each metric."""
-    rows = [[name, *(str(row[c]) if c in row else "-" for c in columns)] for name, row in intervals.items()]
-    return aligned([["", *columns], *rows])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -706,16 +660,14 @@ def verdict(
             f"Fine-tuning was {how} the best baseline, {name}: {values}, but whether that is more than chance cannot "
             f"be said: there is no interval ({basis}; an interval takes {LEAST})."
         )
-    how, consequence = {
-        "better than": ("beat", ""),
-        "worse than": ("was worse than", f"; it was not worth it, as {name} needs none and is better"),
-        "not clearly apart from": (
-            "was not clearly apart from",
-            f"; that it was worth it is not shown, as {name} needs none",
-        ),
+    consequence = {
+        "better than": "",
+        "worse than": f"; it was not worth it, as {name} needs none and is better",
+        "not clearly apart from": f"; that it was worth it is not shown, as {name} needs none",
     }[how]
-    interval = f"[{gain.low:+.3f}, {gain.high:+.3f}] (95%, {basis})"
-    return f"Fine-tuning {how} the best baseline, {name}: {values} {interval}{consequence}."
+    limits = f"[{gain.low:+.3f}, {gain.high:+.3f}] (95%, {basis})"
+    verb = "beat" if how == "better than" else f"was {how}"
+    return f"Fine-tuning {verb} the best baseline, {name}: {values} {limits}{consequence}."
 
 
 def in_sample(seen: int, records: int) -> str:

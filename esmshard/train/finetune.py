@@ -5,11 +5,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from esmshard.checkpoint import card, manifest, sharded
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.data.batching.loader import SEEN
 from esmshard.devices import DeviceName, exact_convolutions
 from esmshard.errors import LostProcess
+from esmshard.io.paths import replace_text, replacing
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weight_reader import read_json
 from esmshard.parallel import launch
@@ -89,8 +92,6 @@ def run(
                 starting.from_first(lambda: check_out(out, resume, overwrite))
                 starting.agree(lambda: attempt.open(ranks.is_first, job.steps, take_over=take_over))
                 start = starting.from_first(lambda: starting_point(job, resume))
-                if is_trial:
-                    attempt.ending = "trained and validated, as a trial of a sweep"
                 model = train(job, start, starting, ranks, control, preemption, attempt, profile)
                 if not is_trial:
                     attempt.report("running", "consolidating and evaluating")
@@ -140,8 +141,14 @@ def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) 
     table |= evaluate.score_baselines(task, job.test, known, model, sharing)
 
     def write() -> None:
-        evaluate.keep_baselines(out / evaluate.BASELINES, {**known, **evaluate.trained_on(job.train)})
-        evaluate.keep_seen(task, job.train, job.valid, out / SEEN)
+        groups = [task.group(job.test.get(n), known) for n in range(len(job.test))]
+        if len(job.train) <= evaluate.MOST_TRAINED_ON:
+            known[evaluate.TRAINED_ON] = np.unique(evaluate.sequence_hashes(job.train))
+        with replacing(out / evaluate.BASELINES, binary=True) as file:
+            np.savez(file, **known)  # type: ignore[arg-type]
+        if task.keeps_ids:
+            ids = [split.id(n) for split in (job.train, job.valid) for n in range(len(split))]
+            replace_text(out / SEEN, "".join(f"{name}\n" for name in ids))
         directory = consolidate(checkpoint, out / "model", overwrite=True, warn=say)
         say(f"model in {directory}")
         about = read_json(directory / "esmshard.json")
@@ -149,7 +156,6 @@ def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) 
         stored = f", matrices of the layers in {kind}" if (kind := recipe.model.quantize) else ""
         facts |= {"device": str(ranks.device), "precision": layout.precision + stored, "processes": ranks.size}
         facts |= {"labels": None, "left_out": [], "leakage": leakage_notices(job), "in_sample": seen_in_training(job)}
-        groups = [task.group(job.test.get(n), known) for n in range(len(job.test))]
         print(evaluate.write(out, job.test, task, table, facts, groups), flush=True)
         card.write(directory, about, read_json(out / "evaluation.json"))
 

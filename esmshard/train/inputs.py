@@ -27,7 +27,7 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task
 from esmshard.tasks.finetuned import initial_weights, new_head, tracks_of
 from esmshard.tasks.registry import new_task
-from esmshard.train.run_dir import LOCK, has_status, holder
+from esmshard.train.run_dir import LOCK, holder, read_status
 from esmshard.train.tracking import TRACKED, check_installed
 
 RUN_FILES = (
@@ -137,7 +137,7 @@ def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
     if not goes_on and not overwrite and out.is_dir() and any(path.name != LOCK for path in out.iterdir()):
         raise UsageError(f"{out}: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR")
     names = [name for name in RUN_FILES if os.path.lexists(out / name)]
-    if names and holder(out) is None and not has_status(out):
+    if names and holder(out) is None and read_status(out) is None:
         raise UsageError(
             f"{out}: holds {', '.join(names)}, which no run left there, so nothing is removed; choose another "
             "directory with out=DIR"

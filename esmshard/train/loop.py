@@ -31,7 +31,7 @@ from esmshard.model.weights import identity, report_altered
 from esmshard.parallel import launch
 from esmshard.parallel.load import materialise
 from esmshard.parallel.preemption import Preempted, Preemption, reason
-from esmshard.parallel.process_group import Precision, World, processes_per_machine
+from esmshard.parallel.process_group import World, processes_per_machine
 from esmshard.parallel.profiler import Profile
 from esmshard.parallel.shard import DTYPES, shard
 from esmshard.parallel.tied_weights import check_optimizer
@@ -83,11 +83,11 @@ def train(
         Preempted: if the run was asked to stop. The work done until then is saved.
     """
     ranks = replace(ranks, together=job.layout.together)
-    training = _build(job, start, replace(starting, together=job.layout.together), control, preemption, attempt)
+    training = Training(job, start, replace(starting, together=job.layout.together), control, preemption, attempt)
     state = training.state
     if ranks.is_first:
         has_notices = launch.TRIAL not in os.environ  # the command of the sweep has printed them
-        describe_run(job, training.full_recipe, state.step, ranks, training.facts, has_notices=has_notices)
+        describe_run(job, training.recipe, state.step, ranks, training.facts, has_notices=has_notices)
         attempt.begin(state.step, training.is_validated)
     check_first_batch(training.ranks, training.digests_of_first_step)
     training.ranks = ranks  # from here on with the time-out of a step
@@ -138,40 +138,98 @@ class TrainState:
     def saved(self) -> dict[str, Any]:
         """Return the part that a checkpoint stores."""
         scale = asdict(self.scale) if self.scale else None
-        return {
-            "loss_scale": scale,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "best": self.best,
-            "stale": self.stale,
-        }
+        in_a_row = {"skipped_in_a_row": self.skipped_in_a_row, "stale": self.stale}
+        return {"loss_scale": scale, "best": self.best, **in_a_row}
 
 
-@dataclass
 class Training:
-    """One attempt at a run: the model over the ranks, its optimizer, and all that a step needs."""
+    """One attempt at a run: the model over the ranks, its optimizer, and all that a step needs.
 
-    job: RunInputs
-    ranks: World
-    control: Control
-    preemption: Preemption
-    attempt: Attempt
-    model: FineTuner
-    optimizer: torch.optim.AdamW
-    numbers: memory_model.ModelNumbers
-    largest_fitting: Callable[[], int]
-    """Returns the largest micro-batch, in tokens, that fits into memory, for the message after an out-of-memory error.
+    Args: see `train`; `ranks` have the time-out of the start.
     """
-    tokens_per_rank: int
-    full_recipe: Recipe
-    """The recipe with the values that were chosen on this machine."""
-    facts: dict[str, Any]
-    """The part of a checkpoint that no step changes: recipe, versions, data."""
-    is_validated: bool
-    """Whether the validation of the loaded checkpoint was done before the run stopped."""
-    state: TrainState
-    watch: Watch
-    saver: Saver
-    plan: StepPlan
+
+    def __init__(
+        self,
+        job: RunInputs,
+        start: Path | None,
+        ranks: World,
+        control: Control,
+        preemption: Preemption,
+        attempt: Attempt,
+    ) -> None:
+        self.job, self.ranks, self.control, self.preemption, self.attempt = job, ranks, control, preemption, attempt
+        recipe, weights, trained_only = job.recipe, job.weights, job.recipe.adapt.method != "full"
+        # First shapes, then shards, then values: where there are several ranks, none ever holds the whole model.
+        with torch.device("meta"):
+            self.model = FineTuner(family_registry.build(weights.config), job.task.head(weights.config))
+        tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
+        self.model.adapt(recipe.adapt, recipe.train.seed, tracks, quantization)
+        self.numbers = memory_model.numbers_of(self.model, weights.config, tracks=tracks, quantization=quantization)
+        shard(self.model, job.layout, ranks)
+        saved = sharded.read_state(start) if start is not None else None
+        # This comes before the model has memory of its own, because the planner counts the model's memory too.
+        free = memory_model.free_bytes(ranks.device, processes_per_machine(ranks.size))
+        room = int(ranks.min(RESERVED * free))
+        self.largest_fitting = partial(largest_fitting, job, self.numbers, room, ranks)
+        """Returns the largest micro-batch, in tokens, that fits into memory."""
+        self.tokens_per_rank = choose_tokens_per_rank(job, saved, self.largest_fitting, ranks)
+        self._fill(is_new=start is None)
+        self.optimizer = adamw(self.model, recipe.optim)
+        check_optimizer(self.model, self.optimizer)
+        self.state = TrainState(scale=LossScale() if job.layout.precision == "fp16" else None)
+        tensors = state_tensors(self.model, self.optimizer, trained_only=trained_only)
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        ranks.from_first(lambda: check_room(job.out / "checkpoints", needed))
+        if start is not None and saved is not None:
+            sharded.load(start, tensors)
+            state = self.state
+            state.step, state.skipped_in_a_row = int(saved["step"]), saved["skipped_in_a_row"]
+            state.best, state.stale = saved["best"], saved["stale"]
+            state.of_validation = {key: value for key, value in saved["facts"].items() if key not in job.task.facts}
+            state.scale = LossScale(**saved["loss_scale"]) if state.scale else None
+        self.is_validated = saved is None or saved["validated"]
+        """Whether the validation of the loaded checkpoint was done before the run stopped."""
+        self.recipe = resolved(job, self.tokens_per_rank)
+        """The recipe with the values that were chosen on this machine."""
+        self.facts: dict[str, Any] = {
+            "recipe": self.recipe.model_dump(mode="json"),
+            "config": weights.config.recorded(),
+            "world_size": ranks.size,
+            "versions": versions(recipe, ranks.device),
+            "devices": kinds_of_device(saved, ranks.device),
+            "data": provenance(job),
+            "facts": dict(job.task.facts),
+            "unlearned": [part for part in weights.unlearned if part != "lm_head" or not self.model.asks_logits],
+            "base": None,
+        }
+        """The part of a checkpoint that no step changes."""
+        if longer := extensions(saved, job.steps):
+            self.facts["extended"] = longer
+        if ranks.is_first and trained_only:  # the checkpoint holds only what is trained, and names the base model
+            self.facts["base"] = saved["base"] if saved else identity(weights, recipe.model.name)
+        is_gpu, in_background = ranks.device.type == "cuda", recipe.checkpoint.async_save
+        sheet = data_sheet(torch.cuda.get_device_name(ranks.device)) if is_gpu else None
+        self.watch = Watch(ranks, control, None if sheet is None else sheet.flops(job.layout.precision))
+        if in_background == "auto":  # the host of a GPU has memory for a copy; a run on the CPU has not
+            in_background = is_gpu
+        self.saver = Saver(job.out / "checkpoints", recipe.checkpoint.keep, in_background, ranks.step_timeout)
+        self.plan = StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed)
+
+    def _fill(self, *, is_new: bool) -> None:
+        """Read the base model's weights into the shards, and fit the head of a probe."""
+        job, model, ranks = self.job, self.model, self.ranks
+        self.control.note("reading weights")
+        head, message = new_head(job.recipe, job.task, job.weights)
+        if message and is_new and ranks.is_first:
+            say(message)
+        if ranks.is_first:
+            report_altered(job.weights.files)
+        materialise(model, model.rows_of(job.weights, head), job.layout, ranks)
+        if job.recipe.adapt.method == "probe" and is_new:
+            say(f"fitting the head on {len(job.train)} training records")
+            examples = [job.train.get(n) for n in range(len(job.train))]
+            job.task.probe(model.eval().head, examples, model, job.recipe.train.seed)
+        model.train()
 
     def out_of_memory_advice(self) -> str:
         """Return what to change after an out-of-memory error of a step: a number of tokens that fits, if there is one.
@@ -194,12 +252,9 @@ class Training:
     def share_of(self, step: int) -> tuple[int, int, list[MicroBatch]]:
         """Return epoch, number of records and this rank's micro-batches of a step. All ranks plan the same records."""
         epoch, records = self.plan.step(step)
-        tokens_N = self.job.train.tokens
-        return (
-            epoch,
-            len(records),
-            assign(records, tokens_N, self.tokens_per_rank, self.ranks.data_rank, self.ranks.data_size),
-        )
+        data_rank, data_size = self.ranks.data_rank, self.ranks.data_size
+        mine = assign(records, self.job.train.tokens, self.tokens_per_rank, data_rank, data_size)
+        return epoch, len(records), mine
 
     def digests_of_first_step(self) -> dict[bytes, str]:
         """Return the digests of the records of this rank's first step, with their ids."""
@@ -362,117 +417,6 @@ def advice_if_out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
         raise InputError(f"out of memory: {advice()}") from None
 
 
-def _build(
-    job: RunInputs,
-    start: Path | None,
-    ranks: World,
-    control: Control,
-    preemption: Preemption,
-    attempt: Attempt,
-) -> Training:
-    """Lay the model out over the ranks, fill it with weights or a checkpoint, and create the optimizer."""
-    recipe, task, weights = job.recipe, job.task, job.weights
-    # First shapes, then shards, then values: where there are several ranks, none ever holds the whole model.
-    with torch.device("meta"):
-        model = FineTuner(family_registry.build(weights.config), task.head(weights.config))
-    tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
-    model.adapt(recipe.adapt, recipe.train.seed, tracks, quantization)
-    numbers = memory_model.numbers_of(model, weights.config, tracks=tracks, quantization=quantization)
-    shard(model, job.layout, ranks)
-    saved = sharded.read_state(start) if start is not None else None
-    # This comes before the model has memory of its own, because the planner counts the model's memory too.
-    free = memory_model.free_bytes(ranks.device, processes_per_machine(ranks.size))
-    fitting = partial(largest_fitting, job, numbers, int(ranks.min(RESERVED * free)), ranks)
-    tokens_per_rank = choose_tokens_per_rank(job, saved, fitting, ranks)
-    _fill(job, model, start, ranks, control)
-    optimizer = adamw(model, recipe.optim)
-    check_optimizer(model, optimizer)
-    state = TrainState(scale=LossScale() if job.layout.precision == "fp16" else None)
-    tensors = state_tensors(model, optimizer, trained_only=recipe.adapt.method != "full")
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    ranks.from_first(lambda: check_room(job.out / "checkpoints", needed))
-    if start is not None and saved is not None:
-        sharded.load(start, tensors)
-        state.step, state.skipped_in_a_row = int(saved["step"]), saved["skipped_in_a_row"]
-        state.best, state.stale = saved["best"], saved["stale"]
-        state.of_validation = {key: value for key, value in saved["facts"].items() if key not in task.facts}
-        state.scale = LossScale(**saved["loss_scale"]) if state.scale else None
-    full_recipe = resolved(job, tokens_per_rank)
-    return Training(
-        job=job,
-        ranks=ranks,
-        control=control,
-        preemption=preemption,
-        attempt=attempt,
-        model=model,
-        optimizer=optimizer,
-        numbers=numbers,
-        largest_fitting=fitting,
-        tokens_per_rank=tokens_per_rank,
-        full_recipe=full_recipe,
-        facts=_facts(job, full_recipe, model, saved, ranks),
-        is_validated=saved is None or saved["validated"],
-        state=state,
-        watch=Watch(ranks, control, _peak(ranks.device, job.layout.precision)),
-        saver=Saver(
-            job.out / "checkpoints", recipe.checkpoint.keep, _in_background(recipe, ranks.device), ranks.step_timeout
-        ),
-        plan=StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed),
-    )
-
-
-def _fill(job: RunInputs, model: FineTuner, start: Path | None, ranks: World, control: Control) -> None:
-    """Read the base model's weights into the shards, and fit the head of a probe."""
-    recipe, task, weights = job.recipe, job.task, job.weights
-    control.note("reading weights")
-    head, message = new_head(recipe, task, weights)
-    if message and start is None and ranks.is_first:
-        say(message)
-    if ranks.is_first:
-        report_altered(weights.files)
-    materialise(model, model.rows_of(weights, head), job.layout, ranks)
-    if recipe.adapt.method == "probe" and start is None:
-        say(f"fitting the head on {len(job.train)} training records")
-        every = range(len(job.train))
-        task.probe(model.eval().head, [job.train.get(n) for n in every], model, recipe.train.seed)
-    model.train()
-
-
-def _facts(
-    job: RunInputs, full_recipe: Recipe, model: FineTuner, saved: dict[str, Any] | None, ranks: World
-) -> dict[str, Any]:
-    """Return the part of a checkpoint that no step changes."""
-    weights = job.weights
-    facts: dict[str, Any] = {
-        "recipe": full_recipe.model_dump(mode="json"),
-        "config": weights.config.recorded(),
-        "world_size": ranks.size,
-        "versions": versions(job.recipe, ranks.device),
-        "devices": kinds_of_device(saved, ranks.device),
-        "data": provenance(job),
-        "facts": dict(job.task.facts),
-        "unlearned": [part for part in weights.unlearned if part != "lm_head" or not model.asks_logits],
-        "base": None,
-    }
-    if longer := extensions(saved, job.steps):
-        facts["extended"] = longer
-    if ranks.is_first and job.recipe.adapt.method != "full":
-        # The checkpoint then holds only what is trained, and names the base model.
-        facts["base"] = saved["base"] if saved else identity(weights, job.recipe.model.name)
-    return facts
-
-
-def _peak(device: torch.device, precision: str) -> float | None:
-    sheet = data_sheet(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return None if sheet is None else sheet.flops(precision)
-
-
-def _in_background(recipe: Recipe, device: torch.device) -> bool:
-    """Whether to save while training continues. On a GPU machine the host has memory for a copy; a CPU run has not."""
-    wanted = recipe.checkpoint.async_save
-    return device.type == "cuda" if wanted == "auto" else wanted
-
-
 def _work(
     mine: Sequence[MicroBatch], tokens_N: npt.NDArray[np.integer[Any]], numbers: memory_model.ModelNumbers
 ) -> tuple[int, float]:
@@ -509,8 +453,11 @@ def choose_tokens_per_rank(
     asked = job.recipe.batch.tokens_per_rank
     if isinstance(asked, int):
         return asked
-    if saved is not None and _layout_of(saved) == [ranks.size, _gpu(ranks.device), _memory_keys(job.recipe)]:
-        return int(saved["recipe"]["batch"]["tokens_per_rank"])
+    if saved is not None:
+        gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else None
+        then = [saved["world_size"], saved["versions"].get("gpu"), _memory_keys(Recipe.model_validate(saved["recipe"]))]
+        if then == [ranks.size, gpu, _memory_keys(job.recipe)]:
+            return int(saved["recipe"]["batch"]["tokens_per_rank"])
     longest, fits = int(job.train.tokens.max()), fitting()
     if not fits and ranks.is_first:
         say(
@@ -518,15 +465,6 @@ def choose_tokens_per_rank(
             "parallel.activation_checkpointing=full, or see `esmshard plan`"
         )
     return max(fits, longest)
-
-
-def _layout_of(saved: Mapping[str, Any]) -> list[Any]:
-    """Return what decided on the memory of each rank of the run that wrote a checkpoint."""
-    return [saved["world_size"], saved["versions"].get("gpu"), _memory_keys(Recipe.model_validate(saved["recipe"]))]
-
-
-def _gpu(device: torch.device) -> str | None:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def _memory_keys(recipe: Recipe) -> dict[str, Any]:
@@ -543,11 +481,6 @@ def largest_fitting(job: RunInputs, numbers: memory_model.ModelNumbers, room: in
         room: bytes that may be planned with, weights included, on the rank with the least memory.
         ranks: the ranks over which a step is divided.
     """
-    device = planner_device(ranks.device, job.layout.precision)
-    return MicroBatches(job.recipe, job.train, numbers, job.layout, device).largest(room)
-
-
-def planner_device(device: torch.device, precision: Precision) -> memory_model.Device:
-    """Return the planner's name of the attention kernel that runs."""
     kernels: dict[str, memory_model.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
-    return kernels[kernel_name(device, DTYPES[precision])]
+    device = kernels[kernel_name(ranks.device, DTYPES[job.layout.precision])]
+    return MicroBatches(job.recipe, job.train, numbers, job.layout, device).largest(room)

@@ -9,13 +9,14 @@ validations (`split`) and these events:
     {"event": "end", "state": "preempted", "time": T}
 """
 
-import getpass
 import json
 import math
 import os
 import socket
+import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,8 +26,8 @@ from typing import Any, Literal, TypedDict
 from pydantic import BaseModel
 
 from esmshard.checkpoint import manifest
-from esmshard.errors import ExitCode, InputError, UsageError, reading
-from esmshard.io.paths import read_json, replace_json, replace_text
+from esmshard.errors import ExitCode, InputError, UsageError
+from esmshard.io.paths import lives, read_json, replace_json, replace_text
 from esmshard.parallel.launch import LAUNCH
 from esmshard.parallel.preemption import Preempted
 from esmshard.progress import duration, say
@@ -50,35 +51,44 @@ EXIT_CODES: Mapping[State, int] = {
 }
 """The exit code of `esmshard status`: that of the first of these states that one of the runs is in."""
 
-_TAIL = 1 << 18
-"""The number of bytes at the end of metrics.jsonl that are searched for the last step. A line of 64 ranks has 5 KB."""
-
 
 class Holder(BaseModel):
     """The content of `lock.json`: the process that writes in the directory."""
 
-    nonce: str
-    """A random value, drawn for each lock, by which a run recognises its own."""
-    user: str
-    job: str | None
-    """The scheduler's id of the job. It stays the same when the job is restarted after a preemption."""
     host: str
-    machine: str
-    """The machine, or the container, within which process ids have one meaning."""
+    namespace: str
+    """The namespace within which process ids have one meaning: each container has its own."""
     pid: int
     process_start: str | None
-    """The start of the process in the kernel's ticks, since process ids are used again; None where it is unknown."""
+    """See `process_start`."""
+    job: str | None
+    """The scheduler's id of the job. It stays the same when the job is restarted after a preemption."""
     since: str
     """The time at which the lock was taken, by the holder's clock, for people."""
 
+    @classmethod
+    def here(cls) -> "Holder":
+        """Return this process as the holder of a lock."""
+        return cls(
+            host=socket.gethostname(),
+            namespace=_namespace(),
+            pid=os.getpid(),
+            process_start=process_start(os.getpid()),
+            job=job_id(),
+            since=time.strftime("%Y-%m-%d %H:%M:%S"),
+        )
+
     @property
     def lives(self) -> bool | None:
-        """Whether the process exists; None on another machine, or where the system does not tell."""
-        return process_lives(self.pid, self.process_start) if self.machine == machine() else None
+        """Whether the process exists; None on another machine, where that cannot be seen."""
+        if (self.host, self.namespace) != (socket.gethostname(), _namespace()):
+            return None
+        start = process_start(self.pid)
+        return start is not None and start == self.process_start
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
-        return f"{self.user} on {self.host} (process {self.pid}{job}) since {self.since}"
+        return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
 
 class Lock:
@@ -97,21 +107,9 @@ class Lock:
     """
 
     def __init__(self, out: Path, *, take_over: bool = False) -> None:
-        try:
-            user = getpass.getuser()
-        except (OSError, KeyError):  # a container may have no names of users
-            user = str(os.getuid())
         self._out, self._path, self._take_over = out, out / LOCK, take_over
-        self._me = Holder(
-            nonce=uuid.uuid4().hex,
-            user=user,
-            job=job_id(),
-            host=socket.gethostname(),
-            machine=machine(),
-            pid=os.getpid(),
-            process_start=process_start(os.getpid()),
-            since=time.strftime("%Y-%m-%d %H:%M:%S"),
-        )
+        self._me = Holder.here()
+        self._text = self._me.model_dump_json(indent=1) + "\n"
 
     def __enter__(self) -> "Lock":
         try:
@@ -119,7 +117,7 @@ class Lock:
             while True:
                 try:
                     with open(self._path, "x", encoding="utf-8") as file:
-                        file.write(self._me.model_dump_json(indent=1) + "\n")
+                        file.write(self._text)
                     return self
                 except FileExistsError:
                     self._make_room()
@@ -139,14 +137,16 @@ class Lock:
     def check(self) -> None:
         """Raise `InputError` if another run has taken the directory over, or somebody has removed the lock."""
         try:
-            if self._me.nonce in self._path.read_text(encoding="utf-8", errors="replace"):
+            if self._path.read_text(encoding="utf-8", errors="replace") == self._text:
                 return
-            why = f"{self._out}: another run took over ({holder(self._out) or LOCK})"
         except FileNotFoundError:
-            why = f"{self._path}: the lock of this run was removed"
+            pass
         except OSError:  # nothing can be saved in the directory at this moment either
             return
-        raise InputError(f"{why}; this run stops without saving")
+        raise InputError(
+            f"{self._path}: another run took over ({holder(self._out) or 'the lock was removed'}); this run stops "
+            "without saving"
+        )
 
     def _make_room(self) -> None:
         """Move the lock of a run away that has ended. `InputError` if it may still live."""
@@ -159,33 +159,25 @@ class Lock:
             return
         held = _parsed(text)
         who = f"{self._out}: held by {held or f'an unknown run ({LOCK} is damaged)'}"
-        lives = None if held is None else held.lives
-        if lives:
+        is_alive = None if held is None else held.lives
+        is_gone = is_alive is False
+        is_this_job = held is not None and held.job is not None and held.job == self._me.job
+        if is_alive or not (is_gone or is_this_job or self._take_over):
             raise InputError(
-                f"{who}, which is still running; wait for it, stop it, or choose another directory with out=DIR"
+                f"{who}; wait for it, stop it, or choose another directory with out=DIR"
+                + ("" if is_alive else "; whether it still runs cannot be seen from here: if not, pass --take-over")
             )
-        if lives is False:
-            reason = "whose process is gone"
-        elif held is not None and held.job is not None and held.job == self._me.job:
-            reason = "an earlier start of this job"
-        elif self._take_over:
-            reason = "as --take-over asks"
-        else:
-            raise InputError(
-                f"{who}; whether it still runs cannot be seen from here: if it has ended, pass --take-over, else wait "
-                "for it, or choose another directory with out=DIR"
-            )
-        aside = self._path.with_name(f".{LOCK}.{self._me.nonce}")
+        aside = self._path.with_name(f".{LOCK}.{uuid.uuid4().hex}")
         try:
             self._path.rename(aside)
         except FileNotFoundError:  # another run was faster
             return
         if aside.read_bytes() != text:  # another run was faster, and this was its lock
-            with suppress(FileExistsError):
-                os.link(aside, self._path)
-        else:
-            say(f"{who}, {reason}; taken over")
+            aside.rename(self._path)
+            return
         aside.unlink()
+        reason = "its process is gone" if is_gone else "an earlier start of this job" if is_this_job else "--take-over"
+        say(f"{who}; taken over: {reason}")
 
 
 def holder(out: Path) -> Holder | None:
@@ -207,6 +199,27 @@ def _parsed(text: bytes) -> Holder | None:
         return Holder.model_validate_json(text)
     except ValueError:
         return None
+
+
+def process_start(pid: int) -> str | None:
+    """Return what tells a process of this machine from a later one with the same id: its start in the kernel's ticks,
+    or an empty text outside Linux. None if there is no such process, or only its exit code is left.
+    """
+    if sys.platform != "linux":
+        return "" if lives(pid) else None
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+def _namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # outside Linux
+        return ""
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -251,13 +264,10 @@ class Status(TypedDict):
 
 
 def read_status(out: Path) -> Status | None:
-    """Return the state of a run; None if the run never began.
+    """Return the state of a run; None if no run began in the directory, whose `status.json` may be another program's.
 
     A killed run could not write its last state. If the file says `running`, but the directory has no lock or the
     lock's process is gone from this machine, the result is `failed`. Of a run on another machine this cannot be seen.
-
-    Raises:
-        InputError: if the file is no status of a run.
     """
     status = _status_as_written(out)
     if status is not None and status["state"] == "running" and abandoned(out):
@@ -268,22 +278,10 @@ def read_status(out: Path) -> Status | None:
 
 def _status_as_written(out: Path) -> Status | None:
     try:
-        found: Status = read_json(out / STATUS)
-        if found.keys() >= Status.__annotations__.keys():
-            return found
-    except FileNotFoundError:
+        status: Status = read_json(out / STATUS)
+        return status if status.keys() >= Status.__annotations__.keys() else None
+    except (OSError, ValueError, AttributeError):
         return None
-    except (ValueError, AttributeError):
-        pass
-    raise InputError(f"{out / STATUS}: damaged; remove it, the run itself does not read it")
-
-
-def has_status(out: Path) -> bool:
-    """Whether a run left its status in a directory. A `status.json` of another program is none."""
-    try:
-        return _status_as_written(out) is not None
-    except InputError:
-        return False
 
 
 def begun_by_this_job(out: Path) -> bool:
@@ -296,15 +294,11 @@ def last_word(out: Path, code: int) -> str:
     """Explain why a run is not done whose processes ended with an exit code. Record it in `status.json` if no process
     has done so.
     """
-    try:
-        status = _status_as_written(out)
-        if status is not None and status["state"] == "running" and abandoned(out) and code != Preempted.exit_code:
-            message = "the processes were ended from outside; continue with --resume auto"
-            status |= {"state": "failed", "exit_code": code, "message": message, "updated": time.time()}
-            replace_json(out / STATUS, status)
-        status = read_status(out)
-    except InputError as damaged:
-        return str(damaged)
+    status = _status_as_written(out)
+    if status is not None and status["state"] == "running" and abandoned(out) and code != Preempted.exit_code:
+        message = "the processes were ended from outside; continue with --resume auto"
+        status |= {"state": "failed", "exit_code": code, "message": message, "updated": time.time()}
+        replace_json(out / STATUS, status)
     if status is None or status["exit_code"] != code:  # they ended before they opened the run's directory
         return f"{out}: its processes ended with exit code {code}; the reason is on stderr"
     return f"{out}: {status['state']} (exit code {code}): {status['message']}"
@@ -329,8 +323,6 @@ class Attempt:
         self._lock: Lock | None = None
         self._before: Status | None = None
         self._step, self._number, self._idle, self._first_step, self._begun = 0, 0, 0, True, False
-        self.ending = "trained and evaluated"
-        """The message of a run that is done."""
 
     def __enter__(self) -> "Attempt":
         return self
@@ -342,7 +334,7 @@ class Attempt:
         self._steps = steps
         if is_first:
             self._lock = Lock(self._out, take_over=take_over).__enter__()
-            self._before = read_status(self._out) if has_status(self._out) else None
+            self._before = read_status(self._out)
             if self._before is not None:
                 self._step, self._number = self._before["step"], self._before["attempt"]
                 self._idle = self._before["idle"] if self._before["state"] == "preempted" else 0
@@ -424,7 +416,7 @@ class Attempt:
                 )
         ended: tuple[State, str, int]
         if error is None:
-            ended = ("done", self.ending, 0)
+            ended = ("done", "trained and evaluated", 0)
         elif isinstance(error, Preempted | InputError):
             ended = ("preempted" if isinstance(error, Preempted) else "failed", str(error), error.exit_code)
         elif isinstance(error, KeyboardInterrupt):
@@ -449,21 +441,16 @@ class Attempt:
             raise error from stopped
 
 
-def metrics_of(out: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics.jsonl. A line that a crash cut off is left out.
-
-    Args:
-        out: the directory of the run. Nothing is yielded if it has no metrics.jsonl.
-        tail: read only this number of bytes at the end of the file; None for all.
+def metrics_of(out: Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run's metrics.jsonl, if it has one, or only the `last` of them. A line that a crash cut off
+    is left out.
     """
     if not (out / METRICS).is_file():
         return
-    with open(out / METRICS, "rb") as file:
-        if tail is not None:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
-        for text in file:
+    with open(out / METRICS, encoding="utf-8", errors="replace") as file:
+        for text in file if last is None else deque(file, last):
             try:
-                line = json.loads(text.decode(errors="replace"))
+                line = json.loads(text)
             except ValueError:
                 continue
             if isinstance(line, dict):
@@ -567,146 +554,68 @@ def goodput_text(found: Goodput) -> str:
 def standings(out: Path) -> list[dict[str, Any]]:
     """Return the state of the run or sweep in a directory, or of the runs in its subdirectories, ordered by name.
 
-    Each is the content of `status.json`, corrected for newer steps and for a killed run, with these entries:
-    `run`, its path; `unit`, what `step` and `steps` count, `step` or the `trial` of a sweep; `last_step`, the time of
-    the last step by the clock of the machine that took it; `last_seen`, the time of the last change of metrics.jsonl or
-    status.json, if somebody holds the directory; and `holder`.
+    Each has the entries of `status.json`, corrected for newer steps and for a killed run, and besides `run`, its path;
+    `unit`, what `step` and `steps` count; `last_seen`, the time of the last change of its files, if somebody holds the
+    directory; and `holder`.
 
     Raises:
         UsageError: if no run has begun in the directory.
-        InputError: if a status.json is damaged.
     """
     if (out / SWEEP).is_file():
         return [_of_sweep(out)]
-    runs = [out] if (out / STATUS).exists() else sorted(path.parent for path in out.glob(f"*/{STATUS}"))
+    paths = [out] if (out / STATUS).exists() else sorted(path.parent for path in out.glob(f"*/{STATUS}"))
+    runs = [(path, status) for path in paths if (status := read_status(path)) is not None]
     if not runs:
-        raise UsageError(f"{out}: no run has begun there (it has no {STATUS}); give `out` of a recipe")
-    return [found for found in map(_standing, runs) if found is not None]
+        raise UsageError(f"{out}: no run has begun there (it has no {STATUS} of a run); give `out` of a recipe")
+    return [_standing(path, status) for path, status in runs]
 
 
-def _standing(run: Path) -> dict[str, Any] | None:
-    status, held = read_status(run), holder(run)
-    if status is None:  # the directory was removed at this moment
-        return None
-    last = next((line for line in reversed([*metrics_of(run, tail=_TAIL)]) if is_step(line)), None)
-    if status["state"] == "running" and last is not None:
-        status["step"] = max(int(last["step"]), status["step"])
-    times = [path.stat().st_mtime for path in (run / METRICS, run / STATUS) if path.is_file()]
-    return {
-        "run": str(run),
-        "unit": "step",
-        **{key: value for key, value in status.items() if key not in ("idle", "job", "host", "updated")},
-        "last_step": None if last is None else float(last["time"]),
-        "last_seen": max(times, default=None) if held is not None else None,
-        "holder": None if held is None else str(held),
-    }
+def _standing(run: Path, status: Status) -> dict[str, Any]:
+    steps = [int(line["step"]) for line in metrics_of(run, last=100) if is_step(line)]
+    if status["state"] == "running" and steps:
+        status["step"] = max(steps[-1], status["step"])
+    held = holder(run)
+    changed = max(path.stat().st_mtime for path in (run / METRICS, run / STATUS) if path.is_file())
+    seen = {"last_seen": held and changed, "holder": held and str(held)}
+    return {"run": str(run), "unit": "step", **status, **seen}
 
 
 def _of_sweep(out: Path) -> dict[str, Any]:
-    """Return the state of a sweep, whose `step` and `steps` count trials. A failed trial is no failed sweep."""
-    with reading(str(out / SWEEP), "remove it, and go on with --resume auto"):
-        sweep = read_json(out / SWEEP)
-        ended = [one for one in sweep["trials"] if one["state"] != "running"]
-        failed = sum(one["state"] == "failed" for one in ended)
-        message = f"{len(ended)} of {sweep['trials_wanted']} trials have ended"
-        message += f", {failed} of them failed" if failed else ""
-        for one in ended:
-            if one["number"] == sweep["best"]:
-                message += f"; the best is trial {one['number']}, valid {sweep['metric']} {one['value']:.4g}"
+    """Return the state of a sweep, whose `step` and `steps` count trials."""
+    sweep = read_json(out / SWEEP)
     held = [path.parent for path in out.glob(f"*/**/{LOCK}") if not abandoned(path.parent)]
-    state: State = "running" if held else "preempted"
-    state = sweep["state"] if sweep["state"] in ("done", "failed") else state
+    state: State = sweep["state"] if sweep["state"] in ("done", "failed") else "running" if held else "preempted"
     changed = (out / SWEEP).stat().st_mtime
     return {
         "run": str(out),
         "unit": "trial",
         "state": state,
-        "step": len(ended),
-        "steps": int(sweep["trials_wanted"]),
-        "attempt": 1,
-        "exit_code": None if state == "running" else EXIT_CODES[state],
-        "message": message + ("; go on with --resume auto" if state == "preempted" else ""),
-        "checkpoint": None,
-        "started": changed,
-        "last_step": None,
+        "step": sum(trial["state"] != "running" for trial in sweep["trials"]),
+        "steps": sweep["trials_wanted"],
+        "message": sweep["message"] + ("; go on with --resume auto" if state == "preempted" else ""),
         "last_seen": changed if held else None,
         "holder": str(holder(held[0])) if held else None,
     }
 
 
-def joint_state(found: Sequence[Mapping[str, Any]]) -> State:
+def joint_state(runs: Sequence[Mapping[str, Any]]) -> State:
     """Return the first state of EXIT_CODES that one of several runs is in."""
-    return next(state for state in EXIT_CODES if any(one["state"] == state for one in found))
+    return next(state for state in EXIT_CODES if any(run["state"] == state for run in runs))
 
 
-def status_json(found: Sequence[Mapping[str, Any]]) -> str:
+def status_json(runs: Sequence[Mapping[str, Any]]) -> str:
     """Format as JSON: the joint `state`, and the entries of each run."""
-    return json.dumps({"state": joint_state(found), "runs": found}, indent=1)
+    return json.dumps({"state": joint_state(runs), "runs": runs}, indent=1)
 
 
-def status_text(found: Sequence[Mapping[str, Any]], now: float | None = None) -> str:
-    """Format as text: a paragraph for each run, or a line for each of several runs."""
-    now = time.time() if now is None else now
-    if len(found) > 1:
-        width = max(len(Path(one["run"]).name) for one in found) + 2
-        return "\n".join(
-            f"{Path(one['run']).name.ljust(width)}{one['state'].ljust(11)}step {one['step']} of {one['steps']}"
-            + ("" if one["last_seen"] is None else f", last seen {_ago(one['last_seen'], now)}")
-            for one in found
-        )
-    (one,) = found
-    done = "" if one["last_step"] is None else f", done {_ago(one['last_step'], now)}"
-    rows = [
-        ("state", f"{one['state']}: {one['message']}"),
-        (one["unit"], f"{one['step']} of {one['steps']}{done}"),
-        ("attempt", f"{one['attempt']}, begun {_ago(one['started'], now)}" if one["unit"] == "step" else ""),
-        ("last seen", "" if one["last_seen"] is None else f"{_ago(one['last_seen'], now)}, {one['holder']}"),
-        ("checkpoint", one["checkpoint"] or ""),
+def status_text(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Format as text: a line for each run, and below a single run further lines."""
+    seen = [f", last seen {duration(time.time() - run['last_seen'])} ago" if run["last_seen"] else "" for run in runs]
+    lines = [
+        f"{Path(run['run']).name}  {run['state']:11}{run['unit']} {run['step']} of {run['steps']}{when}"
+        for run, when in zip(runs, seen, strict=True)
     ]
-    return "\n".join([one["run"], *(f"  {name:12}{value}" for name, value in rows if value)])
-
-
-def _ago(then: float, now: float) -> str:
-    """Format a time such as `3 min ago`. The two clocks may differ, so nothing is decided by the result."""
-    seconds = max(0.0, now - then)
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
-
-
-def process_lives(pid: int, start: str | None) -> bool | None:
-    """Return whether a process of this machine still runs; None if the system does not provide this.
-
-    Args:
-        pid: the id of the process. The system may have given it to another process since.
-        start: the `process_start` of the process.
-    """
-    if os.name != "posix":  # signal 0 would end the process on Windows
-        return None
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # the process belongs to another user
-        pass
-    now = process_start(pid)
-    return None if start is None or now is None else now == start
-
-
-def process_start(pid: int) -> str | None:
-    """Return the start of a process, in ticks since the machine's start; `ended` for a zombie; None without /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return "ended" if fields[0] in ("Z", "X") else fields[19]
-    except (OSError, IndexError):
-        return None
-
-
-def machine() -> str:
-    """Return an identifier of one boot of a kernel and of one namespace of process ids. Each container has its own."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return socket.gethostname()
+    if len(runs) == 1:
+        keys = ("message", "attempt", "checkpoint", "holder")
+        lines += [f"  {key}: {runs[0][key]}" for key in keys if runs[0].get(key)]
+    return "\n".join(lines)

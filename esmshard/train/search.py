@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from esmshard.errors import InputError, RunFailed, UsageError
-from esmshard.io.paths import replace_json, replace_text, replacing
-from esmshard.io.tables import write_rows
+from esmshard.io.paths import replace_json, replace_text
 from esmshard.parallel import launch, preemption
-from esmshard.parallel.launch import TO_END, run_local
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
@@ -35,7 +33,9 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import Trial
 
-DATABASE, DATABASE_LOCK, TRIALS, TABLE, BEST = "optuna.db", "optuna.lock", "trials", "sweep.csv", "best.yaml"
+DATABASE, DATABASE_LOCK, TRIALS, BEST = "optuna.db", "optuna.lock", "trials", "best.yaml"
+STATES = {"COMPLETE": "complete", "PRUNED": "pruned"}
+"""The states of trials that have ended, by Optuna's names."""
 TRIALS_BY_DEFAULT, SEEDS_BY_DEFAULT = 20, 3
 HEARTBEAT, GRACE = 10, 60
 """The seconds between two signs of life of a trial, and those after which a silent trial is queued again."""
@@ -47,23 +47,30 @@ class _TrialLost(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """One worker of a sweep, which may be alone."""
+    """One worker of a sweep, which may be alone.
+
+    Args:
+        name: the recipe as the user named it.
+        overrides: the settings of the recipe that all trials change.
+        recipe: the recipe with these settings. Its `out` is the directory of the sweep.
+        settings: the file of the search.
+        task: the task of the recipe.
+        processes: the number of processes of each trial.
+        count: the number of trials of all workers together.
+        seeds: the number of new seeds that the best settings are trained with.
+        flags: the options of each run for the command line.
+        max_restarts: see `launch.run_local`.
+    """
 
     name: str
-    """The recipe as the user named it."""
     overrides: Sequence[str]
-    """The settings of the recipe that all trials change."""
     recipe: Recipe
     settings: SweepSettings
     task: Task
     processes: int
-    """The number of processes of each trial."""
     count: int
-    """The number of trials of all workers together."""
     seeds: int
-    """The number of new seeds that the best settings are trained with."""
     flags: Sequence[str]
-    """The options of each run for the command line."""
     max_restarts: int
 
     @property
@@ -83,15 +90,11 @@ class Search:
 
     def check_directory(self, *, goes_on: bool) -> None:
         """Refuse to write over other files, or over an earlier sweep unless it `goes_on`."""
-        if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
-            return
-        if not (self.out / DATABASE_LOCK).is_file():  # another program may have a file of the name sweep.json, too
-            raise UsageError(f"{self.out}: exists already, and holds no sweep; choose another directory with out=DIR")
-        if not goes_on:
-            raise UsageError(
-                f"{self.out}: holds a sweep; pass --resume auto to go on or to join its workers, or choose another "
-                "directory with out=DIR"
-            )
+        is_sweep = (self.out / DATABASE_LOCK).is_file()  # another program may have a file of the name sweep.json, too
+        is_empty = not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir()))
+        if not is_empty and not (is_sweep and goes_on):
+            fix = "pass --resume auto to go on or to join its workers, or " if is_sweep else ""
+            raise UsageError(f"{self.out}: exists already; {fix}choose another directory with out=DIR")
 
     def work(self) -> bool:
         """Train trials until none is left, and then the best settings, unless another worker still trains.
@@ -107,15 +110,14 @@ class Search:
         self.out.mkdir(parents=True, exist_ok=True)
         with FileLock(self.out / DATABASE_LOCK):  # two workers cannot make the tables of a database at once
             study = self._opened()
-            self.write(study)
         while True:
+            self._write(study)
             optuna.storages.fail_stale_trials(study)
             trials = study.get_trials(deepcopy=False)
             if len(_by_run(trials)) >= self.count and not any(trial.state.name == "WAITING" for trial in trials):
                 break
             study.optimize(self._train, n_trials=1, catch=(_TrialLost,))
-            self.write(study)
-        if running := sum(trial.state.name == "RUNNING" for trial in study.get_trials(deepcopy=False)):
+        if running := sum(trial.state.name == "RUNNING" for trial in trials):
             say(f"no trial is left to begin; others train {running}, and the last one trains the best settings")
             return False
         return self._conclude(study)
@@ -125,10 +127,10 @@ class Search:
         import optuna
         from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 
-        url, settings = self.settings.storage, self.settings
+        settings, url = self.settings, self.settings.storage or f"sqlite:///{self.out.absolute() / DATABASE}"
         storage = RDBStorage(
-            url or f"sqlite:///{self.out.absolute() / DATABASE}",
-            engine_kwargs={"connect_args": {"timeout": 60}} if url is None or url.startswith("sqlite:") else None,
+            url,
+            engine_kwargs={"connect_args": {"timeout": 60}} if url.startswith("sqlite:") else None,
             heartbeat_interval=HEARTBEAT,
             grace_period=GRACE,
             heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
@@ -142,10 +144,9 @@ class Search:
             pruner=median if settings.pruner == "median" else optuna.pruners.NopPruner(),
             load_if_exists=True,
         )
-        facts = {"settings": self._settings(), "recipe": self.recipe.model_dump(mode="json", exclude={"out"})}
-        known = study.user_attrs
+        facts = {"settings": self._settings, "recipe": self.recipe.model_dump(mode="json", exclude={"out"})}
         for key, value in facts.items():
-            if known.setdefault(key, value) != json.loads(json.dumps(value)):
+            if study.user_attrs.get(key, value) != json.loads(json.dumps(value)):
                 raise UsageError(
                     f"{self.out}: holds a sweep with another {key}; go on with the old one, or choose "
                     "another directory with out=DIR"
@@ -153,22 +154,20 @@ class Search:
             study.set_user_attr(key, value)
         return study
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The settings without the address of a database server, which may hold a password."""
+        return self.settings.model_dump(mode="json", exclude={"storage"})
+
     def _sampler(self, seed: int) -> Any:
         from optuna.samplers import GridSampler, RandomSampler, TPESampler
 
         if self.settings.sampler == "grid":
-            cells = {
-                key: space.cells if space.choices is None else [json.dumps(choice) for choice in space.choices]
-                for key, space in self.settings.space.items()
-            }
-            return GridSampler({key: values or () for key, values in cells.items()}, seed=self.settings.seed)
+            cells = {key: _stored(space, space.cells or ()) for key, space in self.settings.space.items()}
+            return GridSampler(cells, seed=self.settings.seed)
         if self.settings.sampler == "random":
             return RandomSampler(seed=seed)
         return TPESampler(seed=seed, constant_liar=True)  # trials that are running count as bad: workers try others
-
-    def _settings(self) -> dict[str, Any]:
-        """Return the settings without the address of a database server, which may hold a password."""
-        return self.settings.model_dump(mode="json", exclude={"storage"})
 
     def _train(self, trial: "Trial") -> float:
         """Train one trial in processes of its own, and return its validation value.
@@ -187,59 +186,57 @@ class Search:
         values = {key: _suggested(trial, key, space) for key, space in self.settings.space.items()}
         name = trial.user_attrs.get("run", f"{trial.number:03}")
         trial.set_user_attr("run", name)
-        run = self.out / TRIALS / name
-        course = _Course(self, trial, run)
+        run, which = self.out / TRIALS / name, f"trial {int(name)} of {self.count}"
         overrides = [*(override(key, value) for key, value in values.items()), f"out={run}"]
-        say(f"trial {int(name)} of {self.count}: {shown(values)}")
+        say(f"{which}: {shown(values)}")
+        course = _Course(trial, run, self.metric)
         with launch.environment({launch.TRIAL: "1"}):
             code = self._run(overrides, course.is_over)
         course.look()
-        if not course.reason and (code == preemption.Preempted.exit_code or code in {128 + n for n in TO_END}):
+        if course.is_pruned:
+            code = 0
+        elif code == preemption.Preempted.exit_code or code in {128 + number for number in launch.TO_END}:
             trial.study.enqueue_trial(trial.params, user_attrs={"run": name})
-            self.write(trial.study)
+            self._write(trial.study)
             raise RunFailed(last_word(run, code), code)
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
-        state, message, value = "failed", "", None
-        if course.reason:
-            state, message, value = "pruned", course.reason, course.best
-        elif code:
-            message = last_word(run, code)
-        else:
-            chosen = self._chosen(run, overrides)
-            result, message = chosen.get(self.metric), f"valid {self.metric} is undefined after the last step"
-            if result is not None and math.isfinite(result):
-                value = float(result)
-                state, message = "complete", f"valid {self.metric} {value:.4g} after step {chosen['step']}"
-        end = {"state": state, "value": value, "step": course.step, "message": message}
-        trial.set_user_attr("end", end)
-        say(f"trial {int(name)} of {self.count}: {state}: {message}")
-        if state == "complete" and value is not None:
+        value = math.nan if code or course.is_pruned else self._value(run, overrides)
+        if math.isfinite(value):
+            say(f"{which}: valid {self.metric} {value:.4g}")
             return value
-        raise _TrialLost(message) if code not in (0, 1) and state == "failed" else optuna.TrialPruned(message)
+        reason = last_word(run, code) if code else f"valid {self.metric} is undefined after the last step"
+        if course.is_pruned:
+            reason = f"pruned, as valid {self.metric} is worse than the median of other trials"
+        else:
+            trial.set_user_attr("failed", reason)
+        say(f"{which}: {reason}")
+        raise optuna.TrialPruned if code in (0, 1) else _TrialLost
 
-    def _run(self, overrides: Sequence[str], is_enough: Any = None) -> int:
+    def _run(self, overrides: Sequence[str], is_enough: Callable[[], bool] | None = None) -> int:
         """Run `esmshard finetune` with these settings, and return its exit code."""
         arguments = ["-m", "esmshard", "finetune", self.name, *self.overrides, *overrides, *self.flags]
-        return run_local(arguments, self.processes, max_restarts=self.max_restarts, is_enough=is_enough)
+        return launch.run_local(arguments, self.processes, max_restarts=self.max_restarts, is_enough=is_enough)
 
     def _with_settings(self, overrides: Sequence[str]) -> Recipe:
         return recipe_file.load(recipe_file.resolve(self.name), [*self.overrides, *overrides])
 
-    def _chosen(self, run: Path, overrides: Sequence[str]) -> Mapping[str, Any]:
-        """Return the validation of the model that a run gives: the last one, or the best one where the best is kept."""
+    def _value(self, run: Path, overrides: Sequence[str]) -> float:
+        """Return the validation value of the model that a run gives: the last one, or the best one where the best is
+        kept; NaN if it is undefined.
+        """
         lines, sign, headline = _validations(run), 1 if self.task.lower_is_better else -1, self.task.columns[0]
-        if not self._with_settings(overrides).keeps_best:
-            return lines[-1]
-        defined = [line for line in lines if line.get(headline) is not None]
-        return min(defined, key=lambda line: sign * float(line[headline]), default=lines[-1])
+        chosen = lines[-1]
+        if self._with_settings(overrides).keeps_best:
+            defined = [line for line in lines if line[headline] is not None]
+            chosen = min(defined, key=lambda line: sign * line[headline], default=chosen)
+        return math.nan if chosen[self.metric] is None else float(chosen[self.metric])
 
     def _conclude(self, study: "Study") -> bool:
         """Train the best settings with several seeds, test each model once, and write and print the results."""
-        sweep = self.write(study)
+        sweep = self._write(study)
         if sweep["best"] is None:
-            self.write(study, state="failed")
-            last = next((trial["message"] for trial in reversed(sweep["trials"]) if trial["message"]), "there was none")
-            raise InputError(f"{self.out}: none of {self.count} trials has a validation value; the last one: {last}")
+            self._write(study, state="failed")
+            raise InputError(f"{self.out}: no trial has a validation value; {sweep['trials'][-1]['message']}")
         best = next(trial for trial in sweep["trials"] if trial["number"] == sweep["best"])
         settings = [override(key, value) for key, value in best["values"].items()]
         runs = []
@@ -247,7 +244,6 @@ class Search:
         for seed in range(first, first + self.seeds):
             out = self.out / f"best-{best['number']:03}-seed-{seed}"
             runs.append(Repeat(out.name, out, (*settings, f"train.seed={seed}", f"out={out}")))
-        self.write(study, state="training")
         for run in runs:
             if is_done(run.out):
                 continue
@@ -257,61 +253,65 @@ class Search:
             say(" ".join(run.overrides))
             if code := self._run(run.overrides):
                 raise RunFailed(last_word(run.out, code), code)
-        values = [self._chosen(run.out, run.overrides).get(self.metric) for run in runs]
-        each = ", ".join(f"{value:.4g}" for value in values if value is not None)
+        each = ", ".join(f"{self._value(run.out, run.overrides):.4g}" for run in runs)
         honest = (
             f"The same settings with {len(runs)} new seed{'s' if len(runs) > 1 else ''}: valid {self.metric} {each}. "
             "No trial has seen the test set; the test values of these runs are the result."
         )
         summary = summarise(self.out, runs, None)
-        sweep = self.write(study, state="done", runs=[run.name for run in runs], honest=honest)
+        self._write(study, state="done", runs=[run.name for run in runs], honest=honest)
         print("\n".join([sweep["selected"], honest, summary]))
         return True
 
-    def write(self, study: "Study", **more: Any) -> dict[str, Any]:
-        """Write `sweep.json`, `sweep.csv` and `best.yaml`, and return the content of the first. `more` are further
-        entries.
-        """
+    def _write(self, study: "Study", **more: Any) -> dict[str, Any]:
+        """Write `sweep.json` and `best.yaml`, and return the content of the first. `more` are further entries."""
         space, trials = self.settings.space, []
         for name, trial in sorted(_by_run(study.get_trials(deepcopy=False)).items()):
             values = {key: json.loads(v) if space[key].choices is not None else v for key, v in trial.params.items()}
-            end = {"state": "running", "value": None, "step": max(trial.intermediate_values, default=0), "message": ""}
-            end |= {"state": "failed", "message": "its worker was lost"} if trial.state.name == "FAIL" else {}
-            end = trial.user_attrs.get("end", end)
-            trials.append({"number": int(name), "values": values, **end, "validations": trial.intermediate_values})
+            message = trial.user_attrs.get("failed", "its worker was lost" if trial.state.name == "FAIL" else "")
+            trials.append(
+                {
+                    "number": int(name),
+                    "values": values,
+                    "state": "failed" if message else STATES.get(trial.state.name, "running"),
+                    "value": trial.value,
+                    "step": max(trial.intermediate_values, default=0),
+                    "message": message,
+                    "validations": trial.intermediate_values,
+                }
+            )
         complete = [trial for trial in trials if trial["state"] == "complete"]
         sign = 1 if self.lower_is_better else -1
         best = min(complete, key=lambda trial: sign * float(trial["value"]), default=None)
+        ended = sum(trial["state"] != "running" for trial in trials)
         sweep: dict[str, Any] = {
             "task": self.recipe.task.name,
             "recipe": self.recipe.model_dump(mode="json"),
-            "sweep": self._settings(),
+            "sweep": self._settings,
             "metric": self.metric,
             "lower_is_better": self.lower_is_better,
             "trials_wanted": self.count,
             "state": "searching",
-            "best": best and best["number"],
+            "message": f"{ended} of {self.count} trials have ended",
+            "best": None,
+            "selected": None,
             "trials": trials,
-            "selected": best
-            and f"Trial {best['number']} is the best of {len(complete)} that were trained to their end: valid "
-            f"{self.metric} {best['value']:.4g} with {shown(best['values'])}. This value is optimistic: the trial was "
-            "selected by it.",
             "runs": [],
             **more,
         }
-        replace_json(self.out / SWEEP, sweep)
-        with replacing(self.out / TABLE) as file:
-            rows = [["trial", *space, "state", f"valid {self.metric}", "step", "message"]]
-            for trial in trials:
-                cells = [*(trial["values"].get(key) for key in space), trial["state"], trial["value"], trial["step"]]
-                texts = ["" if cell is None else cell if isinstance(cell, str) else json.dumps(cell) for cell in cells]
-                rows.append([str(trial["number"]), *texts, trial["message"]])
-            write_rows(file, rows)
         if best is not None:
+            sweep["best"] = best["number"]
+            sweep["message"] += f"; the best is trial {best['number']}, valid {self.metric} {best['value']:.4g}"
+            sweep["selected"] = (
+                f"Trial {best['number']} is the best of {len(complete)} that were trained to their end: valid "
+                f"{self.metric} {best['value']:.4g} with {shown(best['values'])}. This value is optimistic: the trial "
+                "was selected by it."
+            )
             settings = [override(key, value) for key, value in best["values"].items()]
             head = f"# The best of {len(trials)} trials: {shown(best['values'])}\n"
             recipe = self._with_settings([*settings, f"out={self.out / 'best'}"])
             replace_text(self.out / BEST, head + recipe_file.dump(recipe))
+        replace_json(self.out / SWEEP, sweep)
         return sweep
 
 
@@ -322,35 +322,27 @@ class _Course:
     worker looked.
     """
 
-    def __init__(self, search: Search, trial: "Trial", run: Path) -> None:
-        self._search, self._trial, self._run, self._told, self._looked = search, trial, run, 0, 0.0
-        self.reason, self.step = "", 0
-        self.best: float | None = None
+    def __init__(self, trial: "Trial", run: Path, metric: str) -> None:
+        self._trial, self._run, self._metric, self._told, self._looked = trial, run, metric, 0, 0.0
+        self.is_pruned = False
 
     def is_over(self) -> bool:
         """Return whether the pruner stops the trial, and look at most once a second."""
         if time.monotonic() >= self._looked + 1:
             self._looked = time.monotonic()
             self.look()
-        return bool(self.reason)
+        return self.is_pruned
 
     def look(self) -> None:
-        """Tell Optuna the new validations. `reason` is set if the pruner stops the trial."""
-        lines, metric = _validations(self._run), self._search.metric
-        status = read_status(self._run) if lines else None
-        better = min if self._search.lower_is_better else max
-        for line in lines[self._told :]:
-            if self.reason:
+        """Tell Optuna the new validations, unless it has pruned the trial."""
+        status = read_status(self._run)
+        for line in _validations(self._run)[self._told :]:
+            if self.is_pruned or status is None:
                 return
-            self._told, self.step = self._told + 1, int(line["step"])
-            if line.get(metric) is None:
-                continue
-            value = float(line[metric])
-            self.best = value if self.best is None else better(self.best, value)
-            self._trial.report(value, self.step)
-            if status is not None and self.step < status["steps"] and self._trial.should_prune():
-                worse = f"valid {metric} {value:.4g} is worse than the median of other trials"
-                self.reason = f"pruned after step {self.step}: {worse}"
+            self._told += 1
+            if line[self._metric] is not None:
+                self._trial.report(line[self._metric], line["step"])
+                self.is_pruned = line["step"] < status["steps"] and self._trial.should_prune()
 
 
 def _validations(run: Path) -> list[dict[str, Any]]:
@@ -362,10 +354,15 @@ def _by_run(trials: "Sequence[Any]") -> dict[str, Any]:
     return {trial.user_attrs.get("run", f"{trial.number:03}"): trial for trial in trials}
 
 
+def _stored(space: SearchSpace, values: Sequence[Any]) -> list[Any]:
+    """Return values of a key as Optuna stores them: choices as JSON, since they may be lists."""
+    return list(values) if space.choices is None else [json.dumps(value) for value in values]
+
+
 def _suggested(trial: "Trial", key: str, space: SearchSpace) -> Any:
-    """Return the value of a key that the sampler chooses. Optuna stores choices as JSON, since they may be lists."""
+    """Return the value of a key that the sampler chooses."""
     if space.choices is not None:
-        return json.loads(trial.suggest_categorical(key, [json.dumps(choice) for choice in space.choices]))
+        return json.loads(trial.suggest_categorical(key, _stored(space, space.choices)))
     assert space.low is not None
     assert space.high is not None
     if space.is_whole:

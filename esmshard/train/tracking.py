@@ -3,7 +3,8 @@
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ WANDB_ID = "wandb-id"
 """The file with the id of the run at Weights & Biases, so that a later attempt goes on with the same run."""
 TRACKED = ("tensorboard", "wandb", WANDB_ID)
 """The files that trackers leave in the directory of a run."""
+
+_CODES = {"done": ExitCode.DONE, "preempted": ExitCode.REQUEUE}
 
 
 def check_installed(trackers: Sequence[str]) -> None:
@@ -49,7 +52,8 @@ class Tracking:
         """
         self._repeated = range(done + 1, done + lost + 1)
         for name in self._names:
-            self._call(name, self._open, name, done)
+            with self._failing(name):
+                self._trackers[name] = _opened(name, self._out, done)
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Show the numbers of a line of metrics.jsonl: of a step, or of a validation."""
@@ -65,61 +69,55 @@ class Tracking:
             metrics = read_json(self._out / "evaluation.json")["metrics"][MAIN]
             self._show(step, {f"test/{metric}": interval["value"] for metric, interval in metrics.items()})
         for name, tracker in list(self._trackers.items()):
-            self._call(name, _close, tracker, state)
+            with self._failing(name):
+                if name == "wandb":  # accelerate's method has no exit code
+                    tracker.tracker.summary["status"] = state
+                    tracker.tracker.finish(exit_code=_CODES.get(state, ExitCode.FAILED))
+                else:
+                    tracker.finish()
 
     def _show(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
         for name, tracker in list(self._trackers.items()):
             if name != "wandb" or step not in self._repeated:
-                self._call(name, tracker.log, numbers, step=step)
+                with self._failing(name):
+                    tracker.log(numbers, step=step)
 
-    def _call(self, name: str, act: Any, *arguments: Any, **options: Any) -> None:
+    @contextmanager
+    def _failing(self, name: str) -> Iterator[None]:
         try:
-            act(*arguments, **options)
+            yield
         except Exception as error:  # whatever a tracker or its service raises
             self._trackers.pop(name, None)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             say(f"track: {name} has failed ({reason}); the run goes on without it")
 
-    def _open(self, name: str, done: int) -> None:
-        from accelerate import PartialState
-        from accelerate.tracking import TensorBoardTracker, WandBTracker
-        from ruamel.yaml import YAML
 
-        # accelerate must see one process: this rank reports for all, and joins no other group than that of the run.
-        sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-        with environment({"LOCAL_RANK": "-1", **dict.fromkeys(sizes, "1")}):
-            PartialState(cpu=True)
-        if name == "tensorboard":
-            tracker = TensorBoardTracker("tensorboard", logging_dir=str(self._out), purge_step=done + 1)
-            tracker.start()
-        else:
-            several = re.fullmatch(r"seed-\d+(-fold-\d+)?|curve-[\d.]+", self._out.name)  # runs of one experiment
-            group = self._out.parent.name if several else None
-            path = self._out / WANDB_ID
-            if not path.is_file():  # an agent of a W&B sweep names the run, which several runs cannot share
-                replace_text(path, (not group and os.environ.get("WANDB_RUN_ID")) or uuid.uuid4().hex[:12])
-            tracker = WandBTracker(
-                os.environ.get("WANDB_PROJECT") or "esmshard",
-                id=path.read_text(encoding="utf-8"),
-                resume="allow",
-                dir=str(self._out),
-                name=os.environ.get("WANDB_NAME") or self._out.name,
-                group=os.environ.get("WANDB_RUN_GROUP") or group,
-            )
-            tracker.start()
-            recipe = (self._out / "recipe.yaml").read_text(encoding="utf-8")
-            tracker.store_init_configuration(YAML(typ="safe").load(recipe))
-        self._trackers[name] = tracker
+def _opened(name: str, out: Path, done: int) -> Any:
+    from accelerate import PartialState
+    from accelerate.tracking import TensorBoardTracker, WandBTracker
+    from ruamel.yaml import YAML
 
-
-def _close(tracker: Any, state: str) -> None:
-    if tracker.name != "wandb":
-        tracker.finish()
-        return
-    run = tracker.tracker
-    run.summary["status"] = state
-    if state == "preempted":
-        run.mark_preempting()
-    codes = {"done": ExitCode.DONE, "preempted": ExitCode.REQUEUE}
-    run.finish(exit_code=codes.get(state, ExitCode.FAILED))  # accelerate's method has no exit code
+    # accelerate must see one process: this rank reports for all, and joins no other group than that of the run.
+    sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+    with environment({"LOCAL_RANK": "-1", **dict.fromkeys(sizes, "1")}):
+        PartialState(cpu=True)
+    if name == "tensorboard":
+        tracker = TensorBoardTracker("tensorboard", logging_dir=str(out), purge_step=done + 1)
+        tracker.start()
+        return tracker
+    several = re.fullmatch(r"seed-\d+(-fold-\d+)?|curve-[\d.]+", out.name)  # runs of one experiment
+    path = out / WANDB_ID
+    if not path.is_file():  # an agent of a W&B sweep names the run, which several runs cannot share
+        replace_text(path, (not several and os.environ.get("WANDB_RUN_ID")) or uuid.uuid4().hex[:12])
+    tracker = WandBTracker(
+        os.environ.get("WANDB_PROJECT") or "esmshard",
+        id=path.read_text(encoding="utf-8"),
+        resume="allow",
+        dir=str(out),
+        name=os.environ.get("WANDB_NAME") or out.name,
+        group=os.environ.get("WANDB_RUN_GROUP") or (out.parent.name if several else None),
+    )
+    tracker.start()
+    tracker.store_init_configuration(YAML(typ="safe").load((out / "recipe.yaml").read_text(encoding="utf-8")))
+    return tracker

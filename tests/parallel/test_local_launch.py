@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from esmshard.io.paths import lives
 from esmshard.parallel import launch
 from esmshard.parallel.launch import LAUNCH, LAUNCHER
-from esmshard.train.run_dir import process_start
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_preemption import ACTING, alive, wait_for, wait_until
@@ -66,7 +66,7 @@ class Launched:
     def be_late(self, *after: int) -> None:
         """The launcher has waited long enough, once it has seen the end of these processes."""
         for pid in after:
-            wait_until(lambda pid=pid: process_start(pid) is None, "the launcher to see the end of a process")
+            wait_until(lambda pid=pid: not lives(pid), "the launcher to see the end of a process")
         (self.directory / "late").touch()
 
     def end(self) -> tuple[int, str]:
@@ -176,7 +176,7 @@ def test_a_process_that_does_not_leave_is_killed(run: Callable[..., Launched]) -
     quick, stubborn = job.ready(0, 1)
     job.send(signal.SIGTERM)
     job.ready(1, said="asked")
-    wait_until(lambda: process_start(quick) is None, "the launcher to see the end of rank 0")
+    wait_until(lambda: not lives(quick), "the launcher to see the end of rank 0")
     assert alive(stubborn), "it has 700 s"
     job.be_late()
     assert job.end() == (

@@ -13,7 +13,7 @@ import pytest
 
 from esmshard.errors import InputError
 from esmshard.parallel.launch import LAUNCH
-from esmshard.train.run_dir import LOCK, Lock, abandoned, holder, machine, process_start
+from esmshard.train.run_dir import LOCK, Holder, Lock, abandoned, holder, process_start
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,12 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(out: Path, **changes: Any) -> None:
     """A lock as the run of another machine leaves it, unless changed."""
-    fields = {"nonce": "a" * 32, "user": "ada", "job": "17", "host": "node7", "machine": "node7 boot pid:[1]"}
-    fields |= {"pid": 4242, "process_start": "100", "since": "2025-11-21 10:00:00"}
-    (out / LOCK).write_text(json.dumps(fields | changes))
+    fields = {"host": "node7", "namespace": "pid:[1]", "pid": 4242, "process_start": "100", "job": "17"}
+    (out / LOCK).write_text(json.dumps(fields | {"since": "2025-11-21 10:00:00"} | changes))
+
+
+HERE = {key: getattr(Holder.here(), key) for key in ("host", "namespace")}
+MYSELF = {**HERE, "pid": os.getpid(), "process_start": process_start(os.getpid())}
 
 
 def refusal(out: Path) -> str:
@@ -50,8 +53,8 @@ def test_a_lock_lies_in_the_directory_while_it_is_held(tmp_path: Path, monkeypat
         assert (text["pid"], text["host"], text["job"]) == (os.getpid(), socket.gethostname(), "17")
         held.check()
         # The same job, too: twice at once is once too often.
-        assert f"(process {os.getpid()}, job 17)" in refusal(out)
-        assert "which is still running" in refusal(out)
+        assert f"process {os.getpid()} on {socket.gethostname()}, job 17" in refusal(out)
+        assert "--take-over" not in refusal(out)
         assert not abandoned(out)
     assert list(out.iterdir()) == []
     assert abandoned(out)
@@ -69,13 +72,13 @@ def test_a_killed_process_of_this_machine_is_followed_at_once(
     with Lock(tmp_path) as held:
         held.check()
         assert not abandoned(tmp_path)
-    assert f"(process {child})" in (said := capsys.readouterr().err)
-    assert "whose process is gone; taken over" in said
+    assert f"process {child} on" in (said := capsys.readouterr().err)
+    assert "taken over: its process is gone" in said
     assert list(tmp_path.iterdir()) == []
 
 
 def test_another_process_under_the_same_id_is_no_sign_of_life(tmp_path: Path) -> None:
-    write(tmp_path, host=socket.gethostname(), machine=machine(), pid=os.getppid(), process_start="1")
+    write(tmp_path, **HERE, pid=os.getppid(), process_start="1")
     assert process_start(os.getppid()) not in (None, "1")
     with Lock(tmp_path):
         pass
@@ -86,23 +89,22 @@ def test_a_run_of_another_machine_is_followed_by_its_own_job_or_when_the_user_sa
 ) -> None:
     write(tmp_path)
     assert not abandoned(tmp_path)
-    assert "held by ada on node7 (process 4242, job 17)" in refusal(tmp_path)
+    assert "held by process 4242 on node7, job 17" in refusal(tmp_path)
     assert "pass --take-over" in refusal(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     with Lock(tmp_path):
-        assert "an earlier start of this job; taken over" in capsys.readouterr().err
+        assert "taken over: an earlier start of this job" in capsys.readouterr().err
     write(tmp_path, job=None)
     with Lock(tmp_path, take_over=True):
-        assert "as --take-over asks; taken over" in capsys.readouterr().err
+        assert "taken over: --take-over" in capsys.readouterr().err
 
 
-def test_the_same_host_after_a_restart_is_another_machine(tmp_path: Path) -> None:
-    """Process ids of another boot, or of another container, say nothing."""
-    write(tmp_path, host=socket.gethostname(), machine=f"{socket.gethostname()} boot", pid=2**22)
+def test_process_ids_of_another_container_say_nothing(tmp_path: Path) -> None:
+    write(tmp_path, host=socket.gethostname(), pid=2**22)
     assert "--take-over" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("text", [b"", b'{"nonce": "aaaa", "us', b"\x00" * 300, b"[1, 2]", b"\xff\xfe"])
+@pytest.mark.parametrize("text", [b"", b'{"host": "aa", "pi', b"[1, 2]", b"\xff\xfe"])
 def test_a_damaged_lock_is_left_to_the_user(tmp_path: Path, text: bytes) -> None:
     (tmp_path / LOCK).write_bytes(text)
     os.utime(tmp_path / LOCK, (1000, 1000))
@@ -115,10 +117,9 @@ def test_a_damaged_lock_is_left_to_the_user(tmp_path: Path, text: bytes) -> None
 
 def test_a_lock_that_is_just_being_written_is_no_damaged_one(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_bytes(b"")
-    here = {"host": socket.gethostname(), "machine": machine(), "pid": os.getpid()}
-    writer = threading.Timer(0.3, write, (tmp_path,), {**here, "process_start": process_start(os.getpid())})
+    writer = threading.Timer(0.3, write, (tmp_path,), MYSELF)
     writer.start()
-    assert "still running" in refusal(tmp_path)
+    assert "damaged" not in refusal(tmp_path)
     writer.join()
 
 
@@ -129,7 +130,7 @@ def test_a_run_learns_that_it_lost_its_lock(tmp_path: Path) -> None:
             old.check()
     assert holder(tmp_path) is not None, "the lock of the other run stays"
     (tmp_path / LOCK).unlink()
-    with pytest.raises(InputError, match=r"lock of this run was removed"):
+    with pytest.raises(InputError, match=r"the lock was removed"):
         old.check()
 
 
@@ -139,7 +140,7 @@ def test_of_many_processes_one_gets_the_lock_of_a_dead_one(tmp_path: Path) -> No
         out, refused = tmp_path / str(n), tmp_path / f"refused{n}"
         out.mkdir()
         refused.mkdir()
-        write(out, host=socket.gethostname(), machine=machine(), pid=2**22, process_start="1")
+        write(out, **HERE, pid=2**22, process_start="1")
         children = []
         for k in range(6):
             if not (child := os.fork()):
@@ -163,17 +164,14 @@ def test_of_many_processes_one_gets_the_lock_of_a_dead_one(tmp_path: Path) -> No
 
 def test_a_lock_that_another_run_took_meanwhile_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at a dead run's lock and its removal another run has taken it over."""
-    here = {"host": socket.gethostname(), "machine": machine()}
-    write(tmp_path, **here, pid=2**22, process_start="1")
+    write(tmp_path, **HERE, pid=2**22, process_start="1")
     rename = Path.rename
 
     def late(path: Path, target: Path) -> Path:
-        write(tmp_path, **here, nonce="b" * 32, pid=os.getpid(), process_start=process_start(os.getpid()))
+        monkeypatch.undo()
+        write(tmp_path, **MYSELF)
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", late)
-    assert "still running" in refusal(tmp_path)
-    found = holder(tmp_path)
-    assert found is not None
-    assert found.nonce == "b" * 32
+    assert f"process {os.getpid()}" in refusal(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]

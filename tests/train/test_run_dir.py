@@ -54,7 +54,7 @@ def test_a_run_of_this_machine(tmp_path: Path) -> None:
         assert [found[key] for key in ("state", "step", "attempt")] == ["running", 200, 2]
         assert EXIT_CODES[joint_state([found])] == 3
         assert abs(found["last_seen"] - time.time()) < 100
-        assert f"(process {os.getpid()}" in found["holder"]
+        assert f"process {os.getpid()}" in found["holder"]
     found = one(tmp_path)  # it left without a word
     assert (found["state"], found["last_seen"], EXIT_CODES[joint_state([found])]) == ("failed", None, 1)
     assert "ended without a word after step 200; go on with --resume auto" in found["message"]

@@ -1,6 +1,5 @@
 """`esmshard finetune --sweep`, as a user types it: trials of a tiny model, interrupted, shared, failed and stopped."""
 
-import csv
 import json
 import signal
 import subprocess
@@ -44,11 +43,6 @@ def read(out: Path) -> dict[str, Any]:
     return found
 
 
-def table(out: Path) -> list[dict[str, str]]:
-    with open(out / "sweep.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_the_better_value_is_found_trained_with_new_seeds_and_tested(small: Path, tmp_path: Path) -> None:
     settings = LR.format(choices="1.0e-9, 3.0e-3")  # with the first the model stays as random as it is
     done = sweep(small, settings, "--seeds", "2")
@@ -60,7 +54,6 @@ def test_the_better_value_is_found_trained_with_new_seeds_and_tested(small: Path
     best = found["trials"][found["best"]]
     assert best["values"] == {"optim.lr": 3e-3}
     assert best["value"] == min(one["value"] for one in found["trials"])
-    assert {row["optim.lr"] for row in table(out)} == {"1e-09", "0.003"}
     assert "  lr: 0.003" in (out / "best.yaml").read_text()
     # The runs of the best settings have other seeds than the trials, whose seed is 3, and are tested.
     assert found["runs"] == [f"best-{found['best']:03}-seed-{seed}" for seed in (4, 5)]
@@ -90,7 +83,7 @@ def test_the_test_set_has_no_influence_on_the_search(small: Path, tmp_path: Path
     for name in ("one", "two"):
         done = sweep(small, settings, "--trials", "2", "--seeds", "1", f"out={tmp_path / name}")
         assert done.returncode == 0, done.stderr
-        found.append(((tmp_path / name / "sweep.csv").read_text(), (tmp_path / name / "summary.json").read_text()))
+        found.append((read(tmp_path / name)["trials"], (tmp_path / name / "summary.json").read_text()))
         small.with_name("test.fasta").write_text(">other\nMKVLAAGICWYMKVLAAGICWYHHHHQQPNDEST\n")
     (searched, tested), (searched_again, tested_again) = found
     assert searched == searched_again
@@ -118,7 +111,6 @@ def test_a_bad_trial_is_stopped_by_all_ranks_together(small: Path, tmp_path: Pat
     assert [one["state"] for one in found["trials"]] == ["complete", "pruned"]
     assert found["trials"][1]["step"] == 10, "at the first validation, after half of the steps"
     assert set(found["trials"][1]["validations"]) == {"10"}, "the pruner sees no more, however far the run went"
-    assert "worse than the median" in found["trials"][1]["message"]
     assert esmshard("status", tmp_path / "run").returncode == 0
 
 

@@ -165,7 +165,7 @@ def test_a_preempted_run_goes_on_in_the_same_record(tmp_path: Path, monkeypatch:
     first, second = offline(out)
     assert first.id == second.id
     assert first.group == tmp_path.name, "runs over seeds belong together"
-    assert (first.preempting, first.summary["status"]) == (True, "preempted")
+    assert (first.exit_code, first.summary["status"]) == (75, "preempted")
     assert (second.exit_code, second.summary["status"]) == (0, "done")
 
 
