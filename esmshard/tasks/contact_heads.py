@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from esmshard.batch import TokenBatch
-from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators
+from esmshard.model.weights import Weights
 from esmshard.vocab import SEPARATOR
 
 MAX_SEPARATION = 64
@@ -40,22 +40,25 @@ class AttentionHead(nn.Module):
         self.regression = nn.Linear(n_maps, 1)
         nn.init.constant_(self.regression.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
+    def start(self, found: Weights) -> str | None:
+        """Copy the contact regression of the model, if it has one, and say so."""
+        if "contact_head" in found.absent or found.seed is not None:
+            return None
+        for name, parameter in self.regression.named_parameters():
+            parameter.data.copy_(found[f"contact_head.regression.{name}"])
+        return f"the head starts from the contact regression of {found.source}"
+
     def attention(self, batch: TokenBatch) -> ContactAccumulators:
         """Return the object that takes the queries and keys of a batch."""
         return ContactAccumulators(len(batch), self.regression.weight, self.regression.bias)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch, given: ContactAccumulators) -> list[torch.Tensor]:
         """Return symmetric logits [L, L] of each record."""
-        return [logits_1LL[0] + _nothing(x_TD) for logits_1LL in given.logits()]
-
-
-def _nothing(x_TD: torch.Tensor) -> torch.Tensor:
-    """Return 0, with a gradient of zeros for all of x_TD.
-
-    The regression reads the last layer's queries and keys and not its output. Without a gradient there, FSDP would not
-    gather that layer for the backward pass, and its last matrices would have no optimizer state.
-    """
-    return x_TD[:0].sum()
+        # Zero, with a gradient of zeros for all of x_TD: the regression reads the last layer's queries and keys and not
+        # its output. Without a gradient there, FSDP would not gather that layer for the backward pass, and its last
+        # matrices would have no optimizer state.
+        nothing = x_TD[:0].sum()
+        return [logits_1LL[0] + nothing for logits_1LL in given.logits()]
 
 
 class PairBlock(nn.Module):
@@ -198,21 +201,18 @@ class PairwiseHead(nn.Module):
         return z_CRL[None]  # type: ignore[no-any-return]
 
 
-class BothHead(nn.Module):
+class BothHead(AttentionHead):
     """The pairwise network over products and attention maps, added to the attention head's logits.
 
     MAPS further regressions over the attention maps, without a target of their own, and the attention head's logits are
     what the network sees of them. Its own output starts near zero, so that all starts where the attention head does.
     """
 
-    def __init__(self, config: ModelConfig, channels: int, blocks: int) -> None:
-        super().__init__()
-        n_maps = config.n_layers * config.n_heads
-        self.regression = nn.Linear(n_maps, 1)
-        nn.init.constant_(self.regression.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
+    def __init__(self, n_maps: int, dim: int, channels: int, blocks: int) -> None:
+        super().__init__(n_maps)
         # Corrected maps are small numbers, about 1 / L: weights of about 1 bring them to the size of the products.
         self.mix = nn.Parameter(torch.empty(MAPS, n_maps).uniform_(-1, 1))
-        self.pairwise = PairwiseHead(config.dim, channels, blocks, maps=MAPS + 1)
+        self.pairwise = PairwiseHead(dim, channels, blocks, maps=MAPS + 1)
         nn.init.zeros_(self.pairwise.out.bias)  # type: ignore[arg-type]
 
     def attention(self, batch: TokenBatch) -> ContactAccumulators:

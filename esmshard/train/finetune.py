@@ -149,7 +149,7 @@ def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) 
         stored = f", matrices of the layers in {kind}" if (kind := recipe.model.quantize) else ""
         facts |= {"device": str(ranks.device), "precision": layout.precision + stored, "processes": ranks.size}
         facts |= {"labels": None, "left_out": [], "leakage": leakage_notices(job), "in_sample": seen_in_training(job)}
-        groups = [task.group(job.test.get(n), known) for n in range(len(job.test))]
+        groups = evaluate.pair_groups(job.test, known)
         print(evaluate.write(out, job.test, task, table, facts, groups), flush=True)
         card.write(directory, about, read_json(out / "evaluation.json"))
 

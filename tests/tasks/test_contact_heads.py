@@ -44,10 +44,6 @@ def new_head(made: ContactSettings, config: ModelConfig) -> nn.Module:
     return ContactTask(made, {}).head(config)
 
 
-def start(head: nn.Module, found: Any) -> str | None:
-    return ContactTask(settings("attention"), {}).start(head, found)
-
-
 @pytest.fixture(scope="module")
 def trunk() -> ESM2:
     return ours(fair_esm(TINY), TINY)
@@ -154,7 +150,7 @@ def test_bf16_of_the_trunk_leaves_contacts_in_fp32(trunk: ESM2) -> None:
 def test_the_attention_head_says_what_the_models_own_contact_head_says(trunk: ESM2) -> None:
     head = new_head(settings("attention"), TINY)
     found = Weights(TINY, "trained", weight_reader.tensors(trunk.state_dict()))
-    start(head, found)
+    head.start(found)
     batch = batch_of(50, 20)
     with torch.no_grad():
         expected = predict_contacts(trunk, batch)
