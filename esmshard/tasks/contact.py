@@ -280,47 +280,24 @@ def contact_precision(scores_LL: npt.NDArray[np.float32] | None, labels_LL: npt.
             is expected to reach: the share of contacts among the pairs.
         labels_LL: 1, 0, or -1 where undefined (see `contact_labels`). L is the number of resolved residues.
     """
-    auprc, usable = _auprc(scores_LL, labels_LL, "all")
-    row = dict[str, float]()
-    for name in RANGES:
-        row |= _precision(scores_LL, labels_LL, name, resolved(labels_LL), CUTS, usable=usable)
-    row["AUPRC"] = auprc
-    if (shortest := shortest_chain(labels_LL)) is not None:
-        auprc, usable = _auprc(scores_LL, labels_LL, INTERCHAIN)
-        row |= _precision(scores_LL, labels_LL, INTERCHAIN, shortest, INTERCHAIN_CUTS, usable=usable)
-        row[f"{INTERCHAIN} AUPRC"] = auprc
-    return row
-
-
-def _auprc(scores_LL: npt.NDArray[np.float32] | None, labels_LL: npt.NDArray[np.int8], name: str) -> tuple[float, bool]:
-    """Return AUPRC of the pairs of a name, and whether their scores have an order."""
-    i, j = valid_pairs(labels_LL, name)
-    contact_P = labels_LL[i, j] == 1
-    if scores_LL is None:
-        return float(contact_P.mean()) if contact_P.any() else np.nan, True
-    usable = bool(np.isfinite(scores_LL[i, j]).all())
-    return metrics.ranking(scores_LL[i, j], contact_P)["AUPRC"] if usable else np.nan, usable
-
-
-def _precision(
-    scores_LL: npt.NDArray[np.float32] | None,
-    labels_LL: npt.NDArray[np.int8],
-    name: str,
-    length: int,
-    cuts: Mapping[str, int],
-    *,
-    usable: bool,
-) -> dict[str, float]:
-    """Return the shares of contacts among the floor(length / k) best pairs; NaN if there are fewer pairs."""
-    i, j = valid_pairs(labels_LL, name)
-    contact_P = labels_LL[i, j] == 1
-    if scores_LL is not None:
-        contact_P = contact_P[np.argsort(-scores_LL[i, j], kind="stable")]
-    row = {}
-    for cut, k in cuts.items():
-        top = length // k
-        best_P = contact_P if scores_LL is None else contact_P[:top]
-        row[f"{name} {cut}"] = float(best_P.mean()) if usable and 0 < top <= len(contact_P) else np.nan
+    row, usable, shortest = dict[str, float](), True, shortest_chain(labels_LL)
+    lengths = dict.fromkeys(RANGES, resolved(labels_LL)) | ({} if shortest is None else {INTERCHAIN: shortest})
+    for name, length in lengths.items():
+        i, j = valid_pairs(labels_LL, name)
+        contact_P = labels_LL[i, j] == 1
+        scores_P = None if scores_LL is None else scores_LL[i, j]
+        if name in ("all", INTERCHAIN):  # pairs of the other ranges are among those of `all`
+            usable = scores_P is None or bool(np.isfinite(scores_P).all())
+            auprc = float(contact_P.mean()) if contact_P.any() else np.nan
+            if scores_P is not None:
+                auprc = metrics.ranking(scores_P, contact_P)["AUPRC"] if usable else np.nan
+            row["AUPRC" if name == "all" else f"{name} AUPRC"] = auprc
+        if scores_P is not None:
+            contact_P = contact_P[np.argsort(-scores_P, kind="stable")]
+        for cut, k in (INTERCHAIN_CUTS if name == INTERCHAIN else CUTS).items():
+            top = length // k
+            best_P = contact_P if scores_P is None else contact_P[:top]
+            row[f"{name} {cut}"] = float(best_P.mean()) if usable and 0 < top <= len(contact_P) else np.nan
     return row
 
 
