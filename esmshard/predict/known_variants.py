@@ -280,7 +280,7 @@ def baseline_predictions(
     if name not in (ONE_HOT, FROZEN) and not task.settings.zero_shot:
         raise InputError(f"--with {name}: the run has no zero-shot scores (task.zero_shot is false); choose another")
     scale = fit_scale(np.array(list(measured.values())), task.facts["scales"][0]["kind"])
-    own = {"targets": [target], "scales": [scale.as_json()]}
+    own = {"targets": [target], "scales": [asdict(scale)]}
     own |= {"lower_is_better": [target] if target in task.facts["lower_is_better"] else []}
     task = VariantTask(task.settings, dict(task.facts) | own)
     base = None if name == ONE_HOT else load_base(Recipe.model_validate(found.about["recipe"]), task, device)
@@ -291,15 +291,12 @@ def baseline_predictions(
         [replace(train.get(n), labels={"target": np.array([values[n]], np.float32)}) for n in some], base, name
     )
     examples, predicted = _examples(task, variants), list[np.float32]()
-    if name == FROZEN and base is not None:
-        task.look_ahead([examples.get(n) for n in range(len(examples))], base)
     with Progress("predict", len(examples)) as progress:
-        for n in range(len(examples)):
-            output = task.baseline_outputs(examples.get(n), known, base)[name]
-            assert isinstance(output, np.ndarray)
-            predicted.append(task.predict(output)[0])
-            if not n % 1000:
-                progress.update(n, "variants")
+        for first in range(0, len(examples), 1000):
+            part = [examples.get(n) for n in range(first, min(first + 1000, len(examples)))]
+            outputs = task.baseline_outputs(part, known, base)[name]
+            predicted += [task.predict(np.asarray(output))[0] for output in outputs]
+            progress.update(first + len(part), "variants")
     return np.array(predicted, np.float32)
 
 

@@ -20,7 +20,6 @@ from esmshard.io.store import TokenStore
 from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks.metrics import Row, means
@@ -33,6 +32,10 @@ BEFORE = "before fine-tuning"
 
 Facts = Mapping[str, Any]
 """The facts of a task about its training labels, as JSON: names of classes, means. They are kept with the model."""
+
+
+Outputs = dict[str, Sequence[npt.NDArray[np.float32] | Row]]
+"""What each baseline says of some records: for each an array like an output of the head, or the row itself."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +107,6 @@ class Task(ABC):
         """
         return self
 
-    def learn_from_validation(self, rows: Sequence[Row]) -> Facts:
-        """Return facts that follow from the validation split, such as the temperature of probabilities. They are kept
-        with the model beside those of `learn`.
-
-        Args:
-            rows: of `score`, of all records of the split.
-        """
-        return {}
-
     @abstractmethod
     def head(self, config: ModelConfig) -> nn.Module:
         """Make a new head: `head(x_TD, batch)` returns a list of N outputs, one tensor a record, on any device.
@@ -120,12 +114,9 @@ class Task(ABC):
         A head with a method `attention(batch)` gets what that returns, an object with a method
         `add(layer, sequence, q_THK, k_THK)`, as a third argument, after each layer has called `add`; see
         `esmshard.model.attention` for what is given to it. A head with `reads_logits` gets the logits of the language
-        model that the batch names (`TokenBatch.logits_at_P`), float [P, V].
+        model that the batch names (`TokenBatch.logits_at_P`), float [P, V]. A method `start(weights)` gives a new head
+        the values that the language model has for it, if any, and returns a sentence about them, or None.
         """
-
-    def start(self, head: nn.Module, found: Weights) -> str | None:
-        """Give a new head the values that the language model has for it, if any, and return a sentence about them."""
-        return None
 
     @abstractmethod
     def inputs(self, example: Example) -> Inputs:
@@ -143,8 +134,13 @@ class Task(ABC):
         """Return sum and count over the records of a batch."""
 
     @abstractmethod
-    def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
-        """Return what each record adds to the metrics. A record's row never depends on the others."""
+    def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
+        """Return what a record adds to the metrics, which never depends on other records.
+
+        Three keys have a meaning: `log losses`, to which a temperature is fitted (`esmshard.tasks.labels`);
+        `profile`, observed and predicted values along the sequence, [2, L], which a report draws; and those that begin
+        with `ranked ` (`metrics.ranked`).
+        """
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
         """Return the metrics of a set of records, `columns` among them; NaN where undefined. The default is means of
@@ -152,48 +148,11 @@ class Task(ABC):
         """
         return means(rows, self.columns)
 
-    def prepared(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return all rows of a split in the form in which `summary` reads thousands of resamples of them fastest."""
-        return rows
-
-    def profile(self, row: Row) -> npt.NDArray[np.float64] | None:
-        """Return observed and predicted values along the sequence of a record, [2, L] with NaN for undefined ones and
-        for classes their numbers, which a report draws; None for tasks without.
-
-        Args:
-            row: of `score`.
-        """
-        return None
-
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Convert the head's output of one record for the user: probabilities, or values in the unit of the labels."""
         return output
 
-    def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Fit the baselines to training examples, and return them as arrays by name, which are kept with the model.
-
-        Args:
-            train: some examples of the training split.
-            base: the model before the first step.
-        """
-        return {}
-
-    def group(self, example: Example, known: Mapping[str, npt.NDArray[Any]]) -> str:
-        """Return the group of a record whose metrics an evaluation gives apart, besides those of all; '' for none.
-
-        Args:
-            example: the record.
-            known: of `baselines`.
-        """
-        return ""
-
-    def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
-        """Return what an interval over a split resamples: the block of each record, int64 [N], or None for single
-        records; and the noun for one of them.
-        """
-        return data.blocks(), "record"
-
-    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
+    def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
         """Keep in `base.remembered` what `baselines` will ask of the base model about some of the training examples.
 
         The ranks of a run divide the examples, and `baselines`, which the first rank alone calls, finds what all of
@@ -206,31 +165,32 @@ class Task(ABC):
         """
         return
 
-    def look_ahead(self, examples: Sequence[Example], base: FineTuner) -> None:
-        """Keep in `base.remembered` what `baseline_outputs` will ask of the base model about some examples, in packs.
-        Called before `baseline_outputs` is called for each of them.
-        """
-        return
-
-    def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
-    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
-        """Return the output of each baseline for one record: an array like an output of the head, or the row itself.
+    def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
+        """Fit the baselines to training examples, and return them as arrays by name, which are kept with the model.
 
         Args:
-            example: the record.
+            train: some examples of the training split.
+            base: the model before the first step.
+        """
+        return {}
+
+    def baseline_outputs(
+        self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
+    ) -> Outputs:
+        """Return what each baseline says of each record.
+
+        Args:
+            examples: some records.
             known: of `baselines`.
             base: the model before the first step; without it, baselines that ask it are left out.
         """
         return {}
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
-        """Fit a linear head with scikit-learn to the frozen model's representations of training examples.
-
-        Raises:
-            InputError: the task, or its head, has no such fit.
+        """Fit a linear head with scikit-learn to the frozen model's representations of training examples. Called only
+        if `Settings.no_probe` allows it.
         """
-        raise InputError(f"adapt.method: task {self.settings.name} has no probe; choose full, lora or head")
+        raise NotImplementedError
 
 
 def of_residues(task: Task, values: npt.NDArray[Any], residues: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:

@@ -1,12 +1,12 @@
 """Linear models on fixed features, fitted by scikit-learn: for baselines and probes.
 
+A model is one array [O, F + 1]: the weights of F features for each of O outputs, and the bias in the last column.
 Features are standardised, and the fitted model is folded back, so that it takes them as they are. The penalty is
 chosen on a part of the examples and holds for all: as the strength of a prior, it does not grow with their number.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,39 +29,23 @@ FOLDS = 3
 ABSENT = -30.0
 """Logit of a class without an example, which cannot be fitted."""
 
+Floats = npt.NDArray[np.floating]
 Array = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A linear model with O outputs of F features."""
-
-    weight_OF: Array
-    bias_O: Array
-
-    def __call__(self, x_F: npt.NDArray[np.floating]) -> Array:
-        """Convert [..., F] to [..., O]."""
-        return (x_F.astype(np.float64) @ self.weight_OF.T.astype(np.float64) + self.bias_O).astype(np.float32)
-
-    @torch.no_grad()
-    def copy_to(self, layer: nn.Linear) -> None:
-        """Make a layer of F inputs and O outputs compute the same."""
-        layer.weight.copy_(torch.from_numpy(self.weight_OF))
-        layer.bias.copy_(torch.from_numpy(self.bias_O))
-
-    def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays that are kept with a model, for `kept`."""
-        return {f"{name}.weight": self.weight_OF, f"{name}.bias": self.bias_O}
+def apply(model: Array, x_F: Floats) -> Array:
+    """Convert features [..., F] to outputs [..., O]."""
+    return (x_F.astype(np.float64) @ model[:, :-1].T.astype(np.float64) + model[:, -1]).astype(np.float32)
 
 
-def kept(known: Mapping[str, npt.NDArray[Any]], name: str) -> Linear | None:
-    """Return the model of this name among kept arrays, or None."""
-    return Linear(known[f"{name}.weight"], known[f"{name}.bias"]) if f"{name}.weight" in known else None
+@torch.no_grad()
+def copy_to(layer: nn.Linear, model: Array) -> None:
+    """Make a layer of F inputs and O outputs compute the same as a model."""
+    layer.weight.copy_(torch.from_numpy(model[:, :-1]))
+    layer.bias.copy_(torch.from_numpy(model[:, -1]))
 
 
-def fit_numbers(
-    x_NF: npt.NDArray[np.floating], y_NT: npt.NDArray[np.floating], light_F: npt.NDArray[np.floating] | None = None
-) -> Linear:
+def fit_numbers(x_NF: Floats, y_NT: Floats, light_F: Floats | None = None) -> Array:
     """Fit ridge regression for each target to the examples that have it. The penalty is chosen by leave-one-out error.
 
     A target with fewer than two different values is predicted by its mean; without any value, by 0.
@@ -87,12 +71,8 @@ def fit_numbers(
 
 
 def fit_classes(
-    x_NF: npt.NDArray[np.floating],
-    y_N: npt.NDArray[np.integer],
-    n_classes: int,
-    weight_C: npt.NDArray[np.floating] | None = None,
-    seed: int = 0,
-) -> Linear:
+    x_NF: Floats, y_N: npt.NDArray[np.integer], n_classes: int, weight_C: Floats | None = None, seed: int = 0
+) -> Array:
     """Fit multinomial logistic regression. For two classes, the first has the logit 0.
 
     Args:
@@ -114,12 +94,7 @@ def fit_classes(
     return fold(weight_CF, bias_C)
 
 
-def fit_labels(
-    x_NF: npt.NDArray[np.floating],
-    y_NC: npt.NDArray[np.floating],
-    weight_C: npt.NDArray[np.floating] | None = None,
-    seed: int = 0,
-) -> Linear:
+def fit_labels(x_NF: Floats, y_NC: Floats, weight_C: Floats | None = None, seed: int = 0) -> Array:
     """Fit logistic regression for each of C labels. All labels have the penalty that is best for the label nearest to
     one half.
 
@@ -143,25 +118,22 @@ def fit_labels(
     return fold(weight_CF, bias_C)
 
 
-def _standardise(
-    x_NF: npt.NDArray[np.floating], light_F: npt.NDArray[np.floating] | None = None
-) -> tuple[Array, Callable[..., Linear]]:
-    """Scale features to mean 0 and deviation 1 (times `light_F`). Also return a function that converts a model of them
-    to one of the features themselves.
+def _standardise(x_NF: Floats, light_F: Floats | None = None) -> tuple[Array, Callable[..., Array]]:
+    """Scale features to mean 0 and deviation 1 (times `light_F`). Also return a function that makes a model of the
+    features themselves from weights [O, F] and biases [O] for the scaled ones.
     """
     scaler = StandardScaler().fit(x_NF.astype(np.float64))
     mean_F, scale_F = scaler.mean_, scaler.scale_ / (1 if light_F is None else light_F)
 
-    def fold(weight_OF: npt.NDArray[np.float64], bias_O: npt.NDArray[np.float64]) -> Linear:
+    def fold(weight_OF: npt.NDArray[np.float64], bias_O: npt.NDArray[np.float64]) -> Array:
         weight_OF = weight_OF / scale_F
-        return Linear(weight_OF.astype(np.float32), (bias_O - weight_OF @ mean_F).astype(np.float32))
+        return np.column_stack([weight_OF, bias_O - weight_OF @ mean_F]).astype(np.float32)
 
     return ((x_NF - mean_F) / scale_F).astype(np.float32), fold
 
 
-def _logistic(c: float, x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: npt.NDArray[np.floating]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # nearly there is good enough for a baseline
+def _logistic(c: float, x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: Floats) -> Any:
+    with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):  # nearly there is good enough
         return LogisticRegression(C=c, max_iter=300).fit(x_NF, y_N, sample_weight=weight_N)
 
 
@@ -176,6 +148,5 @@ def _choose(x_NF: Array, y_N: npt.NDArray[np.integer], seed: int) -> float:
         return CS[0]
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
     search = GridSearchCV(LogisticRegression(max_iter=300), {"C": CS}, scoring="neg_log_loss", cv=folds, refit=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
         return float(search.fit(x_NF[some], y_N[some]).best_params_["C"])

@@ -51,11 +51,11 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators, corrected_maps
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.trunk import Trunk
-from esmshard.model.weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import BEFORE, LossSum, Task, on_device_of
+from esmshard.tasks.base import BEFORE, LossSum, Outputs, Task, on_device_of
+from esmshard.tasks.baselines import copy_to
 from esmshard.tasks.contact_heads import KEPT_PAIRS, MAPS, AttentionHead, BothHead, PairwiseHead
 from esmshard.tasks.metrics import Row
 from esmshard.vocab import SEPARATOR
@@ -147,18 +147,10 @@ class ContactTask(Task):
 
     def head(self, config: ModelConfig) -> nn.Module:
         """Make the head that the recipe names."""
-        kind, channels, blocks = self.settings.head, self.settings.channels, self.settings.blocks
-        if kind == "attention":
-            return AttentionHead(config.n_layers * config.n_heads)
-        return BothHead(config, channels, blocks) if kind == "both" else PairwiseHead(config.dim, channels, blocks)
-
-    def start(self, head: nn.Module, found: Weights) -> str | None:
-        """Copy the contact regression of the model, if it has one, into a head that has such a part, and say so."""
-        if isinstance(head, AttentionHead | BothHead) and "contact_head" not in found.absent and found.seed is None:
-            for name, parameter in head.regression.named_parameters():
-                parameter.data.copy_(found[f"contact_head.regression.{name}"])
-            return f"the head starts from the contact regression of {found.source}"
-        return None
+        n_maps, size = config.n_layers * config.n_heads, (config.dim, self.settings.channels, self.settings.blocks)
+        if self.settings.head == "pairwise":
+            return PairwiseHead(*size)
+        return AttentionHead(n_maps) if self.settings.head == "attention" else BothHead(n_maps, *size)
 
     def inputs(self, example: Example) -> Inputs:
         """Return the target int8 [L, L]: 1 for a contact, 0 for none, -1 where undefined (see `contact_labels`), and
@@ -191,12 +183,9 @@ class ContactTask(Task):
             count = count + (n_valid > 0)
         return LossSum(total, count)
 
-    def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[np.int8]]) -> list[Row]:
+    def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[np.int8]) -> Row:
         """Compute `contact_precision`, and `calibration` of the probabilities of the valid pairs."""
-        return [
-            {**contact_precision(logits_LL, labels_LL), "calibration": calibration(logits_LL, labels_LL)}
-            for logits_LL, labels_LL in zip(outputs, targets, strict=True)
-        ]
+        return {**contact_precision(output, target), "calibration": calibration(output, target)}
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
         """Compute means over proteins, and if there are probabilities `ECE`, the expected calibration error over all
@@ -228,41 +217,44 @@ class ContactTask(Task):
                 contacts += np.bincount(place[labels_LL[i, j] == 1], minlength=longest)
         found = {"separation prior": np.log(contacts / (pairs - contacts)).astype(np.float32)}
         if contacts[MIN_SEPARATION:].sum() > longest - MIN_SEPARATION:
-            weight_C, bias = fit_regression(base.trunk, train, targets, seed=0)
-            found["unsupervised head"] = np.append(weight_C, np.float32(bias))
+            found["unsupervised head"] = fit_regression(base.trunk, train, targets, seed=0)
         return found
 
     def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: "FineTuner | None"
-    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
+    ) -> Outputs:
         """`base rate`: a random order. `separation prior`: the same score for every pair at one separation, whatever
         the sequence. `unsupervised head`: a regression over the attention maps of the model before the first step.
         `before fine-tuning`: that model with its new head.
         """
-        inputs = self.inputs(example)
-        found: dict[str, npt.NDArray[np.float32] | Row] = {"base rate": base_rate(inputs.target)}
+        inputs = [self.inputs(example) for example in examples]
+        found: Outputs
+        found = {"base rate": [contact_precision(None, one.target) for one in inputs]}
         if (prior := known.get("separation prior")) is not None:
-            place_L, chain_L = np.arange(len(inputs.target)), chain_numbers(inputs.target)
-            separation_LL = np.minimum(np.abs(place_L[:, None] - place_L[None, :]), len(prior) - 1)
-            separation_LL[chain_L[:, None] != chain_L[None, :]] = 0
-            found["separation prior"] = prior[separation_LL]
-            if chain_L[-1]:  # between chains all pairs have one score, and no order
-                row = self.score([prior[separation_LL]], [inputs.target])[0]
-                found["separation prior"] = {name: row[name] for name in row if not name.startswith(INTERCHAIN)}
+            found["separation prior"] = [self._of_separation(prior, one.target) for one in inputs]
         if base is not None:
             if (fitted := known.get("unsupervised head")) is not None:
-                found["unsupervised head"] = regression_logits(base.trunk, example, fitted[:-1], fitted[-1])
-            found[BEFORE] = base.outputs([inputs])[0]
+                found["unsupervised head"] = [regression_logits(base.trunk, one, fitted) for one in examples]
+            found[BEFORE] = base.outputs(inputs)
         return found
+
+    def _of_separation(
+        self, prior: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]
+    ) -> npt.NDArray[np.float32] | Row:
+        place_L, chain_L = np.arange(len(labels_LL)), chain_numbers(labels_LL)
+        separation_LL = np.minimum(np.abs(place_L[:, None] - place_L[None, :]), len(prior) - 1)
+        separation_LL[chain_L[:, None] != chain_L[None, :]] = 0
+        scores_LL: npt.NDArray[np.float32] = prior[separation_LL]
+        if not chain_L[-1]:
+            return scores_LL
+        # Between chains all pairs have one score, and no order.
+        return {name: value for name, value in self.score(scores_LL, labels_LL).items() if INTERCHAIN not in name}
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
         """Fit the attention head as `fit_regression` does."""
         assert isinstance(head, AttentionHead)
         targets = [self.inputs(example).target for example in train]
-        weight_C, bias = fit_regression(base.trunk, train, targets, seed)
-        with torch.no_grad():
-            head.regression.weight.copy_(torch.from_numpy(weight_C)[None])
-            head.regression.bias.fill_(bias)
+        copy_to(head.regression, fit_regression(base.trunk, train, targets, seed)[None])
 
 
 def resolved(labels_LL: npt.NDArray[np.int8]) -> int:
@@ -279,41 +271,34 @@ def valid_pairs(labels_LL: npt.NDArray[np.int8], name: str) -> tuple[npt.NDArray
     return i[keep], j[keep]
 
 
-def contact_precision(scores_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
+def contact_precision(scores_LL: npt.NDArray[np.float32] | None, labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
     """Compute the metrics of one protein: `long P@L`, `long P@L/2`, ... for each of RANGES, and `AUPRC` over all valid
     pairs of a chain. Only a record of several chains has `interchain P@L`, ..., and `interchain AUPRC`.
 
     Args:
-        scores_LL: any score, higher is more likely a contact; the upper triangle is read.
+        scores_LL: any score, higher is more likely a contact; the upper triangle is read. None for what a random order
+            is expected to reach: the share of contacts among the pairs.
         labels_LL: 1, 0, or -1 where undefined (see `contact_labels`). L is the number of resolved residues.
     """
-    n_resolved = resolved(labels_LL)
-    row: dict[str, float] = {}
-    for name in RANGES:
+    row, usable, shortest = dict[str, float](), True, shortest_chain(labels_LL)
+    lengths = dict.fromkeys(RANGES, resolved(labels_LL)) | ({} if shortest is None else {INTERCHAIN: shortest})
+    for name, length in lengths.items():
         i, j = valid_pairs(labels_LL, name)
-        row |= _precision(name, scores_LL[i, j], labels_LL[i, j], n_resolved, CUTS)
-    i, j = valid_pairs(labels_LL, "all")
-    if not np.isfinite(scores_LL[i, j]).all():
-        row = dict.fromkeys(row, np.nan) | {"AUPRC": np.nan}
-    else:
-        row["AUPRC"] = metrics.of_scores(scores_LL[i, j], labels_LL[i, j] == 1)["AUPRC"]
-    shortest = shortest_chain(labels_LL)
-    if shortest is None:
-        return row
-    i, j = valid_pairs(labels_LL, INTERCHAIN)
-    scores, hits = scores_LL[i, j], labels_LL[i, j]
-    between = _precision(INTERCHAIN, scores, hits, shortest, INTERCHAIN_CUTS)
-    between[f"{INTERCHAIN} AUPRC"] = metrics.of_scores(scores, hits == 1)["AUPRC"]
-    return row | (between if np.isfinite(scores).all() else dict.fromkeys(between, np.nan))
-
-
-def _precision(
-    name: str, scores: npt.NDArray[np.float32], hits: npt.NDArray[np.int8], length: int, cuts: Mapping[str, int]
-) -> dict[str, float]:
-    """Return the shares of contacts among the floor(length / k) best pairs; NaN if there are fewer pairs."""
-    ranked = hits[np.argsort(-scores, kind="stable")]
-    tops = {cut: length // k for cut, k in cuts.items()}
-    return {f"{name} {cut}": float(ranked[:n].mean()) if 0 < n <= len(ranked) else np.nan for cut, n in tops.items()}
+        contact_P = labels_LL[i, j] == 1
+        scores_P = None if scores_LL is None else scores_LL[i, j]
+        if name in ("all", INTERCHAIN):  # pairs of the other ranges are among those of `all`
+            usable = scores_P is None or bool(np.isfinite(scores_P).all())
+            auprc = float(contact_P.mean()) if contact_P.any() else np.nan
+            if scores_P is not None:
+                auprc = metrics.ranking(scores_P, contact_P)["AUPRC"] if usable else np.nan
+            row["AUPRC" if name == "all" else f"{name} AUPRC"] = auprc
+        if scores_P is not None:
+            contact_P = contact_P[np.argsort(-scores_P, kind="stable")]
+        for cut, k in (INTERCHAIN_CUTS if name == INTERCHAIN else CUTS).items():
+            top = length // k
+            best_P = contact_P if scores_P is None else contact_P[:top]
+            row[f"{name} {cut}"] = float(best_P.mean()) if usable and 0 < top <= len(contact_P) else np.nan
+    return row
 
 
 def shortest_chain(labels_LL: npt.NDArray[np.int8]) -> int | None:
@@ -328,25 +313,6 @@ def shortest_chain(labels_LL: npt.NDArray[np.int8]) -> int | None:
     return int(counts.min()) if len(counts) > 1 else 0
 
 
-def base_rate(labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
-    """Compute what a random order is expected to reach: the share of contacts among the valid pairs of each range, and
-    of two chains.
-    """
-
-    def of_range(name: str, length: int, cuts: Mapping[str, int]) -> dict[str, float]:
-        hits = labels_LL[valid_pairs(labels_LL, name)]
-        tops = {f"{name} {cut}": length // k for cut, k in cuts.items()}
-        shares = {cut: float(hits.mean()) if 0 < top <= len(hits) else np.nan for cut, top in tops.items()}
-        return shares | {f"{name} AUPRC": float(hits.mean()) if hits.any() else np.nan}
-
-    row: dict[str, float] = {}
-    for name in RANGES:
-        row |= of_range(name, resolved(labels_LL), CUTS)
-    row = {name: row[name] for name in row if not name.endswith("AUPRC")} | {"AUPRC": row["all AUPRC"]}
-    shortest = shortest_chain(labels_LL)
-    return row if shortest is None else row | of_range(INTERCHAIN, shortest, INTERCHAIN_CUTS)
-
-
 def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
     """Count the valid pairs, within chains and of two chains, by their predicted probability of a contact (see
     `metrics.calibration`). No pair is counted if a logit is NaN.
@@ -359,8 +325,8 @@ def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.in
 
 def fit_regression(
     trunk: Trunk, examples: Sequence[Example], labels: Sequence[npt.NDArray[np.int8]], seed: int
-) -> tuple[npt.NDArray[np.float32], float]:
-    """Fit the weight of each map [C], layer-major, and the bias, in the order of `contact_head.regression`.
+) -> npt.NDArray[np.float32]:
+    """Fit the weight of each map, layer-major, and the bias, in the order of `contact_head.regression`, [C + 1].
 
     Where all pairs of the 20 proteins are more than MOST_NUMBERS features, all contacts are taken and as many of the
     other pairs, at random, as there is room for; each of these then counts for several, so that the expected loss, and
@@ -389,7 +355,7 @@ def fit_regression(
     l1 = {"l1_ratio": 1.0} if LogisticRegression().penalty == "deprecated" else {"penalty": "l1"}
     regression = LogisticRegression(C=C, solver="liblinear", max_iter=1000, random_state=seed, **l1)
     regression.fit(np.concatenate(features), np.concatenate(contacts)[keep], weights[keep])
-    return regression.coef_[0].astype(np.float32), float(regression.intercept_[0])
+    return np.append(regression.coef_[0], regression.intercept_).astype(np.float32)
 
 
 def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> list[int]:
@@ -439,11 +405,9 @@ def pair_features(
 
 
 @torch.no_grad()
-def regression_logits(
-    trunk: Trunk, example: Example, weight_C: npt.NDArray[np.float32], bias: float
-) -> npt.NDArray[np.float32]:
-    """Return the logits of the regression for one protein, fp32 [L, L]."""
-    device = trunk.device
-    sums = ContactAccumulators(1, torch.from_numpy(weight_C)[None].to(device), torch.tensor([bias], device=device))
-    trunk(pack([example.tokens], tracks=[example.tracks]).to(device), layers=(), on_attention=sums.add)
+def regression_logits(trunk: Trunk, example: Example, regression: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the logits of a regression of `fit_regression` for one protein, fp32 [L, L]."""
+    weight_1C, bias_1 = torch.from_numpy(regression).to(trunk.device).tensor_split([-1])
+    sums = ContactAccumulators(1, weight_1C[None], bias_1)
+    trunk(pack([example.tokens], tracks=[example.tracks]).to(trunk.device), layers=(), on_attention=sums.add)
     return sums.logits()[0][0].cpu().numpy()

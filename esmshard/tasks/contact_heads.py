@@ -1,7 +1,7 @@
 """Heads for residue-residue contacts: logits [L, L] of each record, from representations, attention maps, or both."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from esmshard.batch import TokenBatch
-from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators
+from esmshard.model.weights import Weights
 from esmshard.vocab import SEPARATOR
 
 MAX_SEPARATION = 64
@@ -24,8 +24,6 @@ KEPT_PAIRS = 256**2
 """For maps with more pairs, blocks are computed again in the backward pass."""
 PRIOR = 0.03
 """About the share of contacts among pairs six or more apart: where a new head's output starts."""
-BAND_NUMBERS = 1 << 21
-"""Numbers of a band of rows of a pair map: 8 MiB in fp32."""
 PRIOR_LOGIT = math.log(PRIOR / (1 - PRIOR))
 
 
@@ -40,22 +38,25 @@ class AttentionHead(nn.Module):
         self.regression = nn.Linear(n_maps, 1)
         nn.init.constant_(self.regression.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
+    def start(self, found: Weights) -> str | None:
+        """Copy the contact regression of the model, if it has one, and say so."""
+        if "contact_head" in found.absent or found.seed is not None:
+            return None
+        for name, parameter in self.regression.named_parameters():
+            parameter.data.copy_(found[f"contact_head.regression.{name}"])
+        return f"the head starts from the contact regression of {found.source}"
+
     def attention(self, batch: TokenBatch) -> ContactAccumulators:
         """Return the object that takes the queries and keys of a batch."""
         return ContactAccumulators(len(batch), self.regression.weight, self.regression.bias)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch, given: ContactAccumulators) -> list[torch.Tensor]:
         """Return symmetric logits [L, L] of each record."""
-        return [logits_1LL[0] + _nothing(x_TD) for logits_1LL in given.logits()]
-
-
-def _nothing(x_TD: torch.Tensor) -> torch.Tensor:
-    """Return 0, with a gradient of zeros for all of x_TD.
-
-    The regression reads the last layer's queries and keys and not its output. Without a gradient there, FSDP would not
-    gather that layer for the backward pass, and its last matrices would have no optimizer state.
-    """
-    return x_TD[:0].sum()
+        # Zero, with a gradient of zeros for all of x_TD: the regression reads the last layer's queries and keys and not
+        # its output. Without a gradient there, FSDP would not gather that layer for the backward pass, and its last
+        # matrices would have no optimizer state.
+        nothing = x_TD[:0].sum()
+        return [logits_1LL[0] + nothing for logits_1LL in given.logits()]
 
 
 class PairBlock(nn.Module):
@@ -74,39 +75,6 @@ class PairBlock(nn.Module):
         h_1CLL = self.conv1(F.gelu(self.norm1(z_1CLL)))
         return z_1CLL + self.conv2(F.gelu(self.norm2(h_1CLL)))  # type: ignore[no-any-return]
 
-    def add_to(self, z_1CLL: torch.Tensor, work_1CLL: torch.Tensor) -> None:
-        """Compute the same in place, a band of rows at a time and without gradients, so that there is never a third
-        map.
-        """
-        for rows, found in _convolved(z_1CLL, self.norm1, self.conv1):
-            work_1CLL[:, :, rows] = found
-        for rows, found in _convolved(work_1CLL, self.norm2, self.conv2):
-            z_1CLL[:, :, rows] += found
-
-
-def _bands(z_1CLL: torch.Tensor) -> list[slice]:
-    """Return the rows of a map in bands of at most BAND_NUMBERS numbers."""
-    channels, length = z_1CLL.shape[1:3]
-    most = max(1, BAND_NUMBERS // (channels * length))
-    return [slice(start, min(start + most, length)) for start in range(0, length, most)]
-
-
-def _convolved(x_1CLL: torch.Tensor, norm: nn.InstanceNorm2d, conv: nn.Conv2d) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the rows of `conv(gelu(norm(x)))`, band by band. The statistics are those of the whole map, in fp32."""
-    n, halo = x_1CLL[0, 0].numel(), conv.dilation[0]
-    bands = _bands(x_1CLL)
-    mean_C = torch.stack([x_1CLL[0, :, rows].float().sum((1, 2)) for rows in bands]).sum(0) / n
-    squares = [(x_1CLL[0, :, rows].float() - mean_C[:, None, None]).square().sum((1, 2)) for rows in bands]
-    var_C = torch.stack(squares).sum(0) / n
-    for rows in bands:
-        # Beyond the map's own border lie the convolution's zeros, within it the neighbouring rows.
-        top, bottom = max(0, rows.start - halo), min(x_1CLL.shape[2], rows.stop + halo)
-        normed = F.batch_norm(x_1CLL[:, :, top:bottom].float(), mean_C, var_C, eps=norm.eps)
-        normed = normed * norm.weight[:, None, None] + norm.bias[:, None, None]
-        above, below = halo - (rows.start - top), halo - (bottom - rows.stop)
-        padded = F.pad(F.gelu(normed.to(x_1CLL.dtype)), (halo, halo, above, below))
-        yield rows, F.conv2d(padded, conv.weight, conv.bias, dilation=halo)
-
 
 class PairwiseHead(nn.Module):
     """Contact logits from pairs of representations.
@@ -116,9 +84,9 @@ class PairwiseHead(nn.Module):
     a linear layer follow; logits of (i, j) and (j, i) are averaged. Each record goes through alone: its borders are the
     map's borders, and no padding enters a statistic.
 
-    Pair maps are what memory goes to: C x L x L numbers each. Without gradients two of them are there at a time, and
-    the network goes over them in bands of rows, with the same result. In training, the blocks of a large map are
-    computed again in the backward pass: one map is kept for each block, and those within a block for one at a time.
+    Pair maps are what memory goes to: C x L x L numbers each. Without gradients four of them are there at a time. In
+    training, the blocks of a large map are computed again in the backward pass: one map is kept for each block, and
+    those within a block for one at a time.
     A LayerNorm over the channels of each pair would allow tiles, and less memory; with it the head learned markedly
     less in as many steps (docs/tasks.md).
 
@@ -158,61 +126,39 @@ class PairwiseHead(nn.Module):
     def _logits(
         self, left_CL: torch.Tensor, right_CL: torch.Tensor, chain_L: torch.Tensor, maps_ALL: torch.Tensor | None
     ) -> torch.Tensor:
-        channels, length = left_CL.shape
+        length = left_CL.shape[1]
         if length == 1:  # one residue has no pair, and a map of one pixel no variance to normalise by
             maps_ALL = None if maps_ALL is None else maps_ALL.expand(-1, 2, 2)
             left_CL, right_CL, chain_L = left_CL.expand(-1, 2), right_CL.expand(-1, 2), chain_L.expand(2)
             return self._logits(left_CL, right_CL, chain_L, maps_ALL)[:1, :1]
-        if torch.is_grad_enabled():
-            z_1CLL = self._pairs(left_CL, right_CL, chain_L, maps_ALL, slice(0, length))
-            for block in self.blocks:
-                again = length**2 > KEPT_PAIRS
-                z_1CLL = checkpoint(block, z_1CLL, use_reentrant=False) if again else block(z_1CLL)
-        else:
-            z_1CLL = left_CL.new_empty(1, channels, length, length)
-            for rows in _bands(z_1CLL):
-                z_1CLL[:, :, rows] = self._pairs(left_CL, right_CL, chain_L, maps_ALL, rows)
-            work_1CLL = torch.empty_like(z_1CLL) if len(self.blocks) else z_1CLL
-            for block in self.blocks:
-                block.add_to(z_1CLL, work_1CLL)  # type: ignore[operator]
+        place_L = torch.arange(length, device=left_CL.device)
+        separation_LL = (place_L[:, None] - place_L[None, :]).abs().clamp(max=MAX_SEPARATION)
+        separation_LL = separation_LL.masked_fill(chain_L[:, None] != chain_L, MAX_SEPARATION)
+        z_CLL = left_CL[:, :, None] * right_CL[:, None, :] + right_CL[:, :, None] * left_CL[:, None, :]
+        z_CLL = z_CLL + self.separation(separation_LL).permute(2, 0, 1)
+        if self.widen is not None:
+            assert maps_ALL is not None
+            z_CLL = z_CLL + torch.einsum("ca,aij->cij", self.widen.weight, maps_ALL)
+        z_1CLL = z_CLL[None]
+        again = torch.is_grad_enabled() and length**2 > KEPT_PAIRS
+        for block in self.blocks:
+            z_1CLL = checkpoint(block, z_1CLL, use_reentrant=False) if again else block(z_1CLL)
         logits_LL: torch.Tensor = self.out(z_1CLL)[0, 0]
         return (logits_LL + logits_LL.T) / 2
 
-    def _pairs(
-        self,
-        left_CL: torch.Tensor,
-        right_CL: torch.Tensor,
-        chain_L: torch.Tensor,
-        maps_ALL: torch.Tensor | None,
-        rows: slice,
-    ) -> torch.Tensor:
-        """Return some rows of the network's input, [1, C, R, L]."""
-        place_L = torch.arange(left_CL.shape[1], device=left_CL.device)
-        separation_RL = (place_L[rows, None] - place_L[None, :]).abs().clamp(max=MAX_SEPARATION)
-        separation_RL = separation_RL.masked_fill(chain_L[rows, None] != chain_L, MAX_SEPARATION)
-        z_CRL = left_CL[:, rows, None] * right_CL[:, None, :] + right_CL[:, rows, None] * left_CL[:, None, :]
-        z_CRL = z_CRL + self.separation(separation_RL).permute(2, 0, 1)
-        if self.widen is not None:
-            assert maps_ALL is not None
-            z_CRL = z_CRL + torch.einsum("ca,arl->crl", self.widen.weight, maps_ALL[:, rows])
-        return z_CRL[None]  # type: ignore[no-any-return]
 
-
-class BothHead(nn.Module):
+class BothHead(AttentionHead):
     """The pairwise network over products and attention maps, added to the attention head's logits.
 
     MAPS further regressions over the attention maps, without a target of their own, and the attention head's logits are
     what the network sees of them. Its own output starts near zero, so that all starts where the attention head does.
     """
 
-    def __init__(self, config: ModelConfig, channels: int, blocks: int) -> None:
-        super().__init__()
-        n_maps = config.n_layers * config.n_heads
-        self.regression = nn.Linear(n_maps, 1)
-        nn.init.constant_(self.regression.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
+    def __init__(self, n_maps: int, dim: int, channels: int, blocks: int) -> None:
+        super().__init__(n_maps)
         # Corrected maps are small numbers, about 1 / L: weights of about 1 bring them to the size of the products.
         self.mix = nn.Parameter(torch.empty(MAPS, n_maps).uniform_(-1, 1))
-        self.pairwise = PairwiseHead(config.dim, channels, blocks, maps=MAPS + 1)
+        self.pairwise = PairwiseHead(dim, channels, blocks, maps=MAPS + 1)
         nn.init.zeros_(self.pairwise.out.bias)  # type: ignore[arg-type]
 
     def attention(self, batch: TokenBatch) -> ContactAccumulators:

@@ -123,8 +123,9 @@ def start_values(task: Task, head: nn.Module, found: Weights) -> str | None:
     """Give a new head the values of the head in `found`, if the two mean the same, else those that the language model
     has for it. Return a sentence about them, or about a head that is left out.
     """
+    start = getattr(head, "start", lambda weights: None)
     if not found.head or not head.state_dict():
-        return task.start(head, found)
+        return start(found)  # type: ignore[no-any-return]
     of_task, facts = weights.task_of(found.files) or (task.settings.name, task.facts)
     name, shapes = task.settings.name, {name: tensor.shape for name, tensor in head.state_dict().items()}
     same = of_task == name and all(facts.get(key) == task.facts.get(key) for key in ("targets", "classes"))
@@ -137,8 +138,7 @@ def start_values(task: Task, head: nn.Module, found: Weights) -> str | None:
         scaled = any(facts.get(key) != task.facts.get(key) for key in ("mean", "std"))
         more = "; its training labels had another mean or deviation, so its first outputs are shifted or scaled"
         return f"the head goes on from the {name} head of {found.source}{more if scaled else ''}"
-    started = task.start(head, found)
-    return f"{found.source}: its head is {other} and is left out; {started or 'the head is new'}"
+    return f"{found.source}: its head is {other} and is left out; {start(found) or 'the head is new'}"
 
 
 def _assemble(found: Weights, head: nn.Module, device: torch.device) -> FineTuner:

@@ -1,7 +1,8 @@
 """Metrics that several tasks share, and their bootstrap intervals. Undefined is NaN, never 0.
 
-A bootstrap computes metrics thousands of times. They are therefore pooled from counts in the rows of the records
-(confusion matrices, calibration bins), and from ranks among all records, which `ranked` adds to the rows.
+A bootstrap computes metrics thousands of times, for which those of scikit-learn and scipy are too slow. They are
+therefore pooled from counts in the rows of the records (confusion matrices, calibration bins), and from ranks among all
+records (`ranked`).
 """
 
 import math
@@ -11,7 +12,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import rankdata
 
 from esmshard.data.splits.variant_records import site_blocks
 from esmshard.data.variants.substitutions import Mutation, name_of
@@ -74,30 +74,31 @@ def total(rows: Sequence[Row], key: str) -> npt.NDArray[np.float64]:
     return np.asarray(every.reshape(len(rows), *np.shape(rows[0][key])).sum(0, dtype=np.float64))
 
 
-def ranked(rows: Sequence[Row], *keys: str) -> list[Row]:
-    """Add `KEY ranks` beside each array `KEY`, int32 of its shape: the place of each value among the different values
-    of all the rows, from 0. Metrics of ranks have the same value for these places, and nothing has to be sorted for a
-    resample.
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Replace the values of each array whose key begins with `ranked ` by int32 places among the different values of
+    all the rows, from 0. Metrics of ranks are the same for places, and nothing has to be sorted for a resample.
 
-    Of an array in which a value is NaN, as a model says that has diverged, there are no ranks.
+    An array in which a value is NaN, as a model says that has diverged, stays.
     """
     found = [dict(row) for row in rows]
-    for key in keys:
-        arrays = [np.asarray(row[key]) for row in rows]
-        every = np.concatenate([array.ravel() for array in arrays])
-        if np.isnan(every).any():
-            continue
-        place = np.unique(every, return_inverse=True)[1].astype(np.int32)
-        parts = np.split(place, np.cumsum([array.size for array in arrays])[:-1])
-        for row, array, part in zip(found, arrays, parts, strict=True):
-            row[f"{key} ranks"] = part.reshape(array.shape)
+    for key in (key for key in rows[0] if key.startswith("ranked ")):
+        every = joined(rows, key)
+        if not np.isnan(every).any():
+            sizes = [np.size(row[key]) for row in rows]
+            places = np.split(np.unique(every, return_inverse=True)[1].astype(np.int32), np.cumsum(sizes)[:-1])
+            for row, part in zip(found, places, strict=True):
+                row[key] = part
     return list(found)
 
 
 def joined(rows: Sequence[Row], key: str) -> npt.NDArray[Any]:
-    """Join the values of all rows: their ranks, if all rows have them (see `ranked`), else the values themselves."""
-    of_rank = f"{key} ranks"
-    return np.concatenate([np.ravel(row[of_rank if of_rank in rows[0] else key]) for row in rows])
+    """Join the values of all rows."""
+    return np.concatenate([np.ravel(row[key]) for row in rows])
+
+
+def _places(x_N: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the place of each value among the different ones; those of `ranked` as they are."""
+    return x_N if x_N.dtype == np.int32 else np.unique(x_N, return_inverse=True)[1]
 
 
 # Numbers
@@ -112,11 +113,17 @@ def pearson(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float
     return float(a_N @ b_N / norm) if norm > 0 else np.nan
 
 
-def spearman(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float:
-    """Compute the correlation of ranks; equal values share the mean of their ranks. NaN as for `pearson`."""
-    if np.isnan(a_N).any() or np.isnan(b_N).any():
-        return np.nan
-    return pearson(rankdata(a_N), rankdata(b_N))
+def spearman(a_N: npt.NDArray[Any], b_N: npt.NDArray[Any]) -> float:
+    """Compute the correlation of ranks; equal values share the mean of their ranks. NaN as for `pearson`, and if a
+    value is NaN. Of places (see `ranked`) in linear time.
+    """
+    return np.nan if np.isnan(a_N).any() or np.isnan(b_N).any() else pearson(_mean_ranks(a_N), _mean_ranks(b_N))
+
+
+def _mean_ranks(x_N: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    place_N = _places(x_N)
+    counts = np.bincount(place_N)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[place_N])
 
 
 def spearman_within(
@@ -226,26 +233,6 @@ def number_summary(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float
     return found | {f"{c} {name}": one[c] for name, one in zip(names, each, strict=True) for c in NUMBER_COLUMNS}
 
 
-def pooled_spearman(rows: Sequence[Row], a: str, b: str) -> float:
-    """Compute `spearman` of two arrays of all rows together, in linear time if they are `ranked`."""
-    a_M, b_M = joined(rows, a), joined(rows, b)
-    if a_M.dtype != np.int32 or b_M.dtype != np.int32:
-        return np.nan if np.isnan(a_M).any() or np.isnan(b_M).any() else spearman(a_M, b_M)
-    if not len(a_M):
-        return np.nan
-    (ranks_A, square_a), (ranks_B, square_b) = _ranks(a_M), _ranks(b_M)
-    if not square_a or not square_b:
-        return np.nan
-    return float(ranks_A[a_M] @ ranks_B[b_M] / np.sqrt(square_a * square_b))
-
-
-def _ranks(place_M: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.float64], float]:
-    """Return the mean rank of each place, less the mean of all, and the sum of the squares of those that occur."""
-    counts = np.bincount(place_M)
-    ranks = np.cumsum(counts) - (counts - 1) / 2 - (len(place_M) + 1) / 2
-    return ranks, float(counts @ ranks**2)
-
-
 # Classes
 
 
@@ -303,41 +290,22 @@ def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
 # Rankings
 
 
-def pooled_ranking(rows: Sequence[Row], score: str, truth: str) -> dict[str, float]:
-    """Compute AUROC and AUPRC of an array of scores and one of truths of all rows together, in linear time if the
-    scores are `ranked`.
+def ranking(score_N: npt.NDArray[Any], truth_N: npt.NDArray[np.bool_]) -> dict[str, float]:
+    """Compute AUROC and AUPRC (average precision). Of places (see `ranked`) in linear time.
+
+    NaN without positives, AUROC without negatives, and if a score is NaN, because such scores have no order.
     """
-    score_M, truth_M = joined(rows, score), joined(rows, truth).astype(bool)
-    if score_M.dtype != np.int32:
-        return of_scores(score_M, truth_M)
-    counts_B2 = np.bincount(score_M * np.int64(2) + truth_M, minlength=2 * (score_M.max(initial=0) + 1)).reshape(-1, 2)
-    return of_ranking(counts_B2[:, 0], counts_B2[:, 1])
-
-
-def of_scores(score_N: npt.NDArray[np.floating], truth_N: npt.NDArray[np.bool_]) -> dict[str, float]:
-    """Compute AUROC and AUPRC. They are NaN if a score is NaN, because such scores have no order."""
-    if np.isnan(score_N).any():
+    if not truth_N.any() or np.isnan(score_N).any():
         return {"AUROC": np.nan, "AUPRC": np.nan}
-    values, place_N = np.unique(score_N, return_inverse=True)
-    false, true = (np.bincount(place_N[truth_N == kind], minlength=len(values)) for kind in (False, True))
-    return of_ranking(false, true)
-
-
-def of_ranking(false_B: npt.NDArray[np.int64], true_B: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Compute AUROC and AUPRC (average precision) from the numbers of negatives and positives that have each score, the
-    lowest first.
-
-    NaN without positives, and AUROC without negatives.
-    """
+    place_N = _places(score_N)
+    false_B, true_B = np.bincount(place_N[~truth_N], minlength=place_N.max() + 1), np.bincount(place_N[truth_N])
+    true_B = np.pad(true_B, (0, len(false_B) - len(true_B)))
     n_false, n_true = int(false_B.sum()), int(true_B.sum())
-    if not n_true:
-        return {"AUROC": np.nan, "AUPRC": np.nan}
     false_below = np.cumsum(false_B) - false_B
     found_B, taken_B = np.cumsum(true_B[::-1]), np.cumsum((true_B + false_B)[::-1])
-    precision_B = found_B / np.maximum(taken_B, 1)
     return {
         "AUROC": float((true_B * (false_below + false_B / 2)).sum() / (n_true * n_false)) if n_false else np.nan,
-        "AUPRC": float((true_B[::-1] * precision_B).sum() / n_true),
+        "AUPRC": float((true_B[::-1] * found_B / np.maximum(taken_B, 1)).sum() / n_true),
     }
 
 
@@ -448,7 +416,7 @@ def interval(values: Sequence[float], metric: str = "") -> Interval:
         values: of all records, then of each resample.
         metric: its name; one in BIASED is never below 0.
     """
-    found = _limits(values, reflected=metric in BIASED)
+    found = difference(values, [0.0] * len(values), metric)
     return Interval(found.value, max(found.low, 0.0), found.high) if metric in BIASED else found
 
 
@@ -456,17 +424,14 @@ def difference(ours: Sequence[float], theirs: Sequence[float], metric: str = "")
     """Compute the interval of a paired difference of two results of `bootstrap` over the same records with the same
     seed. There is no interval if one of them has none.
     """
-    return _limits([a - b for a, b in zip(ours, theirs, strict=False)], reflected=metric in BIASED)
-
-
-def _limits(values: Sequence[float], *, reflected: bool) -> Interval:
-    value, known = float(values[0]), [v for v in values[1:] if not np.isnan(v)]
+    value, *resampled = (a - b for a, b in zip(ours, theirs, strict=False))
+    known = [v for v in resampled if not np.isnan(v)]
     if np.isnan(value) or not known:
-        return Interval(value, np.nan, np.nan)
+        return Interval(float(value), np.nan, np.nan)
     low, high = map(float, np.percentile(known, [2.5, 97.5]))
-    if reflected or not low <= value <= high:
+    if metric in BIASED or not low <= value <= high:
         low, high = min(2 * value - high, value), max(2 * value - low, value)
-    return Interval(value, low, high)
+    return Interval(float(value), float(low), float(high))
 
 
 def variant_units(variants: Sequence[tuple[Mutation, ...]]) -> tuple[npt.NDArray[np.int64], str]:

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -18,15 +17,13 @@ from esmshard.data.batching.loader import Example
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.recipe.task_section import TaskSettings
-from esmshard.tasks.base import BEFORE, LossSum, Task, on_device_of
+from esmshard.tasks.base import BEFORE, LossSum, Outputs, Task, on_device_of
 from esmshard.tasks.metrics import Row
 from esmshard.vocab import MASK, STANDARD, VOCAB_SIZE, encode_residues
 
 AMINO_ACIDS: npt.NDArray[np.uint8] = np.frombuffer(encode_residues(STANDARD), np.uint8)
 """Tokens of the 20 standard amino acids, in the order of their letters."""
 _IS_AMINO_ACID = np.isin(np.arange(256), AMINO_ACIDS)
-SUMS = ("nll", "masked", "correct")
-"""Columns of a record from which the metrics of any set of records come."""
 NEVER = -100.0
 """Log frequency of a token that the frequencies baseline never says."""
 
@@ -130,25 +127,18 @@ class MlmTask(Task):
             torch.full((), float(len(target_P)), device=logits_PV.device),
         )
 
-    def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[np.int64]]) -> list[Row]:
-        """Compute perplexity and accuracy of each record, NaN if no residue is chosen, and the sums that they come
-        from.
-        """
-        rows: list[Row] = []
-        for logits_PV, target_P in zip(outputs, targets, strict=True):
-            nll, correct = (
-                -log_softmax(logits_PV.astype(np.float64), axis=1)[np.arange(len(target_P)), target_P],
-                logits_PV.argmax(1) == target_P,
-            )
-            sums = (float(nll.sum()), len(target_P), int(correct.sum()))
-            rows.append({**_metrics(*sums), **dict(zip(SUMS, sums, strict=True))})
-        return rows
+    def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[np.int64]) -> Row:
+        """Compute perplexity and accuracy, NaN if no residue is chosen, and the sums that they come from."""
+        nll_P = -log_softmax(output.astype(np.float64), axis=1)[np.arange(len(target)), target]
+        sums = {"nll": float(nll_P.sum()), "masked": len(target), "correct": int((output.argmax(1) == target).sum())}
+        return {**_metrics(**sums), **sums}
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
         """Compute metrics over all residues chosen, so that a long protein counts for more: perplexity is e to the
         power of their mean loss.
         """
-        return _metrics(*(sum(map(itemgetter(name), rows)) for name in SUMS))
+        sums_N3 = np.array([[row[key] for key in ("nll", "masked", "correct")] for row in rows], dtype=np.float64)
+        return _metrics(*sums_N3.sum(0).tolist())
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the probability of each of the 20 standard amino acids, of all tokens only these, at each residue:
@@ -166,18 +156,16 @@ class MlmTask(Task):
         return {"amino-acid frequencies": logits_V}
 
     def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
-    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
+    ) -> Outputs:
         """`amino-acid frequencies`: the same guess for every residue. `before fine-tuning`: the model before the first
         step, on the same hidden residues.
         """
-        inputs = self.inputs(example)
-        found: dict[str, npt.NDArray[np.float32] | Row] = {
-            name: np.tile(logits_V, (len(inputs.target), 1)) for name, logits_V in known.items()
+        inputs = [self.inputs(example) for example in examples]
+        found: Outputs = {
+            name: [np.tile(logits_V, (len(one.target), 1)) for one in inputs] for name, logits_V in known.items()
         }
-        if base is not None:
-            found[BEFORE] = base.outputs([inputs])[0]
-        return found
+        return found if base is None else found | {BEFORE: base.outputs(inputs)}
 
 
 def _metrics(nll: float, masked: float, correct: float) -> dict[str, float]:

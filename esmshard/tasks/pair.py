@@ -1,7 +1,8 @@
 """Labels of two proteins together, such as whether or how strongly they bind: numbers, one class, or several labels."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -10,23 +11,25 @@ import numpy.typing as npt
 import torch
 
 from esmshard.batch import Inputs, piece
-from esmshard.data.batching.loader import Example, Examples
+from esmshard.data.batching.loader import Example
 from esmshard.data.labels.protein_labels import ProteinLabels
-from esmshard.data.splits.leakage import CLASSES, key, two_chains
+from esmshard.data.splits.leakage import key, two_chains
 from esmshard.io.store import TokenStore
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.data_section import DataSettings, JoinSettings
 from esmshard.recipe.section_base import Clash
-from esmshard.tasks.classes import sigmoid, softmax
-from esmshard.tasks.metrics import Row
-from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask, digest
+from esmshard.tasks.base import Outputs
+from esmshard.tasks.labels import FROZEN
+from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask
 
 SINGLE, MEMORY = "single sequences", "labels of each sequence"
 """Names of baselines. Neither can know which two sequences belong together: they add up what is known of each."""
+TRAINED_CHAINS = f"{MEMORY}.key"
+"""The name of the hashes of the sequences of the training pairs, in order, among the arrays of the baselines."""
 MOST_PAIRS = 1_000_000
 """The most training pairs whose sequences are kept, as hashes, with the model."""
 
-_Vectors = TypeVar("_Vectors", torch.Tensor, npt.NDArray[np.float64])
+_Vectors = TypeVar("_Vectors", torch.Tensor, npt.NDArray[np.floating])
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,9 @@ class PairHead(SequenceHead):
 
     parts = 3
 
-    def combined(self, mean_SD: torch.Tensor) -> torch.Tensor:
+    def combined(self, x_SD: torch.Tensor) -> torch.Tensor:
         """Convert the means of 2N chains, those of a pair beside each other, to one vector for each pair, [N, 3D]."""
-        normed_SD = super().combined(mean_SD)
+        normed_SD = super().combined(x_SD)
         return torch.cat(_symmetric(normed_SD[0::2], normed_SD[1::2]), -1)
 
 
@@ -75,9 +78,9 @@ class PairTask(SequenceTask):
 
     Settings = PairSettings
     settings: PairSettings
-    of_base = ("frozen embedding", SINGLE)
+    of_base = (FROZEN, SINGLE)
     fitted = ("length", "composition", *of_base)
-    head_class: ClassVar[type[SequenceHead]] = PairHead
+    head_class = PairHead
     baseline_records = MOST_PAIRS
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> PairLabels:
@@ -90,12 +93,7 @@ class PairTask(SequenceTask):
         _, number_2N, count = np.unique(key_N2.T, return_inverse=True, return_counts=True)
         number_N2 = number_2N.reshape(2, -1).T.astype(np.int64)
         more_N = count[number_N2].argmax(1)
-        block_N = number_N2[np.arange(len(store)), more_N]
-        return PairLabels(**{one.name: getattr(found, one.name) for one in fields(found)}, block_N=block_N)
-
-    def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
-        """Resample the pairs of one sequence together."""
-        return data.blocks(), "sequence"
+        return PairLabels(**vars(found), block_N=number_N2[np.arange(len(store)), more_N])
 
     def inputs(self, example: Example) -> Inputs:
         """Return both chains, and the target of `SequenceTask.inputs`."""
@@ -105,26 +103,35 @@ class PairTask(SequenceTask):
         """Return both chains of a record without labels."""
         return self._chains(example, super().question(example).target)
 
-    def means(self, example: Example, base: FineTuner) -> npt.NDArray[np.float64]:
+    def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.float64]:
         """Return the mean representation of each chain, [2, D]. They are kept: a protein may be in many pairs."""
-        means = [SequenceTask.means(self, chain, base) for chain in chains_of(example)]
-        for chain, mean_1D in zip(chains_of(example), means, strict=True):
-            base.remembered["means"][digest(chain)] = mean_1D
-        return np.concatenate(means)
+        kept = base.remembered["chains"]
+        for chain in (chains := chains_of(example)):
+            if (name := _digest(chain)) not in kept:
+                kept[name] = super().represented(chain, base)
+        return np.concatenate([kept[_digest(chain)] for chain in chains])
 
-    def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.float64]:
+    def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
         """Return what a baseline sees of both chains: what a linear head would see, or, of `SINGLE`, their sum."""
         if name in self.of_base:
             assert base is not None
-            one, other = self.means(example, base)
-            return one + other if name == SINGLE else np.concatenate(_symmetric(one, other))
-        one, other = (SequenceTask.features(self, name, chain, base) for chain in chains_of(example))
-        return np.concatenate(_symmetric(one, other))
+            both_2F: npt.NDArray[np.floating] = self.represented(example, base)
+        else:
+            each = [super(PairTask, self).features(name, chain, base) for chain in chains_of(example)]
+            both_2F = np.concatenate(each)
+        one, other = np.split(both_2F, 2)
+        return one + other if name == SINGLE else np.concatenate(_symmetric(one, other), axis=1)
+
+    def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
+        """Keep the mean representations of the pairs that the linear models are fitted to."""
+        for n in mine:
+            if n % _step(train) == 0:
+                self.represented(train[n], base)
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
         """Fit linear models to some pairs, and keep the mean label of the pairs of each training sequence."""
         found = super().baselines(train[:: _step(train)], base)
-        prior_O = self._shares(self.prior())
+        prior_O = self._averaged(self.prior())
         sums: dict[np.uint64, npt.NDArray[np.float64]] = {}
         for example in train:
             target = SequenceTask.inputs(self, example).target
@@ -136,48 +143,36 @@ class PairTask(SequenceTask):
                 sum_2O += np.where(known_O, [np.nan_to_num(share_O), known_O], 0)
         keys = sorted(sums)
         label_SO = np.stack([sums[one][0] / sums[one][1] for one in keys]).astype(np.float32)
-        return found | {f"{MEMORY}.key": np.array(keys, np.uint64), f"{MEMORY}.share": label_SO}
-
-    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
-        """Keep the mean representations of the pairs that the linear models are fitted to."""
-        for n in mine:
-            if n % _step(train) == 0:
-                self.means(train[n], base)
+        return found | {TRAINED_CHAINS: np.array(keys, np.uint64), f"{MEMORY}.share": label_SO}
 
     def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
-    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
+    ) -> Outputs:
         """Those of `SequenceTask`; `SINGLE`, a linear model of the sum of both frozen embeddings; and `MEMORY`, the
         mean over both sequences of the labels of their training pairs.
         """
-        found = super().baseline_outputs(example, known, base)
-        if f"{MEMORY}.key" not in known:
-            return found
-        prior_O, places = self._shares(self.prior()), _places(example, known)
-        share_O = np.mean([prior_O if at is None else known[f"{MEMORY}.share"][at] for at in places], axis=0)
-        if self.settings.kind == "number":
-            output = share_O
-        elif self.settings.kind == "class":
-            output = np.log(share_O)
-        else:
-            output = np.log(share_O / (1 - share_O))
-        return {**found, MEMORY: output.astype(np.float32)}
+        found = super().baseline_outputs(examples, known, base)
+        if TRAINED_CHAINS in known:
+            found[MEMORY] = [self._remembered(example, known) for example in examples]
+        return found
 
-    def group(self, example: Example, known: Mapping[str, npt.NDArray[Any]]) -> str:
-        """Return the class of a pair by its sequences that training pairs have (`leakage.CLASSES`)."""
-        if f"{MEMORY}.key" not in known:
-            return ""
-        return CLASSES[sum(at is not None for at in _places(example, known))]
+    def _remembered(self, example: Example, known: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
+        keys_S, keys_2 = known[TRAINED_CHAINS], np.array(_keys(example))
+        at_2 = np.minimum(np.searchsorted(keys_S, keys_2), len(keys_S) - 1)
+        in_training_21 = (keys_S[at_2] == keys_2)[:, None]
+        share_2O = np.where(in_training_21, known[f"{MEMORY}.share"][at_2], self._averaged(self.prior()))
+        share_O = share_2O.mean(0)
+        if self.settings.kind == "multilabel":
+            share_O = share_O / (1 - share_O)
+        return np.asarray(share_O if self.settings.kind == "number" else np.log(share_O), dtype=np.float32)
 
     def _chains(self, example: Example, target: npt.NDArray[Any]) -> Inputs:
         one, other = chains_of(example)
         return Inputs(one.tokens, target, tracks=one.tracks, partner=Inputs(other.tokens, target, tracks=other.tracks))
 
-    def _shares(self, output_O: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    def _averaged(self, output_O: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """Return an output as shares of labels, which can be averaged; of numbers as it is."""
-        if self.settings.kind == "number":
-            return output_O.astype(np.float64)
-        return (softmax if self.settings.kind == "class" else sigmoid)(output_O).astype(np.float64)
+        return (output_O if self.settings.kind == "number" else self.probabilities(output_O)).astype(np.float64)
 
 
 def _step(train: Sequence[Example]) -> int:
@@ -212,8 +207,9 @@ def _keys(example: Example) -> list[np.uint64]:
     return [key(chain.tokens[1:-1]) for chain in chains_of(example)]
 
 
-def _places(example: Example, known: Mapping[str, npt.NDArray[Any]]) -> list[int | None]:
-    """Return the place of each chain among the sequences of the training pairs; None if it is none of them."""
-    keys_S: npt.NDArray[np.uint64] = known[f"{MEMORY}.key"]
-    places = [(int(np.searchsorted(keys_S, one)), one) for one in _keys(example)]
-    return [at if at < len(keys_S) and keys_S[at] == one else None for at, one in places]
+def _digest(chain: Example) -> str:
+    """Return a key of all that the model sees of a chain."""
+    digest = hashlib.sha256(chain.tokens.tobytes())
+    for name, values in chain.tracks.items():
+        digest.update(name.encode() + values.tobytes())
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from esmshard.errors import InputError
 
@@ -50,25 +50,23 @@ def registered() -> Registered:
     A task of another package that cannot be used disturbs no other task: it is refused where a recipe or a model names
     it.
     """
-    tasks: dict[str, type[Task]] = {name: _load(value) for name, value in TASKS.items()}
+    tasks: dict[str, type[Task]] = {name: _load(name, value) for name, value in TASKS.items()}
     unusable: dict[str, str] = {}
-    owner = dict.fromkeys(TASKS, "esmshard itself")
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
         package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
-        if entry.name in owner:
+        if entry.name in tasks or entry.name in unusable:
+            owner = "esmshard itself" if entry.name in TASKS else "another package"
             unusable[entry.name] = (
-                f"task {entry.name} is registered by {owner[entry.name]} and by {package}; uninstall {package}, or "
-                "give its task another name"
+                f"task {entry.name} is registered by {owner} and by {package}; uninstall {package}, or give its task "
+                "another name"
             )
             continue
-        owner[entry.name] = package
         try:
-            tasks[entry.name] = _checked(entry.name, _load(entry.value))
+            tasks[entry.name] = _load(entry.name, entry.value)
         except Exception as error:  # whatever a module of others raises when it is imported
-            reason = " ".join(str(error).split())
             unusable[entry.name] = (
                 f"task {entry.name} of {package} cannot be imported from {entry.value} ({type(error).__name__}: "
-                f"{reason}); correct or reinstall {package}"
+                f"{' '.join(str(error).split())}); correct or reinstall {package}"
             )
     return Registered({name: task for name, task in tasks.items() if name not in unusable}, unusable)
 
@@ -101,19 +99,10 @@ def new_task(settings: "TaskSettings", facts: "Facts") -> "Task":
     return registered().tasks[settings.name](settings, facts)
 
 
-def _load(place: str) -> Any:
-    """Import the class that `module:Class` names."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
-
-
-def _checked(name: str, task: Any) -> Any:
-    """Refuse what cannot be a task of that name."""
-    from esmshard.recipe.task_section import TaskSettings
-
-    settings = getattr(task, "Settings", None)
-    if not (isinstance(settings, type) and issubclass(settings, TaskSettings)):
-        raise TypeError("it has no Settings that are a subclass of esmshard.recipe.task_section.TaskSettings")
-    if getattr(settings.model_fields["name"].annotation, "__args__", None) != (name,):
+def _load(name: str, place: str) -> Any:
+    """Import the class that `module:Class` names, and refuse what cannot be a task of that name."""
+    module, _, attribute = place.partition(":")
+    task = getattr(import_module(module), attribute)
+    if task.Settings.model_fields["name"].annotation != Literal[name]:
         raise TypeError(f'the field `name` of its Settings must be annotated Literal["{name}"]')
     return task

@@ -18,10 +18,13 @@ from torch import nn
 
 from esmshard.batch import Inputs, TokenBatch, batch_of, pack, pack_variants
 from esmshard.devices import packs_at_once, side_by_side
+from esmshard.errors import InputError
 from esmshard.io.paths import cache_directory
-from esmshard.model.dropout import RecordDropout, of_changes
+from esmshard.model.dropout import of_changes
 from esmshard.model.finetuner import FineTuner
+from esmshard.model.weights import Weights
 from esmshard.progress import Progress
+from esmshard.tasks.labels import LabelHead
 from esmshard.vocab import STANDARD, VOCAB_SIZE, encode
 
 Pool = Literal["wild_type", "sites", "difference", "mean"]
@@ -38,7 +41,7 @@ ZERO_SHOT = 0.1
 substitutions deviate by 2 to 4 and explain a part of it, so that a new head ranks as the language model does."""
 
 
-class VariantHead(nn.Module):
+class VariantHead(LabelHead):
     """A head that makes a vector of each changed residue, applies one or two linear layers, and sums over the changes
     of a variant.
 
@@ -63,17 +66,17 @@ class VariantHead(nn.Module):
     def __init__(
         self, dim: int, hidden: int, sign_T: npt.NDArray[np.float32], pool: Pool, dropout: float, *, zero_shot: bool
     ) -> None:
-        super().__init__()
+        super().__init__(dim, width(dim, pool, zero_shot=zero_shot), hidden, len(sign_T), dropout)
         self.pool, self.reads_logits = pool, zero_shot
-        self.norm = nn.LayerNorm(dim)
-        self.dropout = RecordDropout(dropout)
-        self.hidden_dropout = RecordDropout(dropout, layer=1)
-        seen = width(dim, pool, zero_shot=zero_shot)
-        self.hidden = nn.Linear(seen, hidden) if hidden else None
-        self.out = nn.Linear(hidden or seen, len(sign_T))
-        nn.init.normal_(self.out.weight, std=0.02)  # nearly zero: a new head says what the bias and the score say
-        nn.init.zeros_(self.out.bias)
         self.zero_shot = nn.Parameter(ZERO_SHOT * torch.from_numpy(sign_T)) if zero_shot else None
+
+    def start(self, found: Weights) -> None:
+        """Check that the model has an LM head, if its zero-shot score is a part of the head."""
+        if self.reads_logits and "lm_head" in found.unlearned:
+            raise InputError(
+                f"{found.source}: has no trained LM head, whose zero-shot score is a part of the head for variants; "
+                "set task.zero_shot=false, or train it first (task mlm, adapt.method head)"
+            )
 
     def forward(
         self, x_TD: torch.Tensor, batch: TokenBatch, logits_MV: torch.Tensor | None = None

@@ -16,21 +16,19 @@ from torch import nn
 from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels
-from esmshard.data.variants.substitutions import parse_variant
 from esmshard.errors import InputError
 from esmshard.io.store import TokenStore
 from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner
-from esmshard.model.weights import Weights
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.section_base import Clash
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
-from esmshard.tasks.base import Facts, LossSum, Task, on_device_of, regression_loss, require_two_values
-from esmshard.tasks.baselines import fit_numbers, kept
+from esmshard.tasks.base import Facts, LossSum, Outputs, Task, on_device_of, regression_loss, require_two_values
+from esmshard.tasks.baselines import apply, copy_to, fit_numbers
 from esmshard.tasks.marginals import log_probabilities
-from esmshard.tasks.metrics import Row, variant_units
+from esmshard.tasks.metrics import Row
 from esmshard.tasks.variant_features import PACKED, Pool, VariantHead, frozen, seen_by
 from esmshard.vocab import RESIDUES, STANDARD, decode, encode
 
@@ -153,10 +151,6 @@ class Scale:
         value = float(score) * self.deviation + self.mean
         return float(np.exp(value)) if self.kind == "log" else value
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the arguments of `Scale(**...)`."""
-        return asdict(self)
-
 
 def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
     """Fit a scale to training values, which are all known and at least two of which differ.
@@ -241,7 +235,7 @@ class VariantTask(Task):
         facts = {
             "targets": list(labels.names),
             "lower_is_better": list(labels.lower_is_better),
-            "scales": [scale.as_json() for scale in scales],
+            "scales": [asdict(scale) for scale in scales],
             "protein": labels.protein,
             "first": labels.first,
             "length": labels.length,
@@ -255,18 +249,6 @@ class VariantTask(Task):
         """Make a `VariantHead`."""
         s = self.settings
         return VariantHead(config.dim, s.hidden, self._sign_T, s.pool, s.dropout, zero_shot=s.zero_shot)
-
-    def start(self, head: nn.Module, found: Weights) -> None:
-        """Check that the model has an LM head, if its zero-shot score is a part of the head.
-
-        Raises:
-            InputError: the model has none.
-        """
-        if self.settings.zero_shot and "lm_head" in found.unlearned:
-            raise InputError(
-                f"{found.source}: has no trained LM head, whose zero-shot score is a part of the head for variants; "
-                "set task.zero_shot=false, or train it first (task mlm, adapt.method head)"
-            )
 
     def inputs(self, example: Example) -> Inputs:
         """Return the variant and the wild type. The target is [2, T]: standardised, and as measured."""
@@ -303,12 +285,9 @@ class VariantTask(Task):
         known = ~target.isnan()
         return LossSum((_ordinal(output, target) * known).sum(), known.sum())
 
-    def score(self, outputs: Sequence[npt.NDArray[np.float32]], targets: Sequence[npt.NDArray[Any]]) -> list[Row]:
+    def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[np.float32]) -> Row:
         """Return predicted and measured values."""
-        return [
-            metrics.number_row(self.predict(output), target[1], self.names)
-            for output, target in zip(outputs, targets, strict=True)
-        ]
+        return metrics.number_row(self.predict(output), target[1], self.names)
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
         """Compute metrics over variants. For several targets they are given for each target too, and the means are over
@@ -337,7 +316,7 @@ class VariantTask(Task):
         one_hot_NF = np.stack([_one_hot(tokens_L, seen) for tokens_L in tokens_NL])
         found: dict[str, npt.NDArray[Any]] = {f"{ONE_HOT}.letters": seen}
         if ONE_HOT in wanted:
-            found |= fit_numbers(one_hot_NF, scaled_NT).arrays(ONE_HOT)
+            found[ONE_HOT] = fit_numbers(one_hot_NF, scaled_NT)
         if base is None:
             return found
         if self.settings.zero_shot and wanted & {SCORE, AUGMENTED}:
@@ -352,45 +331,39 @@ class VariantTask(Task):
             if AUGMENTED in wanted:
                 both_NF = np.column_stack([one_hot_NF, (score_N - scale[0]) / scale[1]])
                 light_F = np.where(np.arange(both_NF.shape[1]) < one_hot_NF.shape[1], 1.0, LIGHT)
-                found |= fit_numbers(both_NF, scaled_NT, light_F).arrays(AUGMENTED)
+                found[AUGMENTED] = fit_numbers(both_NF, scaled_NT, light_F)
         if FROZEN in wanted:
-            found |= fit_numbers(self._frozen(train, base), scaled_NT).arrays(FROZEN)
+            found[FROZEN] = fit_numbers(self._frozen(train, base), scaled_NT)
         return found
 
     def baseline_outputs(
-        self, example: Example, known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
-    ) -> Mapping[str, npt.NDArray[np.float32] | Row]:
+        self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
+    ) -> Outputs:
         """See the names above. The zero-shot score is scaled to the mean and deviation of the training values, so that
         it can be drawn beside them; where lower is better, turned round.
         """
-        found: dict[str, npt.NDArray[np.float32]] = {}
-        score = np.nan
+        found: Outputs = {}
+        score_N = np.full(len(examples), np.nan)
         if f"{SCORE}.log_p" in known:
             mean, deviation = known[f"{SCORE}.scale"]
-            score = (self._zero_shot(example, known[f"{SCORE}.log_p"]) - mean) / deviation
-            found[SCORE] = np.asarray(score * self._sign_T, dtype=np.float32)
-        if f"{ONE_HOT}.letters" in known:
-            one_hot_F = _one_hot(example.tokens, known[f"{ONE_HOT}.letters"])
-            for name, x_F in ((ONE_HOT, one_hot_F), (AUGMENTED, np.append(one_hot_F, score))):
-                if (model := kept(known, name)) is not None:
-                    found[name] = model(x_F)
-        if base is not None and (model := kept(known, FROZEN)) is not None:
-            found[FROZEN] = model(self._frozen([example], base)[0])
+            raw_N = np.array([self._zero_shot(example, known[f"{SCORE}.log_p"]) for example in examples])
+            score_N = (raw_N - mean) / deviation
+            found[SCORE] = list((score_N[:, None] * self._sign_T).astype(np.float32))
+        if (letters := known.get(f"{ONE_HOT}.letters")) is not None:
+            one_hot_NF = np.stack([_one_hot(example.tokens, letters) for example in examples])
+            for name, x_NF in ((ONE_HOT, one_hot_NF), (AUGMENTED, np.column_stack([one_hot_NF, score_N]))):
+                if name in known:
+                    found[name] = list(apply(known[name], x_NF))
+        if base is not None and FROZEN in known:
+            found[FROZEN] = list(apply(known[FROZEN], self._frozen(examples, base)))
         return found
 
-    def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
-        """See `variant_units`."""
-        return variant_units([parse_variant(data.id(n)) for n in range(len(data))])
-
-    def look_ahead_to_fit(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
+    def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
         """Keep the frozen model's vectors of variants."""
         if mine:
             self._frozen([train[n] for n in mine], base)
 
-    def look_ahead(self, examples: Sequence[Example], base: FineTuner) -> None:
-        """Compute the frozen model's vectors of variants in packs."""
-        self._frozen(examples, base)
-
+    @torch.no_grad()
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
         """Fit ridge regression to what a linear head sees of the frozen model, its score included."""
         assert isinstance(head, VariantHead)
@@ -398,11 +371,9 @@ class VariantTask(Task):
         seen, each = head.out.in_features, max(1, PACKED // len(self._tokens))
         found = [seen_by(head, base, inputs[n : n + each]) for n in range(0, len(inputs), each)]
         model = fit_numbers(np.concatenate(found), np.stack([one.target[0] for one in inputs]))
-        with torch.no_grad():
-            head.out.weight.copy_(torch.from_numpy(model.weight_OF[:, :seen]))
-            head.out.bias.copy_(torch.from_numpy(model.bias_O))
-            if head.zero_shot is not None:
-                head.zero_shot.copy_(torch.from_numpy(model.weight_OF[:, seen]))
+        copy_to(head.out, np.column_stack([model[:, :seen], model[:, -1]]))
+        if head.zero_shot is not None:
+            head.zero_shot.copy_(torch.from_numpy(model[:, seen]))
 
     def _zero_shot(self, example: Example, log_p_LA: npt.NDArray[np.float32]) -> float:
         """Sum log p(mutant) - log p(wild type) over the changes between two of the 20 amino acids (masked marginals).

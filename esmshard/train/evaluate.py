@@ -14,7 +14,8 @@ from torch import nn
 
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.batching.packing import SCORED_TOKENS, assign
-from esmshard.data.splits.leakage import ComparedRecords, hashes
+from esmshard.data.splits.leakage import CLASSES, ComparedRecords, hashes, key
+from esmshard.data.variants.substitutions import parse_variant
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError
 from esmshard.io.paths import found_place, is_hub_name, replace_json, replacing, shared_place
@@ -39,8 +40,11 @@ from esmshard.tasks.metrics import (
     count_units,
     difference,
     interval,
+    ranked,
     records_with,
+    variant_units,
 )
+from esmshard.tasks.pair import TRAINED_CHAINS
 from esmshard.tasks.registry import new_task
 from esmshard.vocab import chain_spans
 
@@ -83,7 +87,7 @@ def validate(
                 continue
             part = task.loss(outputs, targets)
             sums += [float(part.sum), float(part.count)]
-            rows = task.score([o.cpu().numpy() for o in outputs], [t.numpy() for t in targets])
+            rows = [task.score(o.cpu().numpy(), t.numpy()) for o, t in zip(outputs, targets, strict=True)]
             mine += zip(micro.records, rows, strict=True)
     model.train()
     if stopped:
@@ -112,11 +116,11 @@ def fit_baselines(
     """
     examples = [train.get(n) for n in range(0, len(train), -(-len(train) // task.baseline_records))]
     if ranks is None:
-        task.look_ahead_to_fit(examples, range(len(examples)), base)
+        task.look_ahead(examples, range(len(examples)), base)
         known = task.baselines(examples, base)
     else:
         with shared_calls(base, ranks):
-            task.look_ahead_to_fit(examples, range(ranks.data_rank, len(examples), ranks.data_size), base)
+            task.look_ahead(examples, range(ranks.data_rank, len(examples), ranks.data_size), base)
         for remembered in ranks.gather_on_first(base.remembered):
             for name, outputs in remembered.items():
                 base.remembered[name].update(outputs)
@@ -162,6 +166,17 @@ def seen_before(
     ], 0
 
 
+def pair_groups(data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
+    """Return the class of each pair by its sequences that training pairs have (`leakage.CLASSES`); of other records,
+    and without baselines, nothing. `known` is of `fit_baselines`.
+    """
+    if (trained := known.get(TRAINED_CHAINS)) is None:
+        return []
+    whole = map(data.whole, range(len(data)))
+    chains = [[key(residues[slice(*span)]) for span in chain_spans(residues)] for residues in whole]
+    return [CLASSES[int(np.isin(of_pair, trained).sum())] for of_pair in chains]
+
+
 def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Read the arrays of `fit_baselines`, and the TRAINED_ON hashes, if they were kept."""
     with np.load(path, allow_pickle=False) as file:
@@ -180,7 +195,7 @@ def score(model: FineTuner, task: Task, data: Examples, ranks: World | None = No
 
     def rows(examples: Sequence[Example]) -> list[Row]:
         inputs = [task.inputs(example) for example in examples]
-        return task.score(model.outputs(inputs), [one.target for one in inputs])
+        return [task.score(output, one.target) for output, one in zip(model.outputs(inputs), inputs, strict=True)]
 
     return _of_each_record("evaluate", model, task, data, ranks, rows)
 
@@ -205,16 +220,11 @@ def score_baselines(
     of_baselines = new_task(task.settings, {**task.facts, "temperature": None})
 
     def rows(examples: Sequence[Example]) -> list[dict[str, Row]]:
-        if base is not None and known:
-            task.look_ahead(examples, base)
-        found: list[dict[str, Row]] = []
-        for example in examples:
-            target, of_example = task.inputs(example).target, dict[str, Row]()
-            for name, output in task.baseline_outputs(example, known, base).items():
-                of_example[name] = (
-                    of_baselines.score([output], [target])[0] if isinstance(output, np.ndarray) else output
-                )
-            found.append(of_example)
+        found: list[dict[str, Row]] = [{} for _ in examples]
+        targets = [task.inputs(example).target for example in examples]
+        for name, outputs in task.baseline_outputs(examples, known, base).items():
+            for row, target, output in zip(found, targets, outputs, strict=True):
+                row[name] = of_baselines.score(output, target) if isinstance(output, np.ndarray) else output
         return found
 
     by_record = _of_each_record("baselines", base, task, data, ranks, rows)
@@ -308,7 +318,7 @@ def report(
         about["tracks"] = {track: _place(path, out) for track, path in tracks.items()}
     if complexes is not None:
         about["complexes"] = complexes if complexes == EVERY else _place(complexes, out)
-    groups = [tuned.task.group(data.get(n), known) for n in range(len(data))]
+    groups = pair_groups(data, known)
     return write(out, data, tuned.task, table, about, groups, name=model if model in SHIPPED else MAIN)
 
 
@@ -353,10 +363,12 @@ def write(
         task: the task.
         table: the rows of every method.
         about: more entries for `evaluation.json`.
-        groups: of each record (`Task.group`); empty for no groups.
+        groups: of each record (`pair_groups`); empty for no groups.
         name: the name of the model in the results; a shipped model has not been fine-tuned by anybody.
     """
-    block_N, unit = task.units(data)
+    block_N, unit = data.blocks(), "sequence" if task.settings.pairs else "record"
+    if task.settings.reads_table:
+        block_N, unit = variant_units([parse_variant(data.id(n)) for n in range(len(data))])
     samples = {method: _resampled(task, rows, block_N) for method, rows in table.items()}
     columns = tuple(column for column in task.columns if column in samples[MAIN])
     intervals = {method: {m: interval(values, m) for m, values in row.items()} for method, row in samples.items()}
@@ -469,7 +481,7 @@ def without_interval(reasons: Mapping[str, str]) -> list[str]:
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
     """Call `bootstrap`, without resamples for a metric that too few records have a value of."""
-    samples = bootstrap(task.summary, task.prepared(rows), block_N=block_N)
+    samples = bootstrap(task.summary, ranked(rows), block_N=block_N)
     return {m: values if _units(rows, m, block_N) >= LEAST else values[:1] for m, values in samples.items()}
 
 
@@ -536,7 +548,7 @@ def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]
     """Return what a report draws of tasks with a value for each residue: `profiles`, those of the records with the
     best, the median and the worst score; and of numbers `residues`, observed and predicted values of an even sample.
     """
-    if task.profile(rows[0]) is None:
+    if "profile" not in rows[0]:
         return {}
     score = next((column for column in task.columns if column in rows[0]), None)
     if score is None:
@@ -546,13 +558,13 @@ def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]
     order = sorted(np.flatnonzero(usable).tolist(), key=lambda n: -value_N[n])
     profiles = []
     for n in dict.fromkeys(order[:1] + order[len(order) // 2 :][:1] + order[-1:]):
-        observed, predicted = np.asarray(task.profile(rows[n])).round(5).tolist()
+        observed, predicted = np.asarray(rows[n]["profile"], np.float64).round(5).tolist()
         profiles.append(
             {"id": data.id(n), "score": score, "value": value_N[n], "observed": observed, "predicted": predicted}
         )
     if task.one_of_names:
         return {"profiles": profiles}
-    every_2M = np.concatenate([np.asarray(task.profile(row)) for row in rows], axis=1)
+    every_2M = np.concatenate([np.asarray(row["profile"], np.float64) for row in rows], axis=1)
     every_2M = every_2M[:, ~np.isnan(every_2M[0])]
     some_2M = every_2M[:, :: max(1, -(-every_2M.shape[1] // MOST_RESIDUES))].round(5)
     return {"profiles": profiles, "residues": dict(zip(("observed", "predicted"), some_2M.tolist(), strict=True))}

@@ -43,6 +43,7 @@ from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task, collate
 from esmshard.tasks.finetuned import new_head
+from esmshard.tasks.labels import fit_temperature
 from esmshard.train import evaluate
 from esmshard.train.inputs import RunInputs, provenance, versions
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
@@ -132,7 +133,7 @@ class TrainState:
     asked: int = 0
     """The reason to stop that all ranks agreed on after the last step; 0 if there is none."""
     of_validation: Mapping[str, Any] = field(default_factory=dict)
-    """The facts of the last validation (`Task.learn_from_validation`). A checkpoint stores them with those of the task.
+    """The facts of the last validation (`fit_temperature`). A checkpoint stores them with those of the task.
     """
 
     def saved(self) -> dict[str, Any]:
@@ -371,7 +372,7 @@ class Training:
         if scored is None:
             return None
         loss, rows = scored
-        metrics, state.of_validation = task.summary(rows), task.learn_from_validation(rows)
+        metrics, state.of_validation = task.summary(rows), fit_temperature(rows)
         values = {metric: metrics[metric] for metric in task.columns if metric in metrics}
         self.attempt.write(step=step, split="valid", loss=loss, **values)
         headline, value = task.columns[0], metrics[task.columns[0]]

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +282,7 @@ def test_devices_and_dtypes_that_there_are_not(how: dict[str, Any], says: str) -
 
 CLASSES = {"classes": ["x", "y", "z"], "counts": [6, 3, 1], "records": 10}
 NUMBERS = {"targets": ["Tm", "pI"], "mean": [50.0, 7.0], "std": [4.0, 2.0]}
-STATES = {"classes": ["HGI", "EB", "STC"], "counts": [3, 2, 1]}
+STATES = {"classes": ["HGI", "EB", "STC"], "counts": [3, 2, 1], "records": 3}
 VARIANT = {"targets": ["y", "kd"], "lower_is_better": ["kd"], "protein": WT, "first": 4, "length": 16}
 HEADS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "contact": ({"name": "contact", "channels": 8, "blocks": 2}, {}, ()),
@@ -289,7 +290,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "residue": ({"name": "residue"}, STATES, ("HGI", "EB", "STC")),
     "residue numbers": (
         {"name": "residue", "kind": "number"},
-        {"mean": 1.0, "std": 2.0},
+        {"targets": ["value"], "mean": [1.0], "std": [2.0]},
         ("value",),
     ),
     "sequence": ({"name": "sequence"}, NUMBERS, ("Tm", "pI")),
@@ -348,7 +349,7 @@ def test_contacts_are_those_of_the_fine_tuned_head(tmp_path: Path) -> None:
 
 
 def test_variants_of_the_protein_are_predicted(tmp_path: Path) -> None:
-    scale = fit_scale(np.array([0.0, 1.0, 3.0]), "none").as_json()
+    scale = asdict(fit_scale(np.array([0.0, 1.0, 3.0]), "none"))
     facts = VARIANT | {"scales": [scale, scale]}
     path, _ = consolidated(tmp_path / "model", {"name": "variant"}, facts)
     found = load(path)

@@ -78,7 +78,7 @@ def head_of(task: str) -> torch.nn.Module:
         facts = {"targets": ["y"], "mean": [0.0], "std": [1.0]}
         head = SequenceTask(SequenceSettings(name="sequence", dropout=0.5), facts).head(CONFIG)
     elif task == "residue":
-        facts = {"mean": 0.0, "std": 1.0, "quantiles": [0.0, 1.0]}
+        facts = {"targets": ["value"], "mean": [0.0], "std": [1.0]}
         head = ResidueTask(ResidueSettings(name="residue", kind="number", dropout=0.5, hidden=6), facts).head(CONFIG)
     else:
         facts = {"targets": ["y"], "lower_is_better": [], "scales": [], "protein": WILD_TYPE, "first": 0, "length": 7}

@@ -44,7 +44,7 @@ TASKS_TRIED: dict[str, tuple[Any, dict[str, Any]]] = {
     "states": (ResidueSettings(name="residue", hidden=8), {"classes": ["HG", "E", "-"], "counts": [5, 3, 2]}),
     "disorder": (
         ResidueSettings(name="residue", kind="number"),
-        {"mean": 0.5, "std": 2.0},
+        {"targets": ["value"], "mean": [0.5], "std": [2.0]},
     ),
     "values": (SequenceSettings(name="sequence"), {"targets": ["Tm", "id"], "mean": [50.0, 1.0], "std": [10.0, 0.5]}),
     "fold": (

@@ -266,7 +266,7 @@ def run(recipe: Recipe) -> list[Any]:
     def validate(model: nn.Module, task: Task, data: Any, *_: Any) -> tuple[float, list[Any]]:
         asked.append("validate")
         target = task.inputs(data.get(0)).target
-        return 1.0, task.score([np.zeros(target.shape, np.float32)], [target])
+        return 1.0, [task.score(np.zeros(target.shape, np.float32), target)]
 
     class Recorder:
         def __init__(self, directory: Path, keep: int, background: bool, *_: object) -> None:

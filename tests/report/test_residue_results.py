@@ -13,8 +13,8 @@ from esmshard.report.files import read_run
 from esmshard.tasks.registry import new_task, settings_of
 from esmshard.train import evaluate
 
-NUMBERS = {"mean": 10.0, "std": 2.0}
-CLASSES = {"classes": ["HGI", "EB"], "counts": [5, 5]}
+NUMBERS = {"targets": ["value"], "mean": [10.0], "std": [2.0]}
+CLASSES = {"classes": ["HGI", "EB"], "counts": [5, 5], "records": 1}
 
 
 @pytest.mark.parametrize("kind", ["number", "class"])
@@ -27,14 +27,16 @@ def test_profiles_are_drawn_and_other_metrics_are_named(kind: str, tmp_path: Pat
         output_L = (value_L + noise * rng.normal(size=40)).astype(np.float32)
         if kind == "number":
             value_L[3] = np.nan
-            outputs.append(output_L[:, None])
+            value_L, output_L = value_L[:, None], output_L[:, None]
+            outputs.append(output_L)
         else:
             value_L = np.where(np.arange(40) == 3, -1, value_L > 0)  # type: ignore[assignment]
             outputs.append(np.stack([-output_L, output_L], axis=1))
         targets.append(value_L)
         others.append(4 * outputs[-1])  # ranks and classes are the same, and errors and log loss are not
     data = Examples("test", *LabelFiles(tmp_path).split("test", "\n".join(f"p{n} {'M' * 40}" for n in range(20))), None)
-    table = {"fine-tuned": task.score(outputs, targets), "one-hot window": task.score(others, targets)}
+    table = {"fine-tuned": list(map(task.score, outputs, targets))}
+    table["one-hot window"] = list(map(task.score, others, targets))
     about = {"recipe": {"task": {"name": "residue"}}, "step": 1}
     text = evaluate.write(tmp_path, data, task, table, about)
     said = text.splitlines()[-1]
@@ -45,7 +47,7 @@ def test_profiles_are_drawn_and_other_metrics_are_named(kind: str, tmp_path: Pat
     best = raw["profiles"][0]
     assert (best["id"], best["observed"][3], best["predicted"][3]) == ("p0", None, None)
     if kind == "number":
-        assert best["observed"][0] == pytest.approx(10 + 2 * targets[0][0], abs=1e-3)
+        assert best["observed"][0] == pytest.approx(10 + 2 * targets[0][0, 0], abs=1e-3)
         assert best["predicted"][0] == pytest.approx(10 + 2 * outputs[0][0, 0], abs=1e-3)
         assert len(raw["residues"]["observed"]) == 20 * 39
     else:

@@ -11,6 +11,7 @@ from label_files import LabelFiles
 
 from esmshard.data.batching.loader import Examples
 from esmshard.tasks.base import Task
+from esmshard.tasks.labels import fit_temperature
 from esmshard.tasks.registry import new_task, settings_of
 from esmshard.train import evaluate
 
@@ -42,11 +43,11 @@ def made(kind: str, **facts: Any) -> Task:
 @pytest.mark.parametrize("kind", ["class", "multilabel", "residue"])
 def test_probabilities_are_scaled_by_the_temperature_of_the_validation_set(kind: str) -> None:
     task = made(kind)
-    facts = task.learn_from_validation(task.score(*too_sure(kind, 4000, seed=0)))
+    facts = fit_temperature(list(map(task.score, *too_sure(kind, 4000, seed=0))))
     assert facts["temperature"] == pytest.approx(3, rel=0.1)
     scaled = made(kind, **facts)
     outputs, targets = too_sure(kind, 4000, seed=1)
-    before, after = task.summary(task.score(outputs, targets)), scaled.summary(scaled.score(outputs, targets))
+    before, after = (made.summary(list(map(made.score, outputs, targets))) for made in (task, scaled))
     assert after["ECE"] < 0.03
     assert after["ECE before scaling"] > 0.1
     assert after["ECE before scaling"] == pytest.approx(before["ECE"])
@@ -61,7 +62,7 @@ def test_results_name_classes_and_have_both_calibration_errors(tmp_path: Path) -
     task = made("class", temperature=2.83, validation_records=600)
     assert task.settings.model_dump()["loss"] is None
     outputs, targets = too_sure("class", 40, seed=0)
-    rows = task.score(outputs, targets)
+    rows = list(map(task.score, outputs, targets))
     text = "\n".join(f"{n} MKT" for n in range(40))
     data = Examples("test", *LabelFiles(tmp_path).split("test", text), None)
     about = {"recipe": {"task": {"name": "sequence"}}}

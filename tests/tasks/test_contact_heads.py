@@ -1,4 +1,4 @@
-"""Heads for contacts: symmetric, alone, exact in bands, and the trunk learns through each."""
+"""Heads for contacts: symmetric, alone, exact, and the trunk learns through each."""
 
 import copy
 from typing import Any
@@ -42,10 +42,6 @@ def settings(head: str, **keys: Any) -> ContactSettings:
 
 def new_head(made: ContactSettings, config: ModelConfig) -> nn.Module:
     return ContactTask(made, {}).head(config)
-
-
-def start(head: nn.Module, found: Any) -> str | None:
-    return ContactTask(settings("attention"), {}).start(head, found)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +150,7 @@ def test_bf16_of_the_trunk_leaves_contacts_in_fp32(trunk: ESM2) -> None:
 def test_the_attention_head_says_what_the_models_own_contact_head_says(trunk: ESM2) -> None:
     head = new_head(settings("attention"), TINY)
     found = Weights(TINY, "trained", weight_reader.tensors(trunk.state_dict()))
-    start(head, found)
+    head.start(found)
     batch = batch_of(50, 20)
     with torch.no_grad():
         expected = predict_contacts(trunk, batch)
@@ -259,24 +255,21 @@ def test_residues_of_two_chains_are_as_far_apart_as_can_be(trunk: ESM2, small: N
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bands of a few rows, and blocks of maps over 60 residues computed twice."""
-    monkeypatch.setattr(contact_heads, "BAND_NUMBERS", 8 * 150 * 7)
+    """Blocks of maps over 60 residues are computed twice."""
     monkeypatch.setattr(contact_heads, "KEPT_PAIRS", 60**2)
 
 
 @pytest.mark.parametrize("head", ["pairwise", "both"])
-def test_bands_and_blocks_computed_twice_change_neither_logits_nor_gradients(
+def test_blocks_computed_twice_change_neither_logits_nor_gradients(
     trunk: ESM2, head: str, request: pytest.FixtureRequest
 ) -> None:
     batch = batch_of(150, 20)
     whole = backward(model(trunk, head), batch)
-    with torch.no_grad():
-        one_band = model(trunk, head)(batch)
     request.getfixturevalue("small")
     again = backward(model(trunk, head), batch)
     with torch.no_grad():
-        bands = model(trunk, head)(batch)
-    for one, *others in zip(whole[0], one_band, again[0], bands, strict=True):
+        evaluated = model(trunk, head)(batch)
+    for one, *others in zip(whole[0], again[0], evaluated, strict=True):
         assert all((one - other).abs().max() <= 1e-5 for other in others)
     assert whole[0][0].std() > 0.05
     assert_same_gradients(whole[1], again[1], 1e-4)

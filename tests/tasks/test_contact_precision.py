@@ -10,7 +10,6 @@ from esmshard.tasks import metrics
 from esmshard.tasks.contact import (
     CUTS,
     RANGES,
-    base_rate,
     calibration,
     contact_precision,
     valid_pairs,
@@ -135,7 +134,7 @@ def test_a_range_with_fewer_pairs_than_asked_for_has_no_value() -> None:
 )
 def test_a_short_protein_has_the_values_that_its_pairs_allow(length: int, defined: set[str]) -> None:
     scores_LL, labels_LL = protein(length, density=2)  # every pair touches
-    for row in (contact_precision(scores_LL, labels_LL), base_rate(labels_LL)):
+    for row in (contact_precision(scores_LL, labels_LL), contact_precision(None, labels_LL)):
         assert {key for key in KEYS if not math.isnan(row[key])} == defined
         assert math.isnan(row["AUPRC"]) == (not defined)
 

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ def test_a_row_and_the_summary_of_two() -> None:
     """Ten pairs of seven apart or more in ten residues; logits of 0 and of log 3 are probabilities 1/2 and 3/4."""
     first, second = torch.zeros(10, 10), torch.full((10, 10), math.log(3))
     targets = [labels(10, (0, 6), (1, 8), (2, 9)).numpy(), labels(10, (0, 7), unresolved=(9,)).numpy()]
-    rows = TASK.score([first.numpy(), second.numpy()], targets)
+    rows = list(map(TASK.score, (first.numpy(), second.numpy()), targets))
     # Bins are 1/15 wide: 1/2 lies in [7/15, 8/15), 3/4 in [11/15, 12/15).
     expected = np.zeros((2, 3, 15))
     expected[0, :, 7] = 10, 5, 3
@@ -139,12 +140,12 @@ def test_the_separation_prior_by_hand(model: FineTuner, monkeypatch: pytest.Monk
     assert known["separation prior"] == pytest.approx(prior)
     assert known["separation prior"].dtype == np.float32
 
-    outputs = TASK.baseline_outputs(split.get(3), known, None)
+    outputs: Any = TASK.baseline_outputs([split.get(3)], known, None)
     assert list(outputs) == ["base rate", "separation prior"]
-    assert math.isnan(outputs["base rate"]["AUPRC"])
-    scores_LL = outputs["separation prior"]
+    assert math.isnan(outputs["base rate"][0]["AUPRC"])
+    (scores_LL,) = outputs["separation prior"]
     assert scores_LL.shape == (10, 10)
     for i in range(10):
         for j in range(10):
             assert scores_LL[i, j] == pytest.approx(prior[min(abs(i - j), 7)])
-    assert list(TASK.baseline_outputs(split.get(3), {}, None)) == ["base rate"]
+    assert list(TASK.baseline_outputs([split.get(3)], {}, None)) == ["base rate"]

@@ -32,19 +32,23 @@ def in_rows(**arrays: np.ndarray) -> list[dict[str, np.ndarray]]:
     return [{key: part[n] for key, part in parts.items()} for n in range(4)]
 
 
+def pooled_spearman(rows: list[dict[str, np.ndarray]]) -> float:
+    return metrics.spearman(metrics.joined(rows, "ranked a"), metrics.joined(rows, "ranked b"))
+
+
 @pytest.mark.parametrize("spread", [1.0, 1e-6])
 def test_pooled_ranks_are_exact(rng: np.random.Generator, spread: float) -> None:
     a = (1 + spread * rng.normal(size=500)).astype(np.float32)  # a new head's outputs hardly spread, and tie
     b = (np.log(np.abs(a - 1) / spread + 0.01) + rng.normal(size=500)).round(1).astype(np.float32)
-    rows, expected = in_rows(a=a, b=b), stats.spearmanr(a, b).statistic
-    ready = metrics.ranked(rows, "a", "b")
+    rows, expected = in_rows(**{"ranked a": a, "ranked b": b}), stats.spearmanr(a, b).statistic
+    ready = metrics.ranked(rows)
     for found in (rows, ready):
-        assert metrics.pooled_spearman(found, "a", "b") == pytest.approx(expected, abs=1e-12)
+        assert pooled_spearman(found) == pytest.approx(expected, abs=1e-12)
     draw = [3, 3, 0, 1]  # of a resample, by ranks among all
-    again = stats.spearmanr(*(np.concatenate([rows[n][key] for n in draw]) for key in "ab")).statistic
-    assert metrics.pooled_spearman([ready[n] for n in draw], "a", "b") == pytest.approx(again, abs=1e-12)
-    assert np.isnan(metrics.pooled_spearman([ready[1]], "a", "b"))
-    assert np.isnan(metrics.pooled_spearman(metrics.ranked(in_rows(a=a, b=np.ones(500)), "a", "b"), "a", "b"))
+    again = stats.spearmanr(*(np.concatenate([rows[n][f"ranked {key}"] for n in draw]) for key in "ab")).statistic
+    assert pooled_spearman([ready[n] for n in draw]) == pytest.approx(again, abs=1e-12)
+    assert np.isnan(pooled_spearman([ready[1]]))
+    assert np.isnan(pooled_spearman(metrics.ranked(in_rows(**{"ranked a": a, "ranked b": np.ones(500)}))))
 
 
 def test_classes_are_compared_as_scikit_learn_does(rng: np.random.Generator) -> None:
@@ -73,11 +77,11 @@ def test_calibration_error_by_hand() -> None:
 def test_rankings_are_scored_as_scikit_learn_does(rng: np.random.Generator) -> None:
     truth = rng.random(400) < 0.2
     score = (rng.normal(size=400) + truth).round(1)  # with ties
-    found = metrics.of_scores(score, truth)
+    found = metrics.ranking(score, truth)
     assert found["AUROC"] == pytest.approx(reference.roc_auc_score(truth, score))
     assert found["AUPRC"] == pytest.approx(reference.average_precision_score(truth, score))
-    assert np.isnan(list(metrics.of_scores(score, np.zeros(400, bool)).values())).all()
-    one = metrics.of_scores(score, np.ones(400, bool))
+    assert np.isnan(list(metrics.ranking(score, np.zeros(400, bool)).values())).all()
+    one = metrics.ranking(score, np.ones(400, bool))
     assert np.isnan(one["AUROC"])
     assert one["AUPRC"] == 1
 
@@ -86,12 +90,12 @@ def test_rankings_are_scored_as_scikit_learn_does(rng: np.random.Generator) -> N
 def test_pooled_scores_are_exact(rng: np.random.Generator, spread: float) -> None:
     truth = rng.random(2000) < 0.1
     score = (spread * (2 * rng.normal(size=2000).round(2) + 2 * truth)).astype(np.float32)
-    rows = in_rows(score=score, truth=truth)
-    for ready in (rows, metrics.ranked(rows, "score")):
-        found = metrics.pooled_ranking(ready, "score", "truth")
+    rows = in_rows(**{"ranked score": score, "truth": truth})
+    for ready in (rows, metrics.ranked(rows)):
+        found = metrics.ranking(metrics.joined(ready, "ranked score"), metrics.joined(ready, "truth"))
         assert found["AUROC"] == pytest.approx(reference.roc_auc_score(truth, score))
         assert found["AUPRC"] == pytest.approx(reference.average_precision_score(truth, score))
-        assert np.isnan(metrics.pooled_ranking([ready[1]], "score", "truth")["AUPRC"])
+        assert np.isnan(metrics.ranking(ready[1]["ranked score"], ready[1]["truth"])["AUPRC"])
 
 
 def test_fmax_by_hand() -> None:

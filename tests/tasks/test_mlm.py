@@ -152,7 +152,7 @@ def test_scores_and_summary_are_over_residues() -> None:
     outputs, targets = random_outputs([4, 0, 9])
     targets[0][:3] = outputs[0][:3].argmax(1)
     targets[0][3] = (outputs[0][3].argmax() + 1) % 33
-    rows = TASK.score(outputs, targets)
+    rows = list(map(TASK.score, outputs, targets))
     losses = [by_hand(o, t) for o, t in zip(outputs, targets, strict=True)]
     assert [row["nll"] for row in rows] == pytest.approx(losses, rel=1e-6)
     assert [row["masked"] for row in rows] == [4, 0, 9]
@@ -242,16 +242,16 @@ def test_the_frequencies_baseline_guesses_alike_everywhere(model: FineTuner) -> 
     assert found.sum() == pytest.approx(1)
 
     one = example("MKTAYIAKQRQISFVKSHFS", "fixed")
-    outputs = TASK.baseline_outputs(one, known, None)
+    outputs = TASK.baseline_outputs([one], known, None)
     assert list(outputs) == ["amino-acid frequencies"]
     target = TASK.inputs(one).target
-    (row,) = TASK.score([np.asarray(outputs["amino-acid frequencies"])], [target])
+    row = TASK.score(np.asarray(outputs["amino-acid frequencies"][0]), target)
     assert row["nll"] == pytest.approx(-sum(math.log(found[t]) for t in target), rel=1e-5)
 
 
 def test_the_model_before_fine_tuning_is_asked_the_same(model: FineTuner) -> None:
     one = example("MKTAYIAKQRQISFVKSHFS" * 4, "fixed")
-    found = TASK.baseline_outputs(one, {}, model)
+    found = TASK.baseline_outputs([one], {}, model)
     batch, _ = collate(TASK, [one])
     with torch.no_grad():
-        assert np.array_equal(np.asarray(found["before fine-tuning"]), model(batch)[0].numpy())
+        assert np.array_equal(np.asarray(found["before fine-tuning"][0]), model(batch)[0].numpy())

@@ -21,6 +21,7 @@ from esmshard.recipe import recipe_file
 from esmshard.tasks.base import collate
 from esmshard.tasks.pair import MEMORY, SINGLE, PairSettings, PairTask
 from esmshard.tasks.registry import new_task
+from esmshard.train.evaluate import pair_groups
 from esmshard.vocab import STANDARD, encode
 
 NUMBERS = {"targets": ["Kd"], "mean": [50.0], "std": [4.0]}
@@ -86,7 +87,7 @@ def test_each_chain_is_a_sequence_of_its_own(trunk: ESM2) -> None:
     assert batch.token_counts == [10, 5]
     assert batch.record_ids == ("a", "a")
     one, other = (found.representations([Inputs(encode(chain))])[0].mean(0) for chain in ("MKTAYIAK", "WWC"))
-    assert made.means(example, found) == pytest.approx(np.stack([one, other]), abs=1e-6)
+    assert made.represented(example, found) == pytest.approx(np.stack([one, other]), abs=1e-6)
     a_D, b_D = (found.head.norm(torch.from_numpy(mean_D)) for mean_D in (one, other))
     combined_F = torch.cat([a_D + b_D, a_D * b_D, (a_D - b_D).abs()])
     expected = (combined_F @ found.head.out.weight[0] + found.head.out.bias[0]).detach()
@@ -149,11 +150,9 @@ def pairs(n: int, seed: int = 0) -> list[Example]:
 
 
 def right(made: PairTask, known: Any, base: FineTuner, test: list[Example]) -> dict[str, float]:
-    counts: dict[str, list[bool]] = {}
-    for example in test:
-        for name, output in made.baseline_outputs(example, known, base).items():
-            counts.setdefault(name, []).append(int(np.argmax(output)) == int(example.labels["target"]))
-    return {name: float(np.mean(each)) for name, each in counts.items()}
+    truth_N = [int(example.labels["target"]) for example in test]
+    outputs = made.baseline_outputs(test, known, base)
+    return {name: float((np.argmax(each, axis=1) == truth_N).mean()) for name, each in outputs.items()}
 
 
 def test_what_sees_single_sequences_does_not_see_what_belongs_together(trunk: ESM2) -> None:
@@ -169,13 +168,13 @@ def test_what_sees_single_sequences_does_not_see_what_belongs_together(trunk: ES
     assert found[SINGLE] < 0.6
     assert found["length"] < 0.7
     assert found.keys() == {"majority", "length", "composition", "frozen embedding", SINGLE, MEMORY}
-    assert made.baseline_outputs(test[0], known, None).keys() == {"majority", "length", "composition", MEMORY}
+    assert made.baseline_outputs(test, known, None).keys() == {"majority", "length", "composition", MEMORY}
     made.probe(base.head, train, base, 0)
     probed = base.outputs([made.question(example) for example in test])
     assert np.mean([int(np.argmax(o)) == int(e.labels["target"]) for o, e in zip(probed, test, strict=True)]) > 0.7
 
 
-def test_the_labels_of_a_sequence_s_training_pairs_are_remembered(trunk: ESM2) -> None:
+def test_the_labels_of_a_sequence_s_training_pairs_are_remembered(trunk: ESM2, files: LabelFiles) -> None:
     def example(pair: str, target: int) -> Example:
         return Example(pair, encode(pair), {"target": np.array(target)})
 
@@ -186,11 +185,12 @@ def test_the_labels_of_a_sequence_s_training_pairs_are_remembered(trunk: ESM2) -
     share = {"MKT": (2 + 0.25) / 3, "WWC": 0.25 / 3, "PPP": 0.25}
     for pair, group in (("MKT:WWC", "C1"), ("WWC:PPP", "C2"), ("PPP:PPP", "C3")):
         asked = Example("q", encode(pair), {})
-        found = made.predict(np.asarray(made.baseline_outputs(asked, known, None)[MEMORY]))
+        found = made.predict(np.asarray(made.baseline_outputs([asked], known, None)[MEMORY][0]))
         one, other = pair.split(":")
         assert found[1] == pytest.approx((share[one] + share[other]) / 2, rel=1e-5)
-        assert made.group(asked, known) == group
-    assert made.group(train[0], {}) == "", "a model without baselines does not know"
+        data = Examples("test", *files.split("test", f"q {pair}"), None)
+        assert pair_groups(data, known) == [group]
+        assert pair_groups(data, {}) == [], "a model without baselines does not know"
 
 
 def compared(*sequences: str) -> ComparedRecords:

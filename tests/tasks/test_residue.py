@@ -18,13 +18,14 @@ from esmshard.errors import InputError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.task_section import AnyTask
+from esmshard.tasks import metrics
 from esmshard.tasks.residue import ResidueSettings, ResidueTask
 from esmshard.vocab import STANDARD, encode
 
 STATES = ("HGI", "EB", "STC")
 Q3 = {"classes": list(STATES), "counts": [60, 30, 10]}
 TWO = {"classes": ["-", "B"], "counts": [90, 10]}
-NUMBER = {"mean": 10.0, "std": 5.0}
+NUMBER = {"targets": ["value"], "mean": [10.0], "std": [5.0]}
 
 
 def task(facts: dict[str, Any] = Q3, **given: Any) -> ResidueTask:
@@ -87,7 +88,7 @@ def test_settings_that_do_not_go_together_are_refused(given: dict[str, Any], mes
 def test_letters_are_joined_to_classes(files: Files) -> None:
     text = "a TARGET=HHGI MASK=1101 MKTA\nb TARGET=ECB MASK=111 ACD"
     found, train = files.learn({"classes": list(STATES)}, text)
-    assert found.facts == {"classes": ["HGI", "EB", "STC"], "counts": [3, 2, 1]}
+    assert found.facts == {"classes": ["HGI", "EB", "STC"], "counts": [3, 2, 1], "records": 2}
     assert [found.inputs(train.get(n)).target.tolist() for n in range(2)] == [[0, 0, -1, 0], [1, 2, 1]]
     assert found.inputs(train.get(0)).target.dtype == np.int64
     assert found.columns == ("Q3", "Q3 per protein", "MCC", "macro-F1", "ECE", "log loss")
@@ -117,21 +118,22 @@ def test_labels_come_from_a_table_a_label_file_and_an_npz(files: Files) -> None:
 
 def test_numbers_are_standardised_by_the_training_residues(files: Files) -> None:
     found, train = files.learn({"kind": "number"}, "a TARGET=1;nan;3 MKT\nb TARGET=8;4 AC")
-    assert (found.facts["mean"], found.facts["std"]) == pytest.approx((4, math.sqrt(26 / 4)))
+    assert (*found.facts["mean"], *found.facts["std"]) == pytest.approx((4, math.sqrt(26 / 4)))
     target = found.inputs(train.get(0)).target
+    assert target.shape == (3, 1)
     assert target.dtype == np.float32
-    assert target == pytest.approx([-3 / math.sqrt(6.5), math.nan, -1 / math.sqrt(6.5)], nan_ok=True)
-    assert found.predict(target[:, None]) == pytest.approx([1, math.nan, 3], nan_ok=True)
+    assert target[:, 0] == pytest.approx([-3 / math.sqrt(6.5), math.nan, -1 / math.sqrt(6.5)], nan_ok=True)
+    assert found.predict(target) == pytest.approx([1, math.nan, 3], nan_ok=True)
     assert found.names == ("value",)
 
 
 @pytest.mark.parametrize(
     ("settings", "text", "message"),
     [
-        ({}, "a TARGET=HHH MKT\nb TARGET=HH AC", "every training residue has the class 'H'; give labels of two"),
+        ({}, "a TARGET=HHH MKT\nb TARGET=HH AC", "every training residue has the label 'H'; give labels of two"),
         ({"classes": ["HG", "E", "C"]}, "a TARGET=HEH MKT", "no training residue has the class 'C', so that it cannot"),
         ({"classes": ["H", "E"]}, "a TARGET=HEC MKT", "has the class 'C' at position 3, which is none of HE"),
-        ({"kind": "number"}, "a TARGET=2;2;nan MKT\nb TARGET=2;2 AC", "every training residue is labelled 2, of which"),
+        ({"kind": "number"}, "a TARGET=2;2;nan MKT\nb TARGET=2;2 AC", "is 2 for every residue that has one"),
         ({"kind": "number"}, "a TARGET=1;inf;3 MKT", "which is not a finite number"),
         ({}, "a TARGET=HE MKT", "has labels for 2 residues, but 3 residues"),
     ],
@@ -214,7 +216,7 @@ def test_all_labelled_residues_count_alike() -> None:
 
 def test_numbers_are_compared_where_there_are_any() -> None:
     outputs = [torch.tensor([[1.0], [5.0]], requires_grad=True), torch.tensor([[2.0]], requires_grad=True)]
-    found = task(NUMBER, kind="number").loss(outputs, [torch.tensor([3.0, math.nan]), torch.tensor([2.5])])
+    found = task(NUMBER, kind="number").loss(outputs, [torch.tensor([[3.0], [math.nan]]), torch.tensor([[2.5]])])
     assert float(found.sum.detach()) == pytest.approx(4.25)
     assert float(found.count) == 2
     found.sum.backward()
@@ -226,7 +228,7 @@ def test_a_batch_without_labels_keeps_the_graph(kind: str) -> None:
     made = task(Q3 if kind == "class" else NUMBER, kind=kind)
     head = made.head(TINY)
     outputs = head(torch.randn(5, 32), tokenise(["MKT"])[1])
-    target = torch.full((3,), -1) if kind == "class" else torch.full((3,), math.nan)
+    target = torch.full((3,), -1) if kind == "class" else torch.full((3, 1), math.nan)
     found = made.loss(outputs, [target])
     assert (float(found.sum.detach()), float(found.count)) == (0, 0)
     found.sum.backward()
@@ -240,7 +242,7 @@ def test_q3_counts_labelled_residues_and_is_pooled_over_proteins() -> None:
     logits = np.eye(3, dtype=np.float32)
     outputs = [logits[[0, 1, 2, 2]], logits[[0]], logits[[1, 1]]]
     targets = [np.array([0, -1, 2, 0]), np.array([1]), np.array([-1, -1])]
-    rows = task().score(outputs, targets)
+    rows = list(map(task().score, outputs, targets))
     assert [row["labelled"] for row in rows] == [3, 1, 0]
     assert [row["Q3"] for row in rows] == pytest.approx([2 / 3, 0, math.nan], nan_ok=True)
     found = task().summary(rows)
@@ -259,7 +261,7 @@ def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
     outputs = [(rng.normal(size=(length, n_classes)) * 2).astype(np.float32) for length in lengths]
     for output, target in zip(outputs, targets, strict=True):
         output[np.arange(len(target)), target] += 1.5
-    rows = made.score(outputs, targets)
+    rows = list(map(made.score, outputs, targets))
     found = made.summary(rows)
     logits, truth = np.concatenate(outputs), np.concatenate(targets)
     logits, truth = logits[truth >= 0], truth[truth >= 0]
@@ -278,7 +280,7 @@ def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
         score = logits[:, 1] - logits[:, 0]
         assert found["AUPRC"] == pytest.approx(reference.average_precision_score(truth, score))
         assert found["AUROC"] == pytest.approx(reference.roc_auc_score(truth, score))
-        assert made.summary(made.prepared(rows))["AUROC"] == pytest.approx(found["AUROC"])
+        assert made.summary(metrics.ranked(rows))["AUROC"] == pytest.approx(found["AUROC"])
 
 
 def test_numbers_are_ranked_over_all_residues_and_within_proteins(files: Files) -> None:
@@ -290,22 +292,20 @@ def test_numbers_are_ranked_over_all_residues_and_within_proteins(files: Files) 
     made, train = files.learn({"kind": "number"}, text)
     targets = [made.inputs(train.get(n)).target for n in range(3)]
     targets[1][:20] = np.nan
-    outputs = [(target + 0.2 * rng.normal(size=len(target)))[:, None].astype(np.float32) for target in targets]
+    outputs = [(target + 0.2 * rng.normal(size=target.shape)).astype(np.float32) for target in targets]
     outputs[1][np.isnan(outputs[1])] = 3
-    rows = made.score(outputs, targets)
+    rows = list(map(made.score, outputs, targets))
     found = made.summary(rows)
-    predicted, truth = np.concatenate(outputs)[:, 0], np.concatenate(targets)
+    predicted, truth = np.concatenate(outputs)[:, 0], np.concatenate(targets)[:, 0]
     predicted, truth = predicted[~np.isnan(truth)], truth[~np.isnan(truth)]
     assert found["Spearman"] == pytest.approx(stats.spearmanr(predicted, truth).statistic)
-    assert made.summary(made.prepared(rows))["Spearman"] == pytest.approx(found["Spearman"])
-    each = [
-        stats.spearmanr(o[~np.isnan(t), 0], t[~np.isnan(t)]).statistic for o, t in zip(outputs, targets, strict=True)
-    ]
+    assert made.summary(metrics.ranked(rows))["Spearman"] == pytest.approx(found["Spearman"])
+    each = [stats.spearmanr(o[~np.isnan(t)], t[~np.isnan(t)]).statistic for o, t in zip(outputs, targets, strict=True)]
     assert [row["Spearman"] for row in rows] == pytest.approx(each)
     assert found["Spearman per protein"] == pytest.approx(np.mean(each))
-    assert found["RMSE"] == pytest.approx(made.facts["std"] * np.sqrt(((predicted - truth) ** 2).mean()), rel=1e-4)
+    assert found["RMSE"] == pytest.approx(made.facts["std"][0] * np.sqrt(((predicted - truth) ** 2).mean()), rel=1e-4)
     assert set(made.columns) == found.keys()
-    (nothing,) = made.score([outputs[0]], [np.full(30, np.nan, np.float32)])
+    nothing = made.score(outputs[0], np.full((30, 1), np.nan, np.float32))
     assert math.isnan(nothing["Spearman"])
     assert all(math.isnan(value) for value in made.summary([nothing]).values())
 
@@ -320,16 +320,14 @@ def test_baselines_see_the_neighbourhood(trunk: ESM2, kind: str) -> None:
     made = task(facts, kind=kind)
     base = FineTuner(trunk, made.head(TINY)).eval()
     known = made.baselines(train, base)
-    outputs: dict[str, list[np.ndarray]] = {}
-    for example in test:
-        for name, output in made.baseline_outputs(example, known, base).items():
-            assert output.shape == (len(example.tokens) - 2, 3 if kind == "class" else 1)
-            outputs.setdefault(name, []).append(output)
+    outputs: Any = made.baseline_outputs(test, known, base)
+    for found in outputs.values():
+        assert [o.shape for o in found] == [(len(e.tokens) - 2, 3 if kind == "class" else 1) for e in test]
     first = "majority" if kind == "class" else "mean"
     assert list(outputs) == [first, "length", "one-hot window", "frozen embedding"]
     assert all(np.ptp(output, axis=0).max() == 0 for output in outputs["length"])  # alike for all of a protein
     targets = [made.inputs(example).target for example in test]
-    scores = {name: made.summary(made.score(found, targets)) for name, found in outputs.items()}
+    scores = {name: made.summary(list(map(made.score, found, targets))) for name, found in outputs.items()}
     metric = "Q3" if kind == "class" else "Spearman"
     assert scores["one-hot window"][metric] > 0.9
     assert scores["frozen embedding"][metric] < 0.9
@@ -338,7 +336,7 @@ def test_baselines_see_the_neighbourhood(trunk: ESM2, kind: str) -> None:
     else:
         assert math.isnan(scores["mean"]["Spearman"])
         assert made.predict(outputs["mean"][0]) == pytest.approx(np.full(len(targets[0]), 10.0))
-    assert list(made.baseline_outputs(test[0], known, None)) == [first, "length", "one-hot window"]
+    assert list(made.baseline_outputs(test, known, None)) == [first, "length", "one-hot window"]
 
 
 @pytest.mark.parametrize("kind", ["class", "number"])
@@ -362,7 +360,7 @@ def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, kind: str, monkeypatch
     made.probe(head, train, model, seed=0)
     outputs = np.concatenate([model.outputs([made.inputs(e)])[0] for e in train])
     target = np.concatenate([made.inputs(e).target for e in train])
-    known = target >= 0 if kind == "class" else ~np.isnan(target)
+    known = target >= 0 if kind == "class" else ~np.isnan(target[:, 0])
     fitted, x = fits[-1]
     expected = fitted.decision_function(x) if kind == "class" else fitted.predict(x).reshape(-1, 1)
     assert outputs[known] == pytest.approx(expected, abs=1e-4)

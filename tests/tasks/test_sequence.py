@@ -140,8 +140,8 @@ def test_several_labels_come_from_one_column_or_from_columns_of_flags(files: Fil
     ("kind", "text", "message"),
     [
         ("number", "a TARGET=2 MKT\nb TARGET=2 ACD", "the target 'TARGET' is 2 for every record that has one"),
-        ("class", "a TARGET=x MKT\nb TARGET=x ACD", "every training record has the class 'x'; give labels of two"),
-        ("multilabel", "a TARGET=x;y MKT\nb TARGET=y;x ACD", "every training record has the same labels"),
+        ("class", "a TARGET=x MKT\nb TARGET=x ACD", "every training record has the label 'x'; give labels of two"),
+        ("multilabel", "a TARGET=x;y MKT\nb TARGET=y;x ACD", "every training record has the label"),
         ("number", "a TARGET=nan MKT\nb TARGET=nan ACD", "no record (a, b) has a TARGET="),
         ("number", "a TARGET=tall MKT\nb TARGET=2 ACD", "for names of classes, set task.kind=class"),
         ("number", "a TARGET=inf MKT\nb TARGET=2 ACD", "which is not a finite number"),
@@ -244,7 +244,7 @@ def test_labels_are_counted_each_and_those_that_are_there_may_weigh_more() -> No
 def test_numbers_are_scored_in_the_unit_of_the_labels() -> None:
     rng = np.random.default_rng(0)
     predicted, truth = rng.normal(size=(2, 40)).astype(np.float32)
-    rows = task().score(list(predicted[:, None]), list(truth[:, None]))
+    rows = list(map(task().score, predicted[:, None], truth[:, None]))
     assert rows[3]["prediction"] == pytest.approx(50 + 4 * predicted[3])
     assert rows[3]["target"] == pytest.approx(50 + 4 * truth[3])
     found = task().summary(rows)
@@ -260,7 +260,7 @@ def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
     logits, truth = rng.normal(size=(80, n_classes)).astype(np.float32), rng.integers(0, n_classes, 80)
     logits[np.arange(80), truth] += 1
     scored = task({"classes": list("abcd")[:n_classes], "counts": [20] * n_classes, "records": 80}, kind="class")
-    rows = scored.score(list(logits), [np.array(k) for k in truth])
+    rows = list(map(scored.score, logits, map(np.array, truth)))
     found = scored.summary(rows)
     assert found.keys() == set(scored.columns)
     assert scored.columns[0] == "MCC"
@@ -285,7 +285,7 @@ def test_labels_are_scored_by_fmax() -> None:
     truth = rng.random((60, 3)) < 0.4
     logits = (rng.normal(size=(60, 3)) + truth).astype(np.float32)
     scored = task(THREE, kind="multilabel")
-    found = scored.summary(scored.score(list(logits), list(truth.astype(np.float32))))
+    found = scored.summary(list(map(scored.score, logits, truth.astype(np.float32))))
     assert found.keys() == set(scored.columns)
     predicted = logits >= 0
     expected = np.mean([reference.f1_score(truth[:, k], predicted[:, k]) for k in range(3)])
@@ -325,15 +325,12 @@ def test_baselines_say_what_follows_from_composition_and_not_from_length(trunk: 
     base = FineTuner(trunk, made.head(TINY)).eval()
     known = made.baselines(train, base)
     test = examples(60, kind, seed=1)
-    outputs: dict[str, list[np.ndarray]] = {}
-    for example in test:
-        for name, output in made.baseline_outputs(example, known, base).items():
-            assert output.dtype == np.float32
-            outputs.setdefault(name, []).append(output)
+    outputs: Any = made.baseline_outputs(test, known, base)
+    assert {output.dtype for found in outputs.values() for output in found} == {np.dtype(np.float32)}
     first = "majority" if kind == "class" else "mean"
     assert list(outputs) == [first, "length", "composition", "frozen embedding"]
     targets = [made.inputs(example).target for example in test]
-    scores = {name: made.summary(made.score(found, targets)) for name, found in outputs.items()}
+    scores = {name: made.summary(list(map(made.score, found, targets))) for name, found in outputs.items()}
     metric = {"number": "R2", "class": "accuracy", "multilabel": "Fmax"}[kind]
     assert scores["composition"][metric] > scores["length"][metric] + 0.15
     assert scores["composition"][metric] > 0.8
@@ -341,7 +338,7 @@ def test_baselines_say_what_follows_from_composition_and_not_from_length(trunk: 
     if kind == "class":  # everything is the most frequent class
         assert {int(o.argmax()) for o in outputs["majority"]} == {int(np.argmax(made.facts["counts"]))}
         assert made.predict(outputs["majority"][0]) == pytest.approx(np.array(made.facts["counts"]) / 120)
-    without = made.baseline_outputs(test[0], known, None)
+    without = made.baseline_outputs(test, known, None)
     assert list(without) == [first, "length", "composition"]
 
 

@@ -78,7 +78,8 @@ def test_the_fit_is_that_of_scikit_learn_on_all_valid_pairs_of_the_chosen(trunk:
                     hits.append(labels[n][i, j])
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an option that scikit-learn is about to drop, or a fit that did not converge
-        weight_C, bias = contact.fit_regression(trunk, data, labels, seed=5)
+        fitted = contact.fit_regression(trunk, data, labels, seed=5)
+    weight_C, bias = fitted[:-1], fitted[-1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of how L1 is spelled
         options = {"penalty": "l1", "C": 0.15, "max_iter": 3000, "tol": 1e-6}
@@ -91,8 +92,7 @@ def test_the_fit_is_that_of_scikit_learn_on_all_valid_pairs_of_the_chosen(trunk:
     assert np.argmax(weight_C) == 2
     assert np.abs(weight_C).max() > 3
     assert (weight_C == 0).any(), "L1 leaves out maps that say nothing"
-    again, _ = contact.fit_regression(trunk, data, labels, seed=5)
-    assert np.array_equal(again, weight_C)
+    assert np.array_equal(contact.fit_regression(trunk, data, labels, seed=5), fitted)
 
 
 # Which proteins, which pairs
@@ -142,7 +142,8 @@ def test_probe_puts_the_fit_into_the_attention_head(trunk: ESM2, labelled: list[
     head = task.head(TINY)
     base = FineTuner(trunk, task.head(TINY)).eval()
     task.probe(head, labelled, base, 7)
-    weight_C, bias = contact.fit_regression(trunk, labelled, [e.labels["cb"] for e in labelled], 7)
+    fitted = contact.fit_regression(trunk, labelled, [e.labels["cb"] for e in labelled], 7)
+    weight_C, bias = fitted[:-1], fitted[-1]
     assert np.array_equal(head.regression.weight.detach().numpy()[0], weight_C)
     assert head.regression.bias.item() == pytest.approx(bias)
     assert head.regression.weight.requires_grad
@@ -150,7 +151,7 @@ def test_probe_puts_the_fit_into_the_attention_head(trunk: ESM2, labelled: list[
     expected = maps_of(trunk, labelled[0].tokens) @ weight_C + bias
     found = FineTuner(trunk, head).outputs([task.inputs(labelled[0])])[0]
     assert np.abs(found - expected).max() <= 1e-4
-    assert np.abs(contact.regression_logits(trunk, labelled[0], weight_C, bias) - expected).max() <= 1e-4
+    assert np.abs(contact.regression_logits(trunk, labelled[0], fitted) - expected).max() <= 1e-4
 
 
 def test_the_baseline_is_the_fit_on_the_model_before_training(trunk: ESM2, labelled: list[Example]) -> None:
@@ -158,14 +159,14 @@ def test_the_baseline_is_the_fit_on_the_model_before_training(trunk: ESM2, label
     base = FineTuner(trunk, task.head(TINY)).eval()
     known = task.baselines(labelled, base)
     assert known.keys() == {"separation prior", "unsupervised head"}
-    weight_C, bias = contact.fit_regression(trunk, labelled, [e.labels["cb"] for e in labelled], 0)
-    assert known["unsupervised head"] == pytest.approx(np.append(weight_C, bias))
-    found = task.baseline_outputs(labelled[3], known, base)
+    fitted = contact.fit_regression(trunk, labelled, [e.labels["cb"] for e in labelled], 0)
+    assert np.array_equal(known["unsupervised head"], fitted)
+    found = {name: each[0] for name, each in task.baseline_outputs(labelled[3:4], known, base).items()}
     assert list(found) == ["base rate", "separation prior", "unsupervised head", "before fine-tuning"]
-    expected = maps_of(trunk, labelled[3].tokens) @ weight_C + bias
+    expected = maps_of(trunk, labelled[3].tokens) @ fitted[:-1] + fitted[-1]
     assert np.abs(found["unsupervised head"] - expected).max() <= 1e-4
     assert np.array_equal(found["before fine-tuning"], base.outputs([task.inputs(labelled[3])])[0])
-    assert list(task.baseline_outputs(labelled[3], known, None)) == ["base rate", "separation prior"]
+    assert list(task.baseline_outputs(labelled[3:4], known, None)) == ["base rate", "separation prior"]
     # Without any contact to fit there is no such baseline, and the others stay.
     bare = [Example(e.id, e.tokens, {"cb": np.minimum(e.labels["cb"], 0)}) for e in labelled]
     assert task.baselines(bare, base).keys() == {"separation prior"}

@@ -53,12 +53,9 @@ TASK: Any = SimpleNamespace(
     columns=COLUMNS,
     lower_is_better=False,
     facts={},
-    prepared=list,
     summary=lambda rows: means(rows, COLUMNS),
     names=(),
-    settings=SimpleNamespace(pairs=False),
-    units=lambda _data: (None, "record"),
-    profile=lambda _row: None,
+    settings=SimpleNamespace(pairs=False, reads_table=False),
 )
 
 

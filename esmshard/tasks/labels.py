@@ -1,0 +1,424 @@
+"""What the tasks of labels share: settings, heads, losses, linear baselines, and calibrated probabilities.
+
+A label is a number, one of several classes, or (`multilabel`) any of several classes.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from pydantic import Field, ValidationInfo, field_validator
+from scipy import special
+from torch import nn
+
+from esmshard.batch import Inputs
+from esmshard.data.batching.loader import Example, Examples
+from esmshard.errors import InputError
+from esmshard.io.tables import shown
+from esmshard.model.config import ModelConfig
+from esmshard.model.dropout import RecordDropout
+from esmshard.model.finetuner import FineTuner
+from esmshard.recipe.task_section import TaskSettings
+from esmshard.tasks import metrics
+from esmshard.tasks.base import LossSum, Outputs, Task, on_device_of, regression_loss, require_two_values
+from esmshard.tasks.baselines import apply, copy_to, fit_classes, fit_labels, fit_numbers
+from esmshard.tasks.metrics import LEAST, Row
+
+OUTPUTS = 8
+"""The number of classes that a plan assumes before labels are read."""
+MOST_ROWS = 50_000
+"""The most residues to which baselines and probes are fitted. They are spread evenly over the training examples."""
+TEMPERATURES = 2.0 ** (np.arange(-16, 41) / 8)
+"""The temperatures that are tried, from 1/4 to 32; each is 9% higher than the one before."""
+FROZEN = "frozen embedding"
+"""The name of the baseline that is linear in the representations of the model before the first step."""
+
+
+class LabelSettings(TaskSettings):
+    """The settings that tasks of labels share."""
+
+    kind: str
+    """Overridden by each task with the kinds of labels that it has."""
+    balance: float = Field(0.0, ge=0, le=1)
+    """The weight of a class in the loss is its frequency to the power of minus this number. With 0 all labels count the
+    same, with 1 all classes. For `multilabel`, the weight of the proteins with a label is the odds of this label to the
+    power of minus this number. Not for numbers."""
+    hidden: int | None = Field(None, ge=0, le=8192)
+    """The width of the head's hidden layer; 0 for a linear head. The default is the width of the model."""
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
+
+    @field_validator("balance")
+    @classmethod
+    def _of_classes(cls, balance: float, info: ValidationInfo) -> float:
+        if balance and info.data.get("kind") == "number":
+            raise ValueError("weighs classes, and the recipe has kind number; remove it")
+        return balance
+
+    def no_probe(self) -> str | None:
+        """A probe can fit a linear head only."""
+        return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
+
+
+class LabelHead(nn.Module):
+    """The parts of a head of one or two layers: LayerNorm `norm`, `dropout`, the layer `hidden` or None,
+    `hidden_dropout`, and the last layer `out`.
+
+    Args:
+        dim: width of the model.
+        seen: width of what the first layer reads.
+        hidden: width of the hidden layer; 0 for none.
+        outputs: number of outputs.
+        dropout: share that is dropped.
+    """
+
+    def __init__(self, dim: int, seen: int, hidden: int, outputs: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.dropout = RecordDropout(dropout)
+        self.hidden_dropout = RecordDropout(dropout, layer=1)
+        self.hidden = self.new_hidden(seen, hidden) if hidden else None
+        self.out = nn.Linear(hidden or seen, outputs)
+        nn.init.normal_(self.out.weight, std=0.02)  # nearly zero: a new head says what the bias says, whatever it sees
+        nn.init.zeros_(self.out.bias)
+
+    def new_hidden(self, seen: int, hidden: int) -> nn.Module:
+        """Make the hidden layer."""
+        return nn.Linear(seen, hidden)
+
+    def combined(self, x_SD: torch.Tensor) -> torch.Tensor:
+        """Convert the representations of S residues, or the means of S sequences, to what the first layer reads."""
+        normed_SD: torch.Tensor = self.norm(x_SD)
+        return normed_SD
+
+
+class LabelTask(Task):
+    """What tasks of labels share. Outputs: standardised numbers [T], or logits [C]; or those of each residue.
+
+    Facts, of `number`: `targets` (names), `mean` and `std` of the training labels; of classes: `classes` (names),
+    `counts` of the training labels, `records` of the training split, and `temperature` (see `fit_temperature`).
+    """
+
+    settings: LabelSettings
+    of_base: ClassVar[tuple[str, ...]] = (FROZEN,)
+    fitted: ClassVar[tuple[str, ...]]
+    """The baselines that are linear in `features`."""
+    head_class: ClassVar[type[LabelHead]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the targets, or of the classes."""
+        return tuple(self.facts.get("targets" if self.settings.kind == "number" else "classes", ()))
+
+    @property
+    def one_of_names(self) -> bool:
+        """Whether the numbers are probabilities of classes of which one is right."""
+        return self.settings.kind == "class"
+
+    def learn(self, train: Examples) -> Self:
+        """Learn mean and deviation of each target, or the count of each class, over training examples."""
+        labels, unit = train.labels, "residue" if self.per_residue else "record"
+        if not len(train):
+            raise InputError(f"{train.path}: no training record has a label; give labels, or another file")
+        names = self.names or tuple(labels.names)  # type: ignore[union-attr]
+        if self.settings.kind == "number":
+            every = [train.get(n).labels["target"] for n in range(len(train))]
+            values_MT = np.concatenate(every).reshape(-1, len(names)).astype(np.float64)
+            known = [y_M[~np.isnan(y_M)] for y_M in values_MT.T]
+            for name, y_M in zip(names, known, strict=True):
+                require_two_values(train.path, name, y_M, unit)
+            mean, std = [float(y_M.mean()) for y_M in known], [float(y_M.std()) for y_M in known]
+            return type(self)(self.settings, {"targets": list(names), "mean": mean, "std": std})
+        named = type(self)(self.settings, {"classes": list(names)})
+        counts = np.zeros(len(names), dtype=np.int64)
+        several = self.settings.kind == "multilabel"
+        for n in range(len(train)):
+            target = named.inputs(train.get(n)).target
+            counts += target.astype(np.int64) if several else np.bincount(target[target >= 0], minlength=len(names))
+        self._check_counts(train, names, counts, unit)
+        return type(self)(self.settings, {"classes": list(names), "counts": counts.tolist(), "records": len(train)})
+
+    def _check_counts(self, train: Examples, names: Sequence[str], counts: npt.NDArray[np.int64], unit: str) -> None:
+        """Refuse training labels that nothing, or nothing of some class, can be learned from."""
+        never = [shown(name) for name, count in zip(names, counts, strict=True) if not count]
+        if not counts.any():
+            raise InputError(f"{train.path}: no training {unit} has a label; look at labels and masks")
+        several = self.settings.kind == "multilabel"
+        if (counts == len(train)).all() if several else len(never) == len(names) - 1:
+            raise InputError(
+                f"{train.path}: every training {unit} has the label {shown(names[int(counts.argmax())])}; give labels "
+                "of two classes or more"
+            )
+        if never:
+            more = ", ..." if len(never) > 3 else ""
+            raise InputError(
+                f"{train.path}: no training {unit} has the class {', '.join(never[:3])}{more}, so that it cannot be "
+                "learned; divide the records in another way, join it with another class, or leave it out"
+            )
+
+    def head(self, config: ModelConfig) -> nn.Module:
+        """Make a head of `head_class`. It starts at the mean, or the shares, of the training labels."""
+        prior = self.prior()
+        hidden = config.dim if self.settings.hidden is None else self.settings.hidden
+        head = self.head_class(config.dim, hidden, len(prior), self.settings.dropout)  # type: ignore[call-arg]
+        with torch.no_grad():
+            head.out.bias.copy_(torch.from_numpy(prior))
+        return head
+
+    def target(self, label: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the numbers [..., T], the class, or 0 and 1 for each class [C], of a record as its labels give it."""
+        return label
+
+    def inputs(self, example: Example) -> Inputs:
+        """Return the target: float32 [..., T], standardised, NaN where missing; int64 [...], -1 where missing; or
+        float32 [C] of 0 and 1.
+        """
+        target = self.target(example.labels["target"])
+        if self.settings.kind == "number":
+            target = ((target - np.array(self.facts["mean"])) / np.array(self.facts["std"])).astype(np.float32)
+        # A copy, which may be written to, as torch wants it.
+        return Inputs(example.tokens, np.array(target), tracks=example.tracks)
+
+    def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
+        """Compute squared errors or Huber losses of the known values, in standard deviations; weighted cross-entropy
+        over the weights of the labels; or binary cross-entropy over all labels.
+
+        Residues are not averaged within proteins first: the metrics are pooled over residues, as the field reports
+        them, and each residue of a long protein says as much as one of a short one.
+        """
+        join = torch.cat if self.per_residue else torch.stack
+        output = join(list(outputs))
+        target = on_device_of(join(list(targets)), output)
+        if self.settings.kind == "number":
+            return regression_loss(output, target, getattr(self.settings, "loss", "mse"))
+        weight_C = on_device_of(torch.from_numpy(self._weights()).float(), output)
+        if self.settings.kind == "class":
+            total = F.cross_entropy(output, target, weight_C, ignore_index=-1, reduction="sum")
+            return LossSum(total, (weight_C[target.clamp(min=0)] * (target >= 0)).sum())
+        total = F.binary_cross_entropy_with_logits(output, target, pos_weight=weight_C, reduction="sum")
+        return LossSum(total, torch.full((), float(target.numel()), device=output.device))
+
+    def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return numbers in the unit of the labels, float32 [T], or [L] of residues; or calibrated probabilities,
+        float32 [..., C].
+        """
+        if self.settings.kind == "number":
+            values = output.astype(np.float64) * np.array(self.facts["std"]) + np.array(self.facts["mean"])
+            return np.asarray(values[:, 0] if self.per_residue else values, dtype=np.float32)
+        return self.probabilities(output / temperature_of(self.facts))
+
+    def probabilities(self, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
+        """Return the probabilities of the classes, along the last dimension."""
+        logits = logits.astype(np.float64)
+        one = self.settings.kind == "class"
+        return np.asarray(special.softmax(logits, axis=-1) if one else special.expit(logits), dtype=np.float32)
+
+    def prior(self) -> npt.NDArray[np.float32]:
+        """Return the output that predicts the mean, or the frequencies, of the training labels, [O]. Without facts, it
+        has OUTPUTS zeros for classes that no setting names.
+        """
+        if self.settings.kind == "number":
+            return np.zeros(len(self.names) or 1, dtype=np.float32)
+        if not self.facts:
+            return np.zeros(len(self.names) or OUTPUTS, dtype=np.float32)
+        shares_C = self._shares()
+        odds = shares_C / (1 - shares_C) if self.settings.kind == "multilabel" else shares_C
+        return np.asarray(np.log(odds), dtype=np.float32)
+
+    def _shares(self) -> npt.NDArray[np.float64]:
+        """Return the share of each class among the training labels, or the smoothed share of the records with each
+        label, [C].
+        """
+        counts = np.array(self.facts["counts"])
+        several = self.settings.kind == "multilabel"
+        return np.asarray((counts + 0.5) / (self.facts["records"] + 1) if several else counts / counts.sum())
+
+    def _weights(self) -> npt.NDArray[np.float64]:
+        """Return the weight of each class, of mean 1 over the training labels; for `multilabel`, the weight of the
+        proteins that have the label, [C].
+        """
+        shares_C = self._shares()
+        if self.settings.kind == "multilabel":
+            return np.asarray(((1 - shares_C) / shares_C) ** self.settings.balance)
+        weight_C = shares_C**-self.settings.balance
+        return np.asarray(weight_C / (shares_C * weight_C).sum())
+
+    # Baselines and the probe
+
+    @abstractmethod
+    def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
+        """Return what a baseline of `fitted` sees of each residue [L, F], or of a record [1, F]."""
+
+    @abstractmethod
+    def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.floating]:
+        """Return the base model's representation of each residue [L, D], or the mean of each sequence of a record."""
+
+    def _gather(
+        self, train: Sequence[Example], features: Callable[[int, npt.NDArray[np.intp]], npt.NDArray[np.floating]]
+    ) -> tuple[npt.NDArray[np.floating], npt.NDArray[Any]]:
+        """Gather features [M, F] and targets of the rows of `_chosen`.
+
+        Args:
+            train: the examples.
+            features: returns [P, F] for the number of an example and P places in it.
+        """
+        taken, targets = self._chosen(train)
+        x_MF = np.concatenate([features(n, places) for n, places in enumerate(taken) if len(places)])
+        return x_MF, np.concatenate([target[places] for target, places in zip(targets, taken, strict=True)])
+
+    def _chosen(self, train: Sequence[Example]) -> tuple[list[npt.NDArray[np.intp]], list[npt.NDArray[Any]]]:
+        """Choose at most MOST_ROWS labelled residues of some examples, evenly spread; or whole records. Return the
+        places in each example, and all its targets.
+        """
+        targets = [self.inputs(example).target for example in train]
+        targets = targets if self.per_residue else [target[None] for target in targets]
+        known = [t >= 0 if t.dtype.kind == "i" else ~np.isnan(t).all(-1) for t in targets]
+        step = max(1, -(-sum(int(k.sum()) for k in known) // MOST_ROWS)) if self.per_residue else 1
+        taken, passed = list[npt.NDArray[np.intp]](), 0
+        for known_L in known:
+            places = np.flatnonzero(known_L)
+            taken.append(places[-passed % step :: step])
+            passed += len(places)
+        return taken, targets
+
+    def _fit(self, x_MF: npt.NDArray[np.floating], target_M: npt.NDArray[Any], seed: int) -> npt.NDArray[np.float32]:
+        if self.settings.kind == "number":
+            return fit_numbers(x_MF, target_M)
+        if self.settings.kind == "class":
+            return fit_classes(x_MF, target_M, len(self.names), self._weights(), seed)
+        return fit_labels(x_MF, target_M, self._weights(), seed)
+
+    def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
+        """Keep the base model's representations of what the linear models are fitted to."""
+        taken, _ = self._chosen(train)
+        for n in mine:
+            if len(taken[n]):
+                base.remembered[FROZEN][n] = self.features(FROZEN, train[n], base)[taken[n]]
+
+    def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
+        """Fit linear models to the features of each baseline of `fitted`."""
+
+        def seen(name: str, n: int, places: npt.NDArray[np.intp]) -> npt.NDArray[np.floating]:
+            if name == FROZEN and n in base.remembered[FROZEN]:
+                return np.asarray(base.remembered[FROZEN][n])
+            return self.features(name, train[n], base)[places]
+
+        if not any(map(len, self._chosen(train)[0])):
+            return {}
+        return {name: self._fit(*self._gather(train, partial(seen, name)), 0) for name in self.fitted}
+
+    def baseline_outputs(
+        self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
+    ) -> Outputs:
+        """`mean` or `majority`: what the training labels say of everything. Of `fitted`: linear models."""
+        prior = self.prior()
+        outputs: Outputs = {
+            "majority" if self.settings.kind == "class" else "mean": [
+                np.tile(prior, (len(example.tokens) - 2, 1)) if self.per_residue else prior for example in examples
+            ]
+        }
+        for name in self.fitted:
+            if name in known and (base is not None or name not in self.of_base):
+                found = [apply(known[name], self.features(name, example, base)) for example in examples]
+                outputs[name] = found if self.per_residue else [output_1O[0] for output_1O in found]
+        return outputs
+
+    @torch.no_grad()
+    def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
+        """Fit ridge or logistic regression to what the last layer reads of the frozen model."""
+        assert isinstance(head, LabelHead)
+
+        def seen(n: int, places: npt.NDArray[np.intp]) -> npt.NDArray[np.floating]:
+            x_SD = torch.from_numpy(self.represented(train[n], base)).to(head.norm.weight)
+            return np.asarray(head.combined(x_SD).cpu().numpy())[places]
+
+        copy_to(head.out, self._fit(*self._gather(train, seen), seed))
+
+
+# Probabilities
+
+
+def temperature_of(facts: Mapping[str, Any]) -> float:
+    """Return the number that logits are divided by before they become probabilities; 1 if none was fitted."""
+    return float(facts.get("temperature") or 1.0)
+
+
+def probability_row(
+    logits_MC: npt.NDArray[np.float32], truth: npt.NDArray[np.integer | np.bool_], facts: Mapping[str, Any]
+) -> dict[str, float | npt.NDArray[Any]]:
+    """Return what M predictions of a record add to ECE, log loss and the fit of the temperature.
+
+    Args:
+        logits_MC: the logits of C classes, or of C labels.
+        truth: the right class of each prediction, integers [M]; or whether each label is right, bool [M, C].
+        facts: of the task. With a fitted temperature the row holds ECE and log loss before the scaling, too.
+    """
+    several = truth.dtype == np.bool_
+
+    def bins(temperature: float) -> npt.NDArray[np.float64]:
+        z_MC = (logits_MC / temperature).astype(np.float64)
+        if several:
+            return metrics.calibration(special.expit(z_MC).astype(np.float32).ravel(), truth.ravel().astype(np.bool_))
+        confidence_M = special.softmax(z_MC, axis=1).astype(np.float32).max(1, initial=0)
+        return metrics.calibration(confidence_M, logits_MC.argmax(1) == truth)
+
+    def log_losses(temperature_K: Sequence[float] | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        z_KMC = logits_MC.astype(np.float64) / np.asarray(temperature_K)[:, None, None]
+        with np.errstate(invalid="ignore"):  # of a model whose weights are lost
+            if several:
+                return np.asarray((np.logaddexp(0, z_KMC) - z_KMC * truth).sum((1, 2)))
+            right_KM = z_KMC[:, np.arange(len(truth)), truth.astype(np.int64)]
+            return np.asarray((np.logaddexp.reduce(z_KMC, axis=2) - right_KM).sum(1))
+
+    temperature = temperature_of(facts)
+    row: dict[str, float | npt.NDArray[Any]] = {
+        "log loss": float(log_losses([temperature])[0]) / truth.size if truth.size else np.nan,
+        "calibration": bins(temperature),
+    }
+    if facts.get("temperature") is not None:
+        return row | {"before scaling": np.concatenate([bins(1).ravel(), log_losses([1]), [truth.size]])}
+    return row | {"log losses": log_losses(TEMPERATURES)}
+
+
+def of_probabilities(rows: Sequence[Row], predictions: npt.NDArray[np.float64] | None = None) -> dict[str, float]:
+    """Compute ECE and log loss of all predictions, and both before temperature scaling if there was one.
+
+    Args:
+        rows: of `probability_row`.
+        predictions: the number of predictions of each row; by default all rows have the same.
+    """
+    loss_N = np.array([row["log loss"] for row in rows], dtype=np.float64)
+    weight_N = np.ones(len(rows)) if predictions is None else predictions
+    count = weight_N.sum()
+    values = {
+        "ECE": metrics.calibration_error(metrics.total(rows, "calibration")),
+        "log loss": float(loss_N[weight_N > 0] @ weight_N[weight_N > 0] / count) if count else np.nan,
+    }
+    if "before scaling" in rows[0]:
+        *bins, loss, count = metrics.total(rows, "before scaling")
+        values["ECE before scaling"] = metrics.calibration_error(np.reshape(bins, (3, -1)))
+        values["log loss before scaling"] = float(loss / count) if count else np.nan
+    return values
+
+
+def fit_temperature(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the facts `temperature` and `validation_records`; nothing for rows without `log losses`.
+
+    The temperature is the one of TEMPERATURES whose probabilities have the highest likelihood (Guo et al. 2017,
+    arXiv:1706.04599); None for fewer than LEAST records, and for outputs that are not finite.
+
+    Args:
+        rows: of the validation split, by a task that has no temperature yet.
+    """
+    if "log losses" not in rows[0]:
+        return {}
+    labelled = [row for row in rows if not np.isnan(row["log loss"]).all()]
+    facts: dict[str, Any] = {"temperature": None, "validation_records": len(labelled)}
+    if len(labelled) >= LEAST and np.isfinite(loss_T := metrics.total(labelled, "log losses")).all():
+        facts["temperature"] = float(TEMPERATURES[loss_T.argmin()])
+    return facts
