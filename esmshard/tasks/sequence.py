@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from pydantic import Field, ValidationInfo, field_validator
+from scipy import sparse
 
 from esmshard.batch import Inputs, TokenBatch
 from esmshard.data.batching.loader import Example
@@ -187,19 +188,27 @@ def _of_training(labels: ProteinLabels, known: Sequence[str], store: TokenStore,
 
     A table may hold other proteins, whose classes do not matter. `InputError` for a record with another class.
     """
-    classes_of = [
-        labels.values[slice(*labels.spans_N2[n])] if labels.kind == "multilabel" else labels.values[n : n + 1]
-        for n in range(len(store))
-    ]
-    used = np.unique(np.concatenate(classes_of))
+    labelled = np.flatnonzero(labels.labelled_N)
+    if labels.kind == "multilabel":
+        places, codes = labels.values[labelled].nonzero()
+    else:
+        places, codes = np.arange(len(labelled)), labels.values[labelled]
+    used = np.unique(codes)
     names = tuple(known) or tuple(labels.names[k] for k in used)
     for k in used:
         if labels.names[k] not in names:
-            first = next(n for n, classes in enumerate(classes_of) if k in classes)
+            first = int(labelled[places[codes == k].min()])
             raise InputError(
                 f"{fasta}: record {shown(store.id(first))} has the class {shown(labels.names[k])}, which no training "
                 "record has; fix the label, or leave the record out"
             )
     place = {name: number for number, name in enumerate(names)}
     number_of = np.array([place.get(name, -1) for name in labels.names])  # -1 for classes of other proteins alone
-    return replace(labels, names=names, values=number_of[labels.values])
+    if labels.kind == "multilabel":
+        ones = labels.values.tocoo()
+        known_E = number_of[ones.col] >= 0
+        at = ones.row[known_E], number_of[ones.col[known_E]]
+        values = sparse.csr_array((ones.data[known_E], at), shape=(len(labels.labelled_N), len(names)))
+        return replace(labels, names=names, values=values)
+    values = np.where(labels.labelled_N, number_of[labels.values], -1)
+    return replace(labels, names=names, values=values)

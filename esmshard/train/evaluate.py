@@ -451,9 +451,9 @@ def _write_rows(
             lengths = [sum(lengths), *lengths]
         places = [*lengths, *([] if block_N is None else [block_N[n]]), *([groups[n]] if any(groups) else [])]
         cells = []
-        for name, key, _ in keys:
-            value = float(table[name][n].get(key, math.nan))
-            if classes is not None and key in ("target", "prediction"):
+        for name, column, _ in keys:
+            value = float(table[name][n].get(column, math.nan))
+            if classes is not None and column in ("target", "prediction"):
                 cells.append(classes[int(value)])
             else:
                 cells.append("" if math.isnan(value) else f"{value:.6g}")
