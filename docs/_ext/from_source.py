@@ -220,6 +220,8 @@ def _kind(key: dict[str, Any]) -> str:
             kinds = [_kind(one) for one in key["prefixItems"]]
             return f"a list of {len(kinds)} values, each {kinds[0]}"
         return f"a list of values, each {_kind(key['items'])}"
+    if key.get("additionalProperties") is True:
+        return "names, each with any value"
     if key["type"] == "object":
         return f"names, each with a value: {_kind(key['additionalProperties'])}"
     bounds = " and ".join(f"{word} {key[bound]}" for bound, word in _BOUNDS.items() if bound in key)

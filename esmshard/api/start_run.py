@@ -375,9 +375,9 @@ def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
 
 
 def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
-    """Draw the figure and the report of a run, if the packages for that are installed."""
+    """Draw the figures and the report of a run, if the packages for that are installed."""
     from esmshard.data.splits.recipe_splits import open_split
-    from esmshard.report.charts import contact_figure
+    from esmshard.report.charts import contact_figures
     from esmshard.tasks.finetuned import tracks_of
     from esmshard.tasks.registry import new_task
 
@@ -385,7 +385,7 @@ def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
         if resolved.task.predicts_contacts:
             labels = new_task(resolved.task, {}).labels
             test = open_split(resolved, "test", labels, tracks_of(resolved))
-            say(f"figure in {contact_figure(run, test, device)}")
+            say(f"figures in {contact_figures(run, test, device)[0].parent}")
     except InputError as error:
         say(f"no figures: {error}")
     _report(run)

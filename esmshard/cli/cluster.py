@@ -67,7 +67,7 @@ def launch(
         trials=trials,
         name=name,
     )
-    site = jobs.merged(sites.load(), options)
+    site = sites.load()
     if site.python is None:
         site = site.model_copy(update={"python": sys.executable})
     given = arguments or []
@@ -90,7 +90,7 @@ def launch(
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         return
     file = out or jobs.default_file(job, target)
-    jobs.write(text, file, overwrite, job.reads)
+    jobs.write(text, file, overwrite)
     print(file)
     print(jobs.submit(file, target))
 

@@ -23,6 +23,7 @@ from packaging.utils import canonicalize_name
 from esmshard import __version__
 from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import cache_directory, is_hub_name, memory_text, size_text
+from esmshard.io.tables import counted
 from esmshard.parallel import cpu_limits
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
@@ -35,7 +36,7 @@ START = 120
 DRIVERS = {"12.6": "525.60.13", "12.8": "525.60.13", "13.0": "580", "13.2": "580"}
 """The oldest Linux driver for each CUDA that torch is built for, by minor version compatibility (NVIDIA CUDA Toolkit
 Release Notes, "Minimum Required Driver Version for CUDA Minor Version Compatibility")."""
-FIELDS = "name,driver_version,compute_cap,memory.total,memory.free,ecc.errors.uncorrected.volatile.total"
+FIELDS = "name,driver_version,compute_cap,memory.total,memory.free"
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,6 @@ class Finding:
     node: str = ""
     """The machine; empty for all of them together."""
 
-    def __post_init__(self) -> None:
-        assert self.fix or self.level in ("ok", "note"), f"{self.found}: no fix"
-
 
 @dataclass(frozen=True)
 class Card:
@@ -65,8 +63,6 @@ class Card:
     capability: tuple[int, int]
     total: int
     free: int
-    ecc_errors: int
-    """The uncorrected memory errors since the driver was loaded."""
 
 
 def run(
@@ -205,10 +201,10 @@ def gpus() -> list[Card]:
         return []
     cards = []
     for line in nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits").splitlines():
-        name, driver, capability, total, free, errors = [cell.strip() for cell in line.split(", ")]
+        name, driver, capability, total, free = [cell.strip() for cell in line.split(", ")]
         major, minor = _numbers(capability)[:2] or (0, 0)
-        total_bytes, free_bytes, ecc = [int(cell) if cell.isdecimal() else 0 for cell in (total, free, errors)]
-        cards.append(Card(name, driver, (major, minor), total_bytes << 20, free_bytes << 20, ecc))
+        total_bytes, free_bytes = [int(cell) << 20 if cell.isdecimal() else 0 for cell in (total, free)]
+        cards.append(Card(name, driver, (major, minor), total_bytes, free_bytes))
     return cards
 
 
@@ -218,9 +214,6 @@ def _gpus(cards: Sequence[Card]) -> Iterator[Finding]:
         busy = used > 0.1 * card.total
         fix = "wait for its programs or end them (nvidia-smi), or choose GPUs with CUDA_VISIBLE_DEVICES" if busy else ""
         yield Finding("gpus", "warning" if busy else "ok", f"GPU {n}: {card.name}, {room}", fix)
-        if card.ecc_errors:
-            fix = "drain the node and reset the GPU; until then leave it out with CUDA_VISIBLE_DEVICES"
-            yield Finding("gpus", "error", f"GPU {n} has had {card.ecc_errors} uncorrected memory errors", fix)
 
 
 def _disks(out: Path, needed: int) -> Iterator[Finding]:
@@ -231,13 +224,10 @@ def _disks(out: Path, needed: int) -> Iterator[Finding]:
         here = next(one for one in (absolute, *absolute.parents) if one.is_dir())
         fix = {"out": "choose another directory with out=DIR", "cache": "set ESMSHARD_CACHE"}.get(role, "set TMPDIR")
         try:
-            with tempfile.TemporaryDirectory(prefix=".esmshard-doctor-", dir=here) as name:
-                (Path(name) / "first").mkdir()
-                (Path(name) / "first").rename(Path(name) / "second")
+            with tempfile.TemporaryDirectory(prefix=".esmshard-doctor-", dir=here):
+                pass
         except OSError as error:
-            yield Finding(
-                "disks", "error", f"{role}: {here} cannot be written ({(error.strerror or str(error)).lower()})", fix
-            )
+            yield Finding("disks", "error", f"{role}: {here} cannot be written ({error})", fix)
             continue
         free = shutil.disk_usage(here).free
         found = f"{role}: {here} has {size_text(free)} free" + (
@@ -389,18 +379,16 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _show(findings: Sequence[Finding], as_json: bool) -> int:
     """Print the report on stdout, and return the exit code."""
     hosts = list(dict.fromkeys(finding.node for finding in findings if finding.node))
-    code = int(any(finding.level == "error" for finding in findings))
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning")}
+    code = int(counts["error"] > 0)
+    lines: list[str] = []
+    for finding in findings:
+        where = f"[{finding.node}] " if len(hosts) > 1 and finding.node else ""
+        lines.append(f"{finding.level:<8} {finding.check:<12} {where}{finding.found}")
+        lines += [f"{'':<9}fix: {finding.fix}"] if finding.fix else []
+    lines.append(", ".join(counted(count, level) for level, count in counts.items()))
     if as_json:
-        text = json.dumps({"hosts": hosts, "exit_code": code, "findings": [asdict(one) for one in findings]}, indent=1)
-    else:
-        lines: list[str] = []
-        for finding in findings:
-            where = f"[{finding.node}] " if len(hosts) > 1 and finding.node else ""
-            level = finding.level.upper() if finding.level in ("warning", "error") else finding.level
-            lines.append(f"{level:<8} {finding.check:<12} {where}{finding.found}")
-            lines += [f"{'':<9}fix: {finding.fix}"] if finding.fix else []
-        counts = {level: sum(one.level == level for one in findings) for level in ("error", "warning")}
-        text = "\n".join([*lines, ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())])
-    sys.stdout.write(f"{text}\n")
+        lines = [json.dumps({"hosts": hosts, "exit_code": code, "findings": list(map(asdict, findings))}, indent=1)]
+    sys.stdout.write("\n".join([*lines, ""]))
     sys.stdout.flush()
     return code

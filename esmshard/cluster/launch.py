@@ -19,16 +19,12 @@ from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
-
-from esmshard.cluster import site as site_profile
-from esmshard.cluster.site import OF_THE_JOB, Site, Time
+from esmshard.cluster.site import Site
 from esmshard.data.tracks import named_tracks
 from esmshard.errors import InputError, UsageError
 from esmshard.parallel.layout import layout
 from esmshard.recipe import recipe_file, sweep_file
 from esmshard.recipe.data_section import INSIDE
-from esmshard.recipe.sections import Recipe
 
 Target = Literal["slurm", "kubernetes"]
 
@@ -37,6 +33,8 @@ ENDINGS: dict[Target, str] = {"slurm": ".sbatch", "kubernetes": ".job.yaml"}
 """The ending of the file for each target. The file has the name of the recipe, so its ending must differ."""
 COMMANDS: dict[Target, tuple[str, ...]] = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}
 """The command that submits the file, which is its last argument."""
+MAX_RESTARTS = 3
+"""How often the processes are started again after the loss of a process or a node."""
 GRACE = 660
 """The seconds of a pod between SIGTERM and SIGKILL. `--nproc N` gives its processes 600 s to save, and then kills them.
 Under torchrun the processes have all of these seconds.
@@ -62,7 +60,7 @@ class Job:
     directory: str = "/"
     """The working directory of the command, to which paths in `arguments` are relative. Kubernetes has its own."""
     reads: tuple[str, ...] = ()
-    """Recipe, data and model: files or directories that a container must see."""
+    """Recipe, data and model: files or directories that the nodes must see."""
     nodes: int = 1
     """The largest number of nodes of a run."""
     min_nodes: int = 1
@@ -80,8 +78,8 @@ class Job:
     """For an array of runs, which differ in their seeds, the first seed. Each run has its own directory `seed-N` in
     `out`. None for a single run.
     """
-    max_restarts: int = 3
-    """How often the processes are started again after the loss of a process or a node."""
+    time: str | None = None
+    """The time limit; None for that of the site."""
     recipe_text: str | None = None
     """The text of a user's own recipe where it must travel with the job (Kubernetes); None for a shipped recipe."""
 
@@ -102,23 +100,6 @@ class Options:
     name: str | None = None
 
 
-def merged(site: Site, options: Options) -> Site:
-    """Return the profile, in which options of the command line replace values of the file.
-
-    Raises:
-        UsageError: if an option is wrong, or is not for this scheduler.
-    """
-    if options.time is None:
-        return site
-    if options.target != "slurm":
-        raise UsageError("--time is for Slurm only; leave it out, because jobs for Kubernetes have no time limit")
-    try:
-        limit = TypeAdapter(Time).validate_python(options.time)
-    except ValidationError as error:
-        raise UsageError(f"--time: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
-    return site.model_copy(update={"slurm": site.slurm.model_copy(update={"time": limit})})
-
-
 def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: Site) -> Job:
     """Check a recipe, and return the job that runs it.
 
@@ -127,60 +108,63 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
     """
     path = recipe_file.resolve(recipe)
     resolved = recipe_file.load(path, overrides)
-    if options.trials is not None and options.sweep is None:
-        raise UsageError("--trials is the number of trials of a sweep; pass --sweep FILE, too, or leave it out")
-    if options.sweep is not None:
-        if options.target != "slurm" or options.nodes is not None:
-            raise UsageError("--sweep is for Slurm, and a worker has one node; pass the number of workers as --array N")
-        sweep_file.load(options.sweep, path, overrides)
-    elif options.array is not None and options.target != "slurm":
-        raise UsageError("--array for a recipe is for Slurm only; launch each run with train.seed=N and out=DIR")
-    elif options.array is not None and resolved.divides_table:
-        raise UsageError(
-            "--array: a table of variants is cross-validated by one job; leave it out, or set data.folds and data.fold"
-        )
+    slurm, array, sweep = options.target == "slurm", options.array, options.sweep
     least, most = _nodes(options.nodes)
-    if options.target == "slurm" and least != most:
-        raise UsageError(
-            f"--nodes {options.nodes}: Slurm gives a job a fixed number of nodes, and starts it again after a lost "
-            f"one; type --nodes {most}"
-        )
+    on_each_fold = resolved.divides_table
+    for refused, why in (
+        (sweep is None and options.trials is not None, "--trials is for a sweep; pass --sweep FILE, too"),
+        (sweep and (not slurm or options.nodes), "--sweep is for Slurm, and a worker has one node; pass --array N"),
+        (array and not slurm, "--array for a recipe is for Slurm only; launch each run with train.seed=N and out=DIR"),
+        (
+            array and on_each_fold and not sweep,
+            "--array: a table of variants is cross-validated by one job; leave it out, or set data.folds and data.fold",
+        ),
+        (
+            slurm and least != most,
+            f"--nodes {options.nodes}: Slurm gives a job a fixed number of nodes; type --nodes {most}",
+        ),
+        (
+            on_each_fold and most > 1,
+            "--nodes: a table of variants is cross-validated on one node; leave it out, or set data.folds",
+        ),
+    ):
+        if refused:
+            raise UsageError(why)
     gpus = _gpus(options, site)
     nproc = options.nproc or (1 if resolved.adapt.method == "probe" else max(1, gpus))
-    if resolved.adapt.method == "probe" and (most > 1 or nproc > 1):
-        raise UsageError("adapt.method probe: is fitted in one process; leave --nodes and --nproc out")
-    if resolved.divides_table and most > 1:
-        raise UsageError("--nodes: a table of variants is cross-validated on one node; leave it out, or set data.folds")
-    starts_processes = resolved.divides_table or options.sweep is not None
+    starts_processes = on_each_fold or sweep is not None
     for nodes in () if starts_processes else sorted({least, most}):
         layout(resolved.parallel, nodes * nproc, nproc, "fp32")  # raises for a division that cannot be
     shipped = recipe in recipe_file.names() and not Path(recipe).expanduser().is_file()
-    named, out = recipe if shipped else os.path.abspath(path), resolved.out  # noqa: PTH100
-    text, reads = None, _read_by(None if shipped else path, resolved)
-    searched: list[str] = []
-    if options.sweep is not None:
-        searched = ["--sweep", _absolute(str(options.sweep))]
-        reads.append(searched[-1])
-        searched += [] if options.trials is None else ["--trials", str(options.trials)]
-    if options.target == "kubernetes":
-        text = None if shipped else path.read_text(encoding="utf-8")
-        # The paths in the recipe are relative to the volume.
-        named = recipe if shipped else f"{site.kubernetes.mount}/{path.name}"
-        out = _in_pods(out, site)
+    data = resolved.data
+    reads = [data.train, data.valid, data.test, data.labels, data.mask, data.clusters, data.table, data.wild_type]
+    reads += [*(data.tracks or {}).values(), resolved.model.name, None if shipped else _absolute(str(path))]
+    arguments = ["finetune", recipe if shipped else _absolute(str(path)), *overrides]
+    if sweep is not None:
+        sweep_file.load(sweep, path, overrides)
+        arguments += ["--sweep", _absolute(str(sweep))]
+        arguments += [] if options.trials is None else ["--trials", str(options.trials)]
+        reads.append(_absolute(str(sweep)))
+    text = None
+    if not slurm and not shipped:  # The paths in the recipe are relative to the volume.
+        text = path.read_text(encoding="utf-8")
+        arguments[1] = f"{site.kubernetes.mount}/{_file_name(path.stem)}.yaml"
     return Job(
         name=options.name or path.stem,
         kind="finetune",
-        arguments=("finetune", named, *overrides, *searched, "--resume", "auto"),
-        out=out,
+        arguments=(*arguments, "--resume", "auto"),
+        out=resolved.out if slurm else _in_pods(resolved.out, site),
         directory=str(Path.cwd()),
-        reads=tuple(sorted(set(reads))),
+        # Names of samples and of released models are no paths.
+        reads=tuple(sorted({read for read in reads if read is not None and read.startswith("/")})),
         nodes=most,
         min_nodes=least,
         gpus_per_node=gpus,
         nproc=nproc,
         starts_processes=starts_processes,
-        array=options.array or 1,
-        first_seed=None if options.array is None or options.sweep is not None else resolved.train.seed,
+        array=array or 1,
+        first_seed=None if array is None or sweep is not None else resolved.train.seed,
+        time=_time(options),
         recipe_text=text,
     )
 
@@ -197,42 +181,41 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
     Raises:
         UsageError: if arguments are wrong, or cannot be used by workers that begin at different times.
     """
-    _no_sweep(options)
-    if options.nodes is not None:
-        raise UsageError("--nodes: workers of embed are independent of each other; pass their number as --array N")
     out: Path | None = parsed["out"]
-    if out is None:
-        raise UsageError("-o: name the file to write, or the directory, after the --, such as -o my.h5")
-    if parsed["model"] in ("status", "verify", "merge") and not Path(parsed["model"]).exists():
-        raise UsageError(f"embed {parsed['model']}: needs no job; run it here, without launch")
-    if str(parsed["fasta"]) == "-":
-        raise UsageError("-: a job has no standard input; name the FASTA file or the store")
-    for option in ("overwrite", "dry_run"):
-        if parsed[option]:
-            why = "lets each worker remove the others' results" if option == "overwrite" else "is for a single command"
-            raise UsageError(f"--{option.replace('_', '-')}: {why}; leave it out")
-    if parsed["engine"] != "local" or parsed["worker"] is not None:
-        raise UsageError("--engine: launch sets the engine and the number of each worker; leave --engine, --worker out")
+    for refused, why in (
+        (options.sweep or options.trials, "--sweep and --trials are for a recipe; leave them out"),
+        (options.nodes, "--nodes: workers of embed are independent of each other; pass their number as --array N"),
+        (out is None, "-o: name the file to write, or the directory, after the --, such as -o my.h5"),
+        (str(parsed["fasta"]) == "-", "-: a job has no standard input; name the FASTA file or the store"),
+        (parsed["overwrite"], "--overwrite: lets each worker remove the others' results; leave it out"),
+        (parsed["dry_run"], "--dry-run: is for a single command; leave it out"),
+        (parsed["engine"] != "local" or parsed["worker"], "--engine, --worker: launch sets them; leave them out"),
+    ):
+        if refused:
+            raise UsageError(why)
+    assert out is not None
     gpus = 1 if site.gpus_per_node is None else min(1, site.gpus_per_node)
     if options.gpus_per_node is not None:
         gpus = options.gpus_per_node
     elif site.gpus_per_node is None and (options.nproc or parsed["nproc"]):
         gpus = 0
-    read = [str(path) for path in (parsed["fasta"], parsed["reuse"]) if path is not None]
+    reads = [str(path) for path in (parsed["fasta"], parsed["reuse"]) if path is not None]
     if os.sep in parsed["model"] or Path(parsed["model"]).exists():  # otherwise it is the name of a released model
-        read.append(parsed["model"])
-    read += [path for path in named_tracks(parsed["track"] or ()).values() if path != INSIDE]
+        reads.append(parsed["model"])
+    reads += [path for path in named_tracks(parsed["track"] or ()).values() if path != INSIDE]
+    array = options.array or 1
     return Job(
         name=options.name or f"embed-{out.stem}",
         kind="embed",
-        arguments=("embed", *arguments, *(("--engine", "array") if (options.array or 1) > 1 else ())),
-        out=_in_pods(_absolute(str(out)), site) if options.target == "kubernetes" else _absolute(str(out)),
+        arguments=("embed", *arguments, *(("--engine", "array") if array > 1 else ())),
+        out=str(out),
         directory=str(Path.cwd()),
-        reads=tuple(sorted({_absolute(path) for path in read})),
+        reads=tuple(sorted({_absolute(path) for path in reads})),
         gpus_per_node=gpus,
         nproc=options.nproc or parsed["nproc"] or max(1, gpus),
         starts_processes=True,
-        array=options.array or 1,
+        array=array,
+        time=_time(options),
     )
 
 
@@ -242,10 +225,9 @@ def doctor_job(arguments: Sequence[str], options: Options, site: Site) -> Job:
     Raises:
         UsageError: if an option is wrong.
     """
-    _no_sweep(options)
-    if options.array is not None:
-        raise UsageError("--array is for a recipe or embed; pass the number of nodes as --nodes N")
     least, most = _nodes(options.nodes)
+    if options.sweep or options.trials or options.array:
+        raise UsageError("--sweep, --trials and --array are not for doctor; pass the number of nodes as --nodes N")
     if least != most:
         raise UsageError(f"--nodes {options.nodes}: doctor checks a fixed number of nodes; pass --nodes {most}")
     gpus = _gpus(options, site)
@@ -259,6 +241,7 @@ def doctor_job(arguments: Sequence[str], options: Options, site: Site) -> Job:
         min_nodes=most,
         gpus_per_node=gpus,
         nproc=options.nproc or max(1, gpus),
+        time=_time(options),
     )
 
 
@@ -276,6 +259,10 @@ def render(job: Job, site: Site, target: Target, template: Path | None = None) -
     """
     from jinja2 import Environment, StrictUndefined, TemplateError
 
+    unusable = "[\0]" if target == "slurm" else "[\0\ud800-\udfff]"  # names of files need not be Unicode
+    for text in (*job.arguments, *site.exports.values(), job.recipe_text or ""):
+        if re.search(unusable, text):
+            raise UsageError(f"{text!r}: holds a character that cannot be given to the job; remove it")
     path = template or TEMPLATES / {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml"}[target]
     values = _slurm(job, site) if target == "slurm" else _kubernetes(job, site)
     # The file is no HTML: filters quote what stands in it.
@@ -284,31 +271,20 @@ def render(job: Job, site: Site, target: Target, template: Path | None = None) -
     )
     environment.filters |= {"quote": quote, "quoted": _quoted, "block": _block, "literal": _literal}
     try:
-        text = environment.from_string(path.read_text(encoding="utf-8")).render(job=job, site=site, **values)
+        return environment.from_string(path.read_text(encoding="utf-8")).render(job=job, site=site, **values)
     except TemplateError as error:
         raise UsageError(f"{path}:{getattr(error, 'lineno', 1)}: {error}") from None
-    if "\0" in text:
-        raise UsageError("a NUL character cannot be given to a command; remove it")
-    return text
 
 
-def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
-    """Write the file. An existing file with the same text stays; any other existing file is refused.
-
-    Args:
-        text: the text of the file.
-        path: the path of the file.
-        overwrite: whether another file may be replaced.
-        reads: the paths that the job reads, its recipe included. These are never replaced.
+def write(text: str, path: Path, overwrite: bool) -> None:
+    """Write the file. An existing file with the same text stays; any other existing file needs `overwrite`.
 
     Raises:
-        UsageError: if another file exists there, or the job reads it.
+        UsageError: if another file exists there.
         InputError: if the file cannot be written.
     """
     raw = text.encode("utf-8", "surrogateescape")  # names of files need not be UTF-8
     try:
-        if path.exists() and any(Path(read).exists() and path.samefile(read) for read in reads):
-            raise UsageError(f"{path}: is what the job reads; choose another file with -o")
         if path.exists() and path.read_bytes() != raw and not overwrite:
             raise UsageError(f"{path}: exists already; choose another one with -o, or pass --overwrite")
         path.write_bytes(raw)
@@ -345,127 +321,77 @@ def _slurm(job: Job, site: Site) -> dict[str, Any]:
         raise UsageError("python: the job needs an interpreter; set it in the site profile")
     if container.runtime != "none" and not container.image:
         raise UsageError(f"container.runtime is {container.runtime}; set container.image in the site profile, too")
+    if container.runtime != "none" and re.search(r"[:,\s]", job.directory):
+        raise UsageError(f"{job.directory}: a container cannot mount a path with ':', ',' or a blank; rename it")
     cores = job.nproc if job.starts_processes and not job.gpus_per_node else None
     if job.gpus_per_node and site.slurm.cpus_per_gpu is not None:
         cores = max(1, site.slurm.cpus_per_gpu * job.gpus_per_node // tasks)
-    memory = site.slurm.memory
-    if memory is not None and job.kind == "embed" and 0 < job.gpus_per_node < (site.gpus_per_node or 0):
-        number, unit = re.fullmatch(r"(\d+)([KMGT]?)", memory).groups()  # type: ignore[union-attr]
-        megabytes = int(number) * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}[unit]
-        memory = f"{int(megabytes * job.gpus_per_node / site.gpus_per_node)}M"  # type: ignore[operator]
-    scratch = ""
-    if site.scratch is not None:  # a word of bash in which only variables of Slurm expand
-        parts = re.split(rf"(\$\{{{OF_THE_JOB}\}})", site.scratch)
-        scratch = "".join(f'"{part}"' if n % 2 else quote(part) for n, part in enumerate(parts) if part)
     arguments = [quote(argument) for argument in job.arguments]
     if job.first_seed is not None:
         arguments += ['train.seed="$seed"', f'out={quote(job.out)}/seed-"$seed"']
     if job.nodes * tasks == 1:  # one command without ranks
         arguments += ["--nproc", str(job.nproc)]
+    places = [*container.mounts, *([job.directory] if job.directory != "/" else [])]
+    mounts = [place if ":" in place else f"{place}:{place}" for place in places]
     return {
         "name": _file_name(job.name),
         "is_array": job.kind == "embed" or job.first_seed is not None or job.array > 1,
         "tasks": tasks,
         "cores": cores,
-        "processes": job.nproc // tasks if cores else job.nproc,
-        "memory": memory,
+        "gpus": site.slurm.gpus.replace("{n}", str(job.gpus_per_node)) if job.gpus_per_node else None,
+        "time": job.time or site.slurm.time,
         "container": container,
-        "scratch": scratch,
         "arguments": arguments,
-        "mounts": _mounts(job, site, scratch),
-        "out_parent": str(PurePosixPath(job.out).parent),
+        "mounts": quote(",".join(dict.fromkeys(mounts))),
+        "starts": MAX_RESTARTS + 1,
     }
-
-
-def _mounts(job: Job, site: Site, scratch: str) -> str:
-    """Return a word of bash with SRC:DST of each mount: those of the profile, and all other paths of the run."""
-    if site.container.runtime == "none":
-        return ""
-    mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in site.container.mounts]
-    seen = [PurePosixPath(mount.split(":")[0]) for mount in mounts if mount.split(":")[0] == mount.split(":")[1]]
-    # The directory of a file is mounted, since labels and coordinates lie beside the data.
-    needed = [PurePosixPath(path).parent for path in (*job.reads, *([job.out] if job.kind != "doctor" else []))]
-    for place in sorted({PurePosixPath(job.directory), *needed}, key=lambda path: (len(path.parts), path)):
-        # Neither runtime can quote separators in its list of mounts, and enroot's tables of mounts are split at blanks.
-        if re.search(r"[:,\s]", str(place)):
-            raise UsageError(f"{place}: a container cannot mount a path with ':', ',' or a blank; rename it")
-        if len(place.parts) > 1 and not any(place.is_relative_to(path) for path in seen):
-            seen.append(place)
-            mounts.append(f"{place}:{place}")
-    return ",".join([quote(",".join(mounts)), *([f"{scratch}:{scratch}"] if scratch else [])])
 
 
 def _kubernetes(job: Job, site: Site) -> dict[str, Any]:
     """Return the values that the template for Kubernetes needs besides `job` and `site`."""
-    profile, wanted = site_profile.path(), site.kubernetes
-    problems = []
-    if not site.container.image:
-        problems.append(f"Kubernetes runs images only; set container.image in the site profile, {profile}")
-    elif site.container.image.startswith("/") or site.container.image.endswith((".sif", ".sqsh")):
-        problems.append(f"container.image is the file {site.container.image}; Kubernetes needs a name in a registry")
+    wanted, image = site.kubernetes, site.container.image or ""
+    if not image or image.startswith("/") or image.endswith((".sif", ".sqsh")):
+        raise UsageError("container.image: Kubernetes needs an image of a registry; set its name in the site profile")
     if not wanted.claim:
-        problems.append(
-            f"the pods need a volume for data and results; set kubernetes.claim in the site profile, {profile}, to the "
-            "name of a PersistentVolumeClaim"
+        raise UsageError(
+            "kubernetes.claim: the pods need a volume for data and results; set it in the site profile to the name of "
+            "a PersistentVolumeClaim"
         )
-    if job.recipe_text is not None and not re.fullmatch(rf"{re.escape(wanted.mount)}/[^:]+", job.arguments[1]):
-        problems.append(f"{job.arguments[1]}: pods see a recipe only below {wanted.mount}; its name may have no ':'")
-    if len((job.recipe_text or "").encode(errors="replace")) > 2**17:  # kubectl stores 256 KiB in an annotation
-        problems.append(f"{job.arguments[1]}: a recipe of more than 128 KiB cannot travel with the job; shorten it")
-    for text in (*job.arguments, *site.exports.values(), job.recipe_text or ""):
-        if re.search("[\0\ud800-\udfff]", text):
-            problems.append(f"{text!r}: only Unicode text can be given to Kubernetes; rename what is called so")
-    if problems:
-        raise UsageError(*problems)
     pods = job.array if job.kind == "embed" else job.nodes
     # The name of a Service must begin with a letter; with the index of a pod it has at most 63 characters.
     name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
     name = name if re.match("[a-z]", name) else f"esmshard-{name}".rstrip("-")
-    name = name[: 62 - len(str(pods - 1))].rstrip("-")
-    limits = {"cpu": _share(wanted.cpu, job, site), "memory": _share(wanted.memory, job, site)} | wanted.resources
-    if job.gpus_per_node:
-        limits[wanted.gpu_resource] = str(job.gpus_per_node)
     exports = {
         "HOME": "/tmp",  # noqa: S108  # a volume of the pod
         "USER": "esmshard",  # the image may not know the user id, but torch needs a name
         "ESMSHARD_CACHE": "/tmp/esmshard",  # noqa: S108
     }
-    if cores := re.fullmatch(r"(\d+(?:\.\d+)?)(m?)", limits["cpu"] or ""):
-        # Processes see all cores of the machine, and would start as many threads.
-        per_process = float(cores[1]) / (1000 if cores[2] else 1) / job.nproc
-        exports["OMP_NUM_THREADS"] = str(max(1, int(per_process)))
+    limits = {}
+    if job.gpus_per_node:
+        limits[wanted.gpu_resource] = str(job.gpus_per_node)
+        if wanted.cpus_per_gpu is not None:
+            limits["cpu"] = str(wanted.cpus_per_gpu * job.gpus_per_node)
+            exports["OMP_NUM_THREADS"] = str(max(1, wanted.cpus_per_gpu * job.gpus_per_node // job.nproc))
+        if wanted.memory_per_gpu is not None:
+            number, unit = re.fullmatch(r"(\d+)(.*)", wanted.memory_per_gpu).groups()  # type: ignore[union-attr]
+            limits["memory"] = f"{int(number) * job.gpus_per_node}{unit}"
+    own = {"app.kubernetes.io/name": "esmshard", "app.kubernetes.io/component": job.kind}
     return {
-        "name": name,
+        "name": name[: 62 - len(str(pods - 1))].rstrip("-"),
         "kubernetes": wanted,
-        "labels": {
-            **wanted.labels,
-            "app.kubernetes.io/name": "esmshard",
-            "app.kubernetes.io/component": job.kind,
-        },
+        "labels": wanted.labels | own,
         "pods": pods,
         "together": pods > 1 and job.kind != "embed",
+        "restarts": 0 if job.kind == "doctor" else MAX_RESTARTS,
         "grace": GRACE,
-        "tolerations": [
-            {key: int(value) if key == "tolerationSeconds" else value for key, value in toleration.items()}
-            for toleration in wanted.tolerations
-        ],
         "wrapper": (TEMPLATES / "torchrun_wrapper.sh").read_text(encoding="utf-8"),
         "status": f"{job.out}/status.json" if job.kind == "finetune" else "",
         # The wrapper needs the run's directory, also if the recipe's `out` has variables. YAML reads the value.
         "out": f"out={job.out if re.fullmatch(r'/[a-zA-Z0-9_./-]+', job.out) else json.dumps(job.out)}",
         "exports": exports | site.exports,
         "rdma": any(re.search("rdma|hca|infiniband", resource) for resource in wanted.resources),
-        "limits": {resource: quantity for resource, quantity in limits.items() if quantity is not None},
+        "limits": limits | wanted.resources,
     }
-
-
-def _share(quantity: str | None, job: Job, site: Site) -> str | None:
-    """Return a pod's part of the resource of a whole node, by its share of the GPUs. Other pods then fit, too."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", quantity or "")
-    if found is None or not site.gpus_per_node or not 0 < job.gpus_per_node < site.gpus_per_node:
-        return quantity
-    share = float(found[1]) * job.gpus_per_node / site.gpus_per_node
-    return f"{int(share * 8) / 8:.12g}{found[2]}"  # eighths give whole bytes and no endless digits
 
 
 def _file_name(name: str) -> str:
@@ -496,19 +422,24 @@ def _literal(text: str) -> str:
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
-def _no_sweep(options: Options) -> None:
-    if options.sweep is not None or options.trials is not None:
-        raise UsageError("--sweep and --trials are for a recipe; leave them out")
+def _time(options: Options) -> str | None:
+    if options.time is None:
+        return None
+    if options.target != "slurm":
+        raise UsageError("--time is for Slurm only; leave it out, because jobs for Kubernetes have no time limit")
+    if not re.fullmatch(r"\d[\d:-]*", options.time, re.ASCII):
+        raise UsageError(f"--time {options.time!r}: a time such as 24:00:00, 2-12:00:00 or 90 (minutes) is expected")
+    return options.time
 
 
 def _nodes(text: str | None) -> tuple[int, int]:
     """Return the lowest and the highest number of nodes in a text such as `2` or `1:2`."""
     if text is None:
         return 1, 1
-    found = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text, re.ASCII)
-    if found is None or int(found[2] or found[1]) < int(found[1]):
+    parts = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text, re.ASCII)
+    if parts is None or int(parts[2] or parts[1]) < int(parts[1]):
         raise UsageError(f"--nodes {text}: a number of nodes such as 2 is expected, or a lowest and a highest one, 1:2")
-    return int(found[1]), int(found[2] or found[1])
+    return int(parts[1]), int(parts[2] or parts[1])
 
 
 def _gpus(options: Options, site: Site) -> int:
@@ -522,14 +453,6 @@ def _gpus(options: Options, site: Site) -> int:
         "the number of GPUs of a node is not known; pass --gpus-per-node N (0 for none), or set gpus_per_node in the "
         "site profile"
     )
-
-
-def _read_by(recipe: Path | None, resolved: Recipe) -> list[str]:
-    """Return the paths that a run reads, without names of samples and released models."""
-    data = resolved.data
-    paths = [data.train, data.valid, data.test, data.labels, data.mask, data.clusters, data.table, data.wild_type]
-    paths += [*(data.tracks or {}).values(), resolved.model.name, _absolute(str(recipe)) if recipe else None]
-    return [path for path in paths if path is not None and path.startswith("/")]
 
 
 def _absolute(path: str) -> str:

@@ -3,28 +3,21 @@
 The profile is a YAML file, named by $ESMSHARD_SITE, or else `esmshard/site.yaml` in the user's configuration directory
 ($XDG_CONFIG_HOME, by default ~/.config). Without a file all keys have their defaults. Options of `esmshard launch` take
 precedence. docs/site.md has an example and lists the keys.
-
-`${VAR}` is expanded where the profile is read, in python, scratch, container.image, container.mounts and exports; `~`
-in all of these but exports. In scratch, `${SLURM_...}` is left for the job: `/scratch/${SLURM_JOB_ID}`.
 """
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
 from esmshard.errors import UsageError
 from esmshard.recipe.section_base import Clash, Settings
-from esmshard.recipe.yaml_keys import Tree, read
+from esmshard.recipe.yaml_keys import read
 
 VARIABLE = "ESMSHARD_SITE"
 """The environment variable with the path of the profile."""
-
-OF_THE_JOB = r"SLURM_\w+"
-"""The variables of `scratch` that have a value only in the job."""
 
 
 def _form(pattern: str, what: str) -> AfterValidator:
@@ -40,26 +33,19 @@ def _form(pattern: str, what: str) -> AfterValidator:
 
 Word = Annotated[str, _form(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", "without blanks, quotes, backslashes, backquotes, # and $")]
 """A word of an #SBATCH line, which has neither reliable quoting nor a second line."""
-Time = Annotated[
-    str,
-    _form(r"\d{1,6}(:\d\d){0,2}|\d{1,5}-\d{1,2}(:\d\d){0,2}", "a time such as 24:00:00, 2-12:00:00 or 90 (minutes)"),
-]
-Mount = Annotated[
-    str,
-    _form(r"/[^:,\n]*(:/[^:,\n]*(:[a-z+]+)?)?", "a directory such as /data or /data:/data:ro, with an absolute path"),
-]
 Option = Annotated[
     str, _form(r"--[a-z][a-z-]*(=[^\s\x00-\x1f\x7f\"'`\\#$]+)?", "an option such as --mail-type=END, without blanks")
 ]
 Line = Annotated[str, _form(r"(?=.*\S)[^\n\r\0]+", "one line of bash; write an entry for each line")]
-Size = Annotated[str, _form(r"\d{1,9}[KMGT]?", "a size such as 480G")]
-GpuType = Annotated[str, _form(r"[A-Za-z0-9][\w.-]*", "the name of a type of GPU, such as a100")]
-Module = Annotated[str, _form(r"[A-Za-z0-9][\w./+:@-]*", "the name of a module, such as cuda/12.8")]
-Namespace = Annotated[
-    str, _form(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "at most 63 lower-case letters, digits and '-'")
+Mount = Annotated[
+    str,
+    _form(
+        r"/[^\s:,]*(:/[^\s:,]*(:[a-z+]+)?)?",
+        "a directory such as /data or /data:/data:ro, an absolute path without blanks",
+    ),
 ]
-Place = Annotated[str, _form(r"(?!/tmp$|/dev/shm$)/[^:]*[^:/]", "an absolute path of its own, such as /work")]
-AbsolutePath = Annotated[str, _form(r"(/|\$\{SLURM_)[^\n\0]*", "an absolute path of one line")]
+AbsolutePath = Annotated[str, _form(r"/[^\n\0]+", "an absolute path of one line")]
+Quantity = Annotated[str, _form(r"\d{1,9}[A-Za-z]{0,2}", "a size such as 60G or 96Gi")]
 
 
 class ContainerSite(Settings):
@@ -71,8 +57,8 @@ class ContainerSite(Settings):
     image: str | None = None
     """The name of the image in a registry, or the path of a .sqsh or .sif file."""
     mounts: tuple[Mount, ...] = Field((), strict=False)
-    """Directories of the node that the container sees, such as /data or /data:/data:ro. The directories of the run
-    need not be listed."""
+    """Directories of the node that the container sees besides the working directory, such as /shared or /data:/data:ro:
+    those of the data, the models and the runs."""
 
 
 class SlurmSite(Settings):
@@ -80,25 +66,18 @@ class SlurmSite(Settings):
 
     partition: Word | None = None
     account: Word | None = None
-    qos: Word | None = None
-    constraint: Word | None = None
-    time: Time | None = None
+    time: Word | None = None
     """The time limit of a job, such as 24:00:00."""
     cpus_per_gpu: int | None = Field(None, ge=1, le=4096)
-    memory: Size | None = None
-    """The memory of a job on each node, such as 480G."""
-    gpu_type: GpuType | None = None
-    """The type of the GPUs, if the site has several types: with a100, the job requests a100:4 and not 4."""
-    gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
-    """The option that requests GPUs: `gpus-per-node` writes --gpus-per-node=a100:4, `gres` writes --gres=gpu:a100:4."""
+    memory_per_gpu: Quantity | None = None
+    """The memory of a job for each of its GPUs, such as 60G."""
+    gpus: Option = "--gpus-per-node={n}"
+    """The option that requests N GPUs of each node, such as --gpus-per-node=a100:{n} or --gres=gpu:a100:{n}."""
     setup: tuple[Line, ...] = Field((), strict=False)
-    """Lines of bash that the job runs unchanged before it loads `modules`, such as `module use /apps/modules`,
-    `source /opt/conda/etc/profile.d/conda.sh`, `conda activate esm` and `ulimit -l unlimited`. The job ends if a line
-    fails."""
-    modules: tuple[Module, ...] = Field((), strict=False)
-    """Modules that `module load` loads after `setup`."""
+    """Lines of bash that the job runs unchanged at its begin, such as `module load cuda/12.8`, `conda activate esm`,
+    `ulimit -l unlimited` or `export ESMSHARD_CACHE=/scratch/$SLURM_JOB_ID`. The job ends if a line fails."""
     options: tuple[Option, ...] = Field((), strict=False)
-    """Further options of sbatch, each in a form such as --mail-type=END."""
+    """Further options of sbatch, each in a form such as --qos=long or --mail-type=END."""
     grace: int = Field(180, ge=10, le=65535)
     """How many seconds before the time limit the run gets the signal to save (--signal=B:USR1@N)."""
 
@@ -106,26 +85,23 @@ class SlurmSite(Settings):
 class KubernetesSite(Settings):
     """The settings for the cluster."""
 
-    namespace: Namespace = "default"
+    namespace: str = "default"
     claim: str | None = None
     """The PersistentVolumeClaim (ReadWriteMany) with data and results, which all pods mount."""
-    mount: Place = "/work"
+    mount: AbsolutePath = "/work"
     """The directory where the pods see this volume. It is the working directory of the command."""
     gpu_resource: str = "nvidia.com/gpu"
-    cpu: str | None = None
-    """CPU cores of a pod with all GPUs of a node, such as 16. A pod with fewer GPUs gets a proportional share."""
-    memory: str | None = None
-    """Memory of a pod with all GPUs of a node, such as 128Gi. A pod with fewer GPUs gets a proportional share."""
+    cpus_per_gpu: int | None = Field(None, ge=1, le=4096)
+    memory_per_gpu: Quantity | None = None
+    """The memory of a pod for each of its GPUs, such as 96Gi."""
     shm: str = "16Gi"
     """Size of /dev/shm, through which the processes of a node exchange tensors. The usual 64 MiB are too small."""
     resources: dict[str, str] = Field(default_factory=dict)
-    """Further resources of a pod, such as rdma/hca: "1"."""
-    node_selector: dict[str, str] = Field(default_factory=dict)
-    tolerations: tuple[dict[str, str], ...] = Field((), strict=False)
+    """Further resources of a pod, such as rdma/hca: "1", or cpu: "8" for pods without GPUs."""
+    pod: dict[str, Any] = Field(default_factory=dict)
+    """Further keys of the specification of a pod, such as nodeSelector, tolerations and imagePullSecrets."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels of the job and its pods, such as kueue.x-k8s.io/queue-name: team-a."""
-    pull_secret: str | None = None
-    """The Secret with the credentials for pulling images."""
     secret: str | None = None
     """The Secret whose keys become environment variables of the job, such as WANDB_API_KEY."""
     user: int = Field(1000, ge=1, lt=2**31)
@@ -144,8 +120,6 @@ class Site(Settings):
     that runs `esmshard launch`."""
     exports: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the job, such as NCCL_SOCKET_IFNAME: ib0."""
-    scratch: AbsolutePath | None = None
-    """A fast directory of each node for caches and temporary files."""
     container: ContainerSite = ContainerSite()  # type: ignore[call-arg]
     slurm: SlurmSite = SlurmSite()  # type: ignore[call-arg]
     kubernetes: KubernetesSite = KubernetesSite()  # type: ignore[call-arg]
@@ -195,20 +169,4 @@ def load() -> Site:
     place = found()
     if place is None:
         return Site()  # type: ignore[call-arg]
-    tree = read(place, "a site profile", Site, may_be_empty=True)
-    _expand(tree, ("python",))
-    _expand(tree, ("scratch",), keep=OF_THE_JOB)
-    _expand(tree, ("exports",), home=False)
-    for key in ("image", "mounts"):
-        _expand(tree, ("container", key))
-    return tree.checked(Site)
-
-
-def _expand(tree: Tree, keys: Sequence[str], *, home: bool = True, keep: str = "") -> None:
-    for node, last in tree.texts(*keys):
-        exact = (*keys, last) if isinstance(last, str) and last != keys[-1] else tuple(keys)
-        text = tree.variables(str(node[last]), exact, keep)
-        if text is None and isinstance(last, str):
-            del node[last]  # one message for a key is enough
-        elif text is not None:
-            node[last] = str(Path(text).expanduser()) if home and text.startswith("~") else text
+    return read(place, "a site profile", Site, may_be_empty=True).checked(Site)

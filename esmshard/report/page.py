@@ -1,17 +1,49 @@
-"""`esmshard report RUN`: one HTML page on a run, for people. It needs no network, script or server."""
+"""`esmshard report RUN`: one HTML page on a run, for people. It needs no network, script or server.
 
-from collections.abc import Iterator
+A page is a template of `templates/` and a dictionary, which `run_page`, `variants_page` or `sweep_page` makes of the
+files of a run. The texts are in the templates; every number comes from the files.
+"""
+
+import csv
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from esmshard import __version__
-from esmshard.errors import InputError, UsageError, reading, writing
-from esmshard.io.paths import ABSOLUTE, replace_text
-from esmshard.recipe import recipe_file
-from esmshard.report import run_page, sweep_page, variant_page
-from esmshard.report.files import is_cross_validated, is_sweep, json_object, read_run, read_sweep, read_variants
+from esmshard.data.splits.variant_records import OUT_OF_FOLD
+from esmshard.data.variants.substitutions import Mutation, parse_variant
+from esmshard.errors import InputError, reading, writing
+from esmshard.io.paths import memory_text, read_json, replace_text, without_directories
+from esmshard.io.tables import counted
+from esmshard.predict.known_variants import better_baseline
+from esmshard.progress import duration, rate
+from esmshard.recipe import recipe_file, sweep_file
+from esmshard.report import charts
+from esmshard.report.charts import Values, chart
+from esmshard.tasks.base import BEFORE, MAIN
+from esmshard.tasks.metrics import Interval, spearman_within
+from esmshard.tasks.registry import new_task, traits
+from esmshard.train.cross_validation import CURVE, SUMMARY
+from esmshard.train.evaluate import comparison, strongest, without_interval
+from esmshard.train.run_dir import METRICS, SWEEP, goodput, is_step, metrics_of, read_status
 
-SENTENCES = ("notices", "left_out", "leakage", "verdict", "message")
-"""The keys of a run's files that hold sentences for the user."""
+RANKED = "ranked.csv"
+MOST_TARGETS = 6
+"""The most numbers of a protein that get a chart each."""
+LETTERS = "GAVLIMCFYWPSTNQHKRDE"
+"""The rows of a map, with similar amino acids together: aliphatic, aromatic, proline, polar, positive, negative."""
+MOST_POSITIONS = 1000
+"""The most positions of a map."""
+BEST = 20
+"""The number of rows of the table of ranked variants."""
+MOST_TRIALS = 50
+"""The most rows of the table of trials. sweep.csv has all of them."""
 
 
 def report(run: Path, out: Path | None = None) -> Path:
@@ -25,91 +57,468 @@ def report(run: Path, out: Path | None = None) -> Path:
         The file.
 
     Raises:
-        InputError: if there is no run, a file of it is damaged, or a package is missing.
+        InputError: if there is no run, a file of it is damaged, or matplotlib is missing.
     """
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError:
-        raise InputError("a report needs jinja2 and matplotlib; pip install 'esmshard[plots]'") from None
-    names = "evaluation.json, status.json, versions.json, metrics.jsonl, summary.json, sweep.json"
-    files, states = f"{run}: one of its files ({names})", list[str]()
-    with reading(files, "remove it, or make it anew with `esmshard evaluate MODEL DATA -o DIR`, to see the rest"):
-        if is_sweep(run):
-            swept = read_sweep(run)
-            about, facts = sweep_page.about(swept), sweep_page.facts(swept)
-            lead = sweep_page.states(swept)
-            sections = [part(swept) for part in sweep_page.SECTIONS]
-        elif is_cross_validated(run):
-            several = read_variants(run)
-            about, facts = variant_page.about(several), variant_page.facts(several)
-            lead = [variant_page.verdict(several)]
-            sections = [section(several) for section in variant_page.SECTIONS]
-        else:
-            found = read_run(run)
-            about, facts = run_page.about(found), run_page.facts(found)
-            lead, states = run_page.achieved(found), [run_page.state(found)]
-            sections = [part(found) for part in run_page.SECTIONS]
-    hidden = Places(run, *_named(run))
-    source = (Path(__file__).parent / "templates" / "report.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=hidden.shown
-    )
-    page = environment.from_string(source).render(
-        title=run.resolve().name,
-        about=about,
-        lead=lead,
-        states=states,
-        facts=facts,
-        sections=sections,
-        version=__version__,
-    )
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
     out = out or run / "report.html"
     if not out.parent.is_dir():
         raise InputError(f"{out}: there is no directory {out.parent}; make it first")
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # A page is made to be shared, so that texts name files without their directories.
+        finalize=lambda value: value if isinstance(value, Markup) else without_directories(value),
+    )
+    environment.filters |= {"number": number_text, "unit": unit_text, "range": range_text, "cell": cell}
+    environment.filters |= {"memory": memory_text, "duration": duration, "rate": rate}
+    environment.filters |= {"counted": counted, "sentence": lambda text: f"{text[:1].upper()}{text[1:]}"}
+    with reading(f"{run}: one of its JSON or CSV files", "remove it, or repeat the command that wrote it"):
+        if (run / SWEEP).is_file():
+            name, values = "sweep", sweep_page(run)
+        elif not (run / "recipe.yaml").is_file() and traits(_json(run / SUMMARY).get("task", "")).reads_table:
+            name, values = "variants", variants_page(run)
+        else:
+            name, values = "run", run_page(run)
+        template = environment.get_template(f"{name}.html.jinja")
+        page = template.render(title=run.resolve().name, version=__version__, main=MAIN, before=BEFORE, **values)
     with writing(out, "make room, or choose another place with -o FILE"):
         replace_text(out, page)
     return out
 
 
-def _named(run: Path) -> Iterator[str]:
-    """Yield the paths that the files of a run name."""
-    for name in ("versions.json", "evaluation.json", "summary.json"):
-        found = json_object(run / name) or {}
-        yield from _paths(found)
-    try:
-        yield from _paths(recipe_file.load(run / "recipe.yaml").model_dump())
-    except UsageError:  # a cross-validation has no such file, or another version wrote it
-        pass
+def run_page(run: Path) -> dict[str, Any]:
+    """Return the values of `run.html.jinja`, from the files of one run. A run that is not done has fewer files."""
+    known = ("recipe.yaml", "status.json", METRICS, "evaluation.json")
+    if not any((run / name).is_file() for name in known):
+        raise InputError(f"{run}: holds no run ({', '.join(known)} are missing); give the directory of one")
+    recipe = recipe_file.load(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else None
+    versions, tested = _json(run / "versions.json"), _evaluation(run / "evaluation.json")
+    # The values of single ranks, which are dictionaries, would take gigabytes of a long run.
+    lines = [{key: value for key, value in line.items() if not isinstance(value, dict)} for line in metrics_of(run)]
+    steps, valid = [line for line in lines if is_step(line)], [line for line in lines if line.get("split") == "valid"]
+    headline = next((key for line in valid for key in line if key not in ("step", "split", "loss", "time")), "")
+    lower = recipe is not None and new_task(recipe.task, {}).lower_is_better
+    if tested:
+        headline, lower = tested["columns"][0], tested["lower_is_better"]
+    checked = [(number(line.get(headline)), int(line["step"])) for line in valid]
+    checked = [pair for pair in checked if math.isfinite(pair[0])]
+    best_valid = (min if lower else max)(checked, key=lambda pair: pair[0], default=None)
+    residues, seconds = (float(np.nansum(_column(steps, key))) for key in ("residues", "step_s"))
+    return {
+        "recipe": recipe,
+        "recipe_text": None if recipe is None else _recipe_text((run / "recipe.yaml").read_text(encoding="utf-8")),
+        "command": None if recipe is None else _command(run, "recipe.yaml", versions.get("processes", 1)),
+        "versions": {key: value for key, value in versions.items() if not isinstance(value, dict | list)},
+        "data": versions.get("data", {}),
+        "status": read_status(run),
+        "tested": tested,
+        "headline": headline,
+        "best_valid": best_valid,
+        "steps": len(steps) and int(steps[-1]["step"]),
+        "not_finite": sum(not math.isfinite(number(line.get("loss"))) for line in steps),
+        "residues": residues,
+        "speed": residues / seconds if seconds else None,
+        "memory": max((line["peak_memory_bytes"] for line in steps if line.get("peak_memory_bytes")), default=None),
+        "time": goodput(lines),
+        "curves": _curves(steps, valid, headline, best_valid),
+        **(_results(run, tested) if tested else {}),
+    }
 
 
-def _paths(found: object) -> Iterator[str]:
-    if isinstance(found, str) and found.startswith("/"):
-        yield found
-    elif isinstance(found, dict | list | tuple):
-        # A sentence may begin with a path, and is no path itself.
-        for part in [one for key, one in found.items() if key not in SENTENCES] if isinstance(found, dict) else found:
-            yield from _paths(part)
+def _evaluation(path: Path) -> dict[str, Any] | None:
+    """Read `evaluation.json`, with its intervals as `Interval`, and the best baseline."""
+    raw = _json(path)
+    if not raw:
+        return None
+    metrics, differences = ({m: intervals(row) for m, row in raw[key].items()} for key in ("metrics", "differences"))
+    headline, lower, name = raw["columns"][0], raw["lower_is_better"], next(iter(metrics))
+    values, gains = (
+        {method: row[headline] for method, row in rows.items() if headline in row} for rows in (metrics, differences)
+    )
+    best = strongest(values, gains, lower_is_better=lower)
+    return raw | {
+        "metrics": metrics,
+        "differences": differences,
+        "groups": {
+            f"{group} ({of_group['records']:,}): {method}": intervals(row)
+            for group, of_group in raw.get("groups", {}).items()
+            for method, row in of_group["metrics"].items()
+        },
+        "name": name,
+        "best": best,
+        "how": best and comparison(gains[best], lower_is_better=lower),
+        "few": without_interval(raw.get("without_interval", {})),
+        "chart": chart(charts.intervals, values, name, headline, height=0.9 + 0.3 * len(values)),
+    }
 
 
-class Places:
-    """The directories to remove from texts.
+def _curves(
+    steps: Sequence[Mapping[str, Any]],
+    valid: Sequence[Mapping[str, Any]],
+    headline: str,
+    best: tuple[float, int] | None,
+) -> dict[str, str]:
+    """Draw the course of a training: charts by the name of what they show."""
+    step_S, step_V = _column(steps, "step"), _column(valid, "step")
+    lines = {"loss": {"training": (step_S, _column(steps, "loss")), "validation": (step_V, _column(valid, "loss"))}}
+    if headline:
+        lines[headline] = {"validation": (step_V, _column(valid, headline))}
+    for key, name, unit in (
+        ("lr", "learning rate", 1),
+        ("grad_norm", "gradient norm", 1),
+        ("residues_per_s", "residues/s", 1),
+        ("peak_memory_bytes", "peak memory (GiB)", 2**30),
+    ):
+        lines[name] = {"training": (step_S, _column(steps, key) / unit)}
+    drawn = {}
+    for name, of_name in lines.items():
+        known = {label: line for label, line in of_name.items() if np.isfinite(line[1]).any()}
+        if known:
+            star = (best[1], best[0]) if best and name == headline else None
+            drawn[name] = chart(charts.curves, name, known, star, from_zero=name not in ("loss", headline))
+    return drawn
 
-    Args:
-        run: the directory of the run. Its files are named from the directory above it.
-        paths: other known paths. They may contain blanks, so a sentence does not show where they end.
+
+def _results(run: Path, tested: Mapping[str, Any]) -> dict[str, Any]:
+    """Draw the predictions of a tested model in the form of its task."""
+    proteins: dict[str, Values] = {}
+    if (run / "per_protein.csv").is_file():
+        head, *body = _rows(run / "per_protein.csv")
+        proteins = {name: np.array([number(row[k]) for row in body]) for k, name in enumerate(head)}
+    targets = tested["facts"].get("targets", [])
+    pairs: dict[str, tuple[Values, ...]] = {}
+    for name in targets:
+        of = f" {name}" if len(targets) > 1 else ""
+        if f"target{of}" in proteins:
+            pairs[name] = (proteins[f"target{of}"], proteins[f"prediction{of}"])
+    scores = {name: proteins[name] for name in tested["columns"] if name in proteins}
+    scores |= {f"absolute error of {name}": np.abs(a - b) for name, (a, b) in pairs.items()}
+    scores = {name: score_N for name, score_N in scores.items() if np.isfinite(score_N).any()}
+    if residues := tested.get("residues"):
+        pairs["value of a residue"] = _numbers(residues, "observed", "predicted")
+    classes = tested["facts"].get("classes", ())
+    profiles = [
+        (chart(charts.profile, *_numbers(protein, "observed", "predicted"), classes), protein)
+        for protein in tested.get("profiles", ())
+    ]
+    values: dict[str, Any] = {
+        "maps": [
+            charts.data_uri(path.read_bytes(), "png") for path in sorted((run / "figures").glob("contacts_*.png"))
+        ],
+        "measured": _measured(pairs),
+        "profiles": profiles,
+        "by_length": [
+            (chart(charts.dots, proteins["length"], score_N, "length (residues)", name), name)
+            for name, score_N in [*scores.items()][:1]
+        ],
+        "confusion": None,
+        "calibration": None,
+    }
+    if counted_classes := tested.get("confusion"):
+        names, counts_CC = counted_classes["classes"], np.array(counted_classes["counts"], dtype=np.float64)
+        side = float(np.clip(1.6 + 0.28 * len(names), 2.8, 6))
+        values["confusion"] = chart(charts.confusion, names, counts_CC, height=side, width=side + 0.6)
+    if of_bins := tested.get("calibration"):
+        count, confidence, accuracy = _numbers(of_bins, "count", "confidence", "accuracy")
+        used = count > 0
+        count, confidence, accuracy = count[used], confidence[used], accuracy[used]
+        values["calibration"] = {
+            "chart": chart(charts.reliability, count, confidence, accuracy, height=3.3),
+            "error": float((count * np.abs(confidence - accuracy)).sum() / count.sum()),
+            "count": int(count.sum()),
+            "scaling": of_bins.get("scaling"),
+        }
+    return values
+
+
+def _measured(pairs: Mapping[str, tuple[Values, ...]]) -> list[tuple[str, str, int]]:
+    """Draw predicted against measured values, where both are known: chart, name and number of values."""
+    drawn = []
+    for name, (measured_N, predicted_N) in [*pairs.items()][:MOST_TARGETS]:
+        known = np.isfinite(measured_N) & np.isfinite(predicted_N)
+        if known.any():
+            names = (f"measured {name}", f"predicted {name}")
+            picture = chart(charts.dots, measured_N[known], predicted_N[known], *names, same_unit=True, height=3.3)
+            drawn.append((picture, name, int(known.sum())))
+    return drawn
+
+
+def variants_page(run: Path) -> dict[str, Any]:
+    """Return the values of `variants.html.jinja`, from the files of a cross-validated run of variants."""
+    summary = _json(run / SUMMARY)
+    joint, folds = summary["joint"], summary["folds"]
+    metrics, gains = intervals(joint["metrics"]), intervals(joint["differences"])
+    recall, chosen = intervals(joint["best"]["recall"]), intervals(joint["best"]["mean_of_chosen"])
+    best = strongest(metrics, gains, lower_is_better=False)
+    targets, mutations, measured_NT, predicted_NT, fold_N = _out_of_fold(run / OUT_OF_FOLD)
+    targets = targets or [joint["targets"]]
+    pairs = dict(zip(targets, zip(measured_NT.T, predicted_NT.T, strict=True), strict=True))
+    ranked = _ranked(run / RANKED)
+    options = [*(["--folds", str(folds)] if folds else []), *_seeds(joint["seeds"])]
+    return {
+        "summary": summary,
+        "joint": joint,
+        "metrics": metrics,
+        "best": best,
+        "gain": best and gains[best],
+        "how": best and comparison(gains[best], lower_is_better=False),
+        "recall": recall[MAIN],
+        "chart": chart(charts.intervals, metrics, MAIN, "Spearman", height=0.9 + 0.3 * len(metrics)),
+        "compared": [
+            [method, cell(of_method), cell(gains.get(method), "+"), cell(recall.get(method)), cell(chosen.get(method))]
+            + [number_text(number(value)) for value in joint["of_each_seed"].get(method, ())]
+            for method, of_method in metrics.items()
+        ],
+        "over_runs": {
+            method: {column: _mean(found) for column, found in row.items()}
+            for method, row in summary["metrics"].items()
+        },
+        "measured": _measured(pairs),
+        "rho": {name: spearman_within(b_N, a_N, fold_N) for name, (a_N, b_N) in pairs.items()},
+        "maps": _maps(targets, mutations, measured_NT, ranked),
+        "curve": _learning_curve(run / CURVE),
+        "ranked": ranked,
+        "most": BEST,
+        "better": better_baseline(summary),
+        "run": shlex.quote(str(run)),
+        "recipe_text": _recipe_text(summary["recipe_yaml"]),
+        # The recipe of a run names one fold; without this key the recipe covers all folds.
+        "command": _command(run, f"{summary['runs'][0]}/recipe.yaml", 1, "data.folds=null", "data.fold=0", *options),
+    }
+
+
+def _seeds(seeds: Sequence[int]) -> list[str]:
+    return ["--seeds", str(len(seeds))] if len(seeds) > 1 else []
+
+
+def _out_of_fold(path: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Values, Values, Any]:
+    """Read `variants.csv`: names of several targets, and of each variant with a prediction, once, its mutations,
+    measured and predicted values, and its fold.
     """
+    head, *body = _rows(path)
+    # The columns of the user's table come first. If one of them has a name of ours, all our columns have a prefix.
+    prefix = "esmshard " if "esmshard variant" in head else ""
+    first = len(head) - 1 - head[::-1].index(f"{prefix}variant")
+    place = {name.removeprefix(prefix): first + n for n, name in enumerate(head[first:])}
+    targets = [name.removeprefix("predicted ") for name in place if name.startswith("predicted ")]
+    of = [f" {name}" for name in targets] or [""]
+    # A variant that was measured in several rows has the same values in each of them.
+    once = {row[first]: row for row in body if any(row[place[f"predicted{name}"]] for name in of)}
+    measured_NT, predicted_NT = (
+        np.array([[number(row[place[f"{what}{name}"]]) for name in of] for row in once.values()]).reshape(-1, len(of))
+        for what in ("measured", "predicted")
+    )
+    fold_N = np.array([int(row[place["fold"]]) for row in once.values()], dtype=np.int64)
+    return targets, [parse_variant(name) for name in once], measured_NT, predicted_NT, fold_N
 
-    def __init__(self, run: Path, *paths: str) -> None:
-        above = {str(place.parent).rstrip("/") + "/" for place in (run.absolute(), run.resolve())}
-        above |= {str(Path(path).parent).rstrip("/") + "/" for path in paths}
-        self._known = sorted(above - {"/"}, key=len, reverse=True)
 
-    def text(self, text: str) -> str:
-        """Shorten each path in a text to its name."""
-        for known in self._known:
-            text = text.replace(known, "")
-        return ABSOLUTE.sub("", text)
+def _ranked(path: Path) -> dict[str, Any] | None:
+    """Read `ranked.csv`: mutations and values of all single substitutions, and the first rows, the best first."""
+    if not path.is_file():
+        return None
+    head, *body = _rows(path)
+    rows = sorted((dict(zip(head, row, strict=True)) for row in body), key=lambda row: int(row["rank"]))
+    shown = [k for k in head if k.startswith(("prediction", "low 90%", "high 90%", "disagreement of models"))]
+    names = [k for k in ("mutant", "mutant in table") if k in head]
+    return {
+        "count": len(rows),
+        "mutations": [mutation for row in rows for mutation in parse_variant(row["mutant"])],
+        "values": [[number(row[k]) for row in rows] for k in head if k.split(" ")[0] == "prediction"],
+        "head": ["rank", *names, *shown, "measured"],
+        "rows": [
+            [row["rank"], *(row[k] for k in names), *(unit_text(number(row.get(k))) for k in (*shown, "measured"))]
+            for row in rows[:BEST]
+        ],
+    }
 
-    def shown(self, value: object) -> object:
-        """Return what a page shows of a value. Drawings, which are marked as safe, hold no paths."""
-        return self.text(value) if type(value) is str else value
+
+def _maps(
+    targets: Sequence[str],
+    mutations: Sequence[tuple[Mutation, ...]],
+    measured_NT: Values,
+    ranked: Mapping[str, Any] | None,
+) -> dict[str, Any] | None:
+    """Draw measured and predicted values of single substitutions, of each target on one scale. Of a long protein only
+    the measured region is drawn, since predictions far from it are unreliable.
+    """
+    every = [mutation for one in mutations for mutation in one] + (ranked["mutations"] if ranked else [])
+    changed = {m.position for one in mutations for m in one} or {m.position for m in every}
+    if not changed:
+        return None
+    first, last = min(changed), min(max(changed), min(changed) + MOST_POSITIONS - 1)
+    wild = {mutation.position: mutation.wild for mutation in every}
+    wild_P = np.array([LETTERS.find(wild.get(p, "?")) for p in range(first, last + 1)])
+    singles = [n for n, one in enumerate(mutations) if len(one) == 1]
+    figures = []
+    for t, name in enumerate(targets[:MOST_TARGETS]):
+        grids = {"measured": _grid([mutations[n][0] for n in singles], measured_NT[singles, t], first, last)}
+        if ranked and t < len(ranked["values"]):
+            grids["predicted"] = _grid(ranked["mutations"], ranked["values"][t], first, last)
+        values = np.concatenate([grid_AP[np.isfinite(grid_AP)] for grid_AP in grids.values()])
+        for what, grid_AP in grids.items():
+            if count := int(np.isfinite(grid_AP).sum()):
+                low, high = np.percentile(values, [2, 98]).tolist()
+                label = f"{what} {name}"
+                figures.append((charts.heat_map(grid_AP, first + 1, wild_P, LETTERS, (low, high), label), label, count))
+    return {"figures": figures, "first": first + 1, "last": last + 1, "end": max(changed) + 1}
+
+
+def _grid(mutations: Sequence[Mutation], values: Sequence[float] | Values, first: int, last: int) -> Values:
+    """Return the values of single substitutions, [letters, positions]; NaN where there is none."""
+    grid_AP = np.full((len(LETTERS), last - first + 1), np.nan)
+    for mutation, value in zip(mutations, values, strict=True):
+        if first <= mutation.position <= last and mutation.mutant in LETTERS:
+            grid_AP[LETTERS.index(mutation.mutant), mutation.position - first] = value
+    return grid_AP
+
+
+def _learning_curve(path: Path) -> dict[str, Any] | None:
+    """Read and draw `learning_curve.json`: Spearman of each method by the number of training variants."""
+    raw = _json(path)
+    if not raw:
+        return None
+    points = {point["variants"]: intervals(point["metrics"]) for point in raw["points"]}
+    sizes, methods = sorted(points), dict.fromkeys(name for row in points.values() for name in row)
+    rows = {name: {size: points[size][name] for size in sizes if name in points[size]} for name in methods}
+    return raw | {
+        "sizes": sizes,
+        "rows": rows,
+        "chart": chart(charts.learning_curve, sizes, rows, height=3, width=10),
+    }
+
+
+def sweep_page(out: Path) -> dict[str, Any]:
+    """Return the values of `sweep.html.jinja`, from the files of a sweep, which may be unfinished."""
+    sweep = _json(out / SWEEP)
+    summary = _json(out / SUMMARY) if sweep["state"] == "done" else {}
+    keys, trials, lower = list(sweep["sweep"]["space"]), sweep["trials"], sweep["lower_is_better"]
+    order = {"complete": 0, "running": 1, "pruned": 2, "failed": 3}
+
+    def place(trial: Mapping[str, Any]) -> tuple[int, float]:
+        value = number(trial["value"])
+        return order[trial["state"]], (value if lower else -value) if math.isfinite(value) else math.inf
+
+    complete = [trial for trial in trials if trial["state"] == "complete"]
+    x_N, y_N = _column(complete, "number"), _column(complete, "value")
+    best_N = (np.minimum if lower else np.maximum).accumulate(y_N)
+    lines = {"trial": (x_N, y_N), "best so far": (x_N, best_N)}
+    best = next((trial for trial in trials if trial["number"] == sweep["best"]), None)
+    return {
+        "sweep": sweep,
+        "summary": summary,
+        "best": best and best | {"settings": sweep_file.shown(best["values"])},
+        "counts": {state: sum(trial["state"] == state for trial in trials) for state in order},
+        "tested": {m: {c: _mean(found) for c, found in row.items()} for m, row in summary.get("metrics", {}).items()},
+        "history": chart(charts.curves, f"valid {sweep['metric']}", lines, x_name="trial") if complete else None,
+        "head": ["trial", "state", f"valid {sweep['metric']}", "steps", *keys, ""],
+        "rows": [
+            [
+                str(trial["number"]),
+                trial["state"],
+                unit_text(number(trial["value"])),
+                str(trial["step"]),
+                *(sweep_file.value_text(trial["values"][key]) if key in trial["values"] else "-" for key in keys),
+                trial["message"] if trial["state"] in ("failed", "pruned") else "",
+            ]
+            for trial in sorted(trials, key=place)[:MOST_TRIALS]
+        ],
+        "search": json.dumps(sweep["sweep"], indent=1),
+    }
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if there is no such file."""
+    return read_json(path) if path.is_file() else {}
+
+
+def _rows(path: Path) -> list[list[str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))
+
+
+def _column(lines: Sequence[Mapping[str, Any]], key: str) -> Values:
+    return np.array([number(line.get(key)) for line in lines], dtype=np.float64)
+
+
+def _numbers(found: Mapping[str, Sequence[Any]], *keys: str) -> tuple[Values, ...]:
+    return tuple(np.array([number(value) for value in found[key]]) for key in keys)
+
+
+def _recipe_text(text: str) -> str:
+    """Shorten each path of a recipe to its last part; a path may contain blanks."""
+    return re.sub(r"""(?m)^(\s*(?:[\w.-]+:|-) ['"]?)/.*/""", r"\1", text)
+
+
+def _command(run: Path, recipe: str, processes: int, *options: str) -> str:
+    """Return the command that repeats a run, from the directory in which that of the run lies."""
+    name = run.resolve().name
+    nproc = ["--nproc", str(processes)] if processes > 1 else []
+    return shlex.join(["esmshard", "finetune", f"{name}/{recipe}", *nproc, *options, f"out={name}-again"])
+
+
+def number(value: object) -> float:
+    """Return a number of a JSON or CSV file; NaN for anything else.
+
+    >>> number(2), number("0.5"), number(None), number("x")
+    (2.0, 0.5, nan, nan)
+    """
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def intervals(row: Mapping[str, Mapping[str, Any]]) -> dict[str, Interval]:
+    """Read intervals from `value`, `low` and `high`, each a number or null."""
+    return {name: Interval(*(number(one[key]) for key in ("value", "low", "high"))) for name, one in row.items()}
+
+
+def _mean(found: Mapping[str, Any]) -> Interval:
+    """Read the mean over runs, with its interval."""
+    return Interval(*(number(found[key]) for key in ("mean", "low", "high")))
+
+
+def number_text(value: float, sign: str = "") -> str:
+    """Format with three decimals for small numbers, and four digits for large or tiny numbers.
+
+    >>> number_text(0.0941), number_text(0.0941, "+"), number_text(1234.56), number_text(2e-7), number_text(math.nan)
+    ('0.094', '+0.094', '1235', '2e-07', 'undefined')
+    """
+    if not math.isfinite(value):
+        return "undefined"
+    return f"{value:{sign}.3f}" if value == 0 or 0.001 <= abs(value) < 100 else f"{value:{sign}.4g}"
+
+
+def unit_text(value: float) -> str:
+    """Format a value of any unit with four digits; `-` for none."""
+    return f"{value:.4g}" if math.isfinite(value) else "-"
+
+
+def range_text(found: Interval) -> str:
+    """Format an interval without its value.
+
+    >>> range_text(Interval(0.1, 0.08, 0.125))
+    '[0.080, 0.125]'
+    """
+    if not math.isfinite(found.low) or not math.isfinite(found.high):
+        return "no interval"
+    return f"[{number_text(found.low)}, {number_text(found.high)}]"
+
+
+def cell(found: Interval | None, sign: str = "") -> str:
+    r"""Format a value with its interval below. A difference has the sign `+`, and a star if its interval is without 0.
+
+    >>> cell(Interval(0.056, 0.046, 0.067)), cell(Interval(0.056, 0.046, 0.067), "+"), cell(None)
+    ('0.056\n[0.046, 0.067]', '+0.056*\n[0.046, 0.067]', '-')
+    """
+    if found is None:
+        return "-"
+    if not math.isfinite(found.value):
+        return "undefined"
+    star = "*" if sign and (found.low > 0 or found.high < 0) else ""
+    return f"{number_text(found.value, sign)}{star}\n{range_text(found)}"

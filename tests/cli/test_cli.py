@@ -69,7 +69,7 @@ def test_a_run_leaves_exactly_these_files(finished: tuple[Path, subprocess.Compl
     left = files(run)
     figures = {name for name in left if name.startswith("figures/")}
     assert left - figures == RUN_FILES
-    assert len(figures) == 1
+    assert 1 <= len(figures) <= 3
     assert (run / figures.pop()).read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line and "split" not in line] == [1, 2, 3, 4, 5, 6]

@@ -23,7 +23,7 @@ STATE = Path(os.environ.get("STAND_IN", "."))
 KILL_WAIT = 600.0
 
 DIRECTIVES = {
-    *("job-name", "array", "partition", "account", "qos", "constraint", "time", "nodes", "ntasks-per-node", "mem"),
+    *("job-name", "array", "partition", "account", "time", "nodes", "ntasks-per-node", "mem-per-gpu"),
     *("gpus-per-node", "cpus-per-task", "output", "open-mode", "signal", "requeue", "mail-type"),
 }
 SRUN = {

@@ -15,7 +15,7 @@ from command import esmshard
 from esmshard.cluster import doctor
 from esmshard.errors import UsageError
 
-A100 = "NVIDIA A100-SXM4-80GB, {driver}, 8.0, 81920, {free}, {errors}"
+A100 = "NVIDIA A100-SXM4-80GB, 535.104.05, 8.0, 81920, {free}"
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_gpus_and_a_torch_that_cannot_use_them(
 
     if torch.version.cuda is not None:
         pytest.skip("this torch is built with CUDA")
-    good = A100.format(driver="535.104.05", free=81038, errors=0)
-    bad = A100.format(driver="535.104.05", free=20000, errors=3)
+    good = A100.format(free=81038)
+    bad = A100.format(free=20000)
     nvidia_smi(place, f"echo '{good}'; echo '{bad}'", monkeypatch)
     big = ["model.name=esm2_t36_3B_UR50D", "parallel.precision=auto", f"out={place / 'run'}"]
     code, findings = report(capsys, str(tiny_recipe), big)
@@ -105,8 +105,7 @@ def test_gpus_and_a_torch_that_cannot_use_them(
     (build,) = [one for one in findings if "built without CUDA" in one["found"]]
     assert build["fix"].endswith("cu126"), "driver 535 has no CUDA 13"
     assert len(only(findings, "gpus", "ok")) == 1
-    problems = " ".join(only(findings, "gpus", "warning", "error"))
-    assert all(words in problems for words in ("GPU 1: NVIDIA A100-SXM4-80GB", "3 uncorrected"))
+    assert "GPU 1: NVIDIA A100-SXM4-80GB" in only(findings, "gpus", "warning")[0]
     # 3B parameters in fp32 with gradients and moments take 42 GiB of two GPUs.
     assert "fits on 2 x A100-80GB: full_shard" in " ".join(only(findings, "recipe", "ok"))
     code, findings = report(capsys, str(tiny_recipe), [*big, "model.name=esm2_t48_15B_UR50D"])

@@ -118,25 +118,6 @@ def test_the_validation_finds_mistakes(kubernetes_validate: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "kinds"),
-    [
-        ("two nodes", ["Service", "NetworkPolicy", "Job"]),
-        ("a recipe of one's own", ["ConfigMap", "Service", "NetworkPolicy", "Job"]),
-        ("one node", ["Job"]),
-        ("embed", ["Job"]),
-        ("doctor", ["Service", "NetworkPolicy", "Job"]),
-        ("doctor, one node", ["Job"]),
-    ],
-)
-def test_only_what_is_needed_comes_before_the_job(variant: str, kinds: list[str]) -> None:
-    found = pods.objects(*VARIANTS[variant])
-    assert list(found) == kinds
-    assert {document["metadata"]["namespace"] for document in found.values()} == {
-        "protein-models" if VARIANTS[variant][1] is pods.FULL else "default"
-    }
-
-
-@pytest.mark.parametrize(
     ("variant", "command"),
     [
         (
@@ -191,28 +172,6 @@ def test_names_of_pods_resolve(variant: str) -> None:
         host, port = endpoint.partition("=")[2].split(":")
         assert host == f"{name}-0.{name}.{service['metadata']['namespace']}.svc"
         assert [int(port)] == [entry["port"] for entry in service["spec"]["ports"]]
-
-
-@pytest.mark.parametrize(
-    ("variant", "policy"),
-    [
-        ("two nodes", {"rules": [{"succeededCount": 1}]}),  # the first that is done says that all are
-        ("one node", None),
-        ("embed", None),  # each has its own parts
-        ("doctor", None),  # each looks at its own machine
-    ],
-)
-def test_when_a_job_is_done(variant: str, policy: dict[str, Any] | None) -> None:
-    assert pods.objects(*VARIANTS[variant])["Job"]["spec"].get("successPolicy") == policy
-
-
-def test_what_torchrun_needs_besides_its_options() -> None:
-    (container,) = pods.objects(*VARIANTS["two nodes"])["Job"]["spec"]["template"]["spec"]["containers"]
-    variables = pods.environment(container, 1)
-    assert variables["PET_RDZV_CONF"] == "join_timeout=600,read_timeout=600"  # the wrapper adds is_host
-    assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    (alone,) = pods.objects(*VARIANTS["one node"])["Job"]["spec"]["template"]["spec"]["containers"]
-    assert not {"PET_RDZV_CONF", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "POD_IP"} & set(pods.environment(alone, 0))
 
 
 def test_only_pods_of_the_job_may_connect() -> None:
@@ -280,9 +239,7 @@ def test_every_key_of_the_profile() -> None:
     assert container["image"] == "registry.example.org:5000/team/esmshard:1.2"
     assert container["workingDir"] == "/mnt/team"
     assert container["envFrom"] == [{"secretRef": {"name": "tracker-keys"}}]
-    assert container["resources"] == {
-        "limits": {"cpu": "7500m", "memory": "512Gi", "rdma/hca": "1", "amd.com/gpu": "8"}
-    }
+    assert container["resources"] == {"limits": {"cpu": "96", "memory": "512Gi", "rdma/hca": "1", "amd.com/gpu": "8"}}
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
     assert pod["nodeSelector"] == {"zone": "on"}
     assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}]
@@ -292,42 +249,12 @@ def test_every_key_of_the_profile() -> None:
     assert len({variable["name"] for variable in container["env"]}) == len(container["env"])
 
 
-@pytest.mark.parametrize(
-    ("cpu", "nproc", "threads"), [("16", 4, "4"), ("7500m", 2, "3"), ("2.5", 4, "1"), (None, 1, None), ("2k", 1, None)]
-)
-def test_processes_share_the_cores_of_the_pod(cpu: str | None, nproc: int, threads: str | None) -> None:
-    site = pods.BARE | {"kubernetes": {"claim": "data", "cpu": cpu}}
-    pod = pods.objects(pods.run(nproc=nproc), site)["Job"]["spec"]["template"]["spec"]
-    assert pods.environment(pod["containers"][0], 0).get("OMP_NUM_THREADS") == threads
-
-
-@pytest.mark.parametrize(
-    ("gpus", "cpu", "memory", "threads"),
-    [
-        (8, "100", "1500Gi", "25"),
-        (2, "25", "375Gi", "6"),
-        (1, "12.5", "187.5Gi", "3"),
-        (3, "37.5", "562.5Gi", "9"),
-        (0, "100", "1500Gi", "25"),
-    ],
-)
-def test_pods_with_fewer_gpus_get_their_share(gpus: int, cpu: str, memory: str, threads: str) -> None:
-    site = pods.BARE | {"gpus_per_node": 8, "kubernetes": {"claim": "data", "cpu": "100", "memory": "1500Gi"}}
-    pod = pods.objects(pods.run(gpus_per_node=gpus, nproc=4), site)["Job"]["spec"]["template"]["spec"]
-    limits = {"cpu": cpu, "memory": memory} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+def test_pods_get_cores_and_memory_for_each_gpu() -> None:
+    site = pods.BARE | {"kubernetes": {"claim": "data", "cpus_per_gpu": 12, "memory_per_gpu": "90Gi"}}
+    pod = pods.objects(pods.run(gpus_per_node=2, nproc=4), site)["Job"]["spec"]["template"]["spec"]
+    limits = {"cpu": "24", "memory": "180Gi", "nvidia.com/gpu": "2"}
     assert pod["containers"][0]["resources"] == {"limits": limits}
-    assert pods.environment(pod["containers"][0], 0)["OMP_NUM_THREADS"] == threads
-
-
-def test_shares_are_whole_bytes() -> None:
-    site = pods.BARE | {"gpus_per_node": 6, "kubernetes": {"claim": "data", "cpu": "100", "memory": "100G"}}
-    pod = pods.objects(pods.run(gpus_per_node=1, nproc=1), site)["Job"]["spec"]["template"]["spec"]
-    assert pod["containers"][0]["resources"]["limits"] == {"cpu": "16.625", "memory": "16.625G", "nvidia.com/gpu": "1"}
-
-
-def test_without_limits_there_are_no_resources() -> None:
-    pod = pods.objects(*VARIANTS["on CPUs"])["Job"]["spec"]["template"]["spec"]
-    assert "resources" not in pod["containers"][0]
+    assert pods.environment(pod["containers"][0], 0)["OMP_NUM_THREADS"] == "6"
 
 
 def test_the_job_id_is_that_of_the_job_for_all_its_pods() -> None:
@@ -358,34 +285,21 @@ NASTY = [
     "$(touch /tmp/pwned)",
     "$(HOME)",
     "$$(HOME)",
-    "$HOME `id`",
     "cost=5$",
+    "$HOME `id`",
     "$$$",
     "$é",
     "$(open",
     "two\nlines\n",
-    "\n",
     "a: b # c\n---\nkind: Secret\n",
     "- x\n  - y \n\ttab\r\n",
     "yes",
-    "No",
-    "on",
-    "y",
     "null",
-    "~",
     "",
-    " ",
     "1e3",
-    "0x1f",
-    "017",
-    "1_000",
     "12:30:45",
-    "2001-01-01",
-    ".inf",
     "=",
-    "<<",
     "!!python/object:os.system",
-    "&a *a",
     "{a: [1]}",
     "'\"\\",
     "蛋白质 🧬 é",
@@ -431,13 +345,10 @@ def test_names(text: str, nodes: int, name: str) -> None:
 @pytest.mark.parametrize(
     ("site", "changes", "sentence"),
     [
-        ({"kubernetes": {"claim": "data"}}, {}, "set container.image in the site profile, /"),
-        ({"container": {"image": "/images/esmshard.sqsh"}, "kubernetes": {"claim": "data"}}, {}, "name in a registry"),
-        ({"container": {"image": "esmshard"}}, {}, "set kubernetes.claim in the site profile, /"),
-        (pods.BARE, {"arguments": ("finetune", "/home/me/my.yaml"), "recipe_text": OWN}, "only below /work"),
-        (pods.BARE, {"arguments": ("finetune", "/work/a:b.yaml"), "recipe_text": OWN}, "its name may have no ':'"),
-        (pods.BARE, {"arguments": ("finetune", "/work/a.yaml"), "recipe_text": "#" * (2**17 + 1)}, "more than 128 KiB"),
-        (pods.BARE, {"arguments": ("finetune", "contact", "out=\udcff")}, r"'out=\udcff': only Unicode text"),
+        ({"kubernetes": {"claim": "data"}}, {}, "container.image"),
+        ({"container": {"image": "/images/esmshard.sqsh"}, "kubernetes": {"claim": "data"}}, {}, "of a registry"),
+        ({"container": {"image": "esmshard"}}, {}, "kubernetes.claim"),
+        (pods.BARE, {"arguments": ("finetune", "contact", "out=\udcff")}, r"'out=\udcff': holds a character"),
     ],
 )
 def test_what_cannot_be_rendered_is_one_sentence(site: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from command import esmshard
 from ruamel.yaml import YAML
 
-from esmshard.cluster.launch import Job, Options, doctor_job, embed_job, finetune_job, merged, render
+from esmshard.cluster.launch import Job, Options, doctor_job, embed_job, finetune_job, render
 from esmshard.cluster.site import KubernetesSite, Site
 from esmshard.errors import UsageError
 from esmshard.recipe import recipe_file
@@ -72,10 +72,13 @@ def test_options_come_before_the_profile(
 
 
 def test_the_time_comes_before_that_of_the_profile() -> None:
-    profile = site(slurm={"time": "24:00:00", "partition": "gpu"})
-    assert merged(profile, slurm()).slurm.time == "24:00:00"
-    both = merged(profile, slurm(time="2-00:00:00")).slurm
-    assert (both.time, both.partition) == ("2-00:00:00", "gpu")
+    profile = site(python="/p", gpus_per_node=1, slurm={"time": "24:00:00"})
+    for time, expected in ((None, "24:00:00"), ("2-00:00:00", "2-00:00:00")):
+        job = finetune_job("contact", [], slurm(time=time), profile)
+        assert f"#SBATCH --time={expected}\n" in render(job, profile, "slurm")
+    for options in (slurm(time="1h; reboot"), Options(target="kubernetes", time="24:00:00")):
+        with pytest.raises(UsageError, match="--time"):
+            doctor_job([], options, profile)
 
 
 @pytest.mark.parametrize(("overrides", "alone"), [([], True), (["data.folds=5", "data.fold=1"], False)])
@@ -95,7 +98,7 @@ def test_a_cross_validation_starts_its_processes_itself(overrides: list[str], al
             "contact",
             [],
             {"gpus_per_node": 1, "nodes": "1:4"},
-            "--nodes 1:4: Slurm gives a job a fixed number of nodes, and starts it again after a lost one; type --node",
+            "--nodes 1:4: Slurm gives a job a fixed number of nodes",
         ),
         ("contact", [], {"gpus_per_node": 1, "nodes": "x"}, "--nodes x: a number of nodes"),
         (
@@ -104,14 +107,8 @@ def test_a_cross_validation_starts_its_processes_itself(overrides: list[str], al
             {"gpus_per_node": 1, "array": 3},
             "--array: a table of variants is cross-validated by",
         ),
-        (
-            "contact",
-            ["adapt.method=probe", "task.head=attention"],
-            {"nproc": 2},
-            "adapt.method probe: is fitted in one",
-        ),
         ("variants", [], {"nproc": 2, "nodes": "2"}, "--nodes: a table of variants is cross-validated on one node"),
-        ("contact", [], {"nproc": 2, "trials": 2}, "--trials is the number of trials of a sweep"),
+        ("contact", [], {"nproc": 2, "trials": 2}, "--trials is for a sweep"),
     ],
 )
 def test_what_cannot_run_is_refused(recipe: str, overrides: list[str], options: dict[str, int], problem: str) -> None:
@@ -133,15 +130,8 @@ def test_workers_of_a_sweep_are_an_array_on_one_directory(here: Path) -> None:
     file.write_text("space:\n  optim.lrr: {choices: [1, 2]}\n")
     with pytest.raises(UsageError, match=r"sweep\.yaml:2:.*did you mean 'lr'"):
         finetune_job("contact", [], slurm(gpus_per_node=1, sweep=file), site())
-    with pytest.raises(UsageError, match="--sweep and --trials are for a recipe"):
+    with pytest.raises(UsageError, match="--sweep"):
         doctor_job([], slurm(gpus_per_node=1, sweep=file), site())
-
-
-def test_a_time_that_is_none_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"^--time: '1h; reboot' must be a time such as 24:00:00"):
-        merged(site(), slurm(time="1h; reboot"))
-    with pytest.raises(UsageError, match="--time is for Slurm only"):
-        merged(site(), Options(target="kubernetes", time="24:00:00"))
 
 
 def test_a_doctor_looks_at_all_nodes(here: Path) -> None:
@@ -263,25 +253,3 @@ def test_the_kubernetes_file_is_rendered(here: Path) -> None:
     job = list(YAML(typ="safe").load_all(done.stdout))[-1]
     container = job["spec"]["template"]["spec"]["containers"][0]
     assert (job["kind"], container["image"], container["args"][:2]) == ("Job", "esmshard:1", ["finetune", "contact"])
-
-
-def test_the_file_for_kubernetes_lies_beside_the_recipe_and_never_replaces_it(
-    tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profile = {"gpus_per_node": 1, "container": {"image": "esmshard:1"}, "kubernetes": {"claim": "shared"}}
-    folder = Path(os.environ["XDG_CONFIG_HOME"]) / "esmshard"
-    folder.mkdir(parents=True)
-    (folder / "site.yaml").write_text(json.dumps(profile))
-    recipe, text = tiny_recipe.parent / "tiny.yaml", tiny_recipe.read_text()
-    given = ("launch", "tiny.yaml", "--target", "kubernetes")
-    monkeypatch.setenv("PATH", "/nowhere")  # without kubectl
-    done = esmshard(*given, cwd=recipe.parent)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "tiny.job.yaml"
-    assert "kind: Job" in (recipe.parent / "tiny.job.yaml").read_text()
-    done = esmshard(*given, "-o", "tiny.yaml", "--overwrite", cwd=recipe.parent)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (
-        2,
-        "error: tiny.yaml: is what the job reads; choose another file with -o",
-    )
-    assert recipe.read_text() == text

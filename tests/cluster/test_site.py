@@ -10,17 +10,16 @@ from esmshard.errors import UsageError
 TEXT = """\
 # the machines in the cellar
 gpus_per_node: 4
-python: ${SHARED}/venv/bin/python
-scratch: /local/${SLURM_JOB_ID}/x
-exports: {NCCL_SOCKET_IFNAME: ib0, HF_HOME: "${SHARED}/hf"}
+python: /shared/venv/bin/python
+exports: {NCCL_SOCKET_IFNAME: ib0}
 container:
   runtime: pyxis
-  image: ~/esmshard.sqsh
-  mounts: [/data, "${SHARED}:/shared:ro"]
+  image: /images/esmshard.sqsh
+  mounts: [/data, "/shared:/shared:ro"]
 slurm:
   partition: gpu
   time: 24:00:00
-  modules: [cuda/12.8]
+  setup: [module load cuda/12.8]
 """
 
 
@@ -29,8 +28,6 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "site.yaml"
     file.write_text(TEXT)
     monkeypatch.setenv("ESMSHARD_SITE", str(file))
-    monkeypatch.setenv("SHARED", "/shared")
-    monkeypatch.setenv("HOME", "/home/someone")
     return file
 
 
@@ -49,16 +46,14 @@ def problems(path: Path) -> list[str]:
 def test_what_is_written_is_read(path: Path) -> None:
     found = site.load()
     assert (found.gpus_per_node, found.python) == (4, "/shared/venv/bin/python")
-    assert found.exports == {"NCCL_SOCKET_IFNAME": "ib0", "HF_HOME": "/shared/hf"}
-    assert found.container.image == "/home/someone/esmshard.sqsh"
+    assert found.exports == {"NCCL_SOCKET_IFNAME": "ib0"}
     assert found.container.mounts == ("/data", "/shared:/shared:ro")
-    assert (found.slurm.partition, found.slurm.time, found.slurm.modules) == ("gpu", "24:00:00", ("cuda/12.8",))
+    assert (found.slurm.partition, found.slurm.time, found.slurm.setup) == (
+        "gpu",
+        "24:00:00",
+        ("module load cuda/12.8",),
+    )
     assert (found.slurm.grace, found.kubernetes.port, found.kubernetes.namespace) == (180, 29400, "default")
-
-
-def test_variables_of_slurm_are_left_for_the_job(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "77")  # launched from within another job
-    assert site.load().scratch == "/local/${SLURM_JOB_ID}/x"
 
 
 def test_the_configuration_directory_comes_after_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +81,7 @@ def test_a_profile_may_be_empty(path: Path, text: str) -> None:
 def test_all_problems_are_listed_at_once_with_their_places(path: Path) -> None:
     path.write_text("""\
 gpus_per_nod: 4
-python: ${NOWHERE}/python
+python: venv/python
 exports: {NCCL_DEBUG: 1, "a b": x}
 container: {runtime: pixis, mounts: [data]}
 slurm:
@@ -94,59 +89,46 @@ slurm:
   grace: soon
 kubernetes: {labels: [a]}
 """)
-    assert problems(path) == [
-        "2:9: python: the environment variable NOWHERE is not set",
-        "3:23: exports.NCCL_DEBUG: Input should be a valid string",
-        "4:22: container.runtime: Input should be 'none', 'pyxis' or 'apptainer'",
-        "4:38: container.mounts.0: 'data' must be a directory such as /data or /data:/data:ro, with an absolute path",
-        "7:10: slurm.grace: Input should be a valid integer",
-        "6:3: slurm.partitoin: unknown key; did you mean 'partition'?",
-        "8:22: kubernetes.labels: Input should be a valid dictionary",
-        "1:1: gpus_per_nod: unknown key; did you mean 'gpus_per_node'?",
-    ]
+    told = problems(path)
+    for place in (
+        "1:1: gpus_per_nod",
+        "2:9: python",
+        "3:23: exports.NCCL_DEBUG",
+        "4:22: container.runtime",
+        "7:10: slurm.grace",
+    ):
+        assert any(problem.startswith(place) for problem in told)
+    assert "6:3: slurm.partitoin: unknown key; did you mean 'partition'?" in told
+    assert len(told) == 8
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "problem"),
+    ("old", "new", "key"),
     [
-        ("NCCL_SOCKET_IFNAME", "'A; reboot'", "exports.A; reboot: 'A; reboot' is no name of an environment variable"),
-        ("NCCL_SOCKET_IFNAME", "SLURM_X", "exports.SLURM_X: is Slurm's own; it would not be what the job runs with"),
-        (
-            "partition: gpu",
-            'partition: "a\\n#SBATCH --wrap=x"',
-            "slurm.partition: 'a\\n#SBATCH --wrap=x' must be without",
-        ),
-        ("partition: gpu", "account: a b", "slurm.account: 'a b' must be without blanks"),
-        ("partition: gpu", "qos: $(reboot)", "slurm.qos: '$(reboot)' must be without"),
-        ("partition: gpu", "port: 29400", "slurm.port: unknown key"),
-        ("partition: gpu", "memory: lots", "slurm.memory: 'lots' must be a size such as 480G"),
-        ("24:00:00", "tomorrow", "slurm.time: 'tomorrow' must be a time such as 24:00:00, 2-12:00:00 or 90 (minutes)"),
-        ("cuda/12.8", "a;b", "slurm.modules.0: 'a;b' must be the name of a module"),
-        ("partition: gpu", "options: [-N3]", "slurm.options.0: '-N3' must be an option such as"),
-        (
-            "partition: gpu",
-            "gpu_type: 'a100:4'",
-            "slurm.gpu_type: 'a100:4' must be the name of a type of GPU, such as a100",
-        ),
-        ("partition: gpu", 'setup: ["a\\nb"]', "slurm.setup.0: 'a\\nb' must be one line of bash"),
-        (
-            "partition: gpu",
-            "cpus_per_gpu: 99999999999",
-            "slurm.cpus_per_gpu: Input should be less than or equal to 4096",
-        ),
-        ("partition: gpu", f"memory: {'9' * 30}G", "slurm.memory: '999"),
-        ("gpus_per_node: ", f"gpus_per_node: {10**27} #", "gpus_per_node: Input should be less than or equal to 1024"),
-        ("partition: gpu", "options: ['--comment=a b']", "slurm.options.0: '--comment=a b' must be an option"),
-        ("${SHARED}/venv", "venv", "python: 'venv/bin/python' must be an absolute path"),
-        ("gpus_per_node: 4", "kubernetes: {mount: work}", "kubernetes.mount: 'work' must be an absolute path"),
-        ("gpus_per_node: 4", "kubernetes: {namespace: Team A}", "kubernetes.namespace: 'Team A' must be at most"),
-        ("[/data,", "[/a:b,", "container.mounts.0: '/a:b' must be a directory"),
+        ("NCCL_SOCKET_IFNAME", "'A; reboot'", "exports.A; reboot"),
+        ("NCCL_SOCKET_IFNAME", "SLURM_X", "exports.SLURM_X"),
+        ("partition: gpu", 'partition: "a\\n#SBATCH --wrap=x"', "slurm.partition"),
+        ("partition: gpu", "account: a b", "slurm.account"),
+        ("partition: gpu", "account: $(reboot)", "slurm.account"),
+        ("partition: gpu", "memory_per_gpu: lots", "slurm.memory_per_gpu"),
+        ("24:00:00", "1 hour", "slurm.time"),
+        ("partition: gpu", "options: [-N3]", "slurm.options.0"),
+        ("partition: gpu", "options: ['--comment=a b']", "slurm.options.0"),
+        ("partition: gpu", "gpus: 'gpu:{n}'", "slurm.gpus"),
+        ("[module load cuda/12.8]", '["a\\nb"]', "slurm.setup.0"),
+        ("partition: gpu", "cpus_per_gpu: 99999999999", "slurm.cpus_per_gpu"),
+        ("gpus_per_node: ", f"gpus_per_node: {10**27} #", "gpus_per_node"),
+        ("/shared/venv", "venv", "python"),
+        ("gpus_per_node: 4", "kubernetes: {mount: work}", "kubernetes.mount"),
+        ("[/data,", "[/a:b,", "container.mounts.0"),
+        ("[/data,", '["/a b",', "container.mounts.0"),
     ],
 )
-def test_what_could_break_out_is_refused(path: Path, old: str, new: str, problem: str) -> None:
+def test_what_could_break_out_is_refused_with_its_place(path: Path, old: str, new: str, key: str) -> None:
     edit(path, old, new)
-    (found,) = problems(path)
-    assert found.partition(": ")[2].startswith(problem)
-    line, column = map(int, found.split(": ")[0].split(":"))
+    (problem,) = problems(path)
+    place, _, told = problem.partition(": ")
+    assert told.startswith(f"{key}: ")
+    line, column = map(int, place.split(":"))
     assert 1 <= line <= len(TEXT.splitlines())
-    assert column > 1 or old == "NCCL_SOCKET_IFNAME" or "python" in problem
+    assert column >= 1

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,10 +10,6 @@ from typing import Any
 
 from esmshard.report.page import report
 
-SECTIONS = [
-    *("predictions", "metrics", "curves", "length", "calibration", "speed", "time", "data", "versions", "recipe"),
-    "reproduce",
-]
 RECIPE = """\
 task: {name: contact}
 model: {name: mini}
@@ -61,7 +58,7 @@ class Page(HTMLParser):
             self.text[self.section] += " "
         if tag in ("th", "td"):
             self.cells.setdefault(self.section, []).append("")
-        if tag in ("svg", "img"):
+        if tag == "img":
             self.figures[self.section] = self.figures.get(self.section, 0) + 1
 
     def handle_endtag(self, tag: str) -> None:
@@ -71,10 +68,13 @@ class Page(HTMLParser):
             self.section = ""
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open and "svg" not in self.open:
+        if "style" not in self.open:
             self.text[self.section] += data
             if {"th", "td"} & set(self.open):
                 self.cells[self.section][-1] += data
+
+    def words(self, section: str = "") -> str:
+        return " ".join(self.text[section].split())
 
     def row(self, section: str, head: str, width: int) -> list[str]:
         """Cells after a head."""
@@ -194,20 +194,20 @@ def make(
         with open(run / "per_protein.csv", "w", newline="") as file:
             csv.writer(file).writerows(table)
     if state is not None:
-        words = {
-            "state": state,
-            "step": 20,
-            "steps": 40,
-            "attempt": 1,
-            "idle": 0,
-            "exit_code": None,
-            "message": "as it was",
-        }
-        times = {"started": 1000.0, "updated": 1100.0}
-        places = {"checkpoint": None, "job": None, "host": "h"}
-        (run / "status.json").write_text(json.dumps(words | times | places))
+        numbers = {"step": 20, "steps": 40, "attempt": 1, "idle": 0, "started": 1000.0, "updated": 1100.0}
+        others = {"exit_code": None, "message": "as it was", "checkpoint": None, "job": None, "host": "h"}
+        (run / "status.json").write_text(json.dumps({"state": state} | numbers | others))
     return run
 
 
 def page(run: Path) -> Page:
-    return Page(report(run).read_text(encoding="utf-8"))
+    """The page of a run, which stands alone."""
+    text = report(run).read_text(encoding="utf-8")
+    found = Page(text)
+    assert all(link.startswith("data:image/") for link in found.links)
+    assert not found.tags & {"script", "link", "iframe", "object", "embed", "base", "b"}
+    assert "url(" not in text
+    assert "@import" not in text
+    for section in found.text.values():
+        assert not re.search(r"\b(nan|None|inf)\b", section)
+    return found

@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from label_files import LabelFiles
+from run_directories import page
 
 from esmshard.data.batching.loader import Examples
-from esmshard.report import run_page
-from esmshard.report.files import read_run
 from esmshard.tasks.registry import new_task, settings_of
 from esmshard.train import evaluate
 
@@ -53,6 +52,7 @@ def test_profiles_are_drawn_and_other_metrics_are_named(kind: str, tmp_path: Pat
     else:
         assert best["observed"][0] == targets[0][0]
         assert best["predicted"][0] == outputs[0][0].argmax()
-    figures = run_page.predictions(read_run(tmp_path)).figures
-    assert sum("p0: observed" in figure.caption for figure in figures) == 1
-    assert len(figures) == 4  # three profiles, and observed against predicted values or the confusion of classes
+    found = page(tmp_path)
+    assert found.text["predictions"].count("p0, ") == 1
+    # Three profiles, the score by length, and dots of all residues, or the confusion of classes and their calibration.
+    assert found.figures["predictions"] == (5 if kind == "number" else 6)

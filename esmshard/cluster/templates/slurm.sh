@@ -3,19 +3,22 @@
 {% if is_array %}
 #SBATCH --array=0-{{ job.array - 1 }}
 {% endif %}
-{% for option in ("partition", "account", "qos", "constraint", "time") if site.slurm[option] %}
+{% for option in ("partition", "account") if site.slurm[option] %}
 #SBATCH --{{ option }}={{ site.slurm[option] }}
 {% endfor %}
+{% if time %}
+#SBATCH --time={{ time }}
+{% endif %}
 #SBATCH --nodes={{ job.nodes }}
 #SBATCH --ntasks-per-node={{ tasks }}
-{% if job.gpus_per_node %}
-#SBATCH --{{ site.slurm.gpu_option }}={{ "gpu:" if site.slurm.gpu_option == "gres" }}{{ site.slurm.gpu_type ~ ":" if site.slurm.gpu_type }}{{ job.gpus_per_node }}
+{% if gpus %}
+#SBATCH {{ gpus }}
 {% endif %}
 {% if cores %}
 #SBATCH --cpus-per-task={{ cores }}
 {% endif %}
-{% if memory %}
-#SBATCH --mem={{ memory }}
+{% if gpus and site.slurm.memory_per_gpu %}
+#SBATCH --mem-per-gpu={{ site.slurm.memory_per_gpu }}
 {% endif %}
 #SBATCH --output={{ name }}-{{ "%A_%a" if is_array else "%j" }}.out
 #SBATCH --open-mode=append
@@ -36,36 +39,21 @@ cd -- {{ job.directory | quote }}
 {% if job.first_seed is not none %}
 seed=$(({{ job.first_seed }} + SLURM_ARRAY_TASK_ID)) # each task of the array is a run of its own
 {% endif %}
-{% if container.runtime != "none" and job.kind != "doctor" %}
-mkdir -p -- {{ out_parent | quote }} # a container can only mount a directory that exists
-{% endif %}
-{% if site.slurm.modules %}
-# shellcheck source=/dev/null
-type module >/dev/null 2>&1 || source /etc/profile || : # a batch shell need not know `module`
-{% endif %}
 {% for line in site.slurm.setup %}
 {{ line }}
-{% endfor %}
-{% for module in site.slurm.modules %}
-module load {{ module }}
 {% endfor %}
 {% for variable, value in site.exports.items() %}
 export {{ variable }}={{ value | quote }}
 {% endfor %}
 {% if "OMP_NUM_THREADS" not in site.exports %}
-threads=$(({{ "SLURM_CPUS_PER_TASK" if cores else "SLURM_CPUS_ON_NODE" }} / {{ processes }}))
+threads=$((SLURM_CPUS_ON_NODE / {{ job.nproc }}))
 export OMP_NUM_THREADS=$((threads > 0 ? threads : 1)) # the cores of a process
 {% endif %}
 {% if container.runtime != "none" %}
 export PYTHONNOUSERSITE=1 # the packages of the image, not those of the home directory
 {% endif %}
-{% if site.scratch %}
-# Caches and temporary files lie in the scratch of each node. The step makes them there, or Slurm sets TMPDIR to /tmp.
-scratch={{ scratch }}/esmshard-$UID
-srun --mpi=none --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 mkdir -pm 700 -- "$scratch"/{,cache,tmp}
-export ESMSHARD_CACHE=$scratch/cache TMPDIR=$scratch/tmp
-{% elif container.runtime == "pyxis" %}
-export ESMSHARD_CACHE=/tmp/esmshard-$UID # the image itself may be read-only
+{% if container.runtime == "pyxis" %}
+export ESMSHARD_CACHE=${ESMSHARD_CACHE-/tmp/esmshard-$UID} # the image itself may be read-only
 {% endif %}
 
 # Workers of `embed` end hours apart, whatever the WaitTime of the site is; and the doctor goes on after a bad node.
@@ -101,7 +89,7 @@ while [[ ! $asked ]]; do
     case $code in
         75 | 138) break ;; # asked to stop, and saved
         69 | 70 | 134 | 135 | 137 | 139 | 143) # a process was lost, and srun ended the others
-            ((++starts < {{ job.max_restarts + 1 }})) || exit "$code"
+            ((++starts < {{ starts }})) || exit "$code"
             echo "esmshard: a process was lost (exit code $code)" >&2 ;;
         *) exit "$code" ;; # done, or a mistake that would only come again
     esac
