@@ -276,15 +276,17 @@ def render(job: Job, site: Site, target: Target, template: Path | None = None) -
         raise UsageError(f"{path}:{getattr(error, 'lineno', 1)}: {error}") from None
 
 
-def write(text: str, path: Path, overwrite: bool) -> None:
-    """Write the file. An existing file with the same text stays; any other existing file needs `overwrite`.
+def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
+    """Write the file. Another file there needs `overwrite`; what the job `reads` is never replaced.
 
     Raises:
-        UsageError: if another file exists there.
+        UsageError: if another file exists there, or the job reads it.
         InputError: if the file cannot be written.
     """
     raw = text.encode("utf-8", "surrogateescape")  # names of files need not be UTF-8
     try:
+        if path.exists() and any(Path(read).exists() and path.samefile(read) for read in reads):
+            raise UsageError(f"{path}: is what the job reads; choose another file with -o")
         if path.exists() and path.read_bytes() != raw and not overwrite:
             raise UsageError(f"{path}: exists already; choose another one with -o, or pass --overwrite")
         path.write_bytes(raw)
