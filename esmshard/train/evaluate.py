@@ -184,8 +184,10 @@ def pair_groups(data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[s
 
 
 def keep_seen(task: Task, train: Examples, valid: Examples, path: Path) -> None:
-    """Save the ids of the training and validation records, one per line, where the task requires this file."""
-    if task.keeps_ids:
+    """Save the ids of the training and validation records, one per line, of a table of variants: a user predicts the
+    table that the model was trained on as readily as another one.
+    """
+    if task.settings.reads_table:
         replace_text(path, "".join(f"{one.id(n)}\n" for one in (train, valid) for n in range(len(one))))
 
 
