@@ -70,8 +70,6 @@ class Task(ABC):
     minutes at any size."""
     of_base: ClassVar[tuple[str, ...]] = ()
     """Names of the baselines that use the model before the first step."""
-    keeps_ids: ClassVar[bool] = False
-    """Whether the ids of training and validation records are kept with the model."""
 
     def __init__(self, settings: Any, facts: Facts) -> None:
         self.settings = settings

@@ -188,8 +188,6 @@ class VariantTask(Task):
     baseline_records = 10_000
     """Training variants that the baselines learn from at most: as the model does, from all but the largest tables."""
     of_base = (FROZEN,)
-    keeps_ids = True
-    """A user predicts the table that the model was trained on as readily as another one."""
 
     def __init__(self, settings: VariantSettings, facts: Facts) -> None:
         super().__init__(settings, facts)

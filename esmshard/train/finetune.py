@@ -146,7 +146,7 @@ def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) 
             known[evaluate.TRAINED_ON] = np.unique(evaluate.sequence_hashes(job.train))
         with replacing(out / evaluate.BASELINES, binary=True) as file:
             np.savez(file, **known)  # type: ignore[arg-type]
-        if task.keeps_ids:
+        if recipe.task.reads_table:  # a user predicts the table of training as readily as another one
             ids = [split.id(n) for split in (job.train, job.valid) for n in range(len(split))]
             replace_text(out / SEEN, "".join(f"{name}\n" for name in ids))
         directory = consolidate(checkpoint, out / "model", overwrite=True, warn=say)

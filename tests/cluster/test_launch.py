@@ -180,7 +180,16 @@ def test_the_command_writes_the_file_and_says_how_to_submit_it(here: Path, monke
 def test_the_job_file_never_replaces_the_recipe(tiny_recipe: Path) -> None:
     text = tiny_recipe.read_text()
     done = esmshard(
-        "launch", "tiny.yaml", "--target", "slurm", "-o", "tiny.yaml", "--overwrite", cwd=tiny_recipe.parent
+        "launch",
+        "tiny.yaml",
+        "--target",
+        "slurm",
+        "--gpus-per-node",
+        "1",
+        "-o",
+        "tiny.yaml",
+        "--overwrite",
+        cwd=tiny_recipe.parent,
     )
     assert (done.returncode, tiny_recipe.read_text()) == (2, text)
     assert "is what the job reads" in done.stderr

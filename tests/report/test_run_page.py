@@ -223,7 +223,6 @@ def test_an_evaluation_alone_of_few_records(tmp_path: Path) -> None:
     ("name", "content", "told"),
     [
         ("evaluation.json", '{"columns": []}', "metrics"),
-        ("status.json", "{}", "status.json: damaged"),
         ("metrics.jsonl", '{"event": "attempt"}\n', "started"),
     ],
 )

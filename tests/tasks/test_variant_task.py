@@ -438,7 +438,7 @@ def test_a_damaged_file_is_made_anew(trunk: ESM2, tmp_path: Path, monkeypatch: p
     good = path.read_bytes()
     half = len(good) // 2
     changed = good[:half] + bytes([good[half] ^ 255]) + good[half + 1 :]
-    path.write_bytes({"empty": b"", "text": b"no zip file", "cut short": good[:-50], "changed": changed}[damage])
+    path.write_bytes({"cut short": good[:-50], "changed": changed}[damage])
     again, passed = ask_frozen(trunk, MANY)
     assert passed > len(MANY)
     assert np.array_equal(again, first)
