@@ -95,8 +95,7 @@ def remove(path: Path) -> None:
     Files that cannot be removed stay under a hidden name, for `sweep`.
     """
     hidden = path.with_name(f".tmp-removed-{path.name}")
-    if hidden.exists():
-        shutil.rmtree(hidden, ignore_errors=True)
+    shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
@@ -113,8 +112,7 @@ def sweep(directory: Path) -> None:
 def set_aside(path: Path, why: str) -> Path:
     """Rename a checkpoint from which a run will not continue, to `step_000300.WHY`, and return the new path."""
     aside = path.with_name(f"{path.name}.{why}")
-    if aside.exists():
-        shutil.rmtree(aside)
+    shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
     return aside
 

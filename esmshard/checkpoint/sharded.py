@@ -11,13 +11,13 @@ manifest is compared before anything is loaded (`esmshard.checkpoint.manifest`),
 
 import json
 import shutil
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -219,52 +219,40 @@ class Saver:
         # Both modes use a group of their own, so they share their code, and no check of one rank costs a GPU a kernel.
         seconds = timedelta(seconds=timeout)
         self._group: Any = dist.new_group(backend="gloo", timeout=seconds) if dist.is_initialized() else None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        # In a new thread the current GPU is the machine's first one, on which each rank would take half a gigabyte.
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        begin = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
+        self._pool = ThreadPoolExecutor(1, "checkpoint", begin)
+        self._writing: Future[Path] | None = None
 
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.finish()
-        elif self._thread is not None:
-            self._thread.join(PATIENCE)
+        elif self._writing is not None:
+            wait([self._writing], PATIENCE)
+        self._pool.shutdown(wait=False)
 
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], best: bool = False
     ) -> None:
         """Write a checkpoint, after the one before it; see `write`. An error of the save before is raised here, too."""
         self.finish()
+        options: dict[str, Any] = {"keep": self._keep, "best": best, "group": self._group}
         if not self._background:
-            write(self._directory, step, tensors, state, keep=self._keep, best=best, group=self._group)
+            write(self._directory, step, tensors, state, **options)
             return
         # Not torch's DefaultStager: that of torch 2.11 fails for DTensors (`KeyError: <class 'type'>`).
         staged = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        # In a new thread the current GPU is the machine's first one, on which each rank would take half a gigabyte.
-        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-        def run() -> None:
-            try:
-                if gpu is not None:
-                    torch.cuda.set_device(gpu)
-                write(self._directory, step, staged, state, keep=self._keep, best=best, group=self._group)
-            except BaseException as error:  # raised again in the main thread
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self._thread.start()
+        self._writing = self._pool.submit(write, self._directory, step, staged, state, **options)
 
     def finish(self) -> None:
         """Wait until nothing is being written. An error of the background thread is raised, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
 
 @contextmanager

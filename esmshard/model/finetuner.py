@@ -55,7 +55,7 @@ class FineTuner(nn.Module):
         """Return N outputs in fp32, whatever the precision of the arithmetic.
 
         `instead` is called in place of the model, with the parameters that the model computes with: where ranks share
-        a model, these exist only during this call (`esmshard.parallel.shared_calls`).
+        a model, these exist only during this call (`esmshard.parallel.shard.shared_calls`).
         """
         if instead is not None:
             return instead()

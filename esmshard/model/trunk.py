@@ -4,9 +4,9 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +93,17 @@ class Trunk(nn.Module, ABC):
     of its weights. Calls then come one after the other. None for a model that this process has for itself.
     """
 
+    called_through: Callable[..., TrunkOutput] | None = None
+    """A function that makes a call of the trunk one of all processes (`esmshard.parallel.shard.shared_calls`): its
+    arguments are the call of the module and what the trunk is called with.
+    """
+
     pack = Pack()
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        """Call the module, as torch does, or as `called_through` says."""
+        call = super().__call__
+        return call(*given, **options) if self.called_through is None else self.called_through(call, *given, **options)
 
     @property
     def device(self) -> torch.device:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from esmshard.batch import TokenBatch
 from esmshard.model.attention import PackedAttention, SelfAttention, kernel_name
-from esmshard.parallel.shared_tokens import Rows, divide_tokens, trunk_of
+from esmshard.parallel.tensor_parallel import Rows, divide_tokens, trunk_of
 
 DIMENSION = "context"
 """The name of this dimension of the mesh of ranks."""

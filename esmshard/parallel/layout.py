@@ -22,9 +22,9 @@ def kept_products(matrices: Sequence[Matrix], tensor: int) -> Counter[tuple[int,
     each: inputs x outputs, as one of `tensor` ranks computes them.
 
     These are q, k, v, `out` and fc1. That of fc2 is not kept, because no gradient needs it and nothing after it is
-    recomputed. Those of a LoRA are not, because they take almost no time. Where ranks divide a layer, `out` gives a
-    part of a sum for all tokens; what is kept is the sum for the rank's own tokens. fc2 comes last, so that the first
-    products of a shape are never fc2, even if fc1 has that shape.
+    recomputed. Those of a LoRA are not, because they take almost no time. That of `out` is not where ranks divide a
+    layer: it has a part of a sum for all tokens, as large as fc1. fc2 comes last, so that the first products of a shape
+    are never fc2, even if fc1 has that shape.
 
     Args:
         matrices: those of the model, `ModelConfig.matrices`.
@@ -134,30 +134,6 @@ def layout(
     Raises:
         UsageError: for an impossible combination.
     """
-    _check_together(settings, per_machine)
-    fsdp_size = world_size // settings.tensor
-    group = _group(settings, fsdp_size, max(1, per_machine // settings.tensor))
-    if settings.cpu_offload and settings.accumulate == "unsharded":
-        raise UsageError(
-            "parallel.accumulate: unsharded keeps all gradients on the device, and parallel.cpu_offload moves them "
-            "away from it; choose accumulate: sharded, or no offload"
-        )
-    return Layout(
-        strategy=settings.strategy,
-        world_size=world_size,
-        tensor=settings.tensor,
-        context=settings.context,
-        group=group,
-        precision=precision,
-        reduce_dtype=settings.reduce_dtype,
-        activation_checkpointing=settings.activation_checkpointing,
-        cpu_offload=settings.cpu_offload,
-        accumulate=settings.accumulate,
-        compile=settings.compile,
-    )
-
-
-def _check_together(settings: ParallelSettings, per_machine: int) -> None:
     for key, size in (("tensor", settings.tensor), ("context", settings.context)):
         if per_machine % size:
             raise UsageError(
@@ -168,6 +144,15 @@ def _check_together(settings: ParallelSettings, per_machine: int) -> None:
         raise UsageError(
             "parallel.context: tensor and context divide the same tokens, and only one of them can; remove one"
         )
+    if settings.cpu_offload and settings.accumulate == "unsharded":
+        raise UsageError(
+            "parallel.accumulate: unsharded keeps all gradients on the device, and parallel.cpu_offload moves them "
+            "away from it; choose accumulate: sharded, or no offload"
+        )
+    group = _group(settings, world_size // settings.tensor, max(1, per_machine // settings.tensor))
+    same = {"strategy", "tensor", "context", "reduce_dtype", "activation_checkpointing"}
+    same |= {"cpu_offload", "accumulate", "compile"}
+    return Layout(world_size=world_size, group=group, precision=precision, **settings.model_dump(include=same))
 
 
 def check_tensor(
@@ -197,25 +182,20 @@ def check_tensor(
 
 
 def _group(settings: ParallelSettings, world_size: int, per_machine: int) -> int:
+    """Return the number of ranks that divide one copy. Groups of one rank or of all ranks are other strategies."""
     copies, size = STRATEGIES[settings.strategy].copies, settings.group_size
-    if size is not None and copies != "one a group":
-        raise UsageError(
-            f"parallel.group_size is for strategy hybrid_shard, and the recipe has {settings.strategy}; remove it, or "
-            "change the strategy"
-        )
-    if world_size == 1 or copies == "one a rank":
-        return 1
-    if copies == "one":
-        return world_size
+    if copies != "one a group" or world_size == 1:
+        if size is not None and copies != "one a group":
+            raise UsageError(
+                f"parallel.group_size is for strategy hybrid_shard, and the recipe has {settings.strategy}; remove it, "
+                "or change the strategy"
+            )
+        return world_size if copies == "one" else 1
     group = size or per_machine
-    said = f"groups of {group} ({'parallel.group_size' if size else 'the processes of one machine'})"
-    if world_size % group:
+    if world_size % group or group in (1, world_size):
+        which = "parallel.group_size" if size else "the processes of one machine"
         raise UsageError(
-            f"strategy hybrid_shard: {said} do not divide {world_size} processes; choose a group_size that does"
+            f"strategy hybrid_shard: groups of {group} ({which}) do not divide {world_size} processes into several "
+            "groups of several; choose a parallel.group_size that does, or full_shard or no_shard"
         )
-    if group in (1, world_size):
-        same = "1 copy of the model, which is full_shard"
-        if group == 1:
-            same = f"{world_size} copies of the model, which is no_shard"
-        raise UsageError(f"strategy hybrid_shard: {said} make {same}; take that strategy, or set parallel.group_size")
     return group

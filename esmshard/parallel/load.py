@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from esmshard.errors import InputError
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
-from esmshard.parallel.shard import local
+from esmshard.parallel.shard import check_ties, local, reshard, ties
 from esmshard.parallel.tensor_parallel import DIMENSION
-from esmshard.parallel.tied_weights import check_buffers, check_same_weights, check_ties, ties
 
 RowsOf = Callable[[str, slice], torch.Tensor]
 """The rows of a tensor by name. All ranks must get the same values."""
@@ -32,17 +32,59 @@ def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World)
     Raises:
         InputError: on all ranks, if one rank cannot read a tensor, or ranks read different weights.
     """
-    shared = ties(model)
-    check_buffers(model)
+    shared, state = ties(model), model.state_dict()
+    lost = [name for name, _ in model.named_buffers() if name not in state]
+    assert not lost, f"{lost[0]} is a buffer that no checkpoint holds; register it with persistent=True"
     model.to_empty(device=torch.device("cpu") if layout.cpu_offload else world.device)
     if layout.cpu_offload:  # for parameters only: FSDP copies gathered weights to the device, but no buffers
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module.register_buffer(name, buffer.to(world.device))
-    _tie(model, shared)
+    for first, *others in shared:  # `to_empty` gives every name of a plain module a parameter of its own
+        for name in others:
+            owner, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(owner), own_name, model.get_parameter(first))
     doubles = {name for _, *others in shared for name in others}
-    check_same_weights(world, world.agree(lambda: fill(model, rows_of, doubles)))
+    # FSDP does not check that ranks read the same weights, and the model would become a mixture.
+    marks = world.gather(world.agree(lambda: fill(model, rows_of, doubles)))
+    for rank, theirs in enumerate(marks):
+        if differing := [name for name, mark in marks[0].items() if theirs.get(name) != mark]:
+            error = InputError(
+                f"ranks 0 and {rank} start from different weights (first: {differing[0]}, {len(differing)} in all); "
+                "give every machine the same model files and the same versions of esmshard and torch"
+            )
+            error.shared = True
+            raise error
     check_ties(model, shared)
+
+
+def refill(model: nn.Module, rows_of: RowsOf, world: World) -> None:
+    """Set all parameters that have learned to other values, such as those before training, in the same memory.
+
+    Args:
+        model: a model that `materialise` has filled.
+        rows_of: see `materialise`.
+        world: the ranks.
+
+    Raises:
+        InputError: on all ranks, if one rank cannot read a tensor.
+    """
+    reshard(model)
+    learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kept = {name for name in model.state_dict() if name not in learned and not name.startswith("head.")}
+    kept |= {name for _, *others in ties(model) for name in others}
+    world.agree(lambda: fill(model, rows_of, kept))
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `AssertionError` if an optimizer holds tensors that are not the model's parameters.
+
+    This happens when the optimizer is created before `shard` or `materialise`: its steps then change no used tensor,
+    without an error.
+    """
+    current = {id(p) for p in model.parameters()}
+    strangers = sum(id(p) not in current for group in optimizer.param_groups for p in group["params"])
+    assert not strangers, f"{strangers} tensors of the optimizer are no parameters of the model; make it after sharding"
 
 
 @torch.no_grad()
@@ -93,12 +135,3 @@ def _chunk(whole: slice, parts: int, part: int) -> slice:
     each = -(-(whole.stop - whole.start) // parts)
     begin = whole.start + each * part
     return slice(min(begin, whole.stop), min(begin + each, whole.stop))
-
-
-def _tie(model: nn.Module, expected: list[list[str]]) -> None:
-    """Tie each group of names to one parameter again, since `to_empty` gives every name of a plain module its own."""
-    for first, *others in expected:
-        parameter = model.get_parameter(first)
-        for name in others:
-            owner, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(owner), own_name, parameter)

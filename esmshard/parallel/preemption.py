@@ -11,11 +11,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 from esmshard.errors import ExitCode, UsageError
 from esmshard.parallel import launch
@@ -23,17 +21,13 @@ from esmshard.parallel import launch
 STOP_AT = "ESMSHARD_STOP_AT"
 """The environment variable with the time to stop, in seconds since 1970. Processes that are started again keep it."""
 
-LEAVE_WITHIN = 10.0
-"""The seconds that a process has to leave if it has nothing to save. Schedulers kill about 30 s after SIGTERM."""
-
-EXPLAIN_WITHIN = 25.0
-"""The seconds that a process has to leave after training has failed. It uses them to find and name the lost rank. When
-a rank is lost, srun sends SIGTERM to the other ranks, and SIGKILL 30 s later."""
+LEAVE_WITHIN = 25.0
+"""The seconds that a process has to leave if it has nothing to save. Schedulers kill about 30 s after SIGTERM. After a
+failure of training it names the lost rank in this time.
+"""
 
 _REASONS = {"SIGTERM": "SIGTERM", "SIGUSR1": "SIGUSR1", "SIGALRM": "the time limit of --stop-after"}
 _SIGNALS = {int(getattr(signal, name)): words for name, words in _REASONS.items() if hasattr(signal, name)}
-
-_installed: "list[Preemption]" = []
 
 
 class Preempted(BaseException):
@@ -50,15 +44,13 @@ class Preempted(BaseException):
 def leaving_code(unsaved: int = 0) -> int:
     """Return the exit code of this process after `Preempted` with this `unsaved`.
 
-    It is 75 for a process that is alone, or that esmshard's own launcher started.
+    It is 75 for a process that is alone, or that esmshard's own launcher started. Under torchrun it is 0, because
+    torchrun would start all ranks again after 75; `status.json` then says that the run is preempted.
 
     srun returns the highest code of all ranks. When a rank fails, it ends the others by SIGTERM. So rank 0,
     which leaves last, has 75, and the other ranks have 0. A rank 0 that has nothing to save yet cannot know whether the
     SIGTERM means that another rank has failed. With 75 a mistake of that rank would be started again forever. So rank 0
     leaves with 143 in this case, as if the signal had ended it.
-
-    Under torchrun the code is 0, because torchrun would take 75 for a failure and start all ranks again. `status.json`
-    then says that the run is preempted.
     """
     if launch.under_torchrun():
         return 0
@@ -100,53 +92,45 @@ class Preemption:
 
     A signal raises `Preempted` at the current instruction, except inside `noted`. Python runs handlers only between two
     instructions, so a process that waits inside a C++ call, for example for a lost rank, would not react. For this case
-    a thread reads each signal, too, and ends the process if it has not left by itself after `LEAVE_WITHIN` seconds, or
-    after `EXPLAIN_WITHIN` seconds if training has failed.
+    a thread reads each signal, too, and ends the process if it has not left by itself after `LEAVE_WITHIN` seconds.
 
     Outside the main thread Python allows no handlers, so only the time limit has an effect.
     """
 
     def __init__(self) -> None:
-        self._stop_at = _stop_at()
+        stop_at = os.environ.get(STOP_AT)
+        self._stop_at = float(stop_at) if stop_at else None
         self._asked = 0
         self._noting = self._leaving = False
-        self._failed = False
         self.began = False
         """Whether training has begun."""
         self._left = threading.Event()
-        self._restore: list[Callable[[], Any]] = []
+        self._undo = ExitStack()
 
     def __enter__(self) -> "Preemption":
         if threading.current_thread() is not threading.main_thread():
             return self
         read, write = os.pipe()
         os.set_blocking(write, False)
-        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        self._restore = [partial(signal.set_wakeup_fd, before), partial(os.close, write)]
-        threading.Thread(target=self._watch, args=(read,), name="preemption", daemon=True).start()
-        _installed.append(self)
+        self._undo.callback(os.close, write)
+        self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
         for number in _SIGNALS:
             if number != signal.SIGALRM or self._stop_at is not None:
-                handler = signal.signal(number, self._on_signal)
-                self._restore.insert(0, partial(signal.signal, number, handler))
+                self._undo.callback(signal.signal, number, signal.signal(number, self._on_signal))
+        threading.Thread(target=self._watch, args=(read,), name="preemption", daemon=True).start()
         if self._stop_at is not None:
-            left, interval = signal.setitimer(signal.ITIMER_REAL, max(self._stop_at - time.time(), 1e-3))
-            self._restore.insert(0, partial(_set_timer, time.monotonic() + left if left else 0.0, interval))
+            timer = threading.Timer(max(0.01, self._stop_at - time.time()), os.kill, (os.getpid(), signal.SIGALRM))
+            timer.daemon = True
+            timer.start()
+            self._undo.callback(timer.cancel)
+        _installed.append(self)
+        self._undo.callback(_installed.remove, self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._leaving = True  # a signal during the next lines must not raise `Preempted`
         self._left.set()
-        self._uninstall()
-
-    def _uninstall(self) -> None:
-        for undo in self._restore:
-            undo()
-        self._restore.clear()
-        if self in _installed:
-            _installed.remove(self)
+        self._undo.close()
 
     @property
     def asked(self) -> int:
@@ -154,7 +138,6 @@ class Preemption:
 
         The ranks of a run may see different values. They must agree on one value before they act on it.
         """
-        # The timer does not count the time in which the machine sleeps, and it exists only in the main thread.
         if not self._asked and self._stop_at is not None and time.time() >= self._stop_at:
             self._asked = int(signal.SIGALRM)
         return self._asked
@@ -177,9 +160,8 @@ class Preemption:
         self._noting = self.began = True
         try:
             yield
-        except BaseException as error:
+        except BaseException:
             self._leaving = True  # a signal must not replace this error
-            self._failed = not isinstance(error, Preempted)
             raise
         finally:
             self._noting = False
@@ -200,45 +182,20 @@ class Preemption:
         with open(wakeups, "rb", buffering=0) as pipe:
             while numbers := pipe.read(64):  # an empty result means that the other end was closed
                 asked = next((number for number in numbers if number in _SIGNALS), 0)
-                within = EXPLAIN_WITHIN if self._failed else LEAVE_WITHIN
-                if asked and not self._noting and not self._left.wait(within) and not self._noting:
+                if asked and not self._noting and not self._left.wait(LEAVE_WITHIN) and not self._noting:
                     if os.environ.get("RANK", "0") == "0":
                         os.write(2, f"stopped by {reason(asked)}\n".encode())
                     os._exit(leaving_code(0 if self.began else asked))
 
 
-def _set_timer(due: float, interval: float) -> None:
-    """Set the interval timer to `due`, a time on the monotonic clock; 0 switches it off."""
-    signal.setitimer(signal.ITIMER_REAL, max(due - time.monotonic(), 1e-3) if due else 0.0, interval)
-
-
-def _stop_at() -> float | None:
-    text = os.environ.get(STOP_AT)
-    try:
-        return float(text) if text else None
-    except ValueError:
-        raise UsageError(f"{STOP_AT}={text}: seconds since 1970 are expected; --stop-after sets it") from None
-
-
-# A forked child has nothing to save. Signals must end it like any process, and it must not use the pipe of its parent.
-# Signals are blocked during the fork. Otherwise the child would write an early signal into the pipe, and the parent
-# would take this signal for its own.
-
-
-def _before_fork() -> None:
-    _before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if _installed else ())
-
-
-def _after_fork_in_parent() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _before.mask)
+_installed: list[Preemption] = []
 
 
 def _after_fork_in_child() -> None:
+    """Let signals end a forked child like any process. It has nothing to save, and the pipe is its parent's."""
     for preemption in _installed[::-1]:
-        preemption._uninstall()
-    signal.pthread_sigmask(signal.SIG_SETMASK, _before.mask)
+        preemption.__exit__()
 
 
-_before = threading.local()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -51,17 +51,8 @@ class World:
     """The seconds that a collective waits for a rank."""
     step_timeout: int = START_TIMEOUT
     """The seconds that collectives of a step and of a save wait, also where `timeout` is that of the start."""
-    start: int = 0
-    """How many process groups this process had before."""
-
-    @property
-    def holds_store(self) -> bool:
-        """Whether this process holds the store of the run. torchrun and esmshard's launcher hold it elsewhere."""
-        return self.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-    def connect(self, seconds: float) -> Any:
-        """Return a connection of its own to the store of the run, whose requests wait at most this long."""
-        return _connect(self.rank, self.start, seconds)
+    store: Any = None
+    """The store through which the ranks have met; None for a single process."""
 
     def patient(self, seconds: int = 7 * 86400) -> "World":
         """Return the same ranks, which exchange numbers and objects with another time-out, a week by default. While the
@@ -118,11 +109,9 @@ class World:
         """
         if self.mesh is None:
             return [value]
-        gathered: list[Any] = []
+        gathered = [None] * self.size if self.rank < self.together else []
         for receiver in range(self.together):
-            values = [None] * self.size if self.rank == receiver else None
-            dist.gather_object(value, values, dst=receiver, group=self.group)
-            gathered = values or gathered
+            dist.gather_object(value, gathered if self.rank == receiver else None, dst=receiver, group=self.group)
         return gathered
 
     def agree(self, function: Callable[[], T]) -> T:
@@ -132,13 +121,11 @@ class World:
             result = function()
         except InputError as caught:
             error = caught
-        failed = [(rank, e) for rank, e in enumerate(self.gather(error)) if e is not None]
-        if failed:
-            rank, first = failed[0]
-            if rank:
-                first.args = (f"rank {rank}: {first}",)
-            first.shared = True
-            raise first
+        for rank, first in enumerate(self.gather(error)):
+            if first is not None:
+                first.args = (f"rank {rank}: {first}" if rank else str(first),)
+                first.shared = True
+                raise first
         return cast(T, result)
 
     def from_first(self, function: Callable[[], T]) -> T:
@@ -169,8 +156,8 @@ def world(
         UsageError: if only some variables of a launcher are set or readable, or `wanted` does not suit all processes.
     """
     launch.join()
-    launch.check()
-    rank, size, local_rank = (int(os.environ.get(k, d)) for k, d in _DEFAULTS.items()) if is_launched() else (0, 1, 0)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    rank, size, local_rank = (int(os.environ.get(name) or 0) for name in names) if is_launched() else (0, 1, 0)
     device = own_device(local_rank, size, wanted)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -180,66 +167,56 @@ def world(
     seconds = step_timeout or start_timeout
     timeout = timedelta(seconds=seconds + (NCCL_GRACE if device.type == "cuda" else 0))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    start = next(_STARTS)
-    with launch.environment({} if size == 1 else launch.gloo_interface()):
-        store = dist.HashStore() if size == 1 else _meet(rank, size, start, start_timeout)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        try:
-            mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-            yield World(rank, size, device, mesh, timeout=seconds, step_timeout=seconds, start=start)
-        except LostProcess:  # NCCL would wait here for the rank that is lost
-            raise
-        except BaseException:
-            _leave()
-            raise
-        else:
-            _leave()
-
-
-def _leave() -> None:
-    """Destroy the process group without a barrier, because after an error the other ranks may never reach one."""
-    dist.destroy_process_group()
-    # A thread of gloo may still hold a tensor of the last collective, and needs the interpreter to free it. If the
-    # interpreter is already ending, this thread aborts the process (SIGABRT, in one of ten short runs).
-    time.sleep(0.1)
+    store = dist.HashStore() if size == 1 else _meet(rank, size, start_timeout)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    is_lost = False
+    try:
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+        yield World(rank, size, device, mesh, timeout=seconds, step_timeout=seconds, store=store)
+    except LostProcess:
+        is_lost = True  # NCCL would wait below for the rank that is lost
+        raise
+    finally:
+        if not is_lost:  # There is no barrier, because after an error the other ranks may never reach one.
+            dist.destroy_process_group()
+            # A thread of gloo may still hold a tensor of the last collective, and needs the interpreter to free it. If
+            # the interpreter is already ending, this thread aborts the process (SIGABRT, in one of ten short runs).
+            time.sleep(0.1)
 
 
 _STARTS = itertools.count()
 """The numbers of the process groups of this process. The store may keep the keys of earlier ones."""
 
 
-def _connect(rank: int, start: int, seconds: float) -> Any:
-    """Return a connection to the store. torchrun and esmshard's launcher hold it. Under srun the first rank does."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+def _meet(rank: int, size: int, seconds: int) -> Any:
+    """Return the store, after all ranks have come to it. torchrun and esmshard's launcher hold the store. Under
+    srun the first rank does.
+    """
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        host,
-        port,
-        is_master=rank == 0 and not held,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=seconds),
-        multi_tenant=True,
-    )
-    # A store of the ranks themselves is new at each start, and machines that joined later count fewer restarts.
-    return dist.PrefixStore(launch.prefix(launch.attempt() if held else 0, start), store)  # type: ignore[attr-defined]
-
-
-def _meet(rank: int, size: int, start: int, seconds: int) -> Any:
-    """Wait until all ranks have come to the store, and return the connection to it."""
-    if rank == 0 and launch.restarts_allowed() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if rank == 0 and launch.restarts_allowed() and held:
         say(
             "torchrun can start processes again only if each machine has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without "
             "it the new processes may wait forever for the old ones"
         )
+    host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=seconds)
+    # A store of the ranks themselves is new at each start, and machines that joined later count fewer restarts.
+    prefix = launch.prefix(launch.attempt() if held else 0, next(_STARTS))
     try:
-        store = _connect(rank, start, seconds)
+        whole = dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            is_master=rank == 0 and not held,
+            wait_for_workers=False,
+            timeout=timeout,
+            multi_tenant=True,
+        )
+        store = dist.PrefixStore(prefix, whole)  # type: ignore[attr-defined]
         store.set(f"host/{rank}", socket.gethostname())
-        store.wait([f"host/{other}" for other in range(size)], timedelta(seconds=seconds))
+        store.wait([f"host/{other}" for other in range(size)], timeout)
     except dist.DistError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         words = " ".join(str(error).split("\n")[0].split())
         raise LostProcess(
-            f"rank {rank}: the {size} ranks did not all meet at {where} within {seconds} s ({words}); check "
+            f"rank {rank}: the {size} ranks did not all meet at {host}:{port} within {seconds} s ({words}); check "
             "that all were started and can reach that address, then start again with --resume auto"
         ) from None
     return store
@@ -294,9 +271,6 @@ def own_device(local_rank: int, size: int, wanted: DeviceName = None) -> torch.d
             )
         return torch.device("cuda", local_rank)
     return torch.device("cpu") if device.type == "mps" and size > 1 else device
-
-
-_DEFAULTS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 def is_launched() -> bool:

@@ -11,7 +11,8 @@ other parameters form one more group, the root: embedding and LM head share a te
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,13 +25,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from esmshard.batch import pack
 from esmshard.errors import UsageError
 from esmshard.model.trunk import Trunk
-from esmshard.parallel import context_parallel, shared_tokens, tensor_parallel
+from esmshard.parallel import context_parallel, tensor_parallel
 from esmshard.parallel.layout import Layout, kept_products
 from esmshard.parallel.process_group import NCCL_GRACE, World
-from esmshard.parallel.tensor_parallel import Wrapper, computing_with
-from esmshard.parallel.tied_weights import check_ties, ties
+from esmshard.parallel.tensor_parallel import Wrapper, computing_with, trunk_of
+from esmshard.vocab import encode
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -110,7 +112,7 @@ def _checkpointing(model: nn.Module, layout: Layout) -> Wrapper:
         return lambda forward: forward
     context: dict[str, Any] = {}
     if layout.activation_checkpointing == "selective":
-        products = kept_products(shared_tokens.trunk_of(model).config.matrices, layout.tensor)
+        products = kept_products(trunk_of(model).config.matrices, layout.tensor)
         # The compiler takes a function, and would take the numbers in a `partial` for numbers that change.
         context["context_fn"] = lambda: _selective(products)
     return partial(_checkpointed, context)
@@ -190,31 +192,22 @@ def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: 
     group = partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload)
     for layer in layers:
         group(layer, reshard_after_forward=layout.frees_layers)
-    model.forward = _without_views(model.forward)
-    group(
-        model, mesh=of_root, reshard_after_forward=False
-    )  # the root is needed at the beginning and at the end of a pass
+    model.register_forward_hook(_without_views)
+    # The root is needed at the beginning and at the end of a pass.
+    group(model, mesh=of_root, reshard_after_forward=False)
     for module in groups(model):
         # Gradients are summed over ranks and not averaged, because the loss is divided once, by its global count.
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         module.set_gradient_divide_factor(1.0)
 
 
-def _without_views(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same `forward`, whose list of outputs holds separate tensors in place of views of one tensor.
+def _without_views(_module: nn.Module, _given: object, outputs: Any) -> Any:
+    """Return copies of the outputs of a model, which may be views of one tensor.
 
     FSDP attaches the gathering of weights for the backward pass to the outputs. An in-place operation on a view would
-    remove this hook, so torch 2.13 warns of each view. The outputs are small, and copying them takes little time beside
-    a layer.
+    remove this hook, so torch 2.13 warns of each view. The outputs are small beside a layer.
     """
-
-    def run(*args: Any, **options: Any) -> Any:
-        found = forward(*args, **options)
-        if not isinstance(found, list):
-            return found
-        return [one.clone() if one.requires_grad and one._is_view() else one for one in found]
-
-    return run
+    return [x.clone() if x.requires_grad else x for x in outputs] if isinstance(outputs, list) else outputs
 
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
@@ -224,10 +217,8 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
-_KEPT_NAMES = {
-    "torch_attn::_varlen_attn",  # registered at the first use of `varlen_attn`
-    "_c10d_functional::reduce_scatter_tensor",  # sums of a layer that several ranks compute
-}
+_VARLEN = "torch_attn::_varlen_attn"
+"""The name of the operation of `varlen_attn`, which is registered at its first use."""
 
 
 def _selective(products: Mapping[tuple[int, int], int]) -> Any:
@@ -241,7 +232,7 @@ def _selective(products: Mapping[tuple[int, int], int]) -> Any:
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Keep the results that take longest to recompute for their bytes."""
-        kept = operation in _KEPT or operation.name().split(".")[0] in _KEPT_NAMES
+        kept = operation in _KEPT or operation.name().split(".")[0] == _VARLEN
         if operation in _PRODUCTS:
             shape = tuple(args[-1].shape)
             kept = left[context.is_recompute][shape] > 0
@@ -279,6 +270,88 @@ def reshard(model: nn.Module) -> None:
     """
     for module in groups(model):
         module.reshard()
+
+
+IDLE = encode("G" * 62)
+"""The tokens of a rank that has nothing to compute. Groups of ranks that compute a layer together divide them."""
+
+
+@contextmanager
+def shared_calls(model: nn.Module, ranks: World) -> Iterator[None]:
+    """Let each rank call a model, or its trunk, as often as it needs to, without gradients.
+
+    Every forward pass of a sharded model is one of all ranks, because each gathers the parts of the others. Records are
+    not alike: one baseline calls the model once for a record, another one twenty times. So a rank that has nothing left
+    to compute takes part in the passes of the others with a few tokens of its own.
+
+    The block ends when the blocks of all ranks have ended. Ranks that compute a layer together must make the same
+    calls. Every call runs all layers, so the trunk cannot be asked for layers before the last one alone.
+
+    Args:
+        model: a model that `shard` has divided, whose `forward(batch, instead)` calls `instead` if it is given.
+        ranks: the ranks. A rank waits for the others as long as their time-out says.
+    """
+    trunk, inside, idle = trunk_of(model), False, False
+
+    def any_rank(works: bool) -> bool:
+        return any(row[0] for row in ranks.rows([works]))
+
+    def begin(*_: Any) -> None:
+        nonlocal inside
+        inside = True
+        if not idle:
+            any_rank(True)
+
+    def end(*_: Any) -> None:
+        nonlocal inside
+        inside = False
+
+    def through_model(call: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        """Call the trunk as a part of the model, which gathers the parameters outside the layers."""
+        return call(*given, **options) if inside else model(given[0], lambda: call(*given, **options))
+
+    # FSDP gathers in a hook of its own, and all ranks must know of the pass before.
+    hooks = [
+        model.register_forward_pre_hook(begin, prepend=True),
+        model.register_forward_hook(end, always_call=True),
+    ]
+    trunk.called_through, trunk.shared_on = through_model, ranks.device
+    try:
+        with torch.no_grad():
+            yield
+            idle = True
+            while any_rank(False):
+                trunk(pack([IDLE]).to(ranks.device))
+    finally:
+        trunk.called_through = trunk.shared_on = None
+        for hook in hooks:
+            hook.remove()
+
+
+def free_layers(model: nn.Module) -> None:
+    """Free the gathered weights of each layer after its forward pass, whatever the strategy of the training."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        for group in groups(layer):
+            group.set_reshard_after_forward(True, recurse=False)
+    reshard(model)
+
+
+def ties(model: nn.Module) -> list[list[str]]:
+    """Return groups of names that mean the same parameter: for ESM-2 the embedding and the LM head's matrix."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [shared for shared in names.values() if len(shared) > 1]
+
+
+def check_ties(model: nn.Module, expected: list[list[str]]) -> None:
+    """Raise `AssertionError` if names that meant one parameter no longer do.
+
+    This happens when the names belong to two FSDP groups. Not every release of torch raises an error for this. Each
+    name then trains a copy of its own, or the last rank's rows are never updated.
+    """
+    lost = [names for names in expected if names not in ties(model)]
+    assert not lost, f"{' and '.join(lost[0])} were shared and are now apart; keep them in one FSDP group"
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,8 +7,10 @@ these matrices, in norms and in the residual stream, each rank has some tokens o
     norm of own tokens -> gather tokens -> own heads    -> sum over ranks, scatter tokens -> add to own tokens
     norm of own tokens -> gather tokens -> own columns  -> sum over ranks, scatter tokens -> add to own tokens
 
-and in the backward pass each gather becomes a sum and scatter, and the other way round. `shared_tokens` says what
-happens before and after the layers.
+and in the backward pass each gather becomes a sum and scatter, and the other way round. Embedding, last norm, LM head
+and task head are computed by every rank for all tokens, alike, so that no task has to know of this. FSDP divides their
+parameters over the ranks of the group, too, and adds up their gradients: those of the embedding are of each rank's own
+tokens, and of those of the outputs each rank counts 1/N. `context_parallel` divides tokens in the same way.
 
 Parameters of layers are DTensors over the dimension `tensor` of the mesh before FSDP divides them over the other
 dimensions, so that names, shapes and checkpoints are those of one process. A layer computes with the parts of this rank
@@ -16,7 +18,9 @@ as plain tensors (`torch.func.functional_call`).
 
 torch's styles for `parallelize_module` do not serve here. They make DTensors of activations with `DTensor.from_local`,
 which takes all parts to be equally long, but packs have any number of tokens: five tokens on two ranks end in a size
-mismatch (torch 2.13, `SequenceParallel`, `ColwiseParallel` and `RowwiseParallel` over the tokens).
+mismatch (torch 2.13, `SequenceParallel`, `ColwiseParallel` and `RowwiseParallel` over the tokens). All communication
+and its gradients are `DTensor.redistribute`. `esmshard.batch` explains the letters of tensor names; R is the number of
+a rank's own tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -32,7 +36,7 @@ from torch.func import functional_call
 from esmshard.model.attention import PackedAttention, SelfAttention
 from esmshard.model.config import ModelConfig
 from esmshard.model.lora import LoraLinear
-from esmshard.parallel.shared_tokens import Rows, divide_tokens, trunk_of
+from esmshard.model.trunk import Pack, Trunk
 
 Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
@@ -43,6 +47,78 @@ SMALL = 2**20
 """Numbers of a whole parameter whose gradient is summed over the ranks together with others. Joining copies it."""
 NORMS = ("self_attn_layer_norm", "final_layer_norm")
 """The norms of a block whose output goes into matrices that are divided by rows."""
+
+
+class Rows(Pack):
+    """The collectives over the tokens of a pack, among the ranks of one group.
+
+    The gradients of `all`, `all_heads` and `sum_of_parts` are sums over the ranks: each rank computes a part of what
+    follows, or counts 1/N of what all compute alike.
+
+    Args:
+        mesh: the mesh of the group, of one dimension.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+        self.tokens = 0
+        """T of the pack in the present forward pass."""
+
+    @property
+    def place(self) -> slice:
+        """The places of this rank's tokens in the pack. They are divided as `torch.chunk` divides."""
+        each = -(-self.tokens // self.size)
+        return slice(min(each * self.rank, self.tokens), min(each * (self.rank + 1), self.tokens))
+
+    def own(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens [R, D] of a tensor [T, D] that all ranks have computed alike."""
+        self.tokens = len(x_TD)
+        return x_TD[self.place].clone()  # a view would keep the tokens of all ranks in memory
+
+    def all(self, x_RD: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of all ranks [T, D]."""
+        shape = torch.Size((self.tokens, x_RD.shape[1]))
+        whole = DTensor.from_local(x_RD, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(x_RD.shape[1], 1))
+        return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    def summed(self, y_TD: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens [R, D] of the sum of all ranks' tensors [T, D]."""
+        return self._changed(y_TD, Partial(), Shard(0)).to_local()
+
+    def sum_of_parts(self, y_T1: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' tensors."""
+        return self._changed(y_T1, Partial(), Replicate()).to_local(grad_placements=[Partial()])
+
+    def all_heads(self, q_THK: torch.Tensor) -> torch.Tensor:
+        """Return the queries or keys of the heads of all ranks."""
+        return self._changed(q_THK, Shard(1), Replicate()).to_local(grad_placements=[Partial()])
+
+    def _changed(self, x: torch.Tensor, before: Placement, after: Placement) -> DTensor:
+        return DTensor.from_local(x, self.mesh, [before], run_check=False).redistribute(placements=[after])
+
+
+def trunk_of(model: nn.Module) -> Trunk:
+    """Return the trunk of a model, which may be the model itself."""
+    return next(module for module in model.modules() if isinstance(module, Trunk))
+
+
+def divide_tokens(model: nn.Module, rows: Rows) -> None:
+    """Let the blocks of a model have their own tokens, and everything around them all tokens, in place.
+
+    Args:
+        model: a trunk or a module that holds one.
+        rows: the collectives of the group.
+    """
+    trunk_of(model).pack = rows
+
+    def count(_module: nn.Module, _given: object, outputs: Any) -> None:
+        """Of the gradients of the outputs, which all ranks compute alike, each counts 1/N."""
+        for output in outputs if isinstance(outputs, list) else ():
+            if output.requires_grad:
+                output.register_hook(lambda gradient: gradient / rows.size)
+
+    model.register_forward_hook(count)
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> list[Wrapper]:

@@ -24,7 +24,7 @@ from esmshard.model import hub, weights
 from esmshard.model.config import SHIPPED
 from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.process_group import World
-from esmshard.parallel.shared_calls import shared_calls
+from esmshard.parallel.shard import shared_calls
 from esmshard.progress import Progress
 from esmshard.recipe.data_section import EVERY
 from esmshard.recipe.section_base import listed

@@ -16,9 +16,10 @@ from esmshard.io.paths import replace_text, replacing
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weight_reader import read_json
 from esmshard.parallel import launch
+from esmshard.parallel.load import refill
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.process_group import World, processes_per_machine, world
-from esmshard.parallel.shared_calls import free_layers, refill
+from esmshard.parallel.shard import free_layers
 from esmshard.parallel.watch import Control, recorder_settings
 from esmshard.progress import say
 from esmshard.recipe.sections import Recipe

@@ -29,12 +29,11 @@ from esmshard.model.families import family_registry
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import identity, report_altered
 from esmshard.parallel import launch
-from esmshard.parallel.load import materialise
+from esmshard.parallel.load import check_optimizer, materialise
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.process_group import World, processes_per_machine
-from esmshard.parallel.profiler import Profile
+from esmshard.parallel.profiler import profiled
 from esmshard.parallel.shard import DTYPES, shard
-from esmshard.parallel.tied_weights import check_optimizer
 from esmshard.parallel.watch import Control, Watch, check_first_batch
 from esmshard.planner import memory_model
 from esmshard.planner.cost import data_sheet, training_flops
@@ -97,7 +96,7 @@ def train(
         advice_if_out_of_memory(training.out_of_memory_advice),
         training.saver,
         Progress("step", job.steps, show=ranks.is_first) as progress,
-        Profile(ranks, profile, job.steps - state.step, job.out / "profile") as recording,
+        profiled(ranks, profile, job.steps - state.step, job.out / "profile") as recording,
     ):
         training.catch_up(start)
         for step in range(state.step, job.steps):
@@ -289,12 +288,12 @@ class Training:
             since = f"that of step {state.best['step']}" if state.best else "undefined"
             say(f"stopped after step {state.step}: {state.stale} validations in a row were no better than {since}")
 
-    def step(self, step: int, recording: Profile) -> dict[str, Any]:
+    def step(self, step: int, recording: Callable[[], str | None]) -> dict[str, Any]:
         """Take one optimizer step, record it, and return its line of metrics.jsonl.
 
         Args:
             step: the number of the step, counted from 0.
-            recording: torch's profiler, which records if the user requested it.
+            recording: ends a step for torch's profiler, see `profiled`.
         """
         job, recipe, ranks, state = self.job, self.job.recipe, self.ranks, self.state
         share = schedule(step, job.steps, recipe.optim.warmup, recipe.optim.schedule)
@@ -314,10 +313,10 @@ class Training:
             watch=self.watch,
             asked=self.preemption.asked,
         )
-        report = self.watch.report(result.ranks)
-        for warning in report.warnings if ranks.is_first else ():
+        measured, warnings = self.watch.report(result.ranks)
+        for warning in warnings if ranks.is_first else ():
             say(warning)
-        if (table := recording.step_done()) is not None and ranks.is_first:
+        if (table := recording()) is not None and ranks.is_first:
             say(f"{table}\ntraces of all ranks in {job.out / 'profile'}")
         # in fp16 the first steps may overflow until the scale fits
         finding_scale = state.scale is not None and state.scale.value > 1
@@ -332,7 +331,7 @@ class Training:
             "records": records,
             "residues": result.residues,
             "skipped": result.skipped,
-            **report.line,
+            **measured,
         }
         self.attempt.step_done(line)
         state.step, state.asked = step + 1, result.asked

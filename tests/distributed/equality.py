@@ -24,7 +24,7 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.families import family_registry
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.finetuner import FineTuner
-from esmshard.parallel import shared_tokens, tensor_parallel
+from esmshard.parallel import tensor_parallel
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
@@ -194,7 +194,7 @@ def mistaken(path: str, mistake: str) -> dict[str, Any]:
     elif mistake == "bias of every rank":
         tensor_parallel._own_parts = lambda _, parameters: _own_parts((), parameters)
     else:
-        shared_tokens._counted = lambda x, ranks: x
+        tensor_parallel.divide_tokens = lambda model, rows: setattr(tensor_parallel.trunk_of(model), "pack", rows)
     recipe = work.load(path)
     with world() as everyone:
         laid = work.laid_out(recipe, everyone, tensor=2)

@@ -41,7 +41,7 @@ def background(directory: str) -> dict[str, Any]:
         saver = Saver(Path(directory), 5, True)
         tensors = some(ranks, 1.0)
         saver.save(1, tensors, {"n": 1})
-        found["threads"] = [t.name for t in threading.enumerate() if t.name == "checkpoint"]
+        found["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")]
         for tensor in tensors.values():  # training goes on, and talks to the other ranks meanwhile
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
         for _ in range(20):

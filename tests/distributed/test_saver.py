@@ -17,7 +17,7 @@ from ranks import run_ranks
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path: Path, size: int) -> None:
     for found in run_ranks("saving:background", size, tmp_path, str(tmp_path / "checkpoints")):
-        assert found["threads"] == ["checkpoint"]
+        assert found["threads"] == ["checkpoint_0"]
         assert found["first was whole"], "the second save waits for the first"
         for step in (1, 2):
             cut = [[step + (size == 2 and row > 3)] * 3 for row in range(7)]

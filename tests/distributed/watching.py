@@ -77,7 +77,7 @@ def rank_of(job: str, rank: int, port: int, folder: Path) -> None:
 
     def act_in(place: str, step: int) -> None:
         if rank == victim and step == 3 and place == where:
-            notes, there = ranks.connect(60), [3, "waiting for data" if where == "loader" else "computing"]
+            notes, there = ranks.store.clone(), [3, "waiting for data" if where == "loader" else "computing"]
             while json.loads(notes.get(f"note/{rank}"))[1:] != there:  # until the note of this place is sent
                 time.sleep(0.05)
             act()

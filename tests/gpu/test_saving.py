@@ -87,7 +87,7 @@ def test_a_save_in_the_background_has_the_bytes_of_one_at_once(
             may_write.set()
             saver.finish()
             may_write.clear()
-    assert seen == ["checkpoint", "checkpoint"]
+    assert seen == ["checkpoint_0", "checkpoint_0"]
     assert digests(tmp_path / "later" / "step_000002") == digests(tmp_path / "at once" / "step_000002")
     assert digests(tmp_path / "later" / "step_000003") != digests(tmp_path / "later" / "step_000002")
 

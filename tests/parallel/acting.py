@@ -77,14 +77,13 @@ def main() -> None:
         await_signal(came)
         asked()
         time.sleep(600)
-    preemption.LEAVE_WITHIN = preemption.EXPLAIN_WITHIN = 600.0
+    preemption.LEAVE_WITHIN = 600.0
     try:
         with Heard() as asking:
             launch.follow_launcher()
             if name == "train":
                 train(asking, ready, asked, directory / f"saved-{attempt}-{rank}", numbers[0])
             if name == "fail-and-explain":
-                preemption.LEAVE_WITHIN = 0.1
                 try:
                     with asking.noted():
                         raise LostProcess("rank 1 is gone")

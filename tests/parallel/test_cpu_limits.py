@@ -2,70 +2,51 @@
 
 from pathlib import Path
 
+import pytest
+
 from esmshard.parallel import cpu_limits
 
 GIB = 2**30
+V2 = ("memory.max", "memory.current")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
-def _memory(root: Path, membership: str) -> tuple[int, int] | None:
-    file = root / "membership"
-    file.write_text(membership)
-    return cpu_limits.memory(root, file)
+@pytest.mark.parametrize(
+    ("membership", "files", "limit"),
+    [
+        ("0::/system/job_12", {"system/job_12": (V2, 8 * GIB, GIB), "system": (V2, "max", 3 * GIB)}, (8 * GIB, GIB)),
+        ("0::/slurm/s", {"slurm/s": (V2, 8 * GIB, GIB), "slurm": (V2, 4 * GIB, 2 * GIB)}, (4 * GIB, 2 * GIB)),
+        # Docker shows a container its own cgroup at the root, whatever /proc/self/cgroup calls it.
+        ("5:cpu,cpuacct:/docker/3f\n4:memory:/docker/3f\n0::/", {"memory": (V1, 2 * GIB, GIB)}, (2 * GIB, GIB)),
+        ("4:memory:/", {"memory": (V1, 9223372036854771712, 1)}, None),
+        ("0::/", {".": (V2, "max", 1)}, None),
+        ("", {}, None),
+    ],
+)
+def test_memory(tmp_path: Path, membership: str, files: dict, limit: object) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for folder, (names, *values) in files.items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, value in zip(names, values, strict=True):
+            (tmp_path / folder / name).write_text(f"{value}\n")
+    assert cpu_limits.memory(tmp_path, tmp_path / "membership") == limit
 
 
-def _write(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+def test_pages_of_files_can_be_released(tmp_path: Path) -> None:
+    texts = {"memory.max": 8 * GIB, "memory.current": 7 * GIB, "membership": "0::/"}
+    for name, text in (texts | {"memory.stat": f"anon 1\nactive_file {GIB}\ninactive_file {5 * GIB}"}).items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert cpu_limits.memory(tmp_path, tmp_path / "membership") == (8 * GIB, 2 * GIB)
 
 
-def test_limit_of_a_cgroup_of_version_2(tmp_path: Path) -> None:
-    _write(tmp_path / "system" / "job_12", memory__max=str(8 * GIB), memory__current=str(GIB))
-    _write(tmp_path / "system", memory__max="max", memory__current=str(3 * GIB))
-    assert _memory(tmp_path, "0::/system/job_12\n") == (8 * GIB, GIB)
-
-
-def test_a_parent_may_be_stricter(tmp_path: Path) -> None:
-    _write(tmp_path / "slurm" / "step", memory__max=str(8 * GIB), memory__current=str(GIB))
-    _write(tmp_path / "slurm", memory__max=str(4 * GIB), memory__current=str(2 * GIB))
-    assert _memory(tmp_path, "0::/slurm/step\n") == (4 * GIB, 2 * GIB)
-
-
-def test_limit_of_a_cgroup_of_version_1(tmp_path: Path) -> None:
-    """Docker shows a container its own cgroup at the root, whatever /proc/self/cgroup calls it."""
-    _write(tmp_path / "memory", memory__limit_in_bytes=str(2 * GIB), memory__usage_in_bytes=str(GIB))
-    membership = "5:cpu,cpuacct:/docker/3f\n4:memory:/docker/3f\n0::/\n"
-    assert _memory(tmp_path, membership) == (2 * GIB, GIB)
-
-
-def test_no_limit(tmp_path: Path) -> None:
-    _write(tmp_path / "memory", memory__limit_in_bytes="9223372036854771712", memory__usage_in_bytes="1")
-    assert _memory(tmp_path, "4:memory:/\n") is None
-    assert _memory(tmp_path, "") is None
-    _write(tmp_path, memory__max="max", memory__current="1")
-    assert _memory(tmp_path, "0::/\n") is None
-
-
-def test_quota_of_processors(tmp_path: Path) -> None:
-    assert cpu_limits.cpu_quota(tmp_path) is None
-    _write(tmp_path / "cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
-    assert cpu_limits.cpu_quota(tmp_path) is None
-    _write(tmp_path / "cpu", cpu__cfs_quota_us="250000", cpu__cfs_period_us="100000")
-    assert cpu_limits.cpu_quota(tmp_path) == 2.5
-    _write(tmp_path, cpu__max="max 100000")
-    assert cpu_limits.cpu_quota(tmp_path) is None
-    _write(tmp_path, cpu__max="400000 100000")
-    assert cpu_limits.cpu_quota(tmp_path) == 4
-
-
-def test_pages_of_files_can_be_given_up(tmp_path: Path) -> None:
-    _write(tmp_path, memory__max=str(8 * GIB), memory__current=str(7 * GIB))
-    (tmp_path / "memory.stat").write_text(f"anon {GIB}\nactive_file {GIB}\ninactive_file {5 * GIB}\n")
-    assert _memory(tmp_path, "0::/\n") == (8 * GIB, 2 * GIB)
-
-
-def test_cores_are_no_more_than_the_quota(tmp_path: Path) -> None:
-    _write(tmp_path, cpu__max="100000 100000")
-    assert cpu_limits.cores(tmp_path) == 1
-    _write(tmp_path, cpu__max="50000 100000")
-    assert cpu_limits.cores(tmp_path) == 1
+def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_limits.os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert cpu_limits.cores(tmp_path) == 8
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    for quota, cores in (("-1", 8), ("250000", 2)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
+        assert cpu_limits.cores(tmp_path) == cores
+    for quota, cores in (("max", 8), ("400000", 4), ("50000", 1)):
+        (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+        assert cpu_limits.cores(tmp_path) == cores

@@ -48,7 +48,7 @@ def test_a_thread_that_writes_a_checkpoint_works_on_the_gpu_of_its_rank(
     with Saver(tmp_path, 1, background=True) as saver:
         monkeypatch.setattr(sharded, "write", lambda *rest, **options: None)
         saver.save(1, {"x": torch.zeros(2)}, {})
-    assert chosen == [("checkpoint", 3)]
+    assert chosen == [("checkpoint_0", 3)]
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,9 @@ def test_own_shares_pass() -> None:
 
 
 def test_the_same_share_on_two_ranks_is_one_sentence() -> None:
-    assert stopped([micro(5, 1)], [micro(5, 1)]) == (
-        "ranks 0 and 1 would train on the same records (first: 'e'); each rank must take its own share: start through "
-        "`esmshard finetune --nproc N` or torchrun, which set RANK and WORLD_SIZE"
-    )
+    message = stopped([micro(5, 1)], [micro(5, 1)])
+    assert message is not None
+    assert message.startswith("ranks 0 and 1 would train on the same records (first: 'e')")
 
 
 def test_ghosts_count_for_nothing() -> None:

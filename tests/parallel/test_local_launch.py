@@ -43,6 +43,7 @@ class Launched:
             sys.stderr = os.fdopen(2, "w", buffering=1)
             tempfile.tempdir = str(directory)
             launch.END_TIMEOUT = 600
+            launch.STOP_TIMEOUT = 700
             launch.time = self  # type: ignore[assignment]
             code = launch.run_local([str(ACTING), str(directory), *actions], nproc, **options)
         finally:
@@ -172,7 +173,7 @@ def test_a_signal_in_the_first_second(run: Callable[..., Launched]) -> None:
 
 
 def test_a_process_that_does_not_leave_is_killed(run: Callable[..., Launched]) -> None:
-    job = run("train 0", "stubborn", stop_timeout=700, max_restarts=1)
+    job = run("train 0", "stubborn", max_restarts=1)
     quick, stubborn = job.ready(0, 1)
     job.send(signal.SIGTERM)
     job.ready(1, said="asked")

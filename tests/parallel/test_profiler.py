@@ -10,19 +10,19 @@ import torch
 
 from esmshard.errors import UsageError
 from esmshard.parallel.process_group import World
-from esmshard.parallel.profiler import Profile, reading
+from esmshard.parallel.profiler import profiled, reading
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 
 
 def test_the_trace_has_the_steps_after_the_first_two(tmp_path: Path) -> None:
     tables = []
-    with Profile(ALONE, 3, 10, tmp_path / "profile") as profile:
+    with profiled(ALONE, 3, 10, tmp_path / "profile") as step_done:
         for _ in range(7):
             with reading():
                 time.sleep(0.01)
             torch.ones(8, 8) @ torch.ones(8, 8)
-            tables.append(profile.step_done())
+            tables.append(step_done())
     assert [table is not None for table in tables] == [False] * 4 + [True] + [False] * 2
     assert "aten::mm" in str(tables[4])
     with gzip.open(tmp_path / "profile" / "rank_0.json.gz", "rt") as file:
@@ -36,6 +36,5 @@ def test_the_trace_has_the_steps_after_the_first_two(tmp_path: Path) -> None:
 
 
 def test_more_steps_than_there_are_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="needs 11 steps"):
-        Profile(ALONE, 9, 10, tmp_path)
-    Profile(ALONE, 8, 10, tmp_path)
+    with pytest.raises(UsageError, match="needs 11 steps"), profiled(ALONE, 9, 10, tmp_path):
+        pass

@@ -22,11 +22,11 @@ from esmshard.parallel.watch import Control
 CPU = torch.device("cpu")
 HOST = r"\(host [^ )]+\)"
 SENTENCES = {
-    "killed": rf"rank 1 {HOST} is gone, last heard of in step 3, computing;",
-    "first-killed": rf"rank 0 {HOST} is gone, last heard of in step 3, computing;",
-    "killed-of-six": rf"rank 1 {HOST} is gone, last heard of in step 3, computing;",
-    "stopped": rf"rank 2 {HOST} does not answer, last heard of in step 3, computing; .* .parallel\.step_timeout",
-    "first-stopped": rf"rank 0 {HOST} does not answer, last heard of in step 3, computing;",
+    "killed": rf"rank 1 {HOST} is gone or does not answer, last heard of in step 3, computing;",
+    "first-killed": rf"rank 0 {HOST} is gone or does not answer, last heard of in step 3, computing;",
+    "killed-of-six": rf"rank 1 {HOST} is gone or does not answer, last heard of in step 3, computing;",
+    "stopped": rf"rank 2 {HOST} is gone or does not answer, last heard of in step 3, computing; the others waited",
+    "first-stopped": rf"rank 0 {HOST} is gone or does not answer, last heard of in step 3, computing;",
     "first-stopped-with-store": r"rank 0 or the launcher on its machine \(127\.0\.0\.1\), .* is gone in step 3",
     "stuck": rf"rank 1 {HOST} is stuck, last heard of in step 3, computing;",
     "stuck-loader": rf"rank 2 {HOST} is stuck, last heard of in step 3, waiting for data;",
