@@ -212,7 +212,7 @@ class Search:
         say(f"{which}: {reason}")
         raise optuna.TrialPruned if code in (0, 1) else _TrialLost
 
-    def _run(self, overrides: Sequence[str], is_enough: Callable[[], bool] | None = None) -> int:
+    def _run(self, overrides: Sequence[str], is_enough: Callable[[], bool] = lambda: False) -> int:
         """Run `esmshard finetune` with these settings, and return its exit code."""
         arguments = ["-m", "esmshard", "finetune", self.name, *self.overrides, *overrides, *self.flags]
         return launch.run_local(arguments, self.processes, max_restarts=self.max_restarts, is_enough=is_enough)
