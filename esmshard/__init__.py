@@ -22,7 +22,7 @@ _WHERE = {
     "Model": "esmshard.api.model",
     "ModelConfig": "esmshard.model.config",
     "newest_checkpoint": "esmshard.checkpoint.sharded:newest",
-    "open": "esmshard.embed.store:EmbeddingStore",
+    "open": "esmshard.embed.parts:EmbeddingStore",
     "pack": "esmshard.batch",
     "predict_contacts": "esmshard.model.contacts",
     "read_fasta": "esmshard.data.fasta.fasta_reader",
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from esmshard.checkpoint.sharded import newest as newest_checkpoint
     from esmshard.checkpoint.sharded import write as write_checkpoint
     from esmshard.data.fasta.fasta_reader import read_fasta
-    from esmshard.embed.store import EmbeddingStore as open
+    from esmshard.embed.parts import EmbeddingStore as open
     from esmshard.errors import InputError, RunFailed, UsageError
     from esmshard.model.config import ModelConfig
     from esmshard.model.contacts import predict_contacts

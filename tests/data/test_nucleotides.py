@@ -12,7 +12,7 @@ from esmshard.data.fasta.symbols import Rules
 from esmshard.data.store.ingestion import cached, ingest
 from esmshard.data.store.token_store import TokenStore
 from esmshard.data.variants.mutations import protein_of
-from esmshard.embed.plan import read_input
+from esmshard.embed.parts import read_input
 from esmshard.errors import InputError
 from esmshard.shipped import shipped
 from esmshard.vocab import encode
