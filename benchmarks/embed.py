@@ -23,7 +23,7 @@ from peers import flops, protein_lengths
 from process_tree import Watched, watch
 from sharding import markdown
 
-from esmshard.embed.store import EmbeddingStore
+from esmshard.embed.parts import EmbeddingStore
 from esmshard.io.array_formats import FORMATS
 from esmshard.model import export, weights
 from esmshard.model.families.esm2 import FAIR_ESM
@@ -128,7 +128,7 @@ def programs(bench: Bench, name: str) -> dict[str, Program]:
     pt, flat = out / "pt", out / "flat"
 
     def finished_part() -> bool:
-        return (out / "e.npy").exists() or any((out / "e.npy.partial" / "parts").glob("*.json"))
+        return (out / "e.npy").exists() or any((out / "e.npy.partial" / "parts").glob("*.safetensors"))
 
     def read_npy() -> Rows:
         return (out / "e.ids.txt").read_text(encoding="utf-8").split(), np.load(out / "e.npy")
@@ -347,7 +347,7 @@ def reuse(bench: Bench, name: str, records: int) -> Found:
             found, note = bench.run("esmshard", directory, *arguments)
             raw[each].append(found.seconds)
             raw[f"{each}, work"].append(note["work"])
-        taken = EmbeddingStore(bench.out / "e").manifest["counts"]["reused"]
+        taken = EmbeddingStore(bench.out / "e").manifest["reused"]
         if taken != records - -(-records // NEW_SHARE):
             raise RuntimeError(f"{taken} of {records} sequences were reused, and not nine of ten")
         say(f"reuse: turn {turn + 1} of {bench.rounds}: {raw['first'][-1]:.0f} s and {raw['second'][-1]:.0f} s")

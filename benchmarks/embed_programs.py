@@ -41,26 +41,27 @@ def _status(key: str) -> int:
 def esmshard(note: Note, arguments: list[str]) -> None:
     """Run the command itself. Note when the model is loaded, and time the generator of rows."""
     from esmshard.cli import app
-    from esmshard.embed import engines, job
-    from esmshard.embed.embedder import Embedder
+    from esmshard.embed import compute, engines
+    from esmshard.embed.compute import Embedder
 
-    whole, make, compute = job.embed, engines.make_embedder, Embedder.compute
+    whole, make, computing = engines.embed, compute.opened, Embedder.compute
 
-    def worked(*given: Any, **more: Any) -> job.EmbedReport:
+    def worked(*given: Any, **more: Any) -> engines.EmbedReport | None:
         began = time.perf_counter()
         found = whole(*given, **more)
         note["work"] = time.perf_counter() - began - note.get("loading", 0.0)
         return found
 
-    def made(*given: Any) -> Embedder:
+    def made(work: compute.Work) -> compute.Opened:
         began = time.perf_counter()
-        found = make(*given)
-        loaded(note)
-        note["loading"] = time.perf_counter() - began
+        found = make(work)
+        if "loading" not in note:
+            loaded(note)
+            note["loading"] = time.perf_counter() - began
         return found
 
     def timed(self: Embedder, *given: Any) -> Iterator[Any]:
-        rows = compute(self, *given)
+        rows = computing(self, *given)
         while True:
             began = time.perf_counter()
             one = next(rows, None)
@@ -69,7 +70,7 @@ def esmshard(note: Note, arguments: list[str]) -> None:
                 return
             yield one
 
-    job.embed, engines.make_embedder, Embedder.compute = worked, made, timed  # type: ignore[method-assign]
+    engines.embed, compute.opened, Embedder.compute = worked, made, timed  # type: ignore[method-assign, assignment]
     sys.argv = ["esmshard", "embed", *arguments]
     app.main()
 

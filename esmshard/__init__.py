@@ -22,7 +22,7 @@ _WHERE = {
     "Model": "esmshard.api.model",
     "ModelConfig": "esmshard.model.config",
     "newest_checkpoint": "esmshard.checkpoint.sharded:newest",
-    "open": "esmshard.embed.store:EmbeddingStore",
+    "open": "esmshard.embed.parts:EmbeddingStore",
     "pack": "esmshard.batch",
     "predict_contacts": "esmshard.model.contacts",
     "read_fasta": "esmshard.io.sequences",
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from esmshard.checkpoint.sharded import load as load_checkpoint
     from esmshard.checkpoint.sharded import newest as newest_checkpoint
     from esmshard.checkpoint.sharded import write as write_checkpoint
-    from esmshard.embed.store import EmbeddingStore as open
+    from esmshard.embed.parts import EmbeddingStore as open
     from esmshard.errors import InputError, RunFailed, UsageError
     from esmshard.io.sequences import read_fasta
     from esmshard.model.config import ModelConfig

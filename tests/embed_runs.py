@@ -15,7 +15,7 @@ from forks import forks
 from model_files import TINY, fair_esm, write_transformers
 from safetensors import safe_open
 
-from esmshard.embed import plan
+from esmshard.embed import parts
 from esmshard.vocab import RESIDUES
 
 
@@ -109,7 +109,7 @@ def _be(arguments: list[str], environment: Mapping[str, str], part_tokens: int, 
     os.setsid()
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    plan._part_tokens = lambda *_: part_tokens
+    parts._part_tokens = lambda *_: part_tokens
     sys.exit(command._main(arguments, environment))
 
 
@@ -151,10 +151,9 @@ def content(out: Path) -> dict[str, object]:
             if path.suffix == ".safetensors":
                 with safe_open(path, "np") as file:
                     note = json.loads(file.metadata()["note"])
-                    del note["seconds"]
                     found[path.name] = note, {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
-            elif path.is_file() and path != out / "manifest.json":
+            elif path.is_file():
                 found[str(path.relative_to(out))] = path.read_bytes()
-        return found | {"manifest": json.loads((out / "manifest.json").read_text())}
+        return found
     files = [path for path in out.parent.rglob("*") if path.is_file()]
     return {str(path.relative_to(out.parent)): path.read_bytes() for path in files}

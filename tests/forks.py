@@ -4,7 +4,7 @@ import multiprocessing
 
 IMPORTED = [
     "esmshard.cli.app",
-    "esmshard.embed.job",
+    "esmshard.embed.engines",
     "esmshard.predict.predictions",
     "esmshard.parallel.launch",
     "esmshard.report.page",

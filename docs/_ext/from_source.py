@@ -27,7 +27,7 @@ _PYTHON = {
         ("autoclass", "esmshard.Model"),
         ("autoclass", "esmshard.SequenceEmbedder"),
     ),
-    "Embeddings on disk": (("autoclass", "esmshard.embed.store.EmbeddingStore"),),
+    "Embeddings on disk": (("autoclass", "esmshard.embed.parts.EmbeddingStore"),),
     "Parts": (
         ("autofunction", "esmshard.read_fasta"),
         ("autofunction", "esmshard.encode"),

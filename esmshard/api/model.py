@@ -14,13 +14,12 @@ from esmshard.api import sequence_inputs
 from esmshard.api.sequence_inputs import SequenceInputs, Sequences
 from esmshard.data.batching.loader import Example
 from esmshard.data.batching.packing import by_length
-from esmshard.data.tracks import entries, in_batches, require_length, track_files, unknown_entry, values_of
+from esmshard.data.tracks import in_batches, require_length, track_files, unknown_entry, values_of
 from esmshard.devices import DeviceName, chosen_device, packs_at_once, side_by_side
-from esmshard.embed.embedder import Embedder, Failed
+from esmshard.embed.compute import Embedder, Failed
 from esmshard.embed.spec import TORCH, Long, choose
 from esmshard.errors import InputError, UsageError
 from esmshard.io.array_formats import Dtype, Output
-from esmshard.io.symbols import Edits
 from esmshard.model import weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import family_of
@@ -40,8 +39,8 @@ SMALL = 1024
 
 Tracks = Mapping[str, Any]
 """By the name of a track, what is known of the sequences: one entry for a single sequence, else a list with an entry
-for each sequence, a dictionary of entries by id, or the path of a file. An entry is a string of letters, an array of
-codes [L], or an array of coordinates [L, 3, 3]; None, or an id that is absent, says that nothing is known.
+for each sequence, or a dictionary of entries by id. An entry is a string of letters, an array of codes [L], or an array
+of coordinates [L, 3, 3]; None, or an id that is absent, says that nothing is known.
 """
 
 
@@ -117,7 +116,7 @@ class Model:
             long: the treatment of sequences that are longer than those which the model was trained on: `full`, `window`
                 or `truncate`, or an `embed.spec.Long`.
             tokens: tokens computed at once. A longer sequence is computed alone.
-            tracks: what is known of the residues besides, for models that read it; see `track_inputs.Tracks`.
+            tracks: what is known of the residues besides, for models that read it; see `Tracks`.
 
         Returns:
             An array or list. If `pool` or `layers` is a list, it is a dictionary of arrays or lists by names such as
@@ -371,57 +370,22 @@ def tracks_of_inputs(
 
 def _values(track: Track, given: Any, asked: SequenceInputs) -> list[npt.NDArray[Any] | None]:
     """Return the values of each sequence, [L, ...]; None where nothing is known."""
-    what = f"tracks: {track.name}"
-    if isinstance(given, os.PathLike):
-        if asked.ids is None:
-            raise UsageError(
-                f"{what}: a file has its entries by id, and the sequences have no ids; give a dictionary of sequences "
-                "by id, or the entries themselves"
-            )
-        by_number = dict(entries(track, Path(given), _Records(asked), Edits()))
-        return [by_number.get(n) for n in range(len(asked.tokens))]
     if asked.single:
         entry_of = [given]
-    elif isinstance(given, Mapping):
-        if asked.ids is None:
-            raise UsageError(f"{what}: is a dictionary by id, and the sequences have no ids; give a list of entries")
+    elif isinstance(given, Mapping) and asked.ids is not None:
         entry_of = [given.get(name) for name in asked.ids]
-    else:
-        if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != len(asked.tokens):
-            raise UsageError(f"{what}: give a list with an entry for each of the {len(asked.tokens):,} sequences")
+    elif isinstance(given, list | tuple) and len(given) == len(asked.tokens):
         entry_of = list(given)
+    else:
+        raise UsageError(
+            f"tracks: {track.name}: give a list with an entry for each of the {len(asked.tokens):,} sequences, or, for "
+            "sequences with ids, a dictionary of entries by id"
+        )
     found: list[npt.NDArray[Any] | None] = []
     for entry, tokens, name in zip(entry_of, asked.tokens, asked.names, strict=True):
-        if entry is None:
-            found.append(None)
-            continue
-        where = f"tracks[{track.name!r}] of {name}"
-        values = values_of(track, entry, where)
-        require_length(track, values, len(tokens) - 2, where)
+        where, values = f"tracks[{track.name!r}] of {name}", None
+        if entry is not None:
+            values = values_of(track, entry, where)
+            require_length(track, values, len(tokens) - 2, where)
         found.append(values)
     return found
-
-
-class _Records:
-    """Sequences with ids, as readers of tracks take them."""
-
-    def __init__(self, asked: SequenceInputs) -> None:
-        assert asked.ids is not None
-        self._tokens, self._ids = asked.tokens, asked.ids
-        self._numbers = {name: n for n, name in enumerate(asked.ids)}
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        return np.array([len(tokens) - 2 for tokens in self._tokens], np.int32)
-
-    def id(self, n: int) -> str:
-        return self._ids[n]
-
-    def find(self, record_id: str) -> int | None:
-        return self._numbers.get(record_id)
-
-    def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        return self._tokens[n][1:-1]

@@ -2,30 +2,24 @@
 
 import json
 import os
-import random
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from ruamel.yaml.error import YAMLError
 
 from esmshard.api import start_run
 from esmshard.errors import ExitCode, InputError, RunFailed, UsageError
 from esmshard.io.paths import read_json
 from esmshard.parallel.preemption import Preempted
-from esmshard.recipe.yaml_keys import parse_yaml
 
 if TYPE_CHECKING:
     import torch
 
     from esmshard.api.model import Model
-
-_one_at_a_time = threading.Lock()
 
 
 class Run:
@@ -103,13 +97,7 @@ class Run:
 
     def _json(self, name: str) -> dict[str, Any] | None:
         path = self.path / name
-        try:
-            found: dict[str, Any] = read_json(path)
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise InputError(f"{path}: damaged ({error}); write it again with finetune, resume='auto'") from None
-        return found
+        return dict(read_json(path)) if path.is_file() else None
 
 
 def finetune(
@@ -129,10 +117,7 @@ def finetune(
     """Fine-tune a model by a recipe: train, consolidate, evaluate. This is what `esmshard finetune` does.
 
     A single run in one process is trained in this process. Several processes, seeds or folds are separate processes.
-    Afterwards, environment variables, signal handlers, random states and torch's number of threads are as before.
-
-    >>> keys({"train": {"steps": 10}, "optim.lr": 1e-4, "out": "runs/x"})
-    ['train.steps=10', 'optim.lr=0.0001', 'out=runs/x']
+    Afterwards, environment variables and signal handlers are as before.
 
     Args:
         recipe: a file, the name of a shipped recipe (`esmshard recipes ls`), or a dictionary with the sections of a
@@ -157,14 +142,13 @@ def finetune(
         Preempted: after SIGTERM or SIGUSR1. The work is saved, and `resume="auto"` continues. This is not an
             `Exception`.
     """
-    least = {"nproc": (nproc, 1), "seeds": (seeds, 1), "folds": (folds, 3), "trials": (trials, 1)}
-    for name, (value, minimum) in least.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
-            raise UsageError(f"{name} is {value!r}; a number from {minimum} on is expected")
+    for name, number, least in (("nproc", nproc, 1), ("seeds", seeds, 1), ("folds", folds, 3), ("trials", trials, 1)):
+        if number is not None and number < least:
+            raise UsageError(f"{name} is {number}; a number from {least} on is expected")
     given = keys(overrides)
     if isinstance(recipe, Mapping):
         given = [*keys(recipe), *given]
-    with _one_run(), _undisturbed(), _file_of(recipe) as file:
+    with _file_of(recipe) as file:
         try:
             options = start_run.RunOptions(
                 nproc=nproc,
@@ -188,48 +172,31 @@ def finetune(
     return Run(out)
 
 
-def keys(overrides: Mapping[str, Any]) -> list[str]:
-    """Convert overrides to the form of the command line: nested mappings become dotted keys, values become YAML.
+def keys(overrides: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Convert overrides to the form of the command line: nested mappings become dotted keys, values become JSON, which
+    YAML reads as the same value.
 
     >>> keys({"adapt": {"method": "lora", "lora": {"rank": 4}}, "adapt.freeze": ["embedding"], "data.labels": None})
-    ['adapt.method=lora', 'adapt.lora.rank=4', 'adapt.freeze=["embedding"]', 'data.labels=null']
+    ['adapt.method="lora"', 'adapt.lora.rank=4', 'adapt.freeze=["embedding"]', 'data.labels=null']
 
     Raises:
         UsageError: for a value that a recipe cannot hold.
     """
-    return [f"{key}={_written(key, value)}" for key, value in _leaves(overrides)]
-
-
-def _leaves(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    found = []
     for key, value in overrides.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _written(key: str, value: Any) -> str:
-    """Format a value as YAML that reads as the same value."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
-    except (TypeError, ValueError):
-        raise UsageError(f"{key}: {value!r} is nothing that a recipe can hold") from None
-    if not isinstance(value, str | os.PathLike):
-        return text
-    path = os.fspath(value)
-    try:
-        return path if path == path.strip() and parse_yaml(path) == path else text
-    except (YAMLError, ValueError):
-        return text
+            found += keys(value, f"{prefix}{key}.")
+            continue
+        try:
+            found.append(f"{prefix}{key}={json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)}")
+        except (TypeError, ValueError):
+            raise UsageError(f"{prefix}{key}: {value!r} is nothing that a recipe can hold") from None
+    return found
 
 
 def _plain(value: Any) -> Any:
     """Convert values that JSON lacks: paths, and numbers and arrays of numpy."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    raise TypeError
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else os.fspath(value)
 
 
 @contextmanager
@@ -245,34 +212,3 @@ def _file_of(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str
         file = Path(directory) / "recipe.yaml"
         file.write_text("{}\n", encoding="utf-8")
         yield str(file)
-
-
-@contextmanager
-def _one_run() -> Iterator[None]:
-    """Refuse a second run at the same time, since two runs of one process would share random states and environment."""
-    if not _one_at_a_time.acquire(blocking=False):
-        raise UsageError("this process is fine-tuning already; start a process of its own for another run")
-    try:
-        yield
-    finally:
-        _one_at_a_time.release()
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Restore random states, torch's threads and the current GPU after the block."""
-    import torch
-
-    threads, of_python, of_numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()  # noqa: NPY002
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking for its state would take memory there, if it was not
-    device = torch.cuda.current_device() if on_gpu else -1
-    devices: Sequence[int] = range(torch.cuda.device_count()) if on_gpu else ()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        torch.set_num_threads(threads)
-        if on_gpu:
-            torch.cuda.set_device(device)

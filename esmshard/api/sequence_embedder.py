@@ -51,19 +51,18 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         from esmshard.api import sequence_inputs
 
         self._output()
-        sequence_inputs.sequences(sequence_inputs.rows(X))
+        sequence_inputs.sequences(sequence_inputs.as_list(X, "sequences"))
         return self
 
     def transform(self, X: Any) -> npt.NDArray[np.float32]:
-        """Compute embeddings, float32 [N, D], of N sequences: a list, a 1-d array or a Series of strings, or a
-        table with a column of sequences, which is found by its name (docs/ingest.md).
+        """Compute embeddings, float32 [N, D], of N sequences: a list, a 1-d array or a Series of strings.
 
         Raises:
             InputError: a `ValueError` with the sequence and the position of a character that is no residue.
         """
         from esmshard.api import sequence_inputs
 
-        wanted, sequences = self._output(), sequence_inputs.rows(X)
+        wanted, sequences = self._output(), sequence_inputs.as_list(X, "sequences")
         model = _loaded(str(self.model), _version(str(self.model)), self.device)
         found: npt.NDArray[np.float32] = model.embed(sequences, wanted.pool, wanted.layer, tokens=self.tokens)
         return found

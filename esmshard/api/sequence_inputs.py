@@ -1,10 +1,10 @@
-"""Sequences and variants in Python's forms: lists, dictionaries, tables, files. They are checked as in files."""
+"""Sequences and variants in Python's forms: lists, dictionaries, files. They are checked as in files."""
 
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,15 @@ import numpy.typing as npt
 from esmshard.data.variants.substitutions import STOP, Mutation, parse_variant
 from esmshard.errors import InputError, UsageError
 from esmshard.io import nucleotides
-from esmshard.io.sequences import id_column, read_fasta, sequence_columns
+from esmshard.io.sequences import read_fasta
 from esmshard.io.store import TokenStore, is_store
 from esmshard.io.symbols import Edits, RefusedSymbols, Rules, clean, in_a_store, shown
-from esmshard.io.tables import Table, counted
-from esmshard.vocab import BETWEEN, CLS, EOS, LINKER, encode
+from esmshard.io.tables import counted
+from esmshard.vocab import CLS, EOS, LINKER, encode
 
 Sequences = str | Iterable[str] | Mapping[str, str] | os.PathLike[str]
-"""One sequence, several sequences, a dictionary of sequences by id, a table of pandas, Polars or Arrow with a column of
-sequences (docs/ingest.md), or the path of a FASTA file, table or token store. A plain string is never a path.
+"""One sequence, several sequences, a dictionary of sequences by id, or the path of a FASTA file, table or token store.
+A plain string is never a path.
 """
 
 
@@ -65,8 +65,6 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
         pairs: list[tuple[object, object]] = [(single, given)]
     elif isinstance(given, Mapping):
         pairs = list(given.items())
-    elif (found_in := _of_columns(given)) is not None:
-        pairs, with_ids = found_in
     else:
         pairs = list(enumerate(as_list(given, "sequences")))
     if not pairs:
@@ -93,114 +91,22 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
 
 
 def as_list(given: Any, what: str) -> list[Any]:
-    """Return a list of strings from a list-like argument.
+    """Return a list of strings from a list, tuple, generator, 1-d array or Series.
 
-    Refused are arguments whose items are something else: the names of a table's columns, the letters of a Biopython
-    sequence, or a set, which has no order.
+    Refused are arguments whose items are something else: the columns of a table, the letters of a Biopython sequence,
+    or a set, which has no order.
 
     >>> as_list(("MKT", "MK"), "sequences")
     ['MKT', 'MK']
-
-    Args:
-        given: a list, tuple, generator, 1-d array or Series.
-        what: the name of the items, in the plural, for messages.
-
-    Raises:
-        UsageError: with the expression to type instead.
     """
-    kind = type(given).__name__
-    expected = f"a list of {what} is expected, not"
-    if isinstance(given, str):
-        raise UsageError(f"a list of {what} is expected, and this is a single one; write [{shown(given)!r}]")
-    if isinstance(given, bytes | bytearray):
-        raise UsageError(f"{expected} {kind}; write given.decode()")
-    names, shape = _column_names(given), getattr(given, "shape", None)
-    if names is not None:
-        likely = sequence_columns(_header(kind, names)) if what == "sequences" else ()
-        typed = f'df["{likely[0]}"]' if len(likely) == 1 else f"the column that has the {what}, as df[NAME]"
-        raise UsageError(f"{expected} a {kind} with the columns {', '.join(map(shown, names[:5]))}; give {typed}")
-    if shape is not None and len(shape) != 1:
-        fix = "x[:, 0]" if len(shape) == 2 else "x.ravel()" if shape else "str(x)"
-        raise UsageError(f"{expected} an array of shape {tuple(shape)}; give one dimension, as {fix}")
-    if kind in ("Seq", "MutableSeq", "SeqRecord"):  # Biopython's objects are sequences of letters
-        raise UsageError(f"{expected} a {kind}; give {'str(given.seq)' if kind == 'SeqRecord' else 'str(given)'}")
-    if isinstance(given, set | frozenset):
-        raise UsageError(f"{expected} a {kind}, which has no order that results could come in; give sorted(given)")
-    if isinstance(given, Mapping):
-        raise UsageError(f"{expected} a {kind}; give list(given.values())")
-    if hasattr(given, "read"):
-        raise UsageError(f"{expected} an open file; give its pathlib.Path")
-    if not isinstance(given, Iterable):
-        raise UsageError(f"{expected} {kind}")
-    return list(given)
-
-
-def _column_names(given: Any) -> list[str] | None:
-    """Return the names of the columns of a table of pandas, Polars or Arrow; None if it is something else."""
-    columns = getattr(given, "column_names", getattr(given, "columns", None))
-    return None if columns is None or callable(columns) else [str(name) for name in columns]
-
-
-def rows(given: Any) -> list[Any]:
-    """Return a list of sequences from a list-like argument, or from the column of sequences of a table.
-
-    Args:
-        given: a table of pandas, Polars or Arrow, whose ids are not read and may repeat; else see `as_list`.
-
-    Raises:
-        UsageError: with the expression to type instead.
-    """
-    names = _column_names(given)
-    columns = () if names is None else sequence_columns(_header(type(given).__name__, names))
-    return _of_chains(given, columns) if columns else as_list(given, "sequences")
-
-
-def _of_columns(given: Any) -> tuple[list[tuple[object, object]], bool] | None:
-    """Return the sequences of a table, each with its id or its place, and whether these are ids; None if it is no
-    table, or has no column of sequences.
-    """
-    names = _column_names(given)
-    if names is None:
-        return None
-    header = _header(type(given).__name__, names)
-    columns = sequence_columns(header)
-    if not columns:
-        return None
-    ids = id_column(header, columns)
-    sequences = _of_chains(given, columns)
-    if ids is None:
-        return list(enumerate(sequences)), False
-    keys = [str(cell) for cell in _cells(given, ids)]
-    if len(set(keys)) < len(keys):
-        twice = next(key for n, key in enumerate(keys) if key in keys[:n])
-        raise InputError(
-            f"{header.path}: column {ids!r} has {shown(twice)!r} twice; give each sequence an id of its own, or give "
-            f"df[{list(columns) if len(columns) > 1 else columns[0]!r}], which has no ids"
+    kind, one_dimension = type(given).__name__, len(getattr(given, "shape", (1,))) == 1
+    wrong = isinstance(given, str | bytes | set | frozenset | Mapping) or kind in ("Seq", "MutableSeq", "SeqRecord")
+    if wrong or not one_dimension or not isinstance(given, Iterable):
+        raise UsageError(
+            f"a list of {what} is expected, not {kind}; give a list of strings, such as [{what[:-1]}], or a column of "
+            "a table, as list(df['sequence'])"
         )
-    return list(zip(keys, sequences, strict=True)), True
-
-
-def _of_chains(given: Any, columns: Sequence[str]) -> list[Any]:
-    """Return the records of a column of sequences, or of two columns of their chains."""
-    if len(columns) == 1:
-        return _cells(given, columns[0])
-    return [_record(*cells) for cells in zip(*(_cells(given, name) for name in columns), strict=True)]
-
-
-def _record(first: object, second: object) -> object:
-    """Return a record of two chains, or a cell that is no text, which is refused like any other."""
-    cells = (first, second)
-    return next((cell for cell in cells if not isinstance(cell, str)), BETWEEN.join(map(str, cells)))
-
-
-def _header(kind: str, names: Sequence[str]) -> Table:
-    """Return a table without rows, in which columns are found as in a file. Messages call it by its type."""
-    return Table(Path(kind), {name: [] for name in names}, [])
-
-
-def _cells(table: Any, column: str) -> list[object]:
-    values = table[column]
-    return list(values.to_pylist() if hasattr(values, "to_pylist") else values)  # Arrow's items are no strings
+    return list(given)
 
 
 def _of_file(path: Path, linker: int) -> SequenceInputs:

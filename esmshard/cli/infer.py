@@ -108,10 +108,9 @@ def embed(
 
     if out is None:
         raise UsageError("-o: name the file to write, or the directory, such as -o my.h5")
-    from esmshard.embed import dry_run as dry
-    from esmshard.embed import job
-    from esmshard.embed.request import request
-    from esmshard.embed.spec import Long
+    from esmshard.embed import engines
+    from esmshard.embed.dry_run import forecast
+    from esmshard.embed.spec import Long, request
 
     how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
     how |= {"layers": _integers("--layers", layers), "heads": _integers("--heads", heads)}
@@ -126,9 +125,9 @@ def embed(
     if dry_run and offload:
         raise UsageError("--dry-run needs the whole model in one process; leave --offload out")
     if dry_run:
-        print(dry.forecast(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
+        print(forecast(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
         return
-    report = job.embed(
+    report = engines.embed(
         asked,
         fasta,
         nproc=nproc,
@@ -161,9 +160,9 @@ embeddings = typer.Typer(help="Look at outputs of embed, and convert them.", no_
 @embeddings.command("status")
 def embeddings_status(out: Annotated[Path, Argument(help="An output of embed, finished or not.")]) -> None:
     """Print how far an output is, and what it holds."""
-    from esmshard.embed import job
+    from esmshard.embed import engines
 
-    print(job.status(out))
+    print(engines.status(out))
 
 
 @embeddings.command("merge")
@@ -177,13 +176,13 @@ def embeddings_merge(
     overwrite: Overwrite = False,
 ) -> None:
     """Write one file from a directory of parts, which stays."""
-    from esmshard.embed import job
+    from esmshard.embed import engines
     from esmshard.io import remote
 
     if (url := remote.address(out)) is not None:
-        remote.write_at(url, overwrite, lambda path: print(job.merge(directory, path, fmt, overwrite=overwrite)))
+        remote.write_at(url, overwrite, lambda path: print(engines.merge(directory, path, fmt, overwrite=overwrite)))
     else:
-        print(job.merge(directory, out, fmt, overwrite))
+        print(engines.merge(directory, out, fmt, overwrite))
 
 
 def predict(

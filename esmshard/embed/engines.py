@@ -1,50 +1,118 @@
-"""The engines that compute the parts of an embedding job: processes of this machine, workers of an array, or Ray.
+"""The `embed` command: an input is cut into parts, an engine computes them, and one file is made of them.
 
-A part is finished when its file exists, so there is no protocol between processes: each engine only divides the numbers
-of the missing parts. If two processes compute the same part, the second file replaces an equal one.
+The engines are processes of this machine (`local`), workers that a scheduler or a launcher has started (`array`), and
+Ray. A part is finished when its file exists (`esmshard.embed.parts`), so there is no protocol between processes: each
+engine only divides the numbers of the missing parts. The same command again computes what is missing.
+
+After the last part `OUT.partial` becomes OUT, or its rows are copied, in input order, into the file OUT. A bucket
+cannot rename: there, parts are uploaded to their final address, below OUT or, if a file is made of them, OUT.partial,
+and what shows that OUT is complete is uploaded last.
 """
 
+import contextlib
 import functools
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import socket
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from esmshard.embed.embedder import Embedder, Failed
-from esmshard.embed.plan import store_of, tracks_of
-from esmshard.embed.spec import TORCH, Spec
-from esmshard.embed.store import Layout, Parts, Reuse, key_bytes, read_plan
-from esmshard.errors import InputError, UsageError
+from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
+from esmshard.data.tracks import with_paths
+from esmshard.embed.compute import Work, compute_part, opened
+from esmshard.embed.parts import (
+    EmbeddingStore,
+    Parts,
+    Reuse,
+    begin,
+    conclude,
+    partial,
+    read_plan,
+    remove,
+    settings_of,
+)
+from esmshard.embed.spec import PARTS, EmbedRequest, difference
+from esmshard.errors import InputError, UsageError, writing
+from esmshard.io import remote
+from esmshard.io.array_formats import FORMATS, NUMPY, suits
+from esmshard.io.paths import check_replaced, read_json, replace_json, size_text
+from esmshard.io.remote import RemoteDirectory
+from esmshard.io.store import TokenStore, is_store
+from esmshard.io.tables import counted
+from esmshard.io.writers import chains_file, facts_file, failures_file, write_chains
 from esmshard.model import weights
-from esmshard.model.attention import kernel_name
-from esmshard.model.families.family_registry import family_of
-from esmshard.model.weights import model_hash
 from esmshard.parallel import cpu_limits
-from esmshard.progress import say
-from esmshard.vocab import CLS, EOS
+from esmshard.parallel.process_group import own_device, processes_of
+from esmshard.progress import Progress, rate, say
+from esmshard.tasks.finetuned import without_tracks
 
 Engine = Literal["local", "array", "ray"]
-
-MOST_LOSSES = 3
-"""How often processes may be killed without a finished part in between."""
-OFFLOADED_PACK = 16384
-"""Tokens of a pack where layers are copied for each pack."""
-
 Progressed = Callable[[int, int], None]
 """A function that is called with the number of finished rows and residues."""
+
+STDIN = Path("-")
+ROOM = "what is finished stays there: make room, and run the command again"
+STORE = ["plan.json", "manifest.json", "failed.tsv", "index/*", "parts/*"]
+"""The files of a directory of parts."""
+MOST_LOSSES = 3
+"""How often processes may be killed without a finished part in between."""
+
+
+@dataclass(frozen=True)
+class EmbedReport:
+    """The result of a job."""
+
+    out: Path | str
+    """The path, or the address in a bucket."""
+    records: int
+    computed: int
+    """Sequences that went through the model, over all attempts."""
+    duplicates: int
+    """Records with the same sequence as an earlier record."""
+    reused: int
+    """Sequences copied from the earlier directory of parts."""
+    windowed: int
+    """Sequences divided into windows for lack of memory."""
+    failed: int
+    """Records without values; `failed_file` lists them."""
+    failed_file: Path | str
+    first: str
+    """Id and reason of the first record without values."""
+
+    def __str__(self) -> str:
+        kept, computed = counted(self.records - self.failed, "record"), counted(self.computed, "sequence")
+        text = (
+            f"{self.out}: {kept}; {computed} computed, {counted(self.duplicates, 'duplicate')}, {self.reused:,} reused"
+        )
+        if self.windowed:
+            text += f"; {self.windowed:,} in windows, as memory did not suffice for them whole"
+        if self.failed:
+            text += f"; {counted(self.failed, 'record')} failed, see {self.failed_file}"
+        return text
+
+    def check(self) -> None:
+        """Raise `InputError` if every record failed, because the output is then empty."""
+        if self.failed == self.records:
+            raise InputError(
+                f"{self.out}: has no values, as every record failed ({self.records:,}), see {self.failed_file}; the "
+                f"first, {self.first}; fix that and start over with --overwrite"
+            )
 
 
 @dataclass(frozen=True)
@@ -57,18 +125,21 @@ class Share:
     number: int
     count: int
 
-    def __str__(self) -> str:
-        return f"worker {self.number} of {self.count}"
+    def of(self, parts: list[int]) -> list[int]:
+        """Return those of the missing parts that this worker computes, in its order."""
+        mine = [part for part in parts if part % self.count == self.number]
+        # The others' parts come last and backwards: their owners, if they are at work, compute them forwards.
+        return mine + (sorted(set(parts) - set(mine), reverse=True) if self.number == 0 else [])
+
+
+ALONE = Share(0, 1)
 
 
 def share(text: str | None) -> Share:
     """Return the share of this process, from `--worker I/N` or from the variables of a scheduler or a launcher.
 
     Slurm's array, torchrun and srun have both numbers in the environment. Kubernetes' Indexed Job has only the
-    number of the pod, so it needs `--worker $JOB_COMPLETION_INDEX/N`.
-
-    Raises:
-        UsageError: if the numbers are missing or make no sense.
+    number of the pod, so it needs `--worker $JOB_COMPLETION_INDEX/N`. `UsageError` if the numbers are missing.
     """
     if text is not None:
         number, _, count = text.partition("/")
@@ -79,83 +150,57 @@ def share(text: str | None) -> Share:
     if "SLURM_ARRAY_TASK_ID" in known:
         first, step = int(known.get("SLURM_ARRAY_TASK_MIN", "0")), int(known.get("SLURM_ARRAY_TASK_STEP", "1"))
         return Share((int(known["SLURM_ARRAY_TASK_ID"]) - first) // step, int(known["SLURM_ARRAY_TASK_COUNT"]))
-    for number, count in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if number in known and count in known:
-            return Share(int(known[number]), int(known[count]))
+    for name, names in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if name in known and names in known:
+            return Share(int(known[name]), int(known[names]))
     raise UsageError("--engine array: this process does not know its number; give --worker I/N, such as --worker 0/8")
 
 
-def _parts_of(parts: list[int], part_of: Share | None) -> list[int]:
-    """Return those of the missing parts that a worker computes, in its order."""
-    if part_of is None:
-        return parts
-    mine = [part for part in parts if part % part_of.count == part_of.number]
-    # The others' parts come last and backwards: their owners, if they are at work, compute them forwards.
-    return mine + (sorted(set(parts) - set(mine), reverse=True) if part_of.number == 0 else [])
+# Engines
 
 
-def compute_here(directory: Path, embedder: Embedder, progressed: Progressed, part_of: Share | None = None) -> None:
-    """Compute missing parts in this process, one after the other.
-
-    Args:
-        directory: `OUT.partial`.
-        embedder: the embedder of the plan's spec.
-        progressed: called with progress.
-        part_of: the share of this process; by default all parts.
-    """
-    plan = read_plan(directory)
-    parts = Parts(directory, plan)
-    for part in _parts_of(parts.missing(), part_of):
-        if not parts.is_done(part):
-            compute_part(directory, plan, parts, part, embedder, progressed)
+def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> None:
+    """Compute parts in this process, one after the other."""
+    try:
+        for part in parts:
+            progressed(*compute_part(work, part))
+    finally:
+        opened.cache_clear()  # frees the memory of the model
 
 
-def compute_locally(
-    directory: Path,
-    device: str,
-    processes: int,
-    tokens: int | None,
-    progressed: Progressed,
-    part_of: Share | None = None,
-) -> None:
+def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int, progressed: Progressed) -> None:
     """Compute the missing parts in processes of this machine. A killed process is started again.
 
     Args:
-        directory: `OUT.partial`.
-        device: the type of the device. With `cuda` each process has a GPU of its own.
+        work: the job. With the device `cuda` each process has a GPU of its own.
+        missing: returns the numbers of the missing parts.
         processes: the number of processes.
-        tokens: tokens of a pack.
         progressed: called with the rows and residues of each finished part.
-        part_of: the share of this machine; by default all parts.
 
     Raises:
         InputError: with the message of a process, or if processes were killed again and again.
     """
-    all_parts, losses = Parts(directory, read_plan(directory)), 0
+    losses, context = 0, multiprocessing.get_context("spawn")
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cpu_limits.cores() // processes))
-    context = multiprocessing.get_context("spawn")
-    while parts := _parts_of(all_parts.missing(), part_of):
+    while parts := missing():
         numbers = context.SimpleQueue()
         for number in range(processes):
             numbers.put(number)
-        pool = ProcessPoolExecutor(processes, context, _begin_process, (numbers, device, threads))
+        pool = ProcessPoolExecutor(processes, context, _begin_process, (numbers, threads))
         children: list[Any] = []
         try:
-            waiting = [pool.submit(_compute_in_process, str(directory), tokens, part) for part in parts]
+            waiting = [pool.submit(_compute_in_process, work, part) for part in parts]
             children = multiprocessing.active_children()
             for done in as_completed(waiting):
                 progressed(*done.result())
         except BrokenProcessPool:
-            losses = losses + 1 if len(_parts_of(all_parts.missing(), part_of)) == len(parts) else 1
-            codes = {child.exitcode for child in children} - {0, None, -signal.SIGTERM}
-            cause = f"a process was ended by signal {-min(codes)}" if codes else "a process was ended"
-            cause += " (out of memory, perhaps)" if -signal.SIGKILL in codes else ""
+            losses = losses + 1 if len(missing()) == len(parts) else 1
             if losses > MOST_LOSSES:
                 raise InputError(
-                    f"{directory}: {cause}, {losses} times without a part finished; give --nproc fewer processes, or "
-                    "--tokens fewer, and run the command again"
+                    f"{work.directory}: processes were ended (out of memory, perhaps) {losses} times without a part "
+                    "finished; give --nproc fewer processes, or --tokens fewer, and run the command again"
                 ) from None
-            say(f"{cause}; another one takes its place")
+            say("a process was ended (out of memory, perhaps); another one takes its place")
         except BaseException:
             for child in children:
                 child.kill()
@@ -164,12 +209,13 @@ def compute_locally(
             pool.shutdown(cancel_futures=True)
 
 
-_process: dict[str, Any] = {}
-"""The device of this process of a pool, and its open model."""
+_number = 0
+"""The number of this process of a pool."""
 
 
-def _begin_process(numbers: Any, device: str, threads: int) -> None:
-    """Prepare a process of the pool: it has a device of its own, leaves Ctrl-C to its parent, and ends with it."""
+def _begin_process(numbers: Any, threads: int) -> None:
+    """Prepare a process of the pool: it has a number, leaves Ctrl-C to its parent, and ends with it."""
+    global _number  # noqa: PLW0603  # of this process alone
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -180,43 +226,21 @@ def _begin_process(numbers: Any, device: str, threads: int) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    number = numbers.get()
-    _process["device"] = f"cuda:{number}" if device == "cuda" else device
+    _number = numbers.get()
 
 
-def _compute_in_process(directory: str, tokens: int | None, part: int) -> tuple[int, int]:
-    return _compute_once(directory, _process["device"], tokens, part)
+def _compute_in_process(work: Work, part: int) -> tuple[int, int]:
+    return compute_part(replace(work, device=f"cuda:{_number}") if work.device == "cuda" else work, part)
 
 
-def _compute_once(directory: str, device: str, tokens: int | None, part: int) -> tuple[int, int]:
-    """Compute a part, unless it was finished meanwhile. Return its computed rows and residues."""
-    rows, residues = 0, 0
-
-    def count(more_rows: int, more_residues: int) -> None:
-        nonlocal rows, residues
-        rows, residues = rows + more_rows, residues + more_residues
-
-    plan, parts, embedder = _open(directory, device, tokens)
-    if not parts.is_done(part):
-        compute_part(Path(directory), plan, parts, part, embedder, count)
-    return rows, residues
-
-
-@functools.lru_cache(maxsize=1)
-def _open(directory: str, device: str, tokens: int | None) -> tuple[dict[str, Any], Parts, Embedder]:
-    plan = read_plan(Path(directory))
-    return plan, Parts(Path(directory), plan), make_embedder(plan, torch.device(device), tokens)
-
-
-def compute_on_ray(directory: Path, device: str, tokens: int | None, address: str, progressed: Progressed) -> None:
-    """Compute the missing parts as tasks of a Ray cluster, each with one GPU or one core.
+def compute_on_ray(work: Work, parts: Sequence[int], address: str, progressed: Progressed) -> None:
+    """Compute parts as tasks of a Ray cluster, each with one GPU or one core.
 
     Nodes may join and leave: Ray gives the parts of a lost node to other nodes. All nodes need the same file system.
 
     Args:
-        directory: `OUT.partial`.
-        device: the type of the device.
-        tokens: tokens of a pack.
+        work: the job.
+        parts: the numbers of the parts.
         address: `auto` for the cluster to which this machine belongs, `local` for one of this machine alone, or the
             address of a cluster.
         progressed: called with the rows and residues of each finished part.
@@ -241,127 +265,395 @@ def compute_on_ray(directory: Path, device: str, tokens: int | None, address: st
             "or give --ray-address local"
         ) from None
     try:
-        use = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 1}
+        use = {"num_gpus": 1} if work.device == "cuda" else {"num_cpus": 1}
         task = ray.remote(**use, max_retries=-1, scheduling_strategy="SPREAD")(_compute_in_task)
-        parts = Parts(directory, read_plan(directory)).missing()
-        waiting = [task.remote(str(directory.resolve()), device, tokens, part) for part in parts]
+        waiting = [task.remote(work, part) for part in parts]
         while waiting:
             done, waiting = ray.wait(waiting)
             progressed(*ray.get(done[0]))
     except ray.exceptions.RayTaskError as error:
-        cause = error.as_instanceof_cause()
-        if not isinstance(cause, (InputError, OSError)):
+        if not isinstance(error.as_instanceof_cause(), (InputError, OSError)):
             raise
         raise InputError(str(error.cause)) from None
     finally:
         ray.shutdown()
 
 
-def _compute_in_task(directory: str, device: str, tokens: int | None, part: int) -> tuple[int, int]:
-    if device == "cpu":
+def _compute_in_task(work: Work, part: int) -> tuple[int, int]:
+    if work.device == "cpu":
         torch.set_num_threads(1)  # Ray gave this task one core.
-    return _compute_once(directory, "cuda:0" if device == "cuda" else device, tokens, part)
+    return compute_part(work, part)
 
 
-_told_to_wait: set[Share] = set()
+# The command
 
 
-def wait(worker: Share) -> None:
-    """Wait a moment for worker 0, which reads the input and writes the plan. Say so once."""
-    if worker not in _told_to_wait:
-        say(f"{worker}: waits until worker 0 has read the input")
-        _told_to_wait.add(worker)
-    time.sleep(0.5)
-
-
-def compute_part(
-    directory: Path, plan: Mapping[str, Any], parts: Parts, part: int, embedder: Embedder, progressed: Progressed
-) -> None:
-    """Compute one part and write it.
+def embed(
+    asked: EmbedRequest,
+    fasta: Path,
+    *,
+    nproc: int | None = None,
+    tokens: int | None = None,
+    reuse: Path | None = None,
+    overwrite: bool = False,
+    offload: bool = False,
+    engine: Engine = "local",
+    worker: str | None = None,
+    ray_address: str = "auto",
+    part_tokens: int | None = None,
+) -> EmbedReport | None:
+    """Compute the embeddings and write the output. If a part of them is there already, compute what is missing.
 
     Args:
-        directory: `OUT.partial`.
-        plan: its plan.
-        parts: its parts.
-        part: the number of the part.
-        embedder: the embedder of the plan's spec.
-        progressed: called with progress.
+        asked: the request, see `request`.
+        fasta: a plain or compressed file, `-` for the standard input, a token store, or structures; or an address in a
+            bucket.
+        nproc: processes on this machine; by default one for each GPU, or one.
+        tokens: tokens computed at once.
+        reuse: an earlier directory of parts. The rows of equal sequences are copied from it.
+        overwrite: replace `out`, and an interrupted run with other settings.
+        offload: spread one model over all GPUs of this machine, its memory and its disk.
+        engine: what computes the parts: `local` (processes of this machine), `array` (this process is one of several
+            that a scheduler or a launcher has started) or `ray` (a Ray cluster).
+        worker: number and count of the workers, as `0/8`, for `array`; by default from the environment.
+        ray_address: `auto`, `local` or the address of a Ray cluster.
+        part_tokens: tokens of a part.
+
+    Returns:
+        The report; None in workers of an array other than worker 0, which writes the output.
+
+    Raises:
+        UsageError: if the output exists already and is another one, or was begun with other settings.
+        InputError: if a file cannot be read. In this case no file is left behind.
     """
-    began, spec, index, store = time.monotonic(), Spec.of(plan), parts.index, store_of(directory, plan)
-    first_n = index.first[index.bounds[part] : index.bounds[part + 1]].tolist()
-    length_n = index.lengths_of(part)
-    layout = Layout(spec, length_n)
-    tensors = {one.name: layout.empty(one) for one in spec.outputs}
+    if offload and (engine != "local" or nproc not in (None, 1)):
+        raise UsageError("--offload spreads one model over all the memory there is; leave --nproc and --engine out")
+    if engine == "array" and overwrite:
+        raise UsageError("--overwrite lets each worker remove the others' results; remove the output before")
+    if worker is not None and engine != "array":
+        raise UsageError("--worker is for --engine array; leave it out")
+    mine, url = share(worker) if engine == "array" else ALONE, remote.address(asked.out)
+    if url is not None and engine == "ray":
+        raise UsageError(f"{url}: --engine ray writes to a disk that all nodes see; use --engine array for a bucket")
+    partial(asked.out)
+    processes = 1 if offload else processes_of(asked.device, nproc)
+    if asked.device.type == "cuda" and engine != "ray":
+        own_device(processes - 1, processes, asked.device)  # raises if there is no GPU for each process
+    reuse = None if reuse is None else remote.local(reuse).resolve()
+    if reuse is not None:
+        Reuse(reuse, asked.spec)
+    scratch = contextlib.nullcontext(asked.out.parent) if url is None else remote.scratch()
+    with read_from(asked, fasta) as (read, sequences, sentences), scratch as folder:
+        here = replace(read, out=folder / asked.out.name)
+        directory = partial(here.out)
+        work = Work(
+            directory.resolve(),
+            sequences.resolve() if is_store(sequences) else directory.resolve() / "work" / "input",
+            asked.model,
+            "cuda" if asked.device.type == "cuda" and (processes > 1 or engine == "ray") else str(asked.device),
+            tokens,
+            reuse,
+            offload,
+            None if url is None else f"{url}{'' if asked.fmt == PARTS else '.partial'}",
+        )
 
-    def put(row: int, values: Mapping[str, torch.Tensor]) -> None:
-        for one in spec.outputs:
-            target = tensors[one.name][layout.slice(one, row)]
-            target.copy_(values[one.name].reshape(target.shape))
+        def compute(parts: Parts, progressed: Progressed) -> None:
+            if engine == "ray":
+                compute_on_ray(work, mine.of(parts.missing()), ray_address, progressed)
+            elif processes > 1:
+                compute_locally(work, lambda: mine.of(parts.missing()), processes, progressed)
+            else:
+                compute_here(work, mine.of(parts.missing()), progressed)
 
-    todo = list(range(len(first_n)))
-    if plan["reuse"]:
-        earlier = _reuse(plan["reuse"], spec)
-        old_n = earlier.rows(np.asarray(index.keys[index.bounds[part] : index.bounds[part + 1]]))
-        todo = np.flatnonzero(old_n < 0).tolist()
-        for row in np.flatnonzero(old_n >= 0).tolist():
-            values = {name: torch.from_numpy(x) for name, x in earlier.values(int(old_n[row])).items()}
-            put(row, {name: x.view(TORCH[spec.dtype]) for name, x in values.items()})
-        progressed(len(first_n) - len(todo), 0)
-    failed, windowed = list[tuple[int, str]](), list[tuple[int, int]]()
-    records = tracks_of(directory, plan, family_of(embedder.esm.config).tracks, store)
-    tracks = None if records is None else [records.get(first_n[row], slice(None)) for row in todo]
-    for place, result in embedder.compute([with_ends(store.residues(first_n[row])) for row in todo], tracks):
-        row = todo[place]
-        if isinstance(result, Failed):
-            failed.append((row, result.reason))
+        job = _Job(here, sequences, sentences, mine.number == 0, overwrite, url, work)
+        with writing(directory, ROOM):
+            try:
+                return job.run(compute, part_tokens)
+            except (InputError, OSError) as error:
+                if isinstance(error, UsageError) or directory.exists() or (known := job.finished()) is None:
+                    raise
+                return job.report(known)  # Another process has made the output meanwhile, and removed the parts.
+
+
+@contextlib.contextmanager
+def read_from(asked: EmbedRequest, fasta: Path) -> Iterator[tuple[EmbedRequest, Path, list[str]]]:
+    """Provide the request with a path for each track, the file of the sequences, and sentences about both.
+
+    Structures are read into a FASTA file of their chains, and the standard input, which can be read once, is copied.
+    """
+    with contextlib.ExitStack() as stack:
+        sentences = [*asked.found.notices, *without_tracks(asked.model, [one.track.name for one in asked.tracks])]
+        path = given = remote.local(fasta)
+        if given == STDIN:
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="esmshard-embed-"))) / "stdin"
+            with open(path, "wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+        elif holds_structures(given):
+            path = cached_split(given)
+            sentences += [f"{given}: the sequences of its chains were read", *(f"{given}: {s}" for s in notices(path))]
+        yield replace(asked, tracks=tuple(with_paths(given, asked.tracks))), path, sentences
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request, and how it is carried out; see `embed`. Paths are on this machine, also for a bucket."""
+
+    asked: EmbedRequest
+    fasta: Path
+    sentences: list[str]
+    is_first: bool
+    """Whether this process reads the input and writes the output."""
+    overwrite: bool
+    url: str | None
+    work: Work
+
+    @functools.cached_property
+    def place(self) -> Path | RemoteDirectory:
+        """Where the parts lie."""
+        return partial(self.asked.out) if self.work.bucket is None else RemoteDirectory(self.work.bucket)
+
+    @functools.cached_property
+    def parent(self) -> Path | RemoteDirectory:
+        """The folder that holds the output."""
+        return self.asked.out.parent if self.url is None else RemoteDirectory(self.url.rpartition("/")[0])
+
+    @functools.cached_property
+    def settings(self) -> dict[str, str]:
+        """All on which the output depends."""
+        return settings_of(self.asked, self.fasta)
+
+    def run(self, compute: Callable[[Parts, Progressed], None], part_tokens: int | None) -> EmbedReport | None:
+        """Plan, compute, and write the output, each as far as it is not done yet."""
+        asked, directory, is_parts = self.asked, partial(self.asked.out), self.asked.fmt == PARTS
+        while True:
+            if not self.overwrite and (known := self.finished()) is not None:
+                self.check_same(known, "made")
+                say(f"{self.url or asked.out}: is finished already")
+                remove(directory)
+                return self.report(known)
+            if self.is_first or self.url is not None or directory.exists():
+                break
+            time.sleep(0.5)  # Worker 0 reads the input and writes the plan.
+        self.clear_way()
+        for notice in filter(None, [*self.sentences, weights.altered(asked.found.files)]):
+            say(notice)
+        plan = begin(directory, self.fasta, asked, self.sentences, part_tokens)
+        self.check_same(plan, "begun")
+        bucket = self.place if isinstance(self.place, RemoteDirectory) else None
+        if bucket is not None:
+            bucket.write("plan.json", (directory / "plan.json").read_bytes())
+        parts = Parts(directory, plan, bucket)
+        missing, bounds, total = parts.missing(), plan["bounds"], plan["unique"]
+        if bucket is None or not is_parts:
+            check_fits(directory, numbers_bytes(asked, parts, missing) + file_bytes(asked, parts))
+        done, residues, began = total - sum(bounds[part + 1] - bounds[part] for part in missing), 0, time.monotonic()
+        if done:
+            say(f"{self.url or directory}: going on; {done:,} of {total:,} sequences are done")
+        with Progress("embed", total) as progress:
+
+            def progressed(more_rows: int, more_residues: int) -> None:
+                nonlocal done, residues
+                # The total can be exceeded, because a part is counted again when it is computed twice.
+                done, residues = min(done + more_rows, total), residues + more_residues
+                if more_rows:
+                    progress.update(done, f"{rate(residues / (time.monotonic() - began))} residues/s")
+
+            if missing:
+                compute(parts, progressed)
+        if not self.is_first:
+            say("the parts of this worker are finished; worker 0 writes the output")
+            return None
+        if bucket is not None and not is_parts:
+            parts.download()
+        known = conclude(directory, plan, parts)
+        if not is_parts:
+            sequences = TokenStore(self.work.store) if FORMATS[asked.fmt].by_sequence else None
+            write_file(EmbeddingStore(directory), asked.out, asked.fmt, sequences)
+        if bucket is not None:
+            self.upload(bucket, parts)
+        elif is_parts:
+            shutil.rmtree(directory / "work", ignore_errors=True)
+            for stray in set(parts.folder.iterdir()) - {parts.folder / parts.name(part) for part in range(len(parts))}:
+                stray.unlink(missing_ok=True)  # of killed workers, or of another plan
+            remove(asked.out)
+            directory.rename(asked.out)
+        for left in asked.out.absolute().parent.glob(f".planning-{directory.name}-*"):  # of killed commands
+            shutil.rmtree(left, ignore_errors=True)
+        remove(directory)
+        return self.report(known)
+
+    def finished(self) -> dict[str, Any] | None:
+        """Return the plan and the manifest of an output that is there already; None if there is none."""
+        out, facts = self.asked.out, facts_file(self.asked.out).name
+        if self.asked.fmt == PARTS:
+            texts = _texts(out if self.url is None else self.place, "plan.json", "manifest.json")
+            known = {**texts.get("plan.json", {}), **texts["manifest.json"]} if "manifest.json" in texts else {}
         else:
-            put(row, result.values)
-            windowed += [(row, result.windowed)] if result.windowed else []
-        progressed(1, int(length_n[row]))
-    on_gpu = embedder.device.type == "cuda"
-    note = {
-        "rows": len(first_n),
-        "failed": sorted(failed),
-        "windowed": sorted(windowed),
-        "reused": len(first_n) - len(todo),
-        "kernel": kernel_name(embedder.device, TORCH[spec.compute]),
-        "device": torch.cuda.get_device_name(embedder.device) if on_gpu else embedder.device.type,
-        "torch": torch.__version__,
-        "seconds": round(time.monotonic() - began, 3),
-    }
-    parts.write(part, {**tensors, "keys": torch.from_numpy(key_bytes(index, part))}, note)
+            there = out.exists() if isinstance(self.parent, Path) else self.parent.look(out.name) is not None
+            known = _texts(self.parent, facts).get(facts, {}) if there else {}
+        return known if "settings" in known else None  # otherwise it is something else of this name
+
+    def check_same(self, known: Mapping[str, Any], verb: str) -> None:
+        """Raise `UsageError` if an output was made or begun with other settings."""
+        if different := difference(known["settings"], self.settings):
+            place = self.url or (self.asked.out if verb == "made" else partial(self.asked.out))
+            raise UsageError(f"{place}: was {verb} with {different}; --overwrite starts over")
+
+    def clear_way(self) -> None:
+        """Refuse to replace an output or files of others, and an interrupted run with other settings, unless
+        `overwrite` is set.
+        """
+        asked, directory, begun = self.asked, partial(self.asked.out), _texts(self.place, "plan.json", "manifest.json")
+        plan = begun.get("plan.json")
+        if plan is not None and not self.overwrite:
+            self.check_same(plan, "begun")
+        replaced = plan is not None and self.overwrite and plan["settings"] != self.settings
+        if isinstance(self.place, RemoteDirectory):
+            if replaced or (self.overwrite and "manifest.json" in begun):
+                ours = [name for name in self.place.listing() if any(fnmatch(name, one) for one in STORE)]
+                self.place.remove(sorted(ours, key=lambda name: name != "manifest.json"))
+            return
+        if plan is None or self.overwrite:  # otherwise this was checked when the run was begun
+            if asked.fmt != PARTS:
+                FORMATS[asked.fmt].check_place(asked.out, overwrite=self.overwrite)
+            elif asked.out.exists() and not self.overwrite:
+                raise UsageError(f"{asked.out}: exists already; choose another name or pass --overwrite")
+            else:
+                check_replaced(asked.out, STORE, marker="manifest.json")
+        if replaced:
+            check_replaced(directory, [*STORE, "work/*", ".*"])
+            remove(directory)
+
+    def upload(self, bucket: RemoteDirectory, parts: Parts) -> None:
+        """Upload what was made, and last what shows that it is complete; remove what an earlier output had more."""
+        out, directory, parent = self.asked.out, partial(self.asked.out), self.parent
+        assert isinstance(parent, RemoteDirectory)
+        if self.asked.fmt == PARTS:
+            for path in [*(directory / "index").iterdir(), *directory.glob("failed.tsv"), directory / "manifest.json"]:
+                bucket.upload(path, path.relative_to(directory).as_posix())
+            kept = {f"parts/{parts.name(part)}" for part in range(len(parts))}
+            bucket.remove(name for name in bucket.listing("parts") if name not in kept)
+            return
+        made = [path for path in out.parent.rglob("*") if path.is_file() and directory not in path.parents]
+        for path in sorted(made, key=lambda path: path == out):
+            parent.upload(path, path.relative_to(out.parent).as_posix())
+        parent.remove(path.name for path in {failures_file(out), chains_file(out)} - {*made})
+        bucket.remove(sorted(bucket.listing(), key=lambda name: name != "plan.json"))
+
+    def report(self, known: Mapping[str, Any]) -> EmbedReport:
+        """Return the report of a finished output."""
+        out: Path | str = self.url or self.asked.out
+        return EmbedReport(
+            out,
+            known["records"],
+            known["computed"],
+            known["records"] - known["unique"],
+            known["reused"],
+            len(known["windowed_rows"]),
+            known["failed_records"],
+            f"{out}{'/' if self.asked.fmt == PARTS else '.'}failed.tsv",
+            known["first_failed"],
+        )
 
 
-@functools.lru_cache(maxsize=1)
-def _reuse(path: str, spec: Spec) -> Reuse:
-    return Reuse(Path(path), spec)
+def _texts(place: Path | RemoteDirectory, *names: str) -> dict[str, dict[str, Any]]:
+    """Read those of some JSON files that exist."""
+    if isinstance(place, Path):
+        return {name: read_json(place / name) for name in names if (place / name).is_file()}
+    return {name: json.loads(text) for name, text in place.read(*names).items()}
 
 
-def with_ends(residues: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return the residues between `<cls>` and `<eos>`, as the embedder expects them."""
-    return np.concatenate(([CLS], residues, [EOS])).astype(np.uint8)
+def check_fits(place: Path, need: int) -> None:
+    """Raise `InputError` if so many bytes are not free on the disk of a directory."""
+    free = shutil.disk_usage(place).free
+    if need > free:
+        raise InputError(
+            f"{place}: {size_text(need)} will be written and {size_text(free)} are free; make room, choose another "
+            "place, or store less (--format parts, --dtype fp16, --pool mean), and run the command again"
+        )
 
 
-def make_embedder(
-    plan: Mapping[str, Any], device: torch.device, tokens: int | None, offload: Path | None = None
-) -> Embedder:
-    """Open the model of a plan on a device. `InputError` if it is not the model that the plan was made for.
+def numbers_bytes(asked: EmbedRequest, parts: Parts, some: Sequence[int]) -> int:
+    """Return the bytes of the numbers of some parts."""
+    spec = asked.spec
+    numbers = sum(int(spec.numbers(spec.long.kept(parts.index.lengths_of(part))).sum()) for part in some)
+    return numbers * np.dtype(NUMPY[spec.dtype]).itemsize
 
-    Args:
-        plan: the plan of the store.
-        device: the computing device.
-        tokens: tokens of a pack.
-        offload: a directory for layers that fit neither on the devices nor into memory. Each pass reads them.
+
+def file_bytes(asked: EmbedRequest, parts: Parts) -> int:
+    """Return about the bytes of the file that is made from the parts; 0 if none is made. Checks the format's limits."""
+    if asked.fmt == PARTS:
+        return 0
+    spec, index, writer, numbers, step = asked.spec, parts.index, FORMATS[asked.fmt], 0, 1 << 16
+    ids = int(index.ids[-1])
+    suits(asked.fmt, spec.outputs, spec.dtype, asked.out, records=len(index.lengths), id_bytes=ids)
+    length = index.lengths if not writer.by_sequence else index.lengths[index.first]
+    for start in range(0, len(length), step):
+        numbers += int(spec.numbers(spec.long.kept(length[start : start + step].astype(np.int64))).sum())
+    return numbers * writer.number_bytes(spec.dtype) + ids
+
+
+def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: TokenStore | None = None) -> None:
+    """Write the rows of a directory of parts into one file. `OUT.json` describes it; `OUT.failed.tsv` lists failed
+    records, if any, and `OUT.chains.tsv` the chains of records with several.
+
+    Raises:
+        UsageError: if the format cannot hold the rows, or needs sequences, which a finished directory lacks.
+        InputError: if a part is damaged.
     """
-    read, spec = weights.read(plan["facts"]["model"]), Spec.of(plan)
-    if model_hash(read) != spec.model_hash:
-        raise InputError(f"{read.source}: its weights were changed since; --overwrite starts over")
-    read = weights.joining(read, spec.chains, "--join")
-    dtype, how = TORCH[spec.compute], dict[str, Any](dtype=spec.dtype, long=spec.long)
-    if offload is None:
-        return Embedder(weights.build(read, device, dtype).eval(), spec.outputs, tokens=tokens, **how)
-    from esmshard.embed.offload import offloaded
+    about, known = embeddings.about(), embeddings.manifest
+    suits(fmt, about.outputs, about.dtype, out)
+    if FORMATS[fmt].by_sequence and sequences is None:
+        raise UsageError(
+            f"{embeddings.path}: has no sequences, and {fmt} stores rows by their sequences; write it with embed MODEL "
+            f"FASTA -o {out} --format {fmt} --reuse {embeddings.path}, which computes nothing again"
+        )
+    with FORMATS[fmt](out, about) as writer, Progress("write", about.n_records or 0) as progress:
+        for n, row in enumerate(embeddings.rows(sequences)):
+            writer.add(row)
+            if n and n % 4096 == 0:
+                progress.update(n, fmt)
+        for path in (failures_file(out), facts_file(out)):
+            path.unlink(missing_ok=True)
+        if embeddings.failed:
+            shutil.copyfile(embeddings.path / "failed.tsv", failures_file(out))
+        write_chains(out, embeddings.chains, embeddings.spec.chains.text)
+    facts = {"format": fmt, **embeddings.attributes, "dim": embeddings.spec.dim, **known}
+    facts = {name: value for name, value in facts.items() if name not in ("bounds", "digest")}
+    replace_json(facts_file(out), facts | {"outputs": [one.name for one in embeddings.outputs]})
 
-    esm = offloaded(read, offload, dtype, device)
-    # A pass copies the layers once, whatever its number of tokens. Packs at the same time would wait for each other.
-    return Embedder(esm, spec.outputs, tokens=tokens or OFFLOADED_PACK, device=device, workers=1, **how)
+
+def status(out: Path) -> str:
+    """Describe the progress of an output, in some lines. `InputError` if there is no output."""
+    if (url := remote.address(out)) is not None:
+        raise UsageError(f"{url}: status reads a directory on a disk; list {url}/parts/, where each object is a part")
+    directory = next((one for one in (out, partial(out)) if (one / "plan.json").is_file()), None)
+    if directory is None:
+        if out.exists():
+            return f"{out}: finished"
+        raise InputError(f"{out}: there is nothing; embed writes it")
+    plan = read_plan(directory)
+    parts, settings = Parts(directory, plan), plan["settings"]
+    missing, bounds = parts.missing(), plan["bounds"]
+    done = plan["unique"] - sum(bounds[part + 1] - bounds[part] for part in missing)
+    lines = [
+        f"{directory}: {'not ' if missing else ''}finished",
+        f"holds      {settings['--pool and --layers']} of {plan['records']:,} records ({plan['unique']:,} different "
+        f"sequences) by {plan['model']}, {settings['--dtype']}, computed in {settings['--precision']}",
+        f"parts      {len(parts) - len(missing)} of {len(parts)}; {done:,} of {plan['unique']:,} sequences",
+    ]
+    if missing:
+        return "\n".join([*lines, "go on      with the same command"])
+    return "\n".join([*lines, f"failed     {plan.get('failed_records', '?')}"])
+
+
+def merge(directory: Path, out: Path, fmt: str | None, overwrite: bool) -> str:
+    """Make one file from a finished directory of parts, which stays."""
+    fmt = fmt or out.suffix.removeprefix(".")
+    if fmt not in FORMATS:
+        raise UsageError(f"{out}: no format '{fmt}'; there are {', '.join(FORMATS)} (by ending, or --format)")
+    embeddings = EmbeddingStore(directory)
+    FORMATS[fmt].check_place(out, overwrite=overwrite)
+    with writing(out, ROOM):
+        write_file(embeddings, out, fmt)
+    return f"{out}: {counted(len(embeddings) - len(embeddings.failed), 'record')}"

@@ -1,25 +1,34 @@
-"""What `embed` computes: the outputs of each sequence, the treatment of long ones, and the key of a stored row."""
+"""What `embed` computes: the outputs of each sequence, the treatment of long ones, and the request of a command."""
 
 import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from esmshard.data.tracks import TrackFile, track_files
+from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import UsageError
-from esmshard.io.array_formats import POOLS, Dtype, Output, Pool
+from esmshard.io.array_formats import FORMATS, POOLS, Dtype, Output, Pool, suits
+from esmshard.model import weights
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.family_registry import window_of
-from esmshard.vocab import Chains
+from esmshard.model.families.family_registry import family_of, window_of
+from esmshard.model.weights import Weights, model_hash
+from esmshard.parallel.process_group import precision_on
+from esmshard.vocab import Chains, join_option
 
 TORCH: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYERLESS: tuple[Pool, ...] = ("logits", "contacts")
 """The outputs that come from the whole model and belong to no layer."""
+
+PARTS = "parts"
+"""The format that is a directory of parts."""
 
 OVERLAP = 256
 """The residues that neighbouring windows share."""
@@ -118,7 +127,7 @@ class Long:
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything on which the values of an embedding store depend, besides the sequences and their tracks."""
+    """Everything on which the values of embeddings depend, besides the sequences and their tracks."""
 
     model_hash: str
     """The sha256 over the weight files and the architecture."""
@@ -132,24 +141,28 @@ class Spec:
     chains: Chains
     """How several chains of a record are joined."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return asdict(self) | {"outputs": [asdict(one) for one in self.outputs]}
-
     @classmethod
-    def of(cls, plan: Mapping[str, Any]) -> "Spec":
-        """Read a spec back from JSON."""
-        spec = dict(plan["spec"])
-        spec["outputs"] = tuple(Output(**{**one, "heads": tuple(one["heads"])}) for one in spec["outputs"])
-        spec["long"], spec["chains"] = Long(**spec["long"]), Chains(**spec["chains"])
-        return cls(**spec)
+    def of(cls, fields: Mapping[str, Any]) -> "Spec":
+        """Read a spec back from the JSON of `dataclasses.asdict`."""
+        outputs = tuple(Output(**{**one, "heads": tuple(one["heads"])}) for one in fields["outputs"])
+        return cls(
+            **{**fields, "outputs": outputs, "long": Long(**fields["long"]), "chains": Chains(**fields["chains"])}
+        )
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return what a row depends on besides its sequence and the chosen outputs, as options of the command."""
+        long = self.long.mode if self.long.mode == "full" else f"{self.long.mode} --window {self.long.window}"
+        long += f" --overlap {self.long.overlap}" if self.long.mode == "window" else ""
+        texts = {"model": self.model_hash[:16], "--dtype": self.dtype, "--precision": self.compute, "--long": long}
+        return texts | {"--join": self.chains.text}
 
     def row_key(self, tokens: npt.NDArray[np.uint8], tracks: Mapping[str, bytes]) -> bytes:
         """Return the 16 bytes that name a row: a digest of all that its values depend on.
 
         Rows of the same key are equal except for rounding, and one of them may be copied for the other, also from
-        another store. The key is over the tokens, with those between chains; over the tracks of which something is
-        known; and over this spec, but for its outputs, since a store may hold more outputs than are asked for.
+        another store. The key is over the settings; over the tokens, with those between chains; and over the tracks of
+        which something is known. The outputs are no part of it, since a store may hold more than are asked for.
 
         Args:
             tokens: the residues of the record and what joins its chains, uint8 [L].
@@ -163,31 +176,92 @@ class Spec:
 
     @functools.cached_property
     def _salt(self) -> bytes:
-        fields = {name: value for name, value in self.as_json().items() if name != "outputs"}
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
+        return json.dumps(self.settings | {"model": self.model_hash}).encode()
 
     def numbers(self, kept_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return how many numbers each row has over all outputs, for rows of these residues, int64 [U]."""
         return sum((one.numbers(kept_U, self.dim) for one in self.outputs), np.zeros_like(kept_U))
 
-    def differs(self, other: "Spec", model: str, other_model: str) -> str | None:
-        """Return, as a clause, how another store differs; None if it does not."""
-        if self.model_hash != other.model_hash:
-            same = f"other weights than now at {model}" if model == other_model else f"the model {other_model}"
-            return f"with {same}"
-        for what in ("outputs", "dtype", "compute", "long", "chains"):
-            here, there = getattr(self, what), getattr(other, what)
-            if here != there:
-                return f"with {_described(what, there)}, and not with {_described(what, here)}"
-        return None
+
+def difference(known: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
+    """Return, as a clause, the first setting in which two outputs differ; None if there is none."""
+    for name in {**wanted, **known}:
+        before, now = known.get(name, "without"), wanted.get(name, "without")
+        if before != now:
+            return f"another {name} ({before}, and now {now})"
+    return None
 
 
-def _described(what: str, value: Any) -> str:
-    if what == "outputs":
-        return ", ".join(one.title for one in value)
-    if what == "long":
-        shared = f" --overlap {value.overlap}" if value.mode == "window" else ""
-        return f"--long {value.mode}" + (f" --window {value.window}{shared}" if value.mode != "full" else "")
-    if what == "chains":
-        return f"--join {value.text}"
-    return f"{'numbers stored' if what == 'dtype' else 'arithmetic'} in {value}"
+@dataclass(frozen=True)
+class EmbedRequest:
+    """What to compute and where to write it, checked as far as is possible without reading the input."""
+
+    model: str
+    out: Path
+    fmt: str
+    spec: Spec
+    found: Weights
+    device: torch.device
+    tracks: tuple[TrackFile, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return the settings of the spec and the outputs."""
+        return self.spec.settings | {"--pool and --layers": ", ".join(one.title for one in self.spec.outputs)}
+
+
+def request(
+    model: str,
+    out: Path,
+    *,
+    fmt: str | None = None,
+    pools: Sequence[str] = (),
+    layers: Sequence[int] = (),
+    heads: Sequence[int] = (),
+    dtype: Dtype = "fp32",
+    precision: str = "auto",
+    device: DeviceName = None,
+    long: Long = Long(),  # frozen
+    tracks: Mapping[str, str] | None = None,
+    join: str | None = None,
+) -> EmbedRequest:
+    """Check a request, and find the model.
+
+    Args:
+        model: see `esmshard.model.weights.read`.
+        out: file or directory to write.
+        fmt: a key of FORMATS, or `parts`; by default from the ending of `out`, and `parts` if there is none.
+        pools: see `Output`; by default the usual pool of the format.
+        layers: 0 (embedding) to the number of layers; the last, normed layer by default.
+        heads: the heads of `attentions`, from 0; all by default.
+        dtype: dtype of the numbers in the file.
+        precision: precision of the arithmetic: fp32, bf16, fp16 or `auto`, which is fast on the device.
+        device: see `chosen_device`. With `cuda` each process has a GPU of its own.
+        long: the treatment of long sequences.
+        tracks: a path, or `inside`, by the name of each track of the sequences (docs/tracks.md).
+        join: how the chains of a record are joined (docs/chains.md); by default as the model says.
+
+    Raises:
+        UsageError: if the outputs cannot be computed or written.
+        InputError: if the model cannot be read.
+    """
+    fmt = fmt or out.suffix.removeprefix(".") or PARTS
+    if fmt not in (*FORMATS, PARTS):
+        known = ", ".join([*FORMATS, f"{PARTS} (a directory)"])
+        raise UsageError(f"{out}: no format '{fmt}'; there are {known} (by ending, or --format)")
+    found = weights.joining(weights.read(model), join_option(join), f"--join: {model}")
+    usual = "mean" if fmt == PARTS else FORMATS[fmt].default_pool
+    outputs = choose(list(pools) or [usual], list(layers), found.config, model, heads)
+    for pool, part in (("logits", "lm_head"), ("contacts", "contact_head")):
+        if any(one.pool == pool for one in outputs) and part in found.unlearned:
+            raise UsageError(f"--pool {pool}: {model} has no trained {part}, which they come from; take another model")
+    if fmt != PARTS:
+        suits(fmt, outputs, dtype, out)
+    computing = chosen_device(device)
+    compute: Dtype = precision_on(computing, precision, "--precision")  # type: ignore[assignment]
+    longest, long = found.config.most_tokens, long.for_model(found.config)
+    if longest is not None and long.mode != "full" and long.window > longest - 2:
+        raise UsageError(f"--window {long.window}: {model} has positions for {longest - 2} residues")
+    spec = Spec(model_hash(found), outputs, found.config.dim, dtype, compute, long, found.config.chains)
+    files = track_files(tracks or {}, family_of(found.config).tracks, model, "--track ")
+    return EmbedRequest(model, out, fmt, spec, found, computing, tuple(files))

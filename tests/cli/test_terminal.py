@@ -17,7 +17,7 @@ import pytest
 from esmshard import progress
 from esmshard.cli import app, data, models, options
 from esmshard.data.splits.split_files import OF_SEQUENCES, OF_VARIANTS
-from esmshard.embed.embedder import Embedder
+from esmshard.embed.compute import Embedder
 from esmshard.io.paths import shipped
 from esmshard.model.families.family_registry import FAMILIES, RELEASED
 from esmshard.predict import sequence_scores

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from esmshard.data.variants.mutations import protein_of
-from esmshard.embed.plan import read_input
+from esmshard.embed.parts import read_input
 from esmshard.errors import InputError
 from esmshard.io import nucleotides
 from esmshard.io.paths import shipped

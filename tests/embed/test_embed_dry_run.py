@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from esmshard.embed import dry_run, plan
+from esmshard.embed import dry_run, parts
 from esmshard.embed.dry_run import forecast
-from esmshard.embed.job import embed
-from esmshard.embed.request import EmbedRequest, request
-from esmshard.embed.spec import Long
+from esmshard.embed.engines import embed
+from esmshard.embed.parts import begin
+from esmshard.embed.spec import EmbedRequest, Long, request
 from esmshard.errors import InputError, UsageError
 from esmshard.vocab import RESIDUES
 
@@ -36,7 +36,7 @@ class Given(NamedTuple):
 
     def look(self, name: str = "x", *pools: str, reuse: Path | None = None, **how: Any) -> dict[str, str]:
         """The lines by their first word."""
-        text = forecast(self.ask(name, *pools, **how), self.fasta, reuse=reuse, seconds=0.2)
+        text = forecast(self.ask(name, *pools, **how), self.fasta, reuse=reuse)
         words = [line.split(None, 1) for line in text.splitlines()]
         return {first: rest for first, rest in words}  # noqa: C416
 
@@ -47,11 +47,12 @@ def write(path: Path, sequences: Sequence[str]) -> Path:
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> Given:
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
     rng = np.random.default_rng(5)
     sequences = ["".join(rng.choice(list(RESIDUES[:20]), n)) for n in LENGTHS]
     fasta = write(tmp_path / "in.fasta", [*sequences, *(sequences[n] for n in AGAIN)])
     (tmp_path / "out").mkdir()
+    monkeypatch.setattr(dry_run, "SECONDS", 0.2)
     return Given(fasta, tmp_path / "out")
 
 
@@ -104,7 +105,7 @@ def test_reused_sequences_are_counted(given: Given) -> None:
 @pytest.mark.parametrize("million", [7.6, 3.3, 0.01])
 def test_what_cannot_fit_is_refused(given: Given, monkeypatch: pytest.MonkeyPatch, million: float) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=int(million * 1e6)))
-    monkeypatch.setattr(dry_run.engines, "make_embedder", None)  # nothing is timed before
+    monkeypatch.setattr(dry_run, "opened", None)  # nothing is timed before
     with pytest.raises(
         InputError, match=f"^{re.escape(str(given.out))}: .* will be written and .* are free; make room"
     ):
@@ -112,31 +113,13 @@ def test_what_cannot_fit_is_refused(given: Given, monkeypatch: pytest.MonkeyPatc
     assert list(given.out.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("long", "tokens"),
-    [
-        (Long(), [[10], [12], [13], [20], [21]]),
-        (Long("truncate", 10, 2), [[10], [12], [12], [12], [12]]),
-        # Windows of 10, each 8 after the one before: of 18 residues there are two, of 19 three.
-        (Long("window", 10, 2), [[10], [12], [12] * 2, [12] * 2, [12] * 3]),
-    ],
-    ids=lambda value: value.mode if isinstance(value, Long) else "",
-)
-def test_operations_count_what_the_model_sees(given: Given, long: Long, tokens: list[list[int]]) -> None:
-    asked = given.ask("x.npy", long=long)
-    config, lengths = asked.found.config, [8, 10, 11, 18, 19]
-    layers, dim = config.n_layers, config.dim
-    expected = sum(n * 24 * layers * dim**2 + n * n * 4 * layers * dim for row in tokens for n in row)
-    assert dry_run._operations(asked, np.array(lengths)).sum() == expected
-
-
 def test_parts_grow_and_are_bounded_by_tokens_and_by_bytes(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     fasta = write(given.fasta.with_name("many.fasta"), ["".join(rng.choice(list("ADEG"), 98)) for _ in range(600)])
-    bounds = given.ask("x").begin(given.out / "grow", fasta, 1, part_tokens=16_384)["bounds"]
+    bounds = begin(given.out / "grow", fasta, given.ask("x"))["bounds"]
     assert np.diff(bounds).tolist() == [41, 82, 164, 164, 149], "tokens: 4,096, twice, four times, and no more"
-    monkeypatch.setattr(plan, "PART_BYTES", 98 * 192 * 4 * 30)
-    bounds = given.ask("y", "residue").begin(given.out / "bytes", fasta, 1)["bounds"]
+    monkeypatch.setattr(parts, "PART_BYTES", 98 * 192 * 4 * 30)
+    bounds = begin(given.out / "bytes", fasta, given.ask("y", "residue"))["bounds"]
     assert max(np.diff(bounds)) == 30
 
 

@@ -13,11 +13,10 @@ from command import esmshard as esmshard_command
 from embed_runs import write_model
 
 import esmshard
-from esmshard.embed.embedder import Computed, Embedder
-from esmshard.embed.job import embed
-from esmshard.embed.request import request
-from esmshard.embed.spec import Long
-from esmshard.embed.store import EmbeddingStore
+from esmshard.embed.compute import Computed, Embedder
+from esmshard.embed.engines import embed
+from esmshard.embed.parts import EmbeddingStore
+from esmshard.embed.spec import Long, request
 from esmshard.errors import InputError, UsageError
 from esmshard.io.array_formats import Output
 from esmshard.model import weights
@@ -80,10 +79,10 @@ def test_every_output_is_that_of_the_joined_sequence_without_the_linker(written:
         assert ours.attrs["join"] == "linker:25"
         assert "join" not in plain.attrs
     assert Path("x.h5.chains.tsv").read_text().splitlines() == [
-        "id\tresidues",
-        f"ab\t{len(A)},{len(B)}",
-        f"abc\t{len(A)},{len(B)},3",
-        f"again\t{len(A)},{len(B)}",
+        "id\tresidues\tjoin",
+        f"ab\t{len(A)},{len(B)}\tlinker:25",
+        f"abc\t{len(A)},{len(B)},3\tlinker:25",
+        f"again\t{len(A)},{len(B)}\tlinker:25",
     ]
     assert not Path("plain.h5.chains.tsv").exists()
     notices = json.loads(Path("x.h5.json").read_text())["notices"]
@@ -93,9 +92,9 @@ def test_every_output_is_that_of_the_joined_sequence_without_the_linker(written:
 def test_parts_know_where_chains_begin(written: Written) -> None:
     with_gap = EmbeddingStore(run(written, "x.fasta", "gap", pools=["residue"], join="linker:3,gap:512"))
     assert with_gap.chains == {
-        "ab": (len(A), len(B)),
-        "abc": (len(A), len(B), len(C)),
-        "again": (len(A), len(B)),
+        "ab": [len(A), len(B)],
+        "abc": [len(A), len(B), len(C)],
+        "again": [len(A), len(B)],
     }
     assert with_gap.attributes["join"] == "linker:3,gap:512"
     assert with_gap.index.lengths.sum() == 3 * len(A + B) + len(A) + len(C)
@@ -105,7 +104,7 @@ def test_parts_know_where_chains_begin(written: Written) -> None:
     usual = esmshard.load(written.model).embed([f"{A}:{B}"], "residue")[0]
     assert usual.shape == with_gap["ab"].shape
     assert np.abs(usual - with_gap["ab"]).max() > 1e-3
-    with pytest.raises(UsageError, match="was made with --join linker:3,gap:512, and not with --join linker:25"):
+    with pytest.raises(UsageError, match=r"was made with another --join .linker:3,gap:512, and now linker:25"):
         embed(request(written.model, Path("gap"), pools=["residue"]), written.directory / "x.fasta")
 
 
@@ -118,7 +117,7 @@ def test_windows_are_of_the_joined_sequence(
     outputs = (Output("residue", 2), Output("mean", 2), Output("contacts", None))
     tokens = [encode(f"{A}:{B}"), encode(A + "G" * 25 + B)]
     if memory is not None:
-        monkeypatch.setattr("esmshard.embed.embedder.SMALLEST", 8)
+        monkeypatch.setattr("esmshard.embed.compute.SMALLEST", 8)
         forward = model.forward
 
         def within_memory(batch: Any, *args: Any, **how: Any) -> Any:

@@ -11,12 +11,10 @@ from command import esmshard as esmshard_command
 from tracked_model import CONFIG, last_layer, random_pairs, rough_model, write_model, write_pairs
 
 from esmshard.batch import TokenBatch
-from esmshard.embed.dry_run import forecast
-from esmshard.embed.embedder import Computed, Embedder
-from esmshard.embed.job import EmbedReport, embed
-from esmshard.embed.request import request
-from esmshard.embed.spec import Long
-from esmshard.embed.store import EmbeddingStore
+from esmshard.embed.compute import Computed, Embedder
+from esmshard.embed.engines import EmbedReport, embed
+from esmshard.embed.parts import EmbeddingStore
+from esmshard.embed.spec import Long, request
 from esmshard.errors import UsageError
 from esmshard.io.array_formats import Output
 from esmshard.model.trunk import Trunk
@@ -111,7 +109,7 @@ def test_values_are_those_of_each_protein_with_its_letters(given: Given) -> None
     report = given.embed("out", given.letters)
     given.check("out")
     assert (report.records, report.duplicates, report.computed) == (10, 1, 9)
-    manifest = json.loads((given.directory / "out" / "manifest.json").read_text())
+    manifest = json.loads((given.directory / "out" / "plan.json").read_text())
     known = sum(len(letters.replace("#", "")) for _, letters in given.pairs.values())
     total = sum(len(sequence) for sequence, _ in given.pairs.values())
     said = f"structure letters (3Di) of 9 of 10 records, and {known:,} of {total:,} residues, from {given.letters.name}"
@@ -154,18 +152,13 @@ def test_an_output_goes_on_with_the_tracks_that_it_was_begun_with(
     other = given.directory / "other.fasta"
     other.write_text(given.letters.read_text().replace("V", "L"))
     for track in (None, other):
-        with pytest.raises(UsageError, match="partial: was begun with another --track 3di, or without it"):
+        with pytest.raises(UsageError, match="partial: was begun with another --track 3di"):
             given.embed("out", track)
     given.embed("out", given.letters)
     given.check("out")
     with pytest.raises(UsageError, match="out: was made with another --track 3di"):
         given.embed("out", other)
     given.embed("out", given.letters)
-
-
-def test_a_dry_run_counts_rows_with_their_letters(given: Given) -> None:
-    asked = request(given.name, given.directory / "x.h5", tracks={"3di": str(given.letters)})
-    assert "\nsequences   9: 9 are computed, 0 reused\n" in forecast(asked, given.fasta, seconds=0.0)
 
 
 @pytest.mark.parametrize(
@@ -189,13 +182,8 @@ def test_a_model_that_was_fine_tuned_with_a_track_says_that_it_gets_none(given: 
     about = Path(given.name) / "esmshard.json"
     about.write_text(json.dumps({"recipe": {"data": {"tracks": {"3di": "letters.fasta"}}}}))
     try:
-        said = f"{given.name}: was fine-tuned with the track 3di, which it is not given"
-        (notice,) = request(given.name, given.directory / "x").notices
-        assert notice.startswith(said)
-        assert "--track 3di=PATH" in notice
-        assert request(given.name, given.directory / "x", tracks={"3di": "y"}).notices == []
         given.embed("out", None)
-        told = json.loads((given.directory / "out" / "manifest.json").read_text())["facts"]["notices"]
+        told = json.loads((given.directory / "out" / "plan.json").read_text())["notices"]
         assert any("was fine-tuned with the track 3di" in sentence for sentence in told)
     finally:
         about.unlink()

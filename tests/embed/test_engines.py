@@ -132,13 +132,13 @@ def test_a_ray_cluster_that_cannot_be_reached(given: Given, out: Path) -> None:
     assert "Traceback" not in run.said
 
 
-KILLS = 50
+KILLS = 10
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("engine", ["local", "array"])
-def test_fifty_kills(given: Given, tmp_path: Path, engine: str) -> None:
+def test_ten_kills(given: Given, tmp_path: Path, engine: str) -> None:
     """At random moments a command or a process is killed, and the command starts again; each output is whole."""
     rng, kills, outputs = np.random.default_rng(3), 0, 0
     workers = (
@@ -164,7 +164,7 @@ def test_fifty_kills(given: Given, tmp_path: Path, engine: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifty_kills_of_ray(given: Given, tmp_path: Path, cluster: Any) -> None:
+def test_ten_kills_of_ray(given: Given, tmp_path: Path, cluster: Any) -> None:
     """A node, or the command itself, is killed at random moments; a new node joins."""
     rng, kills, outputs = np.random.default_rng(4), 0, 0
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]

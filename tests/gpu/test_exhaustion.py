@@ -12,10 +12,9 @@ from shared import random_weights, size, start, steps, texts, write_model
 
 import esmshard
 from esmshard.batch import TokenBatch
-from esmshard.embed.embedder import Computed, Embedder
-from esmshard.embed.job import embed
-from esmshard.embed.request import request
-from esmshard.embed.spec import choose
+from esmshard.embed.compute import Computed, Embedder
+from esmshard.embed.engines import embed
+from esmshard.embed.spec import choose, request
 from esmshard.errors import InputError
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.family_registry import SIZES

@@ -12,7 +12,7 @@ from shared import random_weights, size, texts, write_model
 
 import esmshard
 from esmshard.batch import pack
-from esmshard.embed.embedder import Computed, Embedder
+from esmshard.embed.compute import Computed, Embedder
 from esmshard.embed.spec import Long, choose
 from esmshard.io.paths import shipped
 from esmshard.model.contacts import predict_contacts

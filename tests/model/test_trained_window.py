@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from esmshard.checkpoint.consolidate import consolidate
-from esmshard.embed.request import request
-from esmshard.embed.spec import Long
+from esmshard.embed.spec import Long, request
 from esmshard.model import export, hub, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import FAMILIES, SIZES, recorded_config, window_of

@@ -10,8 +10,8 @@ import torch
 from model_files import TINY, fair_esm, ours
 
 from esmshard.batch import TokenBatch
-from esmshard.embed import embedder
-from esmshard.embed.embedder import Computed, Embedder, Failed
+from esmshard.embed import compute
+from esmshard.embed.compute import Computed, Embedder, Failed
 from esmshard.embed.spec import Long, choose
 from esmshard.io.array_formats import Output
 from esmshard.model.attention import attention_map
@@ -230,8 +230,8 @@ def test_attention_maps_are_computed_some_heads_at_a_time(esm: ESM2, monkeypatch
         computed.append(tuple(q_THK.shape[:2]))
         return attention_map(q_THK, k_THK)
 
-    monkeypatch.setattr(embedder, "attention_map", counted)
-    monkeypatch.setattr(embedder, "MAP_NUMBERS", 2 * 32 * 32)
+    monkeypatch.setattr(compute, "attention_map", counted)
+    monkeypatch.setattr(compute, "MAP_NUMBERS", 2 * 32 * 32)
     heads = [3, 0, 2]
     asked = choose(["attentions"], None, TINY, "", heads)
     for maps, some in zip(every, found(Embedder(esm, asked), given), strict=True):
@@ -243,7 +243,7 @@ def test_attention_maps_fill_a_pack_sooner(esm: ESM2, monkeypatch: pytest.Monkey
     """A pack has room for so many numbers of maps; a longer sequence is computed alone."""
     lengths = [31, 60, 10, 40, 40]
     pairs = choose(["attentions"], [1, 2], TINY, "", [0, 3])  # four maps
-    monkeypatch.setattr(embedder, "PACK_MAPS", 4 * 2 * 40**2)
+    monkeypatch.setattr(compute, "PACK_MAPS", 4 * 2 * 40**2)
     packs = Embedder(esm, pairs, tokens=2000).packs(lengths)
     assert sorted(n for pack in packs for n in pack) == list(range(5))
     assert packs[0] == [1]

@@ -11,12 +11,10 @@ from embed_runs import content
 from model_files import TINY, fair_esm, write_transformers
 
 import esmshard
-from esmshard.embed.engines import compute_part, make_embedder
-from esmshard.embed.job import embed, merge, status
-from esmshard.embed.plan import partial
-from esmshard.embed.request import request
-from esmshard.embed.spec import Long
-from esmshard.embed.store import EmbeddingStore, Parts, Reuse
+from esmshard.embed.compute import Work, compute_part
+from esmshard.embed.engines import embed, merge, status
+from esmshard.embed.parts import EmbeddingStore, Reuse, begin, partial
+from esmshard.embed.spec import Long, request
 from esmshard.errors import InputError, UsageError
 from esmshard.io.array_formats import FORMATS
 from esmshard.vocab import RESIDUES, encode
@@ -64,22 +62,20 @@ def test_status_before_while_and_after(given: Given, tmp_path: Path) -> None:
         status(out)
     directory = partial(out)
     asked = request(str(given.model), out, pools=["mean", "residue"], layers=[1, 2])
-    plan = asked.begin(directory, given.fasta, 1, part_tokens=PART)
-    parts, embedder = Parts(directory, plan), make_embedder(plan, asked.device, None)
+    plan = begin(directory, given.fasta, asked, part_tokens=PART)
+    work, parts = Work(directory, directory / "work" / "input", str(given.model), "cpu", None), len(plan["bounds"]) - 1
     for part in range(2):
-        compute_part(directory, plan, parts, part, embedder, lambda rows, residues: None)
+        compute_part(work, part)
     lines = status(out).splitlines()
     assert lines[0] == f"{directory}: not finished"
     assert lines[1].startswith(f"holds      {', '.join(NAMES)} of 40 records (37 different sequences) by ")
-    assert lines[2] == f"parts      2 of {len(parts)}; {plan['bounds'][2]} of 37 sequences"
-    with pytest.raises(InputError, match="is not finished; run the same embed again"):
+    assert lines[2] == f"parts      2 of {parts}; {plan['bounds'][2]} of 37 sequences"
+    with pytest.raises(InputError, match="is no finished directory"):
         EmbeddingStore(out)
-    begun = EmbeddingStore(directory, unfinished=True)
-    assert begun.values(0)["mean_1"].any(), "rows are read in place while the others are computed"
     embed(asked, given.fasta)
     lines = status(out).splitlines()
     assert lines[0] == f"{out}: finished"
-    assert lines[2:4] == [f"parts      {len(parts)} of {len(parts)}; 37 of 37 sequences", "failed     1"]
+    assert lines[2:4] == [f"parts      {parts} of {parts}; 37 of 37 sequences", "failed     1"]
 
 
 @pytest.mark.parametrize("name", [f"x.{fmt}" for fmt in FORMATS])
@@ -139,18 +135,10 @@ def test_records_are_found_by_id(given: Given, tmp_path: Path) -> None:
 def test_a_damaged_store_is_one_sentence(given: Given, tmp_path: Path) -> None:
     store = make(given.model, given.fasta, tmp_path / "x")
     part = sorted((store / "parts").iterdir())[1]
-    data = part.read_bytes()
-    part.write_bytes(data[:-1])
-    with pytest.raises(InputError, match=rf"{part.name}: is damaged .*; copy it again, or embed again"):
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(InputError, match=rf"{part.name}: is damaged"):
         merge(store, tmp_path / "x.h5", None, overwrite=False)
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    part.unlink()
-    with pytest.raises(InputError, match=rf"{part.name}: is missing"):
-        merge(store, tmp_path / "x.h5", None, overwrite=False)
-    part.write_bytes(data)
-    (store / "manifest.json").write_text((store / "manifest.json").read_text().replace('"fp32"', '"fp16"'))
-    with pytest.raises(InputError, match="its plan is damaged"):
-        EmbeddingStore(store)
 
 
 A, B = "MKTAYIAKQRQISFVKSHFSRQ", "GQISFVKSHFSRQLEERLGL"

@@ -3,11 +3,13 @@
 A pack that does not fit into memory is computed in smaller pieces, so the program does not end for lack of memory.
 """
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +17,21 @@ import torch
 
 from esmshard.batch import TokenBatch, pack, piece
 from esmshard.data.batching.packing import by_length
+from esmshard.data.tracks import RecordTracks, TrackStore
 from esmshard.devices import is_out_of_memory, packs_at_once
-from esmshard.embed.spec import TORCH, Long
+from esmshard.embed.parts import Parts, Reuse, RowPlaces, read_plan
+from esmshard.embed.spec import TORCH, Long, Spec
+from esmshard.errors import InputError
 from esmshard.io.array_formats import Dtype, Output
-from esmshard.model.attention import attention_map
+from esmshard.io.remote import RemoteDirectory
+from esmshard.io.store import TokenStore
+from esmshard.model import weights
+from esmshard.model.attention import attention_map, kernel_name
 from esmshard.model.contacts import MAP_NUMBERS, ContactAccumulators
+from esmshard.model.families.family_registry import family_of
 from esmshard.model.trunk import Trunk
-from esmshard.vocab import VOCAB_SIZE, is_residue
+from esmshard.model.weights import model_hash
+from esmshard.vocab import CLS, EOS, VOCAB_SIZE, is_residue
 
 Tokens = npt.NDArray[np.uint8]
 Tracks = Mapping[str, npt.NDArray[Any]]
@@ -31,6 +41,8 @@ PACK = {"cpu": 2048}
 GPU_PACK = 16384
 PACK_MAPS = 1 << 26
 """Numbers of the attention maps of a pack, 256 MiB. They stay in memory until the whole pack is computed."""
+OFFLOADED_PACK = 16384
+"""Tokens of a pack where layers are copied for each pack."""
 SMALLEST = 128
 """Residues below which a window that does not fit into memory is not divided again."""
 
@@ -371,3 +383,116 @@ class AttentionMaps:
             maps_HTT = attention_map(q_THK[:, some], k_THK[:, some])
             maps_HLL[start : start + at_once] = maps_HTT[:, 1:-1, 1:-1]
         self.found[sequence][output.name] = maps_HLL
+
+
+# Parts
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a process needs in order to compute parts of a job."""
+
+    directory: Path
+    """`OUT.partial`."""
+    store: Path
+    """The token store of the input."""
+    model: str
+    device: str
+    tokens: int | None
+    """Tokens of a pack."""
+    reuse: Path | None = None
+    """An earlier directory of parts."""
+    offload: bool = False
+    """Whether the model is spread over all GPUs, the memory and the disk."""
+    bucket: str | None = None
+    """The address where the parts lie, if it is a bucket."""
+
+
+class Opened(NamedTuple):
+    """A job with its model, in a process that computes parts."""
+
+    spec: Spec
+    parts: Parts
+    store: TokenStore
+    embedder: Embedder
+    tracks: RecordTracks | None
+    reuse: Reuse | None
+
+
+@functools.lru_cache(maxsize=1)
+def opened(work: Work) -> Opened:
+    """Open a job and its model. `InputError` if the model is not the one that the plan was made for."""
+    plan = read_plan(work.directory)
+    spec, read, device = Spec.of(plan["spec"]), weights.read(work.model), torch.device(work.device)
+    if model_hash(read) != spec.model_hash:
+        raise InputError(f"{read.source}: its weights were changed since; --overwrite starts over")
+    read, dtype = weights.joining(read, spec.chains, "--join"), TORCH[spec.compute]
+    how: dict[str, Any] = {"dtype": spec.dtype, "long": spec.long, "tokens": work.tokens}
+    if work.offload:
+        from esmshard.embed.offload import offloaded
+
+        esm = offloaded(read, work.directory / "work" / "layers", dtype, device)
+        # A pass copies the layers once, whatever its number of tokens, and packs at the same time would wait.
+        how |= {"tokens": work.tokens or OFFLOADED_PACK, "device": device, "workers": 1}
+    else:
+        esm = weights.build(read, device, dtype).eval()
+    store, taken = TokenStore(work.store), [one for one in family_of(read.config).tracks if one.name in plan["tracks"]]
+    tracks = [TrackStore(work.directory / "work" / "tracks" / one.name, one, store) for one in taken]
+    return Opened(
+        spec,
+        Parts(work.directory, plan, None if work.bucket is None else RemoteDirectory(work.bucket)),
+        store,
+        Embedder(esm, spec.outputs, **how),
+        RecordTracks(tracks) if tracks else None,
+        None if work.reuse is None else Reuse(work.reuse, spec),
+    )
+
+
+def compute_part(work: Work, part: int) -> tuple[int, int]:
+    """Compute a part and write it, unless it was finished meanwhile. Return its computed rows and residues."""
+    spec, parts, store, embedder, records, reuse = opened(work)
+    if parts.is_done(part):
+        return 0, 0
+    index = parts.index
+    first, last = index.bounds[part : part + 2]
+    first_n, length_n = index.first[first:last].tolist(), index.lengths_of(part)
+    places = RowPlaces(spec, length_n)
+    tensors = {one.name: places.empty(one) for one in spec.outputs}
+
+    def put(row: int, values: Mapping[str, torch.Tensor]) -> None:
+        for one in spec.outputs:
+            target = tensors[one.name][places.slice(one, row)]
+            target.copy_(values[one.name].reshape(target.shape))
+
+    todo = list(range(len(first_n)))
+    if reuse is not None:
+        old_n = reuse.rows(np.asarray(index.keys[first:last]))
+        todo = np.flatnonzero(old_n < 0).tolist()
+        for row in np.flatnonzero(old_n >= 0).tolist():
+            copied = {name: torch.from_numpy(x) for name, x in reuse.values(int(old_n[row])).items()}
+            put(row, {name: x.view(TORCH[spec.dtype]) for name, x in copied.items()})
+    failed, windowed = list[tuple[int, str]](), list[int]()
+    sequences = [with_ends(store.residues(first_n[row])) for row in todo]
+    tracks = None if records is None else [records.get(first_n[row], slice(None)) for row in todo]
+    for place, result in embedder.compute(sequences, tracks):
+        if isinstance(result, Failed):
+            failed.append((todo[place], result.reason))
+        else:
+            put(todo[place], result.values)
+            windowed += [todo[place]] if result.windowed else []
+    on_gpu = embedder.device.type == "cuda"
+    note = {
+        "failed": sorted(failed),
+        "windowed": sorted(windowed),
+        "reused": len(first_n) - len(todo),
+        "kernel": kernel_name(embedder.device, TORCH[spec.compute]),
+        "device": torch.cuda.get_device_name(embedder.device) if on_gpu else embedder.device.type,
+        "torch": torch.__version__,
+    }
+    parts.write(part, tensors, note)
+    return len(first_n), int(length_n.sum())
+
+
+def with_ends(residues: Tokens) -> Tokens:
+    """Return the residues between `<cls>` and `<eos>`, as the embedder expects them."""
+    return np.concatenate(([CLS], residues, [EOS])).astype(np.uint8)

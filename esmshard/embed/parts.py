@@ -1,0 +1,621 @@
+"""A directory of parts: the plan of an embedding job, its parts, and the embeddings read by id.
+
+    OUT/
+      plan.json            what is computed, of which input, and the bounds of the parts
+      manifest.json        written last: failed rows, counts, devices and versions
+      parts/               000012-1f9c2a34.safetensors: rows `bounds[12]` to `bounds[13]`; the name ends in
+                           the plan's digest. One tensor for each output, rows end to end: `mean_6` [n, D],
+                           `residue_6` [sum of L, D], `logits` [sum of L, 33], `contacts` [sum of L^2],
+                           `attentions_6` [sum of H x L^2]; in the metadata a JSON `note` on failed rows and versions
+      index/
+        ids.txt, ids.npy       ids of the N records, one on each line, and the first byte of each, int64 [N + 1]
+        id_keys.npy, id_rows.npy   `token_store.keys` of the ids, sorted, and the record of each
+        lengths.npy            int32 [N]: residues of each record
+        rows.npy               int64 [N]: the row of each record; equal sequences share one of U rows
+        first.npy              int64 [U]: the first record of each row
+        keys.npy, key_rows.npy  `Spec.row_key` of each row, S16 [U], and the rows in the order of their keys
+        chains.json            residues of each chain by id, of the records with several
+      failed.tsv           id, residues and reason of each record without a row, if there are any
+
+Rows are in the order in which their sequences first occur. A part is finished when its file exists: it is written under
+another name and renamed, or is an object in a bucket. The directory is called `OUT.partial` until it is finished. The
+plan follows from the request and the input alone, so all machines make the same one.
+"""
+
+import copy
+import errno
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from esmshard import __version__, remote
+from esmshard.data.tracks import RecordTracks, TrackStore, state_of, write_track
+from esmshard.embed.spec import TORCH, EmbedRequest, Spec, difference
+from esmshard.errors import InputError, UsageError
+from esmshard.io.array_formats import NUMPY, About, Output, Row, as_float
+from esmshard.io.paths import read_json, remembered_sha256, replace_json, replacing, without_directories
+from esmshard.io.remote import RemoteDirectory
+from esmshard.io.store import TokenStore, ingest, is_store, keys
+from esmshard.io.symbols import Rules, shown
+from esmshard.io.tables import counted
+from esmshard.progress import say
+from esmshard.vocab import chain_spans, decode
+
+FORMAT = "3"
+"""The version of the plan and of parts."""
+FIRST_PART, LEAST_PART, MOST_PART = 1 << 12, 1 << 14, 1 << 18
+"""Tokens of the first part, and the least and most of a usual one. The first parts are small, so that results are soon
+there; each is twice as large as the one before.
+"""
+SHARE_OF_PART, MOST_PARTS = 128, 4096
+"""A usual part is such a share of the input, so that several processes end at about the same time; in a very large
+input parts grow, so that there are not more files.
+"""
+PART_BYTES = 1 << 29
+"""Bytes of values at which a part ends in any case, since they are in memory until it is written."""
+_OPEN_PARTS = 16
+_AT_ONCE = 1 << 14
+
+
+def partial(out: Path) -> Path:
+    """Return the path of an unfinished directory of parts."""
+    if out.name in ("", "..", "."):
+        raise UsageError(f"{out}: give the output a name")
+    return out.with_name(f"{out.name}.partial")
+
+
+def settings_of(asked: EmbedRequest, fasta: Path) -> dict[str, str]:
+    """Return all on which an output depends: the request, and digests of the input and of the tracks."""
+    try:
+        content = remembered_sha256(fasta / "manifest.json" if is_store(fasta) else fasta)
+    except OSError as error:
+        raise InputError(f"{fasta}: {(error.strerror or 'cannot be read').lower()}") from None
+    tracks = {f"--track {name}": state["state"] for name, state in state_of(asked.tracks).items()}
+    return {**asked.settings, "input": content[:16], **tracks, "format": FORMAT}
+
+
+def begin(
+    work: Path, fasta: Path, asked: EmbedRequest, notices: Sequence[str] = (), part_tokens: int | None = None
+) -> dict[str, Any]:
+    """Write the plan of a job, or read the existing one.
+
+    Args:
+        work: `OUT.partial`.
+        fasta: a FASTA file or a token store.
+        asked: the request; each track has a path.
+        notices: sentences on the input, to record.
+        part_tokens: tokens of a part; by default from the size of the input.
+
+    Raises:
+        UsageError: if a sequence is too long.
+        InputError: if the input cannot be read.
+    """
+    if not (work / "plan.json").exists():
+        work.parent.mkdir(parents=True, exist_ok=True)
+        # The directory gets its name when its plan is complete. So it always has a plan, and if two commands begin at
+        # the same time, one plan counts.
+        with tempfile.TemporaryDirectory(prefix=f".planning-{work.name}-", dir=work.parent) as scratch:
+            planning = Path(scratch) / work.name
+            for folder in ("work", "parts", "index"):
+                (planning / folder).mkdir(parents=True)
+            plan = _plan(planning, fasta, asked, notices)
+            plan["bounds"] = _bounds(planning / "index", asked.spec, part_tokens or _part_tokens(plan["tokens"]))
+            entries = {name: plan[name] for name in ("spec", "settings", "bounds")}
+            plan["digest"] = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+            replace_json(planning / "plan.json", without_directories(plan))
+            try:
+                planning.rename(work)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+    return read_plan(work)
+
+
+def read_plan(directory: Path) -> dict[str, Any]:
+    """Read the plan of a directory of parts, and what its manifest adds if it is finished."""
+    plan: dict[str, Any] = read_json(directory / "plan.json")
+    return plan | (read_json(directory / "manifest.json") if (directory / "manifest.json").is_file() else {})
+
+
+def read_input(fasta: Path, store: Path, linker: int) -> TokenStore:
+    """Return the input as a token store: the input itself if it is one, else `store`, which is made if it does not
+    exist. `InputError` if the chains of records are joined by another linker.
+    """
+    if is_store(fasta):
+        given = TokenStore(fasta)
+        given.check_linker(linker, fasta)
+        return given
+    if is_store(store):
+        return TokenStore(store)
+    made = ingest([fasta], store, Rules(linker=linker))
+    for notice in made.notices:
+        say(f"{fasta}: {notice}")
+    return made
+
+
+def _plan(work: Path, fasta: Path, asked: EmbedRequest, notices: Sequence[str]) -> dict[str, Any]:
+    """Read the input, write the index, and return the plan without the bounds of the parts."""
+    index, spec, long = work / "index", asked.spec, asked.spec.long
+    store = read_input(fasta, work / "work" / "input", spec.chains.tokens)
+    tracks = []
+    for one in asked.tracks:
+        assert one.path is not None
+        tracks.append(write_track(one.track, one.path, store, work / "work" / "tracks" / one.track.name))
+    unique, chained = write_index(index, store, spec, tracks)
+    length_N = store.lengths if chained else np.load(index / "lengths.npy", mmap_mode="r")  # with linkers
+    most, positions = int(length_N.max()), asked.found.config.most_tokens
+    if positions is not None and long.mode == "full" and most > positions - 2:
+        record = int(length_N.argmax())
+        raise UsageError(
+            f"{fasta}: '{store.id(record)}' has {length_N[record]:,} residues, and {asked.model} has positions for "
+            f"{positions - 2:,}; pass --long window or --long truncate"
+        )
+    if chained and long.mode == "truncate" and most > long.window:
+        raise UsageError(
+            f"{fasta}: --long truncate would cut away chains of records with several ({counted(chained, 'record')}); "
+            "pass --long window or --long full"
+        )
+    new = RecordTracks(tracks, asked.tracks).notices(np.arange(len(store)))
+    if long.mode == "full" and (beyond := int((length_N > long.window).sum())):
+        new.append(
+            f"{counted(beyond, 'record')} over {long.window:,} residues, the most that such models saw in training, "
+            "computed whole; --long window computes windows of that length"
+        )
+    for notice in new:
+        say(notice)
+    return {
+        "esmshard": __version__,
+        "model": asked.model,
+        "spec": asdict(spec),
+        "settings": settings_of(asked, fasta),
+        "source": fasta.name,
+        "notices": [*notices, *store.notices, *new],
+        "records": len(store),
+        "unique": unique,
+        "tokens": int(store.offsets[-1]) + len(store),
+        "chained": chained,
+        "tracks": state_of(asked.tracks),
+    }
+
+
+def write_index(index: Path, store: TokenStore, spec: Spec, tracks: Sequence[TrackStore] = ()) -> tuple[int, int]:
+    """Write the index of records and rows; see the beginning of this module.
+
+    Memory: 60 bytes for each record.
+
+    Args:
+        index: an empty directory.
+        store: the token store of the records.
+        spec: what is computed; a part of the keys of rows.
+        tracks: the tracks of the records.
+
+    Returns:
+        The number of rows, and of records with several chains.
+    """
+    n, chains = len(store), dict[str, list[int]]()
+    length_N, id_N, keys_N = np.empty(n, np.int32), np.zeros(n + 1, np.int64), np.empty(n, "S16")
+    with open(index / "ids.txt", "wb") as ids:
+        for start in range(0, n, _AT_ONCE):
+            records = range(start, min(start + _AT_ONCE, n))
+            store = copy.copy(store)  # maps the files again, because mapped pages count as memory
+            tracks = [TrackStore(one.path, one.track, store) for one in tracks]
+            names = [store.id(k).encode() + b"\n" for k in records]
+            ids.write(b"".join(names))
+            id_N[start + 1 : records.stop + 1] = id_N[start] + np.cumsum([len(name) for name in names])
+            length_N[start : records.stop] = np.diff(store.offsets[start : records.stop + 1]) - 1
+            for k in records if store.linker is not None else ():
+                each = [end - begin for begin, end in chain_spans(store.residues(k))]
+                length_N[k] = sum(each)
+                chains |= {store.id(k): each} if len(each) > 1 else {}
+            keys_N[start : records.stop] = [
+                spec.row_key(store.residues(k), {one.track.name: one[k].tobytes() for one in tracks if one.known_N[k]})
+                for k in records
+            ]
+    _, first_S, group_N = np.unique(keys_N, return_index=True, return_inverse=True)  # S: rows in the order of keys
+    order_U = np.argsort(first_S)  # rows in the order in which their sequences first occur
+    row_S = np.empty_like(order_U)
+    row_S[order_U] = np.arange(len(order_U))
+    first_U = first_S[order_U]
+    arrays = {"ids": id_N, "id_keys": store.keys, "id_rows": store.rows, "lengths": length_N, "rows": row_S[group_N]}
+    arrays |= {"first": first_U, "keys": keys_N[first_U], "key_rows": row_S}
+    for name, values in arrays.items():
+        np.save(index / f"{name}.npy", values)
+    replace_json(index / "chains.json", chains)
+    return len(first_U), len(chains)
+
+
+def _part_tokens(tokens: int) -> int:
+    """Return the number of tokens of a usual part."""
+    return max(min(max(tokens // SHARE_OF_PART, LEAST_PART), MOST_PART), tokens // MOST_PARTS)
+
+
+def _bounds(index: Path, spec: Spec, per_part: int) -> list[int]:
+    """Return the first row of each part, and the number of rows."""
+    first_U, length_N = (np.load(index / f"{name}.npy", mmap_mode="r") for name in ("first", "lengths"))
+    itemsize, bounds, tokens, nbytes = np.dtype(NUMPY[spec.dtype]).itemsize, [0], 0, 0
+    for start in range(0, len(first_U), _AT_ONCE):
+        kept_U = spec.long.kept(length_N[first_U[start : start + _AT_ONCE]].astype(np.int64))
+        sizes = zip((kept_U + 2).tolist(), (spec.numbers(kept_U) * itemsize).tolist(), strict=True)
+        for row, (more_tokens, more_bytes) in enumerate(sizes, start):
+            full = min(per_part, FIRST_PART << min(len(bounds) - 1, 40))
+            if row > bounds[-1] and (tokens >= full or nbytes + more_bytes > PART_BYTES):
+                bounds.append(row)
+                tokens = nbytes = 0
+            tokens, nbytes = tokens + more_tokens, nbytes + more_bytes
+    return [*bounds, len(first_U)]
+
+
+class RowIndex:
+    """The index of records and rows, memory-mapped.
+
+    Args:
+        path: the directory `index`.
+        bounds: the first row of each part, and the number of rows.
+    """
+
+    def __init__(self, path: Path, bounds: Sequence[int]) -> None:
+        self.path, self.bounds = path, bounds
+        names = ("ids", "id_keys", "id_rows", "lengths", "rows", "first", "keys", "key_rows")
+        arrays = [np.load(path / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names]
+        self.ids, self.id_keys, self.id_rows, self.lengths, self.rows, self.first, self.keys, self.key_rows = arrays
+
+    def lengths_of(self, part: int) -> npt.NDArray[np.int64]:
+        """Return the residues of the sequences of a part, int64 [n]."""
+        first_n = self.first[self.bounds[part] : self.bounds[part + 1]]
+        return np.asarray(self.lengths[first_n], np.int64)
+
+    def id_list(self, start: int, stop: int) -> list[str]:
+        """Return the ids of the records from `start` to `stop`."""
+        at = self.ids[start : stop + 1].tolist()
+        with open(self.path / "ids.txt", "rb") as file:
+            file.seek(at[0])
+            text = file.read(at[-1] - at[0])
+        return [text[a - at[0] : b - at[0] - 1].decode() for a, b in itertools.pairwise(at)]
+
+    def find(self, record_id: str) -> int | None:
+        """Return the record of an id; None if there is none."""
+        wanted = keys([record_id.encode(errors="surrogatepass")])[0]
+        begin, end = (int(self.id_keys.searchsorted(wanted, side)) for side in ("left", "right"))
+        for record in self.id_rows[begin:end].tolist():
+            if self.id_list(record, record + 1) == [record_id]:
+                return int(record)
+        return None
+
+    def rows_of(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
+        """Return the row of each key, or -1, int64 [M]."""
+        place_M = np.searchsorted(self.keys, keys_M, sorter=self.key_rows).clip(max=len(self.keys) - 1)
+        row_M = self.key_rows[place_M]
+        return np.where(self.keys[row_M] == keys_M, row_M, -1)
+
+
+class RowPlaces:
+    """Where the rows of each output are in the tensors of a part.
+
+    Args:
+        spec: the spec of the job.
+        length_n: the residues of each row of the part, int64 [n].
+    """
+
+    def __init__(self, spec: Spec, length_n: npt.NDArray[np.int64]) -> None:
+        self.spec, self.kept_n = spec, spec.long.kept(length_n)
+        self._starts = {
+            one.name: np.concatenate([[0], np.cumsum(one.numbers(self.kept_n, spec.dim) // self.width(one))])
+            for one in spec.outputs
+        }
+
+    def width(self, output: Output) -> int:
+        """Return the numbers of a row of the tensor."""
+        return 1 if output.paired else output.shape(1, self.spec.dim)[-1]
+
+    def slice(self, output: Output, row: int) -> slice:
+        """Return where in its tensor a row of the store begins and ends."""
+        return slice(int(self._starts[output.name][row]), int(self._starts[output.name][row + 1]))
+
+    def empty(self, output: Output) -> torch.Tensor:
+        """Return a tensor for all rows, filled with zeros."""
+        n = int(self._starts[output.name][-1])
+        return torch.zeros((n,) if output.paired else (n, self.width(output)), dtype=TORCH[self.spec.dtype])
+
+
+class Parts:
+    """The parts of a job: which are finished, and how a part is finished.
+
+    Args:
+        directory: `OUT.partial`, or a finished directory of parts.
+        plan: its plan.
+        bucket: where the parts lie, if it is a bucket.
+    """
+
+    def __init__(self, directory: Path, plan: Mapping[str, Any], bucket: RemoteDirectory | None = None) -> None:
+        self.folder, self._digest, self._bucket = directory / "parts", plan["digest"][:8], bucket
+        self.index = RowIndex(directory / "index", plan["bounds"])
+
+    def __len__(self) -> int:
+        return len(self.index.bounds) - 1
+
+    def name(self, part: int) -> str:
+        """Return the file name of a part. Parts of another plan have other names."""
+        return f"{part:06d}-{self._digest}.safetensors"
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the parts that are not finished."""
+        names = self.folder.iterdir() if self._bucket is None else map(Path, self._bucket.listing("parts"))
+        there = {path.name for path in names}
+        return [part for part in range(len(self)) if self.name(part) not in there]
+
+    def is_done(self, part: int) -> bool:
+        """Whether a part is finished, by anybody."""
+        if self._bucket is not None:
+            return self._bucket.look(f"parts/{self.name(part)}") is not None
+        return (self.folder / self.name(part)).exists()
+
+    def write(self, part: int, tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any]) -> None:
+        """Finish a part. If two processes finish the same one, the second file replaces an equal one."""
+        path = self.folder / self.name(part)
+        scratch = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            scratch.touch()
+            mode = scratch.stat().st_mode
+            save_file(dict(tensors), scratch, {"note": json.dumps(note)})
+            scratch.chmod(mode)  # it makes private files, which workers of other users could not read
+            with open(scratch, "rb") as file:
+                os.fsync(file.fileno())
+            if self._bucket is None:
+                scratch.replace(path)
+            else:
+                self._bucket.upload(scratch, f"parts/{path.name}")
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    def download(self) -> None:
+        """Copy the parts from the bucket, for the file that is made of them."""
+        assert self._bucket is not None
+        for name in map(self.name, range(len(self))):
+            self._bucket.download(f"parts/{name}", self.folder / name)
+
+    def note(self, part: int) -> dict[str, Any]:
+        """Return the note of a finished part. `InputError` if its file is truncated."""
+        path = self.folder / self.name(part)
+        if self._bucket is None or path.exists():
+            with opened(path) as file:
+                metadata = file.metadata()
+        else:  # The header of a safetensors file: its length in 8 bytes, and JSON.
+            size = int.from_bytes(self._bucket.first_bytes(f"parts/{path.name}", 8), "little")
+            metadata = json.loads(self._bucket.first_bytes(f"parts/{path.name}", size + 8)[8:])["__metadata__"]
+        note: dict[str, Any] = json.loads(metadata["note"])
+        return note
+
+
+def opened(path: Path) -> Any:
+    """Open a part. `InputError` if it is missing or truncated."""
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: is damaged ({error}); remove it, and run the same embed again") from None
+
+
+def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
+    """Write `failed.tsv` and the manifest of a job whose parts are finished.
+
+    Returns:
+        The plan, and what the manifest adds.
+    """
+    index, notes = parts.index, [parts.note(part) for part in range(len(parts))]
+    reasons = {index.bounds[k] + row: why for k, note in enumerate(notes) for row, why in note["failed"]}
+    records = np.flatnonzero(np.isin(index.rows, list(reasons))).tolist() if reasons else []
+    failed = [(index.id_list(n, n + 1)[0], int(index.lengths[n]), reasons[int(index.rows[n])]) for n in records]
+    reused = sum(note["reused"] for note in notes)
+    windowed = [index.bounds[k] + row for k, note in enumerate(notes) for row in note["windowed"]]
+    made_by = {f"{note['device']}, kernel {note['kernel']}, torch {note['torch']}" for note in notes}
+    results = {
+        "computed": len(index.first) - reused,
+        "reused": reused,
+        "failed_rows": sorted(reasons),
+        "windowed_rows": windowed,
+        "failed_records": len(failed),
+        "first_failed": f"{shown(failed[0][0])}: {failed[0][2]}" if failed else "",
+        "made_by": sorted(made_by),
+    }
+    write_failed(failed, directory / "failed.tsv")
+    replace_json(directory / "manifest.json", results)
+    return {**plan, **results}
+
+
+def write_failed(failed: Sequence[tuple[str, int, str]], path: Path) -> None:
+    """Write id, residues and reason of records without values, or remove an old file if there are none."""
+    path.unlink(missing_ok=True)
+    if failed:
+        with replacing(path) as file:
+            file.writelines("\t".join(map(str, line)) + "\n" for line in [("id", "length", "reason"), *failed])
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory, if it exists. It is first renamed, so that its name never shows a half-removed one and no
+    process adds a file to it.
+    """
+    gone = directory.with_name(f".removed-{directory.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    if directory.exists():
+        directory.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+class EmbeddingStore:
+    """Embeddings by id.
+
+    `store["P12345"]` is an array, or a dictionary of arrays by name where there are several outputs. `store[["P12345",
+    "Q67890"]]` is an array [N, D] of vectors, or a list of arrays.
+
+    Args:
+        path: the directory, or its address in a bucket, of which a copy is kept in the local cache.
+
+    Raises:
+        InputError: if the directory is no directory of embeddings, or is unfinished.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        url = remote.address(path)
+        finished = (Path(path) / "manifest.json").is_file() if url is None else remote.exists(f"{url}/manifest.json")
+        if not finished:
+            raise InputError(f"{url or path}: is no finished directory of embeddings; run the same embed (again)")
+        self.path = remote.local(path)
+        self.manifest = read_plan(self.path)
+        self.spec = Spec.of(self.manifest["spec"])
+        self.outputs = self.spec.outputs
+        """The outputs of each record."""
+        self.parts = Parts(self.path, self.manifest)
+        self.index = self.parts.index
+        self.chains: dict[str, list[int]] = read_json(self.index.path / "chains.json")
+        """The residues of each chain, by id, of the records with several chains. Rows are those of one chain after the
+        other, so the second chain begins at the row whose number is the first entry.
+        """
+        self.failed: dict[str, str] = {}
+        """The reasons why records have no values, by id."""
+        if (failed := self.path / "failed.tsv").is_file():
+            lines = failed.read_text(encoding="utf-8").splitlines()[1:]
+            self.failed = {record_id: reason for record_id, _, reason in (line.split("\t") for line in lines)}
+        self._open: OrderedDict[int, tuple[Any, RowPlaces]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self.manifest["records"])
+
+    def __contains__(self, record_id: object) -> bool:
+        return isinstance(record_id, str) and self.index.find(record_id) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        for start in range(0, len(self), _AT_ONCE):
+            yield from self.index.id_list(start, min(start + _AT_ONCE, len(self)))
+
+    @overload
+    def __getitem__(self, ids: str) -> npt.NDArray[Any] | dict[str, npt.NDArray[Any]]: ...
+    @overload
+    def __getitem__(self, ids: Sequence[str]) -> Any: ...
+    def __getitem__(self, ids: str | Sequence[str]) -> Any:
+        only = self.outputs[0].name if len(self.outputs) == 1 else None
+        if isinstance(ids, str):
+            values = self._get(ids)
+            return values if only is None else values[only]
+        records = [self._get(record_id) for record_id in ids]
+        by_name: dict[str, Any] = {}
+        for one in self.outputs:
+            arrays = [values[one.name] for values in records]
+            by_name[one.name] = np.stack(arrays) if one.pooled and arrays else arrays
+        return by_name if only is None else by_name[only]
+
+    def __repr__(self) -> str:
+        names = ", ".join(one.name for one in self.outputs)
+        return f"<EmbeddingStore {self.path}: {names} of {len(self):,} records by {self.manifest['model']}>"
+
+    @property
+    def attributes(self) -> dict[str, str | int]:
+        """Return the attributes for files: what was computed, and how."""
+        spec, long = self.spec, self.spec.long
+        layers = [*dict.fromkeys(one.layer for one in self.outputs if one.layer is not None)]
+        attributes: dict[str, str | int] = {
+            "model": self.manifest["model"],
+            "model_hash": spec.model_hash,
+            "layer": layers[0] if len(layers) == 1 else ",".join(map(str, layers)),
+            "pool": ",".join(dict.fromkeys(one.pool for one in self.outputs)),
+            "dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[spec.dtype],
+            "compute": spec.compute,
+            "long": long.mode,
+            "esmshard": self.manifest["esmshard"],
+        }
+        for heads in {one.heads for one in self.outputs if one.heads}:  # all attentions have the same heads
+            attributes["heads"] = ",".join(map(str, heads))
+        attributes |= {"tracks": ",".join(tracks)} if (tracks := self.manifest["tracks"]) else {}
+        attributes |= {"join": spec.chains.text} if self.chains else {}
+        attributes |= {"window": long.window} if long.mode != "full" else {}
+        return attributes | ({"overlap": long.overlap} if long.mode == "window" else {})
+
+    def about(self) -> About:
+        """Return the description for a file of these rows."""
+        return About(self.outputs, self.spec.dim, self.spec.dtype, len(self) - len(self.failed), self.attributes)
+
+    def rows(self, sequences: TokenStore | None = None) -> Iterator[Row]:
+        """Yield the records that have values, in input order; bf16 as its bits.
+
+        Args:
+            sequences: the token store of the input, for formats that need the sequences.
+        """
+        for start in range(0, len(self), _AT_ONCE):
+            stop = min(start + _AT_ONCE, len(self))
+            columns = self.index.id_list(start, stop), self.index.lengths[start:stop], self.index.rows[start:stop]
+            for n, (record_id, length, row) in enumerate(zip(*columns, strict=True), start):
+                if record_id not in self.failed:
+                    residues = "" if sequences is None else decode(sequences.residues(n))
+                    chains = tuple(self.chains.get(record_id, ()))
+                    yield Row(record_id, int(length), self.values(int(row)), residues, chains=chains)
+
+    def values(self, row: int) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays of a row by output; bf16 as its bits. A failed row has zeros."""
+        part = int(np.searchsorted(self.index.bounds, row, side="right")) - 1
+        if part not in self._open:
+            places = RowPlaces(self.spec, self.index.lengths_of(part))
+            self._open[part] = opened(self.parts.folder / self.parts.name(part)), places
+            if len(self._open) > _OPEN_PARTS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(part)
+        file, places = self._open[part]
+        at, values = row - self.index.bounds[part], {}
+        for one in self.outputs:
+            x = file.get_slice(one.name)[places.slice(one, at)]
+            x = x.view(torch.uint16) if self.spec.dtype == "bf16" else x
+            values[one.name] = x.numpy().reshape(one.shape(int(places.kept_n[at]), self.spec.dim))
+        return values
+
+    def _get(self, record_id: str) -> dict[str, npt.NDArray[Any]]:
+        record = self.index.find(record_id)
+        if record is None:
+            raise KeyError(f"{self.path}: has no record '{record_id}'")
+        if record_id in self.failed:
+            raise KeyError(f"{self.path}: '{record_id}' has no values: {self.failed[record_id]}")
+        values = self.values(int(self.index.rows[record]))
+        return {name: as_float(array, self.spec.dtype) for name, array in values.items()}
+
+
+class Reuse:
+    """An earlier directory of parts from which rows of equal keys are copied.
+
+    Args:
+        path: the directory.
+        spec: the spec of the new job.
+
+    Raises:
+        UsageError: if the earlier one lacks an output or has other settings, so that nothing could be copied.
+        InputError: if the directory is no finished directory of parts.
+    """
+
+    def __init__(self, path: Path, spec: Spec) -> None:
+        self._store = EmbeddingStore(path)
+        if different := difference(self._store.spec.settings, spec.settings):
+            raise UsageError(f"--reuse {path}: was made with {different}")
+        missing = [one.title for one in spec.outputs if one not in self._store.outputs]
+        if missing:
+            held = ", ".join(sorted(one.title for one in self._store.outputs))
+            raise UsageError(f"--reuse {path}: holds {held}, and no {' and '.join(missing)}")
+        self._without = [*self._store.manifest["failed_rows"], *self._store.manifest["windowed_rows"]]
+
+    def rows(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
+        """Return the row of each key, or -1 where there is none that was computed as asked for, int64 [M]."""
+        row_M = self._store.index.rows_of(keys_M)
+        return np.where(np.isin(row_M, self._without), -1, row_M)
+
+    def values(self, row: int) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays of a row, bf16 as its bits."""
+        return self._store.values(row)
