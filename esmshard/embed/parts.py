@@ -43,10 +43,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from esmshard import __version__, remote
+from esmshard import __version__
 from esmshard.data.tracks import RecordTracks, TrackStore, state_of, write_track
 from esmshard.embed.spec import TORCH, EmbedRequest, Spec, difference
 from esmshard.errors import InputError, UsageError
+from esmshard.io import remote
 from esmshard.io.array_formats import NUMPY, About, Output, Row, as_float
 from esmshard.io.paths import read_json, remembered_sha256, replace_json, replacing, without_directories
 from esmshard.io.remote import RemoteDirectory
