@@ -1,28 +1,28 @@
 """Files of arrays by record: the registry of formats, and one writer for each.
 
-`embed` and `predict` write through it. Rows are added one by one, and a file gets its name when it is complete. The
-memory of a writer does not grow with the number of records, except for a header that must be complete, and for h5ad.
+`embed` and `predict` write through it. Rows are added one by one, and a file gets its name when it is complete
+(`esmshard.io.writers.Writer`). The memory of a writer does not grow with the number of records, except for a header
+that must be complete, and for h5ad.
 """
 
 import csv
 import hashlib
-import importlib
 import io
 import json
 import shutil
 import zipfile
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal, TextIO, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import check_replaced
-from esmshard.io.writers import Writer, check, ids_file
+from esmshard.io.writers import Writer, check, library
 from esmshard.vocab import VOCAB_SIZE
 
 Pool = Literal["mean", "max", "cls", "residue", "logits", "contacts", "attentions"]
@@ -136,9 +136,9 @@ def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
 
 
 class FormatWriter(Writer):
-    """A writer that collects rows under a temporary name beside `out`.
+    """A writer of one format. `add` is called `about.n_records` times, in input order.
 
-    `add` is called `about.n_records` times, in input order.
+    The files, attributes and rows are described in the docstring of each format.
     """
 
     default_pool: ClassVar[Pool]
@@ -151,6 +151,8 @@ class FormatWriter(Writer):
     """Whether the format can hold more than one output."""
     by_sequence: ClassVar[bool] = False
     """Whether rows are stored by their sequences, so that each sequence is stored once, with its first id."""
+    names_limit: ClassVar[int | None] = None
+    """The most bytes that the names of all arrays take; None for any number."""
     extra: ClassVar[tuple[str, str] | None] = None
     """The module that writes the format, and the extra of this package that installs the module."""
 
@@ -170,26 +172,15 @@ class FormatWriter(Writer):
         return np.dtype(NUMPY[dtype]).itemsize
 
     @classmethod
-    def require(cls, out: Path) -> Any:
-        """Return the library, or raise a `UsageError` that says how to install it."""
-        if cls.extra is None:
-            return None
-        module, extra = cls.extra
-        try:
-            return importlib.import_module(module)
-        except ImportError:
-            raise UsageError(f"{out}: writing it needs {module}; pip install 'esmshard[{extra}]'") from None
+    def require(cls, out: Path) -> None:
+        """Raise a `UsageError` that says how to install the library of the format, if it is missing."""
+        if cls.extra is not None:
+            library(*cls.extra, out)
 
     @classmethod
     def check_place(cls, out: Path, *, overwrite: bool) -> None:
         """Refuse to replace an existing file without `overwrite`."""
         check(out, overwrite=overwrite)
-
-    @classmethod  # most formats have no limit
-    def check_size(cls, out: Path, outputs: int, records: int, id_bytes: int) -> None:
-        """Refuse more records, or longer ids, than a file can hold. Counted are the outputs, the records, and the bytes
-        of all ids.
-        """
 
     def add(self, row: Row) -> None:
         """Write one record."""
@@ -229,23 +220,19 @@ class Hdf5Format(FormatWriter):
     extra = ("h5py", "h5")
 
     def open(self) -> None:
-        """Create the file with its attributes and groups."""
-        h5py = self.require(self.out)
-        self._file = h5py.File(self.work, "w", track_order=True)
+        import h5py
+
+        self._file = self.files.enter_context(h5py.File(self.work, "w", track_order=True))
         self._file.attrs.update(self.attributes)
-        names = [output.name for output in self.about.outputs]
-        self._groups: dict[str, Any] = (
-            {names[0]: self._file}
-            if len(names) == 1
-            else {name: self._file.create_group(name, track_order=True) for name in names}
-        )
+        names, several = [output.name for output in self.about.outputs], len(self.about.outputs) > 1
+        self._groups: dict[str, Any] = {
+            name: self._file.create_group(name, track_order=True) if several else self._file for name in names
+        }
 
     def write(self, row: Row) -> None:
-        """Write the row under the same key in all groups."""
         key = base = row.id.replace("/", "_") if row.id.strip("./") else f"id_{self.n}"
         number = 1
-        group = next(iter(self._groups.values()))
-        while key in group:
+        while key in next(iter(self._groups.values())):
             number += 1
             key = f"{base}_{number}"
         for name, group in self._groups.items():
@@ -254,15 +241,6 @@ class Hdf5Format(FormatWriter):
             data.attrs["original_id"] = row.id
             if row.chains:
                 data.attrs["chain_lengths"] = row.chains
-
-    def finish(self) -> None:
-        """Write everything to disk."""
-        super().finish()
-        self._file.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class BiotrainerFormat(Hdf5Format):
@@ -273,33 +251,21 @@ class BiotrainerFormat(Hdf5Format):
     `biotrainer.embedders.services.EmbeddingService`). biotrainer compresses its data sets, which no reader requires.
     """
 
-    default_pool = "residue"
     pools = ("mean", "max", "cls", "residue")
     several = False
     by_sequence = True
 
-    def open(self) -> None:
-        """Create the file."""
-        super().open()
-        self._contents: dict[str, bytes] = {}
-        """A digest of the values of each key. HDF5 may not have written them yet."""
-
     def write(self, row: Row) -> None:
-        """Write the row, unless its sequence came before."""
-        assert row.residues, f"{row.id}: came without its sequence"
         key = hashlib.sha256(f"{row.residues}_{len(row.residues)}".encode()).hexdigest()
-        (output,) = self.about.outputs
-        values = row.values[output.name]
-        content = hashlib.blake2b(np.ascontiguousarray(values).data, digest_size=16).digest()
-        if self._contents.setdefault(key, content) != content:
+        (values,) = row.values.values()
+        if key not in self._file:
+            data = self._file.create_dataset(key, data=values, track_times=False)
+            data.attrs["original_id"] = row.id
+        elif not np.array_equal(self._file[key][()], values, equal_nan=True):
             raise InputError(
                 f"{self.out}: record '{row.id}' has the sequence of an earlier record and other tracks, and "
                 "biotrainer-h5 has one place for a sequence; write it with --format h5"
             )
-        if key in self._file:
-            return
-        data = self._file.create_dataset(key, data=values, track_times=False)
-        data.attrs["original_id"] = row.id
 
 
 class NpyFormat(FormatWriter):
@@ -309,43 +275,23 @@ class NpyFormat(FormatWriter):
     pools = ("mean", "max", "cls")
     several = False
 
-    def __init__(self, out: Path, about: About) -> None:
-        super().__init__(out, about)
-        self.ids_work = self.work.with_name(f"{self.work.name}.ids")
-
     @classmethod
     def check_place(cls, out: Path, *, overwrite: bool) -> None:
-        """Check both files."""
-        check(out, ids_file(out), overwrite=overwrite)
+        check(out, out.with_suffix(".ids.txt"), overwrite=overwrite)
 
     def open(self) -> None:
-        """Create both files, the matrix with its header."""
-        self._file: BinaryIO = open(self.work, "wb")  # noqa: SIM115  # `close` closes the file
+        self._file = self.files.enter_context(open(self.work, "wb"))
+        self._ids = self.files.enter_context(
+            open(self.work.with_suffix(".ids.txt"), "w", encoding="utf-8", newline="\n")
+        )
         descr = np.lib.format.dtype_to_descr(np.dtype(NUMPY[self.about.dtype]))
         shape = (self.about.n_records or 0, self.about.dim)
         np.lib.format.write_array_header_1_0(self._file, {"descr": descr, "fortran_order": False, "shape": shape})
-        self._ids: TextIO = open(self.ids_work, "w", encoding="utf-8", newline="\n")  # noqa: SIM115
 
     def write(self, row: Row) -> None:
-        """Write a row and a line."""
-        (output,) = self.about.outputs
-        self._file.write(np.ascontiguousarray(row.values[output.name]).data)
+        (values,) = row.values.values()
+        self._file.write(np.ascontiguousarray(values).data)
         self._ids.write(f"{row.id}\n")
-
-    def close(self) -> None:
-        """Flush to disk and close."""
-        self._file.close()
-        self._ids.close()
-
-    def commit(self) -> None:
-        """Rename the file of ids first, so that the matrix never exists without its ids."""
-        self.ids_work.replace(ids_file(self.out))
-        super().commit()
-
-    def discard(self) -> None:
-        """Remove both files."""
-        super().discard()
-        self.ids_work.unlink(missing_ok=True)
 
 
 class CsvFormat(FormatWriter):
@@ -364,133 +310,81 @@ class CsvFormat(FormatWriter):
 
     @classmethod
     def number_bytes(cls, dtype: Dtype) -> int:
-        """Return the digits of a number, and the bytes of sign, point, exponent and comma, as in `-1.5e-05,`."""
-        return cls.DIGITS[dtype] + 7
+        return cls.DIGITS[dtype] + len("-.e-05,")
 
     def open(self) -> None:
-        """Create the file with its first line."""
-        self._file: TextIO = open(self.work, "w", encoding="utf-8", newline="")  # noqa: SIM115  # `close` closes it
-        self._rows = csv.writer(self._file, lineterminator="\n")
+        file = self.files.enter_context(open(self.work, "w", encoding="utf-8", newline=""))
+        self._rows = csv.writer(file, lineterminator="\n")
         self._rows.writerow(["", *range(self.about.dim)])
 
     def write(self, row: Row) -> None:
-        """Write a line."""
-        (output,) = self.about.outputs
-        digits = self.DIGITS[self.about.dtype]
-        self._rows.writerow([row.id, *(f"{number:.{digits}g}" for number in row.values[output.name].tolist())])
-
-    def close(self) -> None:
-        """Flush to disk and close."""
-        self._file.close()
+        (values,), digits = row.values.values(), self.DIGITS[self.about.dtype]
+        self._rows.writerow([row.id, *(f"{number:.{digits}g}" for number in values.tolist())])
 
 
 class ParquetFormat(FormatWriter):
     """`x.parquet`: one row for each record, with the columns `id`, `length` and one for each output, named after it.
 
     A pooled output is a list of D numbers. `residue` and `logits` are lists of lists of D and 33 numbers. `contacts` is
-    one list of the L x L numbers, row by row. A row group is written when it is full. Attributes are in the schema's
-    metadata.
+    one list of the L x L numbers, row by row. Attributes are in the schema's metadata.
     """
 
     default_pool = "mean"
     pools = ("mean", "max", "cls", "residue", "logits", "contacts")
     extra = ("pyarrow", "tables")
 
-    GROUP: ClassVar[int] = 32 << 20
-    """Bytes of a row group. A number counts as four bytes whatever its type, because the memory for encoding depends on
-    the number of values. Encoding takes up to nine times as much memory.
-    """
-
-    PLACES: ClassVar[int] = 2**31 - 1
-    """The largest number of list entries, which is enough for a map of 46,250 residues."""
+    GROUP: ClassVar[int] = 8 << 20
+    """The numbers of a row group, which is written when it is full. Encoding takes up to 36 bytes for each of them."""
 
     def open(self) -> None:
-        """Create the file with the schema."""
-        pa = self.require(self.out)
+        import pyarrow as pa
         from pyarrow import parquet
 
         number = pa.float32() if self.about.dtype == "fp32" else pa.float16()
-        types = {}
+        types = {"id": pa.string(), "length": pa.int32()}
         for output in self.about.outputs:
-            if output.pool == "contacts":
-                types[output.name] = pa.list_(number)
-            elif output.pooled:
-                types[output.name] = pa.list_(number, self.about.dim)
-            else:
-                types[output.name] = pa.list_(pa.list_(number, self._width(output)))
-        self._number, self._types = number, types
-        self._schema = pa.schema(
-            {"id": pa.string(), "length": pa.int32(), **types},
-            metadata={key: str(value) for key, value in self.attributes.items()},
-        )
-        self._writer = parquet.ParquetWriter(
-            self.work,
-            self._schema,
-            # The outputs of a network are all different numbers: dictionary, compression and statistics (least and
-            # greatest value) would cost time and save nothing.
-            use_dictionary=False,
-            compression="none",
-            write_statistics=["id", "length"],
-        )
-        self._begin()
+            size = self._size(output)
+            numbers = pa.list_(number, -1 if size is None else size)
+            types[output.name] = numbers if output.pooled or size is None else pa.list_(numbers)
+        schema = pa.schema(types, metadata={key: str(value) for key, value in self.attributes.items()})
+        # The outputs of a network are all different numbers: dictionary, compression and statistics (least and greatest
+        # value) would cost time and save nothing.
+        plain: dict[str, Any] = {"use_dictionary": False, "compression": "none", "write_statistics": ["id", "length"]}
+        self._file = self.files.enter_context(parquet.ParquetWriter(self.work, schema, **plain))
+        self._waiting: list[Row] = []
+        self._numbers = 0
 
-    def _begin(self) -> None:
-        self._ids: list[str] = []
-        self._lengths: list[int] = []
-        self._numbers = {output.name: bytearray() for output in self.about.outputs}
-        self._sizes: dict[str, list[int]] = {output.name: [] for output in self.about.outputs}
-        self._bytes = 0
-
-    def _width(self, output: Output) -> int:
-        return VOCAB_SIZE if output.pool == "logits" else self.about.dim
+    def _size(self, output: Output) -> int | None:
+        """Return the numbers of the innermost list of an output; None if they differ."""
+        return None if output.pool == "contacts" else VOCAB_SIZE if output.pool == "logits" else self.about.dim
 
     def write(self, row: Row) -> None:
-        """Add the row to the row group, which is written when it is full."""
-        self._ids.append(row.id)
-        self._lengths.append(row.length)
-        self._bytes += len(row.id) + 64  # `length` and the ends of lists
-        for output in self.about.outputs:
-            values = np.ascontiguousarray(row.values[output.name])
-            # Positions are counted through a row group, which has at most GROUP / 4 numbers before its last row.
-            if output.pool == "contacts" and values.size > self.PLACES - self.GROUP // 4:
-                raise InputError(
-                    f"{self.out}: record '{row.id}': a list of Parquet has no place for contacts of {len(values):,} "
-                    "residues; write them with --format h5"
-                )
-            self._numbers[output.name] += values.data.cast("B")
-            self._sizes[output.name].append(values.size if output.pool == "contacts" else len(values))
-            self._bytes += 4 * values.size
-        if self._bytes >= self.GROUP:
+        self._waiting.append(row)
+        self._numbers += sum(values.size for values in row.values.values())
+        if self._numbers >= self.GROUP:
             self._write_group()
 
     def _write_group(self) -> None:
         import pyarrow as pa
 
-        columns = [pa.array(self._ids, pa.string()), pa.array(self._lengths, pa.int32())]
+        rows, self._waiting, self._numbers = self._waiting, [], 0
+        columns = [pa.array([row.id for row in rows]), pa.array([row.length for row in rows], pa.int32())]
         for output in self.about.outputs:
-            flat = self._numbers[output.name]
-            size = len(flat) // np.dtype(NUMPY[self.about.dtype]).itemsize
-            column = pa.Array.from_buffers(self._number, size, [None, pa.py_buffer(flat)])  # no copy
-            if output.pool != "contacts":
-                column = pa.FixedSizeListArray.from_arrays(column, self._width(output))
+            values, size = [row.values[output.name] for row in rows], self._size(output)
+            column = pa.array(np.concatenate([each.reshape(-1) for each in values]))
+            if size is not None:
+                column = pa.FixedSizeListArray.from_arrays(column, size)
             if not output.pooled:
-                ends = np.cumsum([0, *self._sizes[output.name]])
+                ends = np.cumsum([0, *(each.size // (size or 1) for each in values)])
                 column = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), column)
             columns.append(column)
-        self._writer.write_batch(
-            pa.RecordBatch.from_arrays(columns, schema=self._schema), row_group_size=len(self._ids)
-        )
-        self._begin()
+        batch = pa.RecordBatch.from_arrays(columns, schema=self._file.schema)
+        self._file.write_batch(batch, row_group_size=len(rows))
 
     def finish(self) -> None:
-        """Write the last row group."""
         super().finish()
-        if self._ids:
+        if self._waiting:
             self._write_group()
-
-    def close(self) -> None:
-        """Write the footer and close."""
-        self._writer.close()
 
 
 class NpzFormat(FormatWriter):
@@ -499,20 +393,14 @@ class NpzFormat(FormatWriter):
     default_pool = "residue"
 
     def open(self) -> None:
-        """Create the archive."""
-        self._zip = zipfile.ZipFile(self.work, "w", zipfile.ZIP_DEFLATED, allowZip64=True)
+        self._zip = self.files.enter_context(zipfile.ZipFile(self.work, "w", zipfile.ZIP_DEFLATED, allowZip64=True))
 
     def write(self, row: Row) -> None:
-        """Write the arrays of a record."""
         for name, values in self.named(row):
             buffer = io.BytesIO()
             np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)
             entry = zipfile.ZipInfo(f"{name}.npy")  # with one date for all, so that the same rows give the same bytes
             self._zip.writestr(entry, buffer.getbuffer(), zipfile.ZIP_DEFLATED)
-
-    def close(self) -> None:
-        """Write the directory of the archive."""
-        self._zip.close()
 
 
 class AnnDataFormat(FormatWriter):
@@ -526,32 +414,26 @@ class AnnDataFormat(FormatWriter):
     extra = ("anndata", "h5ad")
 
     def open(self) -> None:
-        """Begin without rows."""
-        self._ids: list[str] = []
-        self._lengths: list[int] = []
-        n, dim = self.about.n_records or 0, self.about.dim
-        self._values = {one.name: np.empty((n, dim), NUMPY[self.about.dtype]) for one in self.about.outputs}
+        self._kept: list[Row] = []
 
     def write(self, row: Row) -> None:
-        """Keep a row."""
-        self._ids.append(row.id)
-        self._lengths.append(row.length)
-        for name, values_ND in self._values.items():
-            values_ND[self.n] = row.values[name]
+        # The arrays are copied, as they may be views of larger ones.
+        self._kept.append(replace(row, values={name: values.copy() for name, values in row.values.items()}))
 
     def finish(self) -> None:
-        """Write the file."""
         super().finish()
         import anndata
         import pandas  # anndata needs it
 
-        obs = pandas.DataFrame({"length": np.array(self._lengths, np.int32)}, index=pandas.Index(self._ids, dtype=str))
-        first, *others = self._values
-        obsm = {name: self._values[name] for name in others}
-        anndata.AnnData(self._values[first], obs=obs, obsm=obsm, uns=self.attributes).write_h5ad(self.work)
-
-    def close(self) -> None:
-        """Do nothing, since no file stays open."""
+        index = pandas.Index([row.id for row in self._kept], dtype=str)
+        obs = pandas.DataFrame({"length": np.array([row.length for row in self._kept], np.int32)}, index=index)
+        dtype, shape = NUMPY[self.about.dtype], (-1, self.about.dim)
+        first, *others = [output.name for output in self.about.outputs]
+        x_ND, *obsm = (
+            np.array([row.values[name] for row in self._kept], dtype).reshape(shape) for name in (first, *others)
+        )
+        data = anndata.AnnData(x_ND, obs=obs, obsm=dict(zip(others, obsm, strict=True)), uns=self.attributes)
+        data.write_h5ad(self.work)
 
 
 class SafetensorsFormat(FormatWriter):
@@ -564,59 +446,36 @@ class SafetensorsFormat(FormatWriter):
 
     default_pool = "residue"
     dtypes = DTYPES
+    names_limit = 100_000_000  # The library reads no larger header.
 
-    HEADER_LIMIT: ClassVar[int] = 100_000_000
-    """The largest header that the library reads."""
     CODES: ClassVar[dict[Dtype, str]] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
-    @classmethod
-    def check_size(cls, out: Path, outputs: int, records: int, id_bytes: int) -> None:
-        """Refuse records whose names cannot fit into the header: each entry takes its id and at least 60 bytes."""
-        if outputs * (60 * records + id_bytes) > cls.HEADER_LIMIT:
-            raise UsageError(
-                f"{out}: the names of so many records do not fit into the header of a safetensors file, which may have "
-                f"{cls.HEADER_LIMIT // 1_000_000} MB; write it with --format parquet, or embed the FASTA file in parts"
-            )
-
     def open(self) -> None:
-        """Create the file of the tensors."""
         metadata = {key: str(value) for key, value in self.attributes.items()}
         self._entries: dict[str, Any] = {"__metadata__": metadata}
         self._at = 0
-        self._tensors_path = self.work.with_name(f"{self.work.name}.tensors")
-        self._tensors: BinaryIO = open(self._tensors_path, "wb")  # noqa: SIM115  # `close` closes the file
+        self._tensors = self.files.enter_context(open(self.work.with_name("tensors"), "wb+"))
 
     def write(self, row: Row) -> None:
-        """Write all outputs, one after the other."""
         for name, values in self.named(row):
             if name == "__metadata__":
                 raise UsageError(f"{self.out}: a safetensors file keeps the name '{name}' for itself; use --format h5")
             end = self._at + values.nbytes
-            shape, code = list(values.shape), self.CODES[self.about.dtype]
-            self._entries[name] = {"dtype": code, "shape": shape, "data_offsets": [self._at, end]}
+            code = self.CODES[self.about.dtype]
+            self._entries[name] = {"dtype": code, "shape": list(values.shape), "data_offsets": [self._at, end]}
             self._tensors.write(np.ascontiguousarray(values).data)
             self._at = end
 
     def finish(self) -> None:
-        """Write the header and, after it, the tensors."""
         super().finish()
-        self._tensors.close()
         header = json.dumps(self._entries, separators=(",", ":"), ensure_ascii=False).encode()
         header += b" " * (-len(header) % 8)  # tensors are aligned
-        if len(header) > self.HEADER_LIMIT:
-            self.check_size(self.out, 1, self.HEADER_LIMIT, 0)
-        with open(self.work, "wb") as file, open(self._tensors_path, "rb") as tensors:
+        check_names("safetensors", self.out, len(header))
+        self._tensors.seek(0)
+        with open(self.work, "wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
-            shutil.copyfileobj(tensors, file, 1 << 24)
-
-    def close(self) -> None:
-        """Close the file of the tensors."""
-        self._tensors.close()
-
-    def discard(self) -> None:
-        """Remove both files."""
-        super().discard()
-        self.work.with_name(f"{self.work.name}.tensors").unlink(missing_ok=True)
+            shutil.copyfileobj(self._tensors, file, 1 << 24)
+        self.work.with_name("tensors").unlink()
 
 
 class ZarrFormat(FormatWriter):
@@ -633,28 +492,33 @@ class ZarrFormat(FormatWriter):
     BLOCK: ClassVar[int] = 1 << 22
     """Bytes of a chunk, and of the rows that wait in memory."""
 
+    @classmethod
+    def check_place(cls, out: Path, *, overwrite: bool) -> None:
+        check_replaced(out, ["*"], marker="zarr.json")
+        if out.exists() and not overwrite:
+            raise UsageError(f"{out}: exists already; choose another name or pass --overwrite")
+
     def open(self) -> None:
-        """Create the group; the arrays are created with the first rows."""
-        self.discard()  # the rest of a killed process with the same id
-        self._group = self.require(self.out).open_group(self.work, mode="w", zarr_format=3)
+        import zarr
+
+        self._group: Any = zarr.open_group(self.work, mode="w", zarr_format=3)
         self._group.attrs.update(self.attributes)
         self._ids: list[str] = []
         self._lengths: list[int] = []
         self._waiting: dict[str, list[npt.NDArray[Any]]] = {one.name: [] for one in self.about.outputs}
-        self._starts: dict[str, list[int]] = {one.name: [0] for one in self.about.outputs if not one.pooled}
+        self._sizes: dict[str, list[int]] = {one.name: [0] for one in self.about.outputs if not one.pooled}
         self._bytes = 0
 
     def write(self, row: Row) -> None:
-        """Add a row to those that wait."""
         self._ids.append(row.id)
         self._lengths.append(row.length)
         for one in self.about.outputs:
-            values = np.array(row.values[one.name])
+            values = row.values[one.name].copy()
             values = values.reshape(-1) if one.paired else values[None] if one.pooled else values
             self._waiting[one.name].append(values)
             self._bytes += values.nbytes
             if not one.pooled:
-                self._starts[one.name].append(self._starts[one.name][-1] + len(values))
+                self._sizes[one.name].append(len(values))
         if self._bytes >= self.BLOCK:
             self._write_rows()
 
@@ -666,39 +530,17 @@ class ZarrFormat(FormatWriter):
             if name in self._group:
                 self._group[name].append(values)
             else:
-                width = max(1, values[:1].nbytes)
-                chunks = (max(1, self.BLOCK // width), *values.shape[1:])
+                chunks = (max(1, self.BLOCK // max(1, values[:1].nbytes)), *values.shape[1:])
                 self._group.create_array(name, data=values, chunks=chunks)
 
     def finish(self) -> None:
-        """Write the last rows, the ids and the lengths."""
         super().finish()
         if self._bytes:
             self._write_rows()
         self._group.create_array("ids", shape=(len(self._ids),), dtype=str)[:] = np.array(self._ids, object)
         self._group.create_array("lengths", data=np.array(self._lengths, np.int32))
-        for name, starts in self._starts.items():
-            self._group.create_array(f"starts_{name}", data=np.array(starts, np.int64))
-
-    @classmethod
-    def check_place(cls, out: Path, *, overwrite: bool) -> None:
-        """Refuse to replace a directory that is no Zarr group."""
-        check_replaced(out, ["*"], marker="zarr.json")
-        if out.exists() and not overwrite:
-            raise UsageError(f"{out}: exists already; choose another name or pass --overwrite")
-
-    def close(self) -> None:
-        """Do nothing, since no file stays open."""
-
-    def commit(self) -> None:
-        """Rename the directory, after an old one was removed."""
-        self.check_place(self.out, overwrite=True)
-        shutil.rmtree(self.out, ignore_errors=True)
-        super().commit()
-
-    def discard(self) -> None:
-        """Remove the directory."""
-        shutil.rmtree(self.work, ignore_errors=True)
+        for name, sizes in self._sizes.items():
+            self._group.create_array(f"starts_{name}", data=np.cumsum(sizes, dtype=np.int64))
 
 
 FORMATS: dict[str, type[FormatWriter]] = {
@@ -735,7 +577,17 @@ def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, recor
         others = " or ".join(other for other in FORMATS if not _reason(other, outputs, dtype))
         raise UsageError(f"{out}: {reason}; write it with --format {others}")
     FORMATS[fmt].require(out)
-    FORMATS[fmt].check_size(out, len(outputs), records, id_bytes)
+    check_names(fmt, out, len(outputs) * (60 * records + id_bytes))  # Each entry takes its id and at least 60 bytes.
+
+
+def check_names(fmt: str, out: Path, size: int) -> None:
+    """Refuse names of arrays that take more bytes together than the file has room for."""
+    limit = FORMATS[fmt].names_limit
+    if limit is not None and size > limit:
+        raise UsageError(
+            f"{out}: the names of so many records do not fit into the header of a {fmt} file, which may have "
+            f"{limit // 1_000_000} MB; write it with --format parquet, or embed the FASTA file in parts"
+        )
 
 
 def _reason(fmt: str, outputs: Sequence[Output], dtype: Dtype) -> str:

@@ -70,6 +70,21 @@ def sync_directory(path: Path) -> None:
 
 
 @contextmanager
+def scratch_directory(out: Path) -> Iterator[Path]:
+    """Provide an empty directory beside `out`, in which `out` is made. It is removed when the block ends, and so are
+    those that killed processes of this machine left behind.
+    """
+    settle(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = _work(_absolute(out))
+    work.mkdir()
+    try:
+        yield work
+    finally:
+        settle(out)
+
+
+@contextmanager
 def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
     """Provide an empty directory that gets the name `out` when the block ends without an error, and is removed
     otherwise.
@@ -78,11 +93,7 @@ def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
     `.old-NAME` beside it, so one of the two exists even if this process is killed; `settle` then cleans up.
     """
     out = _absolute(out)
-    settle(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = _work(out)
-    work.mkdir()
-    try:
+    with scratch_directory(out) as work:
         yield work
         for path in [*work.rglob("*"), work] if sync else ():
             if path.is_dir():
@@ -94,8 +105,6 @@ def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
             out.rename(_old(out))
         work.rename(out)
         sync_directory(out.parent)
-    finally:
-        settle(out)
 
 
 def check_replaced(out: Path, written: Collection[str], marker: str | None = None) -> None:

@@ -412,20 +412,6 @@ class Block:
     """The residue tokens of all records; each record is followed by `<eos>`."""
     lengths: npt.NDArray[np.int64]
     """Number of residues of each record, int64 [N]."""
-    at: int
-    """Byte of the uncompressed file at which the block begins."""
-    chunk: bytes
-    """The text of the block."""
-    origin: npt.NDArray[np.int64] | None = None
-    """The number of each record among the records of the text, int64 [N]. None if every record of the text was kept
-    once.
-    """
-
-    @property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """Position of the `>` of each record in the uncompressed file, in bytes, int64 [N]."""
-        marks = self.at + _marks(self.chunk)
-        return marks if self.origin is None else marks[self.origin]
 
 
 def read_blocks(
@@ -562,28 +548,23 @@ class _Reader:
             if code_T.max() == STRANGE:
                 unusual[np.searchsorted(stops, np.flatnonzero(code_T == STRANGE))] = True
             if not unusual.any():
-                return Block(ids, headers, codes, lengths, at, chunk)
+                return Block(ids, headers, codes, lengths)
         else:  # A '>' is inside a sequence.
             unusual = np.ones(len(ids), dtype=bool)
         marks = _marks(chunk)
         rows: list[tuple[bytes, bytes, bytes]] = []
-        origin: list[int] = []
         begins = [0, *(stops + 1).tolist()]
         for k, strange in enumerate(unusual.tolist()):
             if strange:
                 rows += self._unusual(ids[k], headers[k], bodies[k], (at, chunk, int(marks[k])))
             else:
                 rows.append((ids[k], headers[k], codes[begins[k] : begins[k + 1] - 1]))
-            origin += [k] * (len(rows) - len(origin))
         parts = [tokens for _, _, tokens in rows]
         return Block(
             ids=[name for name, _, _ in rows],
             headers=[header for _, header, _ in rows],
             tokens=bytes([EOS]).join([*parts, b""]),
             lengths=np.array([len(part) for part in parts], np.int64),
-            at=at,
-            chunk=chunk,
-            origin=np.array(origin, np.int64),
         )
 
     def _named(self, at: int, chunk: bytes, headers: list[bytes]) -> list[bytes]:
@@ -706,7 +687,7 @@ def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: 
             tokens, end = block.tokens[end : end + length], end + length + 1
             if name in seen:
                 if seen[name] != tokens:
-                    raise InputError(repeated(name.decode(), [path]))
+                    raise InputError(repeated(name.decode(), str(path)))
                 edits.add(READ_ONCE, name.decode())
                 continue
             seen[name] = tokens
@@ -716,9 +697,9 @@ def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: 
 READ_ONCE = "a record that came twice was read once"
 
 
-def repeated(name: str, paths: Sequence[Path]) -> str:
+def repeated(name: str, files: str) -> str:
     """Return the message about an id with two sequences in files that were read together."""
     return (
-        f"{', '.join(map(str, paths))}: '{shown(name)}' comes twice with two sequences; rename one of the two, or "
+        f"{files}: '{shown(name)}' comes twice with two sequences; rename one of the two, or "
         f"{in_a_store('--on-duplicate suffix')}"
     )

@@ -27,8 +27,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,10 +42,12 @@ from esmshard.io.sequences import CONVERSION, READ_ONCE, STDIN, Block, is_plain,
 from esmshard.io.symbols import JOINED, Edits, Rules, in_a_store
 from esmshard.io.tables import counted
 from esmshard.progress import INTERVAL, say
-from esmshard.vocab import ALPHABET_HASH, EOS
+from esmshard.vocab import ALPHABET_HASH
 
 FORMAT, VERSION = "esmshard-tokens", 3
 ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
+COLUMNS = {"lengths": np.int32, "headers": np.int32, "keys": np.uint64}
+"""What the index needs of each record: residues, bytes of the header line, and `keys` of the id."""
 _AT_ONCE = 1 << 20
 _OPEN_SHARDS = 256
 """Most shards that stay mapped. Each of them uses a file descriptor."""
@@ -230,10 +232,9 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not a token store (it has no manifest.json)") from None
     except (OSError, ValueError):
         raise InputError(f"{path}/manifest.json: cannot be read; delete the store and ingest again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise InputError(f"{path}: not a token store")
-    if manifest.get("version") != VERSION or manifest.get("alphabet") != ALPHABET_HASH:
-        raise InputError(f"{path}: a token store of another version; delete it and ingest again")
+    known = {"format": FORMAT, "version": VERSION, "alphabet": ALPHABET_HASH}
+    if not isinstance(manifest, dict) or not known.items() <= manifest.items():
+        raise InputError(f"{path}: not a token store, or one of another version; ingest again")
     if manifest.get("manifest_sha256") != manifest_sha256(manifest):
         raise InputError(f"{path}/manifest.json: is not as it was written; delete the store {path} and ingest again")
     return manifest
@@ -275,7 +276,7 @@ def write_index(
         directory: the directory with the shards under their final names.
         shards: what the shards hold.
         columns: arrays of some records at a time, in file order: residues, bytes of the header line, and
-            `token_store.keys` of the id.
+            `keys` of the id.
         facts: further entries of the manifest.
         edits: what was changed while reading.
     """
@@ -342,16 +343,16 @@ def _array(path: Path, length: int) -> npt.NDArray[np.int64]:
 OnDuplicate = Literal["error", "first", "suffix"]
 
 SHARD = 1 << 26
-"""Bytes of FASTA text that become one shard of the store, up to the end of a record."""
+"""About the bytes of FASTA text that become one shard of the store."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one process reads at a time."""
+    """What one process reads at a time: several small files, one compressed file, or a range of one plain file."""
 
-    sources: list[int] = field(default_factory=list)
+    sources: list[int]
     """The numbers of input files."""
     start: int = 0
     """The first byte, and the byte after the last one, of a range of one plain file."""
@@ -373,7 +374,9 @@ def ingest(
         fastas: plain or compressed files; `-` is standard input.
         out: a directory that does not exist yet.
         rules: what may be changed while reading.
-        on_duplicate: what happens to an id that comes again (see `without_duplicates`).
+        on_duplicate: what happens to an id that comes again. `error`: the record is read once and counted if the
+            sequence is the same, else refused. `first`: all records but the first are left out. `suffix`: later records
+            are named `ID_2`, `ID_3` ..., with numbers that are free.
         workers: number of processes. One compressed file is read by one process.
         overwrite: replace the store at `out` when the new store is complete.
         say: takes the number of records read, every few seconds.
@@ -386,49 +389,88 @@ def ingest(
         raise UsageError(f"{out}: give the directory of the store a name")
     if out.exists() and not overwrite:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
-    shards = ("tokens-*.u8", "headers-*.txt")
-    check_replaced(out, ["manifest.json", *shards, *ARRAYS], marker="manifest.json")
-    sources, pieces = _pieces(fastas)
-    made, named = [parent for parent in out.parents if not parent.exists()], ", ".join(map(str, fastas))
-    try:
-        with writing(out, "make room, and run the same command again"), whole_directory(out, sync=False) as work:
-            whole = work / "whole"
-            _read_pieces(work, pieces, fastas, rules, workers, _Counter(say))
-            if _pieces(fastas) != (sources, pieces):
-                raise InputError(f"{named}: changed while being read; ingest again")
-            _assemble(work, len(pieces), whole, named, sources, rules, on_duplicate)
-            final = without_duplicates(whole, work / "final", on_duplicate, fastas)
-            if rules.on_nucleotides == "error":
-                store = TokenStore(final)
-                if found := nucleotides.finding(nucleotides.some(store), counted(len(store), "record")):
-                    raise InputError(f"{named}: {found}; translate them, or {in_a_store('--on-nucleotides keep')}")
-            for file in final.iterdir():
-                file.rename(work / file.name)
-            for directory in [path for path in work.iterdir() if path.is_dir()]:
-                shutil.rmtree(directory)
-    except InputError:
-        for directory in made:
-            with suppress(OSError):  # Another process may have put something into the directory.
-                directory.rmdir()
-        raise
+    check_replaced(out, ["manifest.json", "tokens-*.u8", "headers-*.txt", *ARRAYS], marker="manifest.json")
+    if list(fastas).count(STDIN) > 1:
+        raise UsageError("-: the standard input can be read once; name it once")
+    named, files = ", ".join(map(str, fastas)), [fasta for fasta in fastas if fasta != STDIN]
+    pieces = _pieces(fastas)
+    before = [state(fasta) for fasta in files]
+    sizes = dict(zip(files, (size for _, size, *_ in before), strict=True))
+    sources = [{"path": fasta.name, "bytes": sizes[fasta]} if fasta in sizes else {"path": "-"} for fasta in fastas]
+    facts = {"sources": sources, "rules": rules.recorded(), "on_duplicate": on_duplicate}
+    with writing(out, "make room, and run the same command again"), whole_directory(out, sync=False) as work:
+        final, shards, edits = work / "read", list[Shard](), Edits()
+        final.mkdir()
+        for number, (of_piece, edits_of_piece) in enumerate(_read_pieces(work, pieces, fastas, rules, workers, say)):
+            edits.extend(edits_of_piece)
+            for k, shard in enumerate(of_piece):
+                for name in (token_shard, header_shard):
+                    (_folder(work, number) / name(k)).rename(final / name(len(shards)))
+                shards.append(shard)
+        if [state(fasta) for fasta in files] != before:
+            raise InputError(f"{named}: changed while being read; ingest again")
+        if not shards:
+            raise InputError(f"{named}: no record is left under these rules")
+        columns = (np.load(_folder(work, number) / "columns.npz") for number in range(len(pieces)))
+        write_index(final, shards, ([each[name] for name in COLUMNS] for each in columns), facts, edits)
+        store = _without_duplicates(TokenStore(final), work / "unique", on_duplicate, named, facts, edits)
+        found = nucleotides.finding(nucleotides.some(store), counted(len(store), "record"))
+        if found and rules.on_nucleotides == "error":
+            raise InputError(f"{named}: {found}; translate them, or {in_a_store('--on-nucleotides keep')}")
+        for file in store.path.iterdir():
+            file.rename(work / file.name)
+        for directory in [path for path in work.iterdir() if path.is_dir()]:
+            shutil.rmtree(directory)
     return TokenStore(out)
 
 
+def _pieces(fastas: Sequence[Path]) -> list[Piece]:
+    """Cut the files into pieces by their sizes, so that the shards do not depend on the number of processes."""
+    pieces, size = [Piece([])], 0
+    for number, fasta in enumerate(fastas):
+        plain, more = (False, SHARD) if fasta == STDIN else (is_plain(fasta), fasta.stat().st_size)
+        if plain and more > SHARD:
+            pieces += [Piece([number], start, start + SHARD) for start in range(0, more, SHARD)]
+        if size + more > SHARD:
+            pieces.append(Piece([]))
+            size = 0
+        if not plain or more <= SHARD:
+            pieces[-1].sources.append(number)
+            size += more
+    return [piece for piece in pieces if piece.sources]
+
+
+def _folder(work: Path, number: int) -> Path:
+    return work / f"piece-{number:05d}"
+
+
 def _read_pieces(
-    work: Path, pieces: Sequence[Piece], fastas: Sequence[Path], rules: Rules, workers: int, counter: "_Counter"
-) -> None:
-    """Read all pieces into directories, in this process or in several."""
+    work: Path, pieces: Sequence[Piece], fastas: Sequence[Path], rules: Rules, workers: int, say: Say
+) -> Iterator[tuple[list[Shard], Edits]]:
+    """Read all pieces into directories, in this process or in several. Yield what `read_piece` returns, in order."""
+    total, last = 0, time.monotonic()
+
+    def count(more: int) -> None:
+        nonlocal total, last
+        total += more
+        if time.monotonic() - last >= INTERVAL:
+            last = time.monotonic()
+            say(f"ingest: {total:,} records")
+
     if workers == 1 or len(pieces) == 1 or STDIN in fastas:  # Other processes do not have this standard input.
         for number, piece in enumerate(pieces):
-            read_piece(work, number, piece, fastas, rules, counter.add)
+            yield read_piece(_folder(work, number), piece, fastas, rules, count)
         return
     # Workers are spawned, since forked processes would inherit the threads of this process.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(pieces)), mp_context=context) as pool:
         try:
-            waiting = [pool.submit(read_piece, work, k, piece, fastas, rules) for k, piece in enumerate(pieces)]
-            for done in waiting:  # In file order, so that the first of several mistakes is reported.
-                counter.add(done.result())
+            folders = [_folder(work, number) for number in range(len(pieces))]
+            waiting = [pool.submit(read_piece, *each, fastas, rules) for each in zip(folders, pieces, strict=True)]
+            for future in waiting:  # In file order, so that the first of several mistakes is reported.
+                shards, edits = future.result()
+                count(sum(shard.records for shard in shards))
+                yield shards, edits
         except BrokenProcessPool:
             raise ChildProcessError(
                 "a worker process was killed, perhaps because memory ran out; run the same command again with fewer "
@@ -436,6 +478,67 @@ def _read_pieces(
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def read_piece(
+    folder: Path, piece: Piece, fastas: Sequence[Path], rules: Rules, count: Callable[[int], None] = lambda _: None
+) -> tuple[list[Shard], Edits]:
+    """Read one piece into a directory of its own. Return its shards, and what was changed."""
+    folder.mkdir()
+    edits = Edits()
+    with _ShardWriter(folder) as writer:
+        for source in piece.sources:
+            for block in read_blocks(fastas[source], edits, rules, piece.start, piece.stop):
+                writer.add(block)
+                count(len(block.ids))
+    arrays: dict[str, Any] = dict(zip(COLUMNS, writer.columns(), strict=True))
+    np.savez(folder / "columns.npz", **arrays)
+    return writer.shards, edits
+
+
+class _ShardWriter:
+    """A writer of shards that also collects the columns of the index."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._files = directory, ExitStack()
+        self.shards: list[Shard] = []
+        self._columns: list[list[npt.NDArray[Any]]] = [[np.zeros(0, kind)] for kind in COLUMNS.values()]
+
+    def add(self, block: Block, *, begin: bool = False) -> None:
+        """Append records to the shard, or to a new one if it is full or if `begin` is set."""
+        if begin or not self.shards or self.shards[-1].tokens + self.shards[-1].headers >= SHARD:
+            self._close()
+            names = (token_shard(len(self.shards)), header_shard(len(self.shards)))
+            self._open = [self._files.enter_context(open(self._directory / name, "wb")) for name in names]
+            self._hashes = [hashlib.sha256(), hashlib.sha256()]
+            self.shards.append(Shard())
+        lines = b"\n".join([*block.headers, b""])
+        for file, digest, data in zip(self._open, self._hashes, (block.tokens, lines), strict=True):
+            file.write(data)
+            digest.update(data)
+        shard = self.shards[-1]
+        shard.records += len(block.ids)
+        shard.tokens += len(block.tokens)
+        shard.headers += len(lines)
+        header_N = np.fromiter(map(len, block.headers), np.int32, len(block.headers))
+        columns: Iterable[npt.NDArray[Any]] = (block.lengths, header_N, keys(block.ids))
+        for parts, column_N in zip(self._columns, columns, strict=True):
+            parts.append(column_N.astype(parts[0].dtype, copy=False))
+
+    def columns(self) -> list[npt.NDArray[Any]]:
+        """Return the columns of all records so far."""
+        return [np.concatenate(parts) for parts in self._columns]
+
+    def _close(self) -> None:
+        self._files.close()
+        if self.shards:
+            self.shards[-1].sha256 = [digest.hexdigest() for digest in self._hashes]
+
+    def __enter__(self) -> "_ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
 
 
 def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> TokenStore:  # noqa: B008  # frozen
@@ -486,225 +589,59 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
         return ingest([source], out, rules)
 
 
-def _pieces(fastas: Sequence[Path]) -> tuple[list[dict[str, Any]], list[Piece]]:
-    """Return facts about the files, and how they are cut into pieces."""
-    if list(fastas).count(STDIN) > 1:
-        raise UsageError("-: the standard input can be read once; name it once")
-    sources: list[dict[str, Any]] = []
-    pieces: list[Piece] = []
-    group, size = Piece(), 0
-    for number, fasta in enumerate(fastas):
-        if fasta == STDIN:
-            sources.append({"path": "-"})
-            pieces += [group, Piece([number])]
-            group, size = Piece(), 0
-            continue
-        plain = is_plain(fasta)
-        stat = fasta.stat()
-        sources.append({"path": str(fasta.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns})
-        if size + stat.st_size > SHARD:
-            pieces.append(group)
-            group, size = Piece(), 0
-        if plain and stat.st_size > SHARD:
-            pieces += [Piece([number], start, start + SHARD) for start in range(0, stat.st_size, SHARD)]
-        else:
-            group.sources.append(number)
-            size += stat.st_size
-    return sources, [piece for piece in [*pieces, group] if piece.sources]
-
-
-@dataclass
-class _Counter:
-    """Adds up records, and says their number every few seconds."""
-
-    say: Say
-    records: int = 0
-    last_said: float = field(default_factory=time.monotonic)
-
-    def add(self, more: int) -> None:
-        """Count so many more records."""
-        self.records += more
-        if time.monotonic() - self.last_said >= INTERVAL:
-            self.last_said = time.monotonic()
-            self.say(f"ingest: {self.records:,} records")
-
-
-def _assemble(
-    work: Path,
-    count: int,
-    whole: Path,
-    named: str,
-    sources: Sequence[Mapping[str, Any]],
-    rules: Rules,
-    on_duplicate: str,
-) -> None:
-    """Move the shards of all pieces into one directory and index them."""
-    whole.mkdir()
-    shards: list[Shard] = []
-    edits = Edits()
-    pieces = [work / f"piece-{number:05d}" for number in range(count)]
-    for piece in pieces:
-        report = read_json(piece / "piece.json")
-        edits.extend(Edits(report["counts"], report["first"]))
-        for k, shard in enumerate(report["shards"]):
-            for old, new in ((token_shard(k), token_shard(len(shards))), (header_shard(k), header_shard(len(shards)))):
-                (piece / old).rename(whole / new)
-            shards.append(Shard(**shard))
-    if not any(shard.records for shard in shards):
-        raise InputError(f"{named}: no record is left under these rules")
-    recorded = [{**source, "path": Path(source["path"]).name} for source in sources]
-    recorded = [{key: source[key] for key in ("path", "bytes") if key in source} for source in recorded]
-    facts = {"sources": recorded, "rules": rules.recorded(), "on_duplicate": on_duplicate}
-    arrays = ([np.load(piece / f"{name}.npy") for name in ("lengths", "headers", "keys")] for piece in pieces)
-    write_index(whole, shards, arrays, facts, edits)
-
-
-def read_piece(
-    work: Path,
-    number: int,
-    piece: Piece,
-    fastas: Sequence[Path],
-    rules: Rules,
-    count: Callable[[int], None] = lambda _: None,
-) -> int:
-    """Read one piece into a directory of its own. Return the number of records."""
-    directory, edits, base = work / f"piece-{number:05d}", Edits(), 0
-    directory.mkdir()
-    with _Writer(directory) as writer:
-        for source in piece.sources:
-            last = base
-            for block in read_blocks(fastas[source], edits, rules, piece.start, piece.stop):
-                read = base + block.at - piece.start
-                for shard, part in _by_shard(block, read, SHARD):
-                    writer.add(shard, part)
-                last = read + len(block.chunk)
-                count(len(block.ids))
-            base = last  # The next small file continues where this file ends.
-    report = {"shards": [asdict(shard) for shard in writer.shards], "counts": edits.counts, "first": edits.first}
-    (directory / "piece.json").write_text(json.dumps(report), encoding="utf-8")
-    return sum(shard.records for shard in writer.shards)
-
-
-def _by_shard(block: Block, read: int, size: int) -> Iterator[tuple[int, Block]]:
-    """Yield (shard, records) of a block that begins `read` bytes after its piece. The `>` of a record decides its
-    shard.
-    """
-    if read // size == (read + len(block.chunk) - 1) // size:
-        yield read // size, block
-        return
-    shard_N = (read + block.starts - block.at) // size
-    stops = np.cumsum(block.lengths + 1)
-    for shard in np.unique(shard_N).tolist():
-        begin, end = np.searchsorted(shard_N, [shard, shard + 1]).tolist()
-        first, last = int(stops[begin - 1]) if begin else 0, int(stops[end - 1])
-        yield (
-            shard,
-            replace(
-                block,
-                ids=block.ids[begin:end],
-                headers=block.headers[begin:end],
-                tokens=block.tokens[first:last],
-                lengths=block.lengths[begin:end],
-            ),
-        )
-
-
-class _Writer:
-    """A writer of the shards of one piece that also collects the arrays for the index."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._current = directory, -1
-        self.shards: list[Shard] = []
-        self._arrays: tuple[list[npt.NDArray[Any]], ...] = ([], [], [])
-
-    def add(self, number: int, block: Block) -> None:
-        """Append records to a shard. When the shard number changes, new files are opened."""
-        if number != self._current:
-            self._close()
-            self._current = number
-            k = len(self.shards)
-            names = (token_shard(k), header_shard(k))
-            self._files = [open(self._directory / name, "wb") for name in names]  # noqa: SIM115
-            self._hashes = [hashlib.sha256(), hashlib.sha256()]
-            self.shards.append(Shard())
-        lines = b"\n".join([*block.headers, b""])
-        for file, digest, data in zip(self._files, self._hashes, (block.tokens, lines), strict=True):
-            file.write(data)
-            digest.update(data)
-        shard = self.shards[-1]
-        shard.records += len(block.ids)
-        shard.tokens += len(block.tokens)
-        shard.headers += len(lines)
-        columns: tuple[npt.NDArray[Any], ...] = (
-            block.lengths.astype(np.int32),
-            np.fromiter(map(len, block.headers), np.int32, len(block.headers)),
-            keys(block.ids),
-        )
-        for parts, column in zip(self._arrays, columns, strict=True):
-            parts.append(column)
-
-    def _close(self) -> None:
-        if self.shards:
-            for file in self._files:
-                file.close()
-            self.shards[-1].sha256 = [digest.hexdigest() for digest in self._hashes]
-
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-        for name, parts, dtype in zip(("lengths", "headers", "keys"), self._arrays, "iiQ", strict=True):
-            np.save(self._directory / f"{name}.npy", np.concatenate([np.zeros(0, dtype), *parts]))
-
-
-def without_duplicates(whole: Path, final: Path, on_duplicate: OnDuplicate, sources: Sequence[Path]) -> Path:
-    """Return the directory of a store in which every id comes once: `whole` if this is true already, else a new store
-    at `final`.
-
-    Args:
-        whole: a store, of which unchanged shards are moved.
-        final: the directory of the new store; replaced if it exists.
-        on_duplicate: what happens to an id that comes again. `error`: the record is read once and counted if the
-            sequence is the same, else refused. `first`: all records but the first are left out. `suffix`: later records
-            are named `ID_2`, `ID_3` ..., with numbers that are free.
-        sources: the FASTA files, for messages.
-
-    Raises:
-        InputError: an id has two sequences; the message names it.
-    """
-    store = TokenStore(whole)
+def _without_duplicates(
+    store: TokenStore, final: Path, on_duplicate: OnDuplicate, named: str, facts: Mapping[str, Any], edits: Edits
+) -> TokenStore:
+    """Return a store in which every id comes once: the store itself, or a new one at `final` (see `ingest`)."""
     dropped: dict[int, str] = {}
-    renamed: dict[int, str] = {}
+    renamed: dict[int, tuple[str, str]] = {}
     clash: tuple[int, str] | None = None
     taken: set[str] = set()
     for name, rows in _repeated_ids(store):
         first = store.residues(rows[0])
         for place, n in enumerate(rows[1:], 2):
-            same = np.array_equal(first, store.residues(n))
             if on_duplicate == "suffix":
                 number = place
                 while f"{name}_{number}" in taken or store.find(f"{name}_{number}") is not None:
                     number += 1
-                renamed[n] = f"{name}_{number}"
-                taken.add(renamed[n])
-            elif same:
+                renamed[n] = name, f"{name}_{number}"
+                taken.add(renamed[n][1])
+            elif np.array_equal(first, store.residues(n)):
                 dropped[n] = READ_ONCE
             elif on_duplicate == "first":
                 dropped[n] = "a record with the id of an earlier one and another sequence was left out"
             else:
                 clash = min(clash or (n, name), (n, name))
     if clash is not None:
-        raise InputError(repeated(clash[1], sources))
+        raise InputError(repeated(clash[1], named))
     if not dropped and not renamed:
-        return whole
-    edits = Edits()
-    for kind, entry in store.manifest["edits"].items():
-        edits.counts[kind], edits.first[kind] = entry["records"], list(entry["first"])
+        return store
+    new_headers: dict[int, bytes] = {}
     for n in sorted({*dropped, *renamed}):
-        edits.add(dropped.get(n, "an id that came again got a number"), renamed.get(n) or store.id(n))
-    _rewrite(store, final, dropped, renamed, edits)
-    return final
+        if n in dropped:
+            edits.add(dropped[n], store.id(n))
+        else:
+            old, new = renamed[n]
+            edits.add("an id that came again got a number", new)
+            new_headers[n] = new.encode() + store.header(n).lstrip()[len(old.encode()) :]
+    final.mkdir()
+    with _ShardWriter(final) as writer:
+        begin = 0
+        for k, shard in enumerate(store.manifest["shards"]):
+            length_N = store.lengths[begin : begin + shard["records"]]
+            lines = enumerate((store.path / header_shard(k)).read_bytes().split(b"\n")[:-1], begin)
+            headers = {n: new_headers.get(n, line) for n, line in lines if n not in dropped}
+            kept_N = np.zeros(len(length_N), dtype=bool)
+            kept_N[[n - begin for n in headers]] = True
+            begin += len(length_N)
+            if headers:
+                tokens = np.fromfile(store.path / token_shard(k), np.uint8)[np.repeat(kept_N, length_N + 1)]
+                ids = [header.split(None, 1)[0] for header in headers.values()]
+                writer.add(
+                    Block(ids, [*headers.values()], tokens.tobytes(), length_N[kept_N].astype(np.int64)), begin=True
+                )
+    write_index(final, writer.shards, [writer.columns()], facts, edits)
+    return TokenStore(final)
 
 
 def _repeated_ids(store: TokenStore) -> Iterator[tuple[str, list[int]]]:
@@ -715,49 +652,3 @@ def _repeated_ids(store: TokenStore) -> Iterator[tuple[str, list[int]]]:
         for n in store.rows[run[0] : run[-1] + 2].tolist():  # The index is sorted stably, so these are in file order.
             by_id.setdefault(store.id(n), []).append(n)
         yield from ((name, rows) for name, rows in by_id.items() if len(rows) > 1)
-
-
-def _rewrite(store: TokenStore, final: Path, dropped: dict[int, str], renamed: dict[int, str], edits: Edits) -> None:
-    """Make another store of a store: unchanged shards are moved, the others are written record by record."""
-    shutil.rmtree(final, ignore_errors=True)
-    final.mkdir()
-    touched = np.array(sorted({*dropped, *renamed}))
-    keys_N = np.empty(len(store), np.uint64)
-    keys_N[store.rows] = store.keys
-    length_N, header_N = np.diff(store.offsets) - 1, np.diff(store.header_offsets) - 1
-    shards: list[Shard] = []
-    hashes = store.manifest["sha256"]
-    begin = 0
-    for k, old in enumerate(store.manifest["shards"]):
-        rows = range(begin, begin + old["records"])
-        begin = rows.stop
-        tokens, headers = final / token_shard(len(shards)), final / header_shard(len(shards))
-        if np.searchsorted(touched, rows.start) == np.searchsorted(touched, rows.stop):
-            for name, path in ((token_shard(k), tokens), (header_shard(k), headers)):
-                (store.path / name).rename(path)
-            shards.append(Shard(**old, sha256=[hashes[token_shard(k)], hashes[header_shard(k)]]))
-            continue
-        shard = Shard()
-        with open(tokens, "wb") as token_file, open(headers, "wb") as header_file:
-            for n in rows:
-                if n in dropped:
-                    continue
-                header = store.header(n)
-                if n in renamed:
-                    old_id, new_id = store.id(n).encode(), renamed[n].encode()
-                    header = new_id + header.lstrip()[len(old_id) :]
-                    header_N[n], keys_N[n] = len(header), keys([new_id])[0]
-                token_file.write(store.residues(n).tobytes() + bytes([EOS]))
-                header_file.write(header + b"\n")
-                shard.records += 1
-        if shard.records:
-            shard.tokens, shard.headers = tokens.stat().st_size, headers.stat().st_size
-            shard.sha256 = [sha256(tokens), sha256(headers)]
-            shards.append(shard)
-        else:
-            tokens.unlink()
-            headers.unlink()
-    kept = np.ones(len(store), dtype=bool)
-    kept[list(dropped)] = False
-    facts = {name: store.manifest[name] for name in ("sources", "rules", "on_duplicate")}
-    write_index(final, shards, [(length_N[kept], header_N[kept], keys_N[kept])], facts, edits)

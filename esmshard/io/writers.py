@@ -1,87 +1,70 @@
 """Tables of predictions, and the base of all writers. Each file gets its name only when it is complete.
 
 A writer takes the records one by one, in input order. It is a context manager: leaving it without an error renames the
-finished file; leaving it with an error removes the file, and an older file stays.
+finished files; leaving it with an error removes them, and older files stay.
 """
 
 import csv
-import os
-import re
+import importlib
 import shutil
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError
-from esmshard.io.paths import lives, replacing
+from esmshard.io.paths import replacing, scratch_directory
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
 """The most rows, and most numbers, of a row group of a Parquet file."""
 
 
 class Writer(ABC):
-    """A writer of records into a temporary file beside `out`."""
+    """A writer of `out` that works in a scratch directory beside it."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.work = out.with_name(f".tmp-{socket.gethostname()}-{os.getpid()}-{out.name}")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        left = re.compile(re.escape(f".tmp-{socket.gethostname()}-") + r"(\d+)" + re.escape(f"-{out.name}"))
-        for path in out.parent.iterdir():  # These may be files of a process that was killed.
-            if (maker := left.match(path.name)) and not lives(int(maker[1])):
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
+        self.files = ExitStack()
+        """The open files, which are closed when the block ends."""
 
-    def open(self) -> None:  # noqa: B027  # some writers are open from the beginning
-        """Create the temporary file, on entering the block."""
+    @abstractmethod
+    def open(self) -> None:
+        """Create `self.work`, the file with the name of `out` in the scratch directory, and others beside it."""
 
     def finish(self) -> None:  # noqa: B027  # most writers have nothing to do here
         """Write the remaining data after the last record."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Close the temporary file, whether complete or not."""
-
-    def commit(self) -> None:
-        """Give the finished file its name."""
-        self.work.replace(self.out)
-
-    def discard(self) -> None:
-        """Remove what is left under temporary names."""
-        self.work.unlink(missing_ok=True)
-
     def __enter__(self) -> Self:
-        try:
+        with ExitStack() as scratch:
+            self.work = scratch.enter_context(scratch_directory(self.out)) / self.out.name
             self.open()
-        except BaseException:
-            self.discard()
-            raise
+            self._scratch = scratch.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._scratch:
             try:
-                if kind is None:
-                    self.finish()
-            finally:
-                self.close()
+                with self.files:
+                    if kind is None:
+                        self.finish()
+            except OSError:
+                if kind is None:  # Otherwise the earlier error is raised.
+                    raise
             if kind is None:
-                self.commit()
-        except OSError:
-            if kind is None:  # Otherwise the earlier error is raised.
-                raise
-        finally:
-            self.discard()
+                for path in sorted(
+                    self.work.parent.iterdir(), key=lambda path: path == self.work
+                ):  # The file itself comes last.
+                    place = self.out.with_name(path.name)
+                    if place.is_dir():
+                        shutil.rmtree(place)
+                    path.replace(place)
 
 
 class TableWriter(Writer):
@@ -101,26 +84,23 @@ class TableWriter(Writer):
     def __init__(
         self, out: Path, columns: Mapping[str, str], about: Mapping[str, str] | None = None, *, quoted: bool = False
     ) -> None:
-        self._quoted = quoted
-        self._parquet = out.suffix == ".parquet"
-        if self._parquet:
-            pyarrow(out)
         super().__init__(out)
-        self._columns, self._about = dict(columns), dict(about or {})
+        self._arrow = library("pyarrow", "tables", out) if out.suffix == ".parquet" else None
+        self._columns, self._about, self._quoted = dict(columns), dict(about or {}), quoted
         self._most = max(1, min(GROUP_ROWS, GROUP_NUMBERS // len(columns)))
 
     def open(self) -> None:
         """Create the file with the names of the columns."""
         self._waiting: dict[str, list[Any]] = {name: [] for name in self._columns}
-        if self._parquet:
-            arrow, parquet = pyarrow(self.out)
-            fields = [(name, getattr(arrow, kind)()) for name, kind in self._columns.items()]
-            self._schema = arrow.schema(fields, metadata=self._about)
-            self._file = parquet.ParquetWriter(self.work, self._schema, compression="zstd")
+        if self._arrow is not None:
+            from pyarrow import parquet
+
+            fields = [(name, getattr(self._arrow, kind)()) for name, kind in self._columns.items()]
+            schema = self._arrow.schema(fields, metadata=self._about)
+            self._file = self.files.enter_context(parquet.ParquetWriter(self.work, schema, compression="zstd"))
             return
-        self._file = open(self.work, "w", newline="", encoding="utf-8")  # noqa: SIM115  # `close` closes the file
-        quoting: Literal[0, 1] = csv.QUOTE_ALL if self._quoted else csv.QUOTE_MINIMAL
-        self._rows = csv.writer(self._file, lineterminator="\n", quoting=quoting)
+        file = self.files.enter_context(open(self.work, "w", newline="", encoding="utf-8"))
+        self._rows = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL if self._quoted else csv.QUOTE_MINIMAL)
         self._rows.writerow(self._columns)
 
     def add(self, columns: Mapping[str, Sequence[Any] | npt.NDArray[Any]]) -> None:
@@ -131,23 +111,23 @@ class TableWriter(Writer):
             self._write()
 
     def _write(self) -> None:
-        if self._parquet:
-            arrow, _ = pyarrow(self.out)
-            arrays = [
-                arrow.array(
-                    np.array(cells, None if field.type == arrow.string() else field.type.to_pandas_dtype()),
-                    field.type,
-                    from_pandas=True,
-                )
-                for cells, field in zip(self._waiting.values(), self._schema, strict=True)
-            ]
-            self._file.write_table(arrow.table(arrays, schema=self._schema), row_group_size=self._most)
-        else:
+        if self._arrow is None:
             cells = [
                 [text(cell) for cell in cells] if self._columns[name].startswith("float") else cells
                 for name, cells in self._waiting.items()
             ]
             self._rows.writerows(zip(*cells, strict=True))
+        else:
+            arrays = [
+                self._arrow.array(
+                    cells if self._columns[field.name] == "string" else np.array(cells, self._columns[field.name]),
+                    field.type,
+                    from_pandas=True,  # NaN becomes an empty cell
+                )
+                for cells, field in zip(self._waiting.values(), self._file.schema, strict=True)
+            ]
+            table = self._arrow.table(arrays, schema=self._file.schema)
+            self._file.write_table(table, row_group_size=self._most)
         for waiting in self._waiting.values():
             waiting.clear()
 
@@ -155,10 +135,6 @@ class TableWriter(Writer):
         """Write the last rows."""
         if next(iter(self._waiting.values())):
             self._write()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def text(value: float) -> str:
@@ -210,18 +186,12 @@ def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> 
         file.writelines("\t".join(row) + "\n" for row in [("id", "residues", "join"), *rows])
 
 
-def pyarrow(out: Path) -> tuple[Any, Any]:
-    """Import pyarrow, and return the library and its part for Parquet.
-
-    Raises:
-        UsageError: pyarrow is not installed.
-    """
+def library(module: str, extra: str, out: Path) -> Any:
+    """Import the library that writes a file, or raise a `UsageError` that says how to install it."""
     try:
-        import pyarrow as arrow
-        from pyarrow import parquet
+        return importlib.import_module(module)
     except ImportError:
-        raise UsageError(f"{out}: writing Parquet needs pyarrow; pip install 'esmshard[tables]'") from None
-    return arrow, parquet
+        raise UsageError(f"{out}: writing it needs {module}; pip install 'esmshard[{extra}]'") from None
 
 
 def check(*paths: Path, overwrite: bool) -> None:
@@ -231,8 +201,3 @@ def check(*paths: Path, overwrite: bool) -> None:
             raise InputError(f"{path}: is a directory; name a file")
         if path.exists() and not overwrite:
             raise UsageError(f"{path}: exists already; choose another name or pass --overwrite")
-
-
-def ids_file(out: Path) -> Path:
-    """Return the path of the ids of the rows of a `.npy` file."""
-    return out.with_suffix(".ids.txt")

@@ -31,7 +31,7 @@ from esmshard.io.writers import (
     check,
     facts_file,
     failures_file,
-    pyarrow,
+    library,
     write_chains,
 )
 from esmshard.model import weights
@@ -228,7 +228,7 @@ def _check_out(out: Path, png: Path | None, overwrite: bool) -> None:
             "that ending"
         )
     if form == "parquet":
-        pyarrow(out)
+        library("pyarrow", "tables", out)
     if form in ARRAYS:
         FORMATS[form].require(out)
         FORMATS[form].check_place(out, overwrite=overwrite)

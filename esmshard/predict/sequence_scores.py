@@ -19,7 +19,7 @@ from esmshard.errors import UsageError, writing
 from esmshard.io.paths import without_directories
 from esmshard.io.store import linker_of
 from esmshard.io.tables import counted
-from esmshard.io.writers import GROUP_ROWS, TableWriter, check, pyarrow
+from esmshard.io.writers import GROUP_ROWS, TableWriter, check, library
 from esmshard.model.families.family_registry import FAMILIES, family_of
 from esmshard.model.trunk import Trunk
 from esmshard.predict import variant_tables
@@ -81,7 +81,7 @@ def score_sequences(
     if out.suffix not in (".csv", ".parquet"):
         raise UsageError(f"{out}: scores of sequences are written as .csv or .parquet; give the file that ending")
     if out.suffix == ".parquet":
-        pyarrow(out)
+        library("pyarrow", "tables", out)
     check(out, variant_tables.facts_file(out), overwrite=overwrite)
     tracks = tracks or {}
     models = read_models(model, ensemble, window=window, tracks=tracks, device=device, chains=join_option(join))

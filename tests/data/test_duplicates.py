@@ -10,8 +10,7 @@ import pytest
 
 from esmshard.errors import InputError
 from esmshard.io import store as ingestion
-from esmshard.io import store as token_store
-from esmshard.io.store import OnDuplicate, TokenStore, ingest, without_duplicates
+from esmshard.io.store import OnDuplicate, TokenStore, ingest
 from esmshard.io.symbols import Rules
 from esmshard.vocab import decode
 
@@ -162,42 +161,13 @@ def test_an_id_of_ten_thousand_letters_is_cut_in_the_sentence() -> None:
     ]
 
 
-def test_shards_without_a_change_are_moved_and_the_others_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingestion, "SHARD", 16)
-    data = "".join(f">r{k} {'x' * 8}\nMK\n" for k in range(6)) + ">r2 xxxagain\nMM\n" + ">r7 xxxxxxxx\nMK\n"
-    for policy in ("first", "suffix"):
-        monkeypatch.setattr(ingestion, "without_duplicates", lambda whole, *_: whole)
-        whole = TokenStore(read(data, "error", f"whole-{policy}").path)
-        assert len(whole.manifest["shards"]) == 8
-        old = {path.name: path.stat().st_ino for path in whole.path.glob("*-*")}
-        final = TokenStore(without_duplicates(whole.path, Path(policy), policy, [Path("x.fasta")]))  # type: ignore[arg-type]
-        moved = {path.name: path.stat().st_ino for path in final.path.glob("*-*")}
-        changed = {name for name, inode in moved.items() if inode not in old.values()}
-        if policy == "suffix":
-            assert changed == {"tokens-00006.u8", "headers-00006.txt"}
-            assert records(final)[6] == ("r2_2 xxxagain", "MM")
-        else:  # its shard is gone, and the one after it has its number
-            assert changed == set()
-            assert moved["tokens-00006.u8"] == old["tokens-00007.u8"]
-            assert len(final.manifest["shards"]) == 7
-        assert len(records(final)) == {"first": 7, "suffix": 8}[policy]
-        final.verify()
-
-
-def test_a_store_without_duplicates_stays_where_it_is() -> None:
-    whole = read(">a\nM\n>b\nM\n", "error").path
-    assert without_duplicates(whole, Path("final"), "suffix", []) == whole
-    assert not Path("final").exists()
-
-
 def same_key(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
     """Ids share a key if they begin alike."""
     return np.array([name[0] for name in names], np.uint64)
 
 
 def test_ids_that_share_a_key_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (token_store, ingestion):
-        monkeypatch.setattr(module, "keys", same_key)
+    monkeypatch.setattr(ingestion, "keys", same_key)
     distinct = "".join(f">{letter}{k}\nMK\n" for k in range(5) for letter in "ab")
     assert len(records(read(distinct, "error", "distinct"))) == 10
     assert TokenStore(Path("distinct")).notices == []
@@ -222,5 +192,5 @@ def test_the_result_does_not_depend_on_who_reads(policy: OnDuplicate, monkeypatc
     assert records(one) == records(other) == records(packed)
     for path in one.path.iterdir():
         if path.name != "manifest.json":
-            assert path.read_bytes() == (other.path / path.name).read_bytes() == (packed.path / path.name).read_bytes()
+            assert path.read_bytes() == (other.path / path.name).read_bytes()
     assert len(one) == (40 if policy == "suffix" else 9)  # squares modulo 17

@@ -6,7 +6,6 @@ import gzip
 import lzma
 import random
 import re
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,87 +128,35 @@ def test_a_column_without_a_name() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("", "t.csv: is empty; its first line names the columns"),
-        (">a\nMKT\n", "t.csv: is a FASTA file, and a table is expected, whose first line names the columns"),
-        (" \n\n,,\n", "t.csv: is empty; its first line names the columns"),
-        ("\ufeff", "t.csv: is empty; its first line names the columns"),
-        ("a,b\n", "t.csv: has a header, but no rows; add rows below the header, or give another table"),
-        ("a,b\n,\n\n", "t.csv: has a header, but no rows; add rows below the header, or give another table"),
-        ("a,b, a\n1,2,3\n", "t.csv: has two columns 'a'; rename one of them"),
-        (
-            "a,b\n1,2\n\n3\n",
-            "t.csv:4: has 1 cell, but the header in line 1 has 2, read as separated by commas; fix the line, or quote "
-            "cells that hold a separator",
-        ),
-        (
-            "\na;b;\n1;2\n3;4;5;6\n",
-            "t.csv:4: has 4 cells, but the header in line 2 has 3, read as separated by semicolons; fix the line, or "
-            "quote cells that hold a separator",
-        ),
-        (
-            'a,b\n1,2\n"x,3\ny,4\n',
-            "t.csv:3: cannot be read (unexpected end of data); look for a quotation mark that is not closed or not "
-            "doubled",
-        ),
-        (
-            'a,b\n"x" y,3\n',
-            "t.csv:2: cannot be read (',' expected after '\"'); look for a quotation mark that is not closed or not "
-            "doubled",
-        ),
-        (
-            'a,b\n1,"' + "x\n" * 70_000 + '"\n',
-            "t.csv:2: cannot be read (field larger than field limit (131072)); look for a quotation mark that is not "
-            "closed or not doubled",
-        ),
-        (b"a,b\r\n1,2\r\n1,\0\r\n", "t.csv:3: has a NUL byte, so the file is damaged or no text; make it again"),
-        (b"a,b\n1,2\n1,\xb5\n", "t.csv:3: is not UTF-8 (byte 10 of the file); save it as 'CSV UTF-8'"),
-        (b"\xef\xbb\xbfa,b\r1,\xb5\n", "t.csv:2: is not UTF-8 (byte 9 of the file); save it as 'CSV UTF-8'"),
-        (
-            "a,b\n1,2\n".encode("utf-16"),
-            "t.csv: is UTF-16 text, as Excel's 'Unicode Text' writes it; save it as 'CSV UTF-8'",
-        ),
-        (
-            b"\xfe\xff" + "a,b\n1,2\n".encode("utf-16-be"),
-            "t.csv: is UTF-16 text, as Excel's 'Unicode Text' writes it; save it as 'CSV UTF-8'",
-        ),
-        ("a,b\n1,2\n".encode("utf-16-le"), "t.csv: is UTF-16 text or no text at all; save it as 'CSV UTF-8'"),
-        ("a,b\n1,2\n".encode("utf-16-be"), "t.csv: is UTF-16 text or no text at all; save it as 'CSV UTF-8'"),
-        (b"PAR1....PAR1", "t.csv: is a Parquet file; let its name end in .parquet"),
-        (
-            b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
-            "t.csv: is an old Excel workbook, not a text table; save it as CSV",
-        ),
+        ("", "t.csv: is empty"),
+        (">a\nMKT\n", "t.csv: is a FASTA file"),
+        (" \n\n,,\n", "t.csv: is empty"),
+        ("\ufeff", "t.csv: is empty"),
+        ("a,b\n,\n\n", "t.csv: has a header, but no rows"),
+        ("a,b, a\n1,2,3\n", "t.csv: has two columns 'a'"),
+        ("a,b\n1,2\n\n3\n", "t.csv:4: has 1 cell, but the header in line 1 has 2, read as separated by commas"),
+        ("\na;b;\n1;2\n3;4;5;6\n", "t.csv:4: has 4 cells, but the header in line 2 has 3, read as separated by semico"),
+        ('a,b\n1,2\n"x,3\ny,4\n', "t.csv:3: cannot be read (unexpected end of data)"),
+        ('a,b\n"x" y,3\n', "t.csv:2: cannot be read (',' expected after '\"')"),
+        ('a,b\n1,"' + "x\n" * 70_000 + '"\n', "t.csv:2: cannot be read (field larger than field limit (131072))"),
+        (b"a,b\r\n1,2\r\n1,\0\r\n", "t.csv:3: has a NUL byte"),
+        (b"a,b\n1,2\n1,\xb5\n", "t.csv:3: is not UTF-8"),
+        (b"\xef\xbb\xbfa,b\r1,\xb5\n", "t.csv:2: is not UTF-8"),
+        ("a,b\n1,2\n".encode("utf-16"), "t.csv: is UTF-16 text"),
+        (b"\xfe\xff" + "a,b\n1,2\n".encode("utf-16-be"), "t.csv: is UTF-16 text"),
+        ("a,b\n1,2\n".encode("utf-16-le"), "t.csv: is UTF-16 text"),
+        (b"PAR1....PAR1", "t.csv: is a Parquet file"),
+        (b"PK\x03\x04", "t.csv: is an Excel workbook"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "t.csv: is an old Excel workbook"),
     ],
 )
 def test_what_is_no_table(data: str | bytes, message: str) -> None:
-    assert refused(data) == message
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("D1K,1.5\nD1W,1.6\nI2T,-1.7\n", "mutant,label"),
-        ("P1,0\nP2,1\n", "id,label"),
-        ("P1,membrane\nP2,soluble\nP3,membrane\n", "id,label"),
-        (f"{'MKTAY' * 5},0.5\n{'MKTAW' * 5},0.7\n", "sequence,label"),
-    ],
-)
-def test_a_table_without_a_header_is_refused(text: str, names: str) -> None:
-    assert f"such as {names}" in refused(text)
+    assert refused(data).startswith(message)
 
 
 @pytest.mark.parametrize("header", ["id,0,1", ",0,1", "mutant,1.5,2", "P1,P2,P3"])
-def test_columns_may_be_called_by_numbers(header: str) -> None:
+def test_columns_may_have_any_name(header: str) -> None:
     assert len(table(f"{header}\nQ1,0.5,2\nQ2,1,3\n").columns) == 3
-
-
-def test_a_workbook_without_a_header_is_refused() -> None:
-    book = pytest.importorskip("openpyxl").Workbook()
-    for row in (["12G", 1.5], ["WT", 2.0], ["13C", -1.0]):
-        book.active.append(row)
-    book.save("t.xlsx")
-    with pytest.raises(InputError, match="no header"):
-        read_table(Path("t.xlsx"))
 
 
 def test_no_such_file() -> None:
@@ -223,39 +170,16 @@ def test_no_such_file() -> None:
         read_table(Path("none.parquet"))
 
 
-def test_an_excel_workbook() -> None:
-    with zipfile.ZipFile("t.csv", "w") as file:
-        file.writestr("xl/workbook.xml", "<workbook/>")
-    with pytest.raises(InputError) as error:
-        read_table(Path("t.csv"))
-    message = "t.csv: is an Excel workbook or another zip archive, not a text table; save it as CSV, or as .xlsx"
-    assert str(error.value) == message
-
-
 def test_a_column_that_is_not_there() -> None:
     read = table("mutant,DMS_score\nA24G,1\n")
     assert read.column("mutant") == ["A24G"]
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match="'dms_scor'; did you mean 'DMS_score'"):
         read.column("dms_scor")
-    assert str(error.value) == (
-        "t.csv: has no column 'dms_scor'; did you mean 'DMS_score'? its columns are 'mutant', 'DMS_score'"
-    )
-    with pytest.raises(InputError, match="did you mean 'DMS_score'"):
-        read.column("DMS_SCORES")
-    with pytest.raises(InputError) as error:
-        table("a\n1\n").column("else")
-    assert str(error.value) == "t.csv: has no column 'else'; its only column is 'a'"
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=r"its only column is 'a\|b'"):
         table("a|b\n1|2\n").column("a")
-    assert str(error.value) == (
-        "t.csv: has no column 'a'; its only column is 'a|b' (commas, tabs or semicolons divide columns)"
-    )
     many = table(",".join(f"c{k}" for k in range(30)) + "\n" + ",".join("1" * 30) + "\n")
     with pytest.raises(InputError, match=r"'c18', 'c19' and 10 more$"):
         many.column("else")
-    with pytest.raises(InputError) as error:
-        table('"two\nlines",b\n1,2\n').column("else")
-    assert str(error.value) == "t.csv: has no column 'else'; its columns are 'two\\nlines', 'b'"
 
 
 def test_numbers() -> None:
@@ -282,17 +206,9 @@ def test_the_documented_list_of_missing_values_is_the_one_that_is_read() -> None
 )
 def test_what_is_no_number(cell: str) -> None:
     read = table(f"x,y\n1,a\n\n{cell},b\n")
-    with pytest.raises(InputError) as error:
-        read.numbers("x")
-    assert str(error.value) == (
-        f"t.csv:4: column 'x' has '{cell}', which is not a finite number; write a number with a decimal point, or "
-        "leave the cell empty"
-    )
-
-
-def test_what_is_no_number_is_counted_and_shown_on_one_line() -> None:
-    read = table('x\n"a\nb"\n1\nc\n')
-    with pytest.raises(InputError, match=r"^t\.csv:2: column 'x' has 'a\\nb', .* number \(2 cells of the column\);"):
+    with pytest.raises(
+        InputError, match=rf"^t.csv:4: column 'x' has '{re.escape(cell)}', which is not a finite number"
+    ):
         read.numbers("x")
 
 
@@ -307,36 +223,18 @@ def test_decimal_commas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "message"),
+    ("cells", "line"),
     [
-        (
-            ["7", "1,234", "-12,345"],
-            "t.csv:3: column 'x' has '1,234', which may be 1.234 or 1234; write it with a decimal point",
-        ),
-        (
-            ["1,5", "7", "1.5"],
-            "t.csv:2: column 'x' has '1,5' here and '1.5' in line 4; write every number with a decimal point",
-        ),
-        (
-            ["2.5", "1,5", "0.5", "0,5"],
-            "t.csv:3: column 'x' has '1,5' here and '2.5' in line 2; write every number with a decimal point",
-        ),
-        (
-            ["1,234,567"],
-            "t.csv:2: column 'x' has '1,234,567', which is not a finite number; write a number with a decimal point, "
-            "or leave the cell empty",
-        ),
-        (
-            ["1.234,5"],
-            "t.csv:2: column 'x' has '1.234,5', which is not a finite number; write a number with a decimal point, or "
-            "leave the cell empty",
-        ),
+        (["7", "1,234", "-12,345"], 3),  # may be thousands
+        (["1,5", "7", "1.5"], 2),
+        (["2.5", "1,5", "0.5", "0,5"], 3),
+        (["1,234,567"], 2),
+        (["1.234,5"], 2),
     ],
 )
-def test_commas_that_may_be_anything(cells: list[str], message: str) -> None:
-    with pytest.raises(InputError) as error:
+def test_commas_that_may_be_anything(cells: list[str], line: int) -> None:
+    with pytest.raises(InputError, match=rf"^t.csv:{line}: .* decimal point"):
         table("m;x\n" + "".join(f"a;{cell}\n" for cell in cells)).numbers("x")
-    assert str(error.value) == message
 
 
 def parquet(columns: list[object], names: list[str]) -> Path:
@@ -380,10 +278,8 @@ def test_parquet_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     path = parquet([pa.array([1, 2]), pa.array([3, 4])], ["a", "a"])
     with pytest.raises(InputError, match=r"^t\.parquet: has two columns 'a'; rename one of them$"):
         read_table(path)
-    with pytest.raises(InputError, match=r"^t\.parquet: has no rows$"):
+    with pytest.raises(InputError, match="no rows"):
         read_table(parquet([pa.array([], pa.int64())], ["a"]))
-    with pytest.raises(InputError, match=r"^t\.parquet: has no rows$"):
-        read_table(parquet([], []))
     whole = parquet([pa.array(["x" * 50, "y"])], ["a"]).read_bytes()
     generator = random.Random(0)
     messages = []

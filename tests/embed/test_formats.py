@@ -239,18 +239,6 @@ def test_parquet_has_a_row_a_record_and_a_column_an_output(
     assert names(tmp_path) == ["x.parquet"]
 
 
-def test_a_map_that_parquet_has_no_place_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ParquetFormat, "GROUP", 4)
-    monkeypatch.setattr(ParquetFormat, "PLACES", 77 * 77 + 1)
-    with pytest.raises(InputError, match=r"record 'a/b': .* contacts of 120 residues; write them with --format h5"):
-        write("parquet", tmp_path / "x.parquet", [CONTACTS])
-    assert names(tmp_path) == []
-    write("parquet", tmp_path / "x.parquet", [CONTACTS], ids=["zeta", "other"])
-    monkeypatch.setattr(ParquetFormat, "PLACES", 31 * 31)
-    with pytest.raises(InputError, match=r"record 'zeta': .* contacts of 31 residues"):
-        write("parquet", tmp_path / "x.parquet", [CONTACTS], ids=["zeta", "other"])
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_h5ad_is_read_by_anndata(tmp_path: Path, dtype: str) -> None:
     write("h5ad", tmp_path / "x.h5ad", [CLS, MEAN, MAX], dtype)
@@ -296,7 +284,7 @@ def test_a_header_that_safetensors_would_not_read_is_refused(tmp_path: Path, mon
     with pytest.raises(UsageError, match=r"header .* may have 100 MB; write it with --format parquet"):
         suits("safetensors", [MEAN], "fp32", out, records=1_500_000, id_bytes=15_000_000)
     suits("safetensors", [MEAN], "fp32", out, records=1_000_000, id_bytes=20_000_000)
-    monkeypatch.setattr(SafetensorsFormat, "HEADER_LIMIT", 1400)
+    monkeypatch.setattr(SafetensorsFormat, "names_limit", 1400)
     with pytest.raises(UsageError, match="do not fit into the header"):
         write("safetensors", out, [MEAN])
     assert names(tmp_path) == []
