@@ -5,7 +5,7 @@ import multiprocessing
 IMPORTED = [
     "esmshard.cli.app",
     "esmshard.embed.job",
-    "esmshard.predict.predictions",
+    "esmshard.predict.heads",
     "esmshard.parallel.launch",
     "esmshard.report.page",
     "esmshard.train.evaluate",

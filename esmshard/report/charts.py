@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError
-from esmshard.predict import contact_pictures
-from esmshard.predict.contact_pictures import FileNames, MapFolder, matplotlib_figure
+from esmshard.predict import pictures
+from esmshard.predict.pictures import matplotlib_figure
 from esmshard.progress import Progress
 from esmshard.report.files import Values
 from esmshard.tasks.base import of_residues
@@ -300,7 +300,7 @@ def contact_figure(run: Path, data: Examples, device: str | None = None) -> Path
     example = data.get(next(n for n in range(len(data)) if data.id(n) == record_id))
     length = int(is_residue(example.tokens).sum())
     about = f"{length} residues, long-range P@L {value:.2f}, the median of {data.name}"
-    out = run / "figures" / f"contacts_{FileNames().new(record_id)}"
+    out = run / "figures" / f"contacts_{pictures.file_name(record_id, set())}"
     out.parent.mkdir(exist_ok=True)
     out.write_bytes(contact_map(load_finetuned(str(run / "model"), device), example, about))
     return out
@@ -308,10 +308,13 @@ def contact_figure(run: Path, data: Examples, device: str | None = None) -> Path
 
 def draw_maps(found: FineTuned, data: Examples, folder: Path) -> None:
     """Write `ID.png` for each record: its predicted map beside its true contacts; see `contact_map`."""
-    with MapFolder(folder) as pictures, Progress("draw", len(data)) as progress:
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = set[str]()
+    with Progress("draw", len(data)) as progress:
         for n in range(len(data)):
             example = data.get(n)
-            pictures.keep(example.id, contact_map(found, example, f"{is_residue(example.tokens).sum()} residues"))
+            picture = contact_map(found, example, f"{is_residue(example.tokens).sum()} residues")
+            (folder / pictures.file_name(example.id, taken)).write_bytes(picture)
             progress.update(n + 1, "")
 
 
@@ -320,9 +323,7 @@ def contact_map(found: FineTuned, example: Example, note: str = "") -> bytes:
     inputs, residues = found.task.inputs(example), example.tokens[1:-1]
     probability_LL = found.task.predict(found.model.outputs([inputs])[0])
     maps = [of_residues(found.task, one_LL, residues) for one_LL in (probability_LL, inputs.target)]
-    return contact_pictures.draw(
-        maps[0], example.id, maps[1], note, [end - start for start, end in chain_spans(residues)]
-    )
+    return pictures.draw(maps[0], example.id, maps[1], note, [end - start for start, end in chain_spans(residues)])
 
 
 def data_uri(png: bytes) -> str:

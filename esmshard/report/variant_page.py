@@ -10,7 +10,7 @@ import numpy as np
 
 from esmshard.data.splits.variant_records import OUT_OF_FOLD
 from esmshard.data.tables import counted
-from esmshard.predict.known_variants import better_baseline
+from esmshard.predict.variants import better_baseline
 from esmshard.recipe import recipe_file
 from esmshard.report import charts
 from esmshard.report.files import AGAIN, RANKED, CrossValidated, RunFiles, Values, number

@@ -12,9 +12,9 @@ from tracked_model import random_pairs, track, write_model
 from esmshard.batch import pack
 from esmshard.data.variants.substitutions import parse_variant
 from esmshard.model.trunk import Trunk
-from esmshard.predict.variant_tables import facts_file
 from esmshard.predict.zero_shot import METHODS, score, score_table
 from esmshard.vocab import MASK, RESIDUES, TOKENS, encode
+from esmshard.writers import facts_file
 
 SEQUENCE, LETTERS = random_pairs({"wt": 40})["wt"]
 NAMES = [f"{SEQUENCE[n]}{n + 1}{'C' if SEQUENCE[n] != 'C' else 'W'}" for n in (0, 7, 20, 39)]
