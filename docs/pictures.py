@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image
 
 from esmshard.data.splits.recipe_splits import open_split
-from esmshard.predict.contact_pictures import draw
+from esmshard.predict.pictures import draw
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.finetuned import load_base, load_finetuned

@@ -5,7 +5,7 @@ import multiprocessing
 IMPORTED = [
     "esmshard.cli.app",
     "esmshard.embed.engines",
-    "esmshard.predict.predictions",
+    "esmshard.predict.heads",
     "esmshard.parallel.launch",
     "esmshard.report.page",
     "esmshard.train.evaluate",

@@ -24,7 +24,7 @@ from esmshard.model import weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.trunk import Trunk
-from esmshard.predict.variant_ranking import predictions
+from esmshard.predict.variants import predictions
 from esmshard.predict.zero_shot import Method, score
 from esmshard.tasks.base import Task, of_residues
 from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks

@@ -366,7 +366,7 @@ def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
     summary = summarise(out, runs.several, runs.folds)
     print(conclude(recipe, runs.several, runs.curve) if runs.of_table else summary)
     if runs.of_table:
-        from esmshard.predict.variant_ranking import predict as rank
+        from esmshard.predict.variants import rank
 
         count = rank(str(out), None, out / "ranked.csv", device=options.device, overwrite=True)
         say(f"all {count:,} single substitutions, best first, in {out / 'ranked.csv'}")

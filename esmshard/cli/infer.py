@@ -251,12 +251,12 @@ def predict(
     """Write the predictions of a fine-tuned head: contact maps, classes and values; variants ranked, best first."""
     from esmshard.data.tracks import named_tracks
     from esmshard.io.tables import counted
-    from esmshard.predict import variant_ranking
+    from esmshard.predict import variants
 
     tracks = named_tracks(track or [])
     if out is None:
         raise UsageError("-o: name the file to write")
-    if variant_ranking.models_of(model):
+    if variants.models_of(model):
         if (data is not None and all_singles) or (data is None and not all_singles and not propose):
             raise UsageError("a model of variants needs either a table, --all-singles or --propose; pass one of them")
         if png or strict or complexes:
@@ -266,10 +266,10 @@ def predict(
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
         how |= {"kappa": kappa, "diversity": diversity, "device": device, "sites": sites, "baseline": baseline}
         how |= {"all_singles": all_singles}
-        print(f"{out}: {counted(variant_ranking.predict(model, data, out, **how), 'row')}")
+        print(f"{out}: {counted(variants.rank(model, data, out, **how), 'row')}")
         return
 
-    from esmshard.predict import predictions
+    from esmshard.predict import heads
 
     if all_singles or propose or mutant or sites or baseline or offset is not None:
         raise UsageError(
@@ -279,10 +279,10 @@ def predict(
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")
     given: dict[str, Any] = {"tracks": tracks, "complexes": complexes, "device": device}
-    done = predictions.predict(model, data, out, png=png, overwrite=overwrite, **given)
-    failed = f"; {len(done.failures):,} failed, see {out}.failed.tsv" if done.failures else ""
-    print(f"{out}: {counted(done.records, 'record')}{failed}")
-    if done.failures and strict:
+    written, failures = heads.predict(model, data, out, png=png, overwrite=overwrite, **given)
+    failed = f"; {len(failures):,} failed, see {out}.failed.tsv" if failures else ""
+    print(f"{out}: {counted(written, 'record')}{failed}")
+    if failures and strict:
         raise typer.Exit(1)
 
 
@@ -316,7 +316,7 @@ def score(
 ) -> None:
     """Score variants or sequences with the language model alone (zero-shot). A higher score is more natural."""
     from esmshard.data.tracks import named_tracks
-    from esmshard.predict import sequence_scores, zero_shot
+    from esmshard.predict import zero_shot
 
     if out is None:
         raise UsageError("-o: name the file to write")
@@ -325,7 +325,7 @@ def score(
     if table is None and not all_singles:
         if mutant or target or offset is not None:
             raise UsageError("--mutant, --target and --offset are for tables of variants; name the table after FASTA")
-        print(sequence_scores.score_sequences(model, sequences, out, **how, join=join))
+        print(zero_shot.score_sequences(model, sequences, out, **how, join=join))
         return
     if join is not None:
         raise UsageError("--join is for sequences of several chains, and variants are of one; leave it out")
@@ -352,7 +352,7 @@ def evaluate(
     from esmshard.data.splits.recipe_splits import joined, open_tested
     from esmshard.data.tracks import named_tracks, track_files
     from esmshard.model.families.family_registry import family_of
-    from esmshard.predict import contact_pictures
+    from esmshard.predict import pictures
     from esmshard.progress import say
     from esmshard.recipe.sections import Recipe
     from esmshard.report.charts import draw_maps
@@ -363,7 +363,7 @@ def evaluate(
         if (out / name).exists() and not overwrite:
             raise UsageError(f"{out / name}: exists already; choose another directory or pass --overwrite")
     if png is not None:
-        contact_pictures.check(png, overwrite=overwrite)
+        pictures.check(png, overwrite=overwrite)
     found = load_finetuned(model, device)
     recipe = Recipe.model_validate(found.about["recipe"])
     if recipe.task.reads_table:

@@ -1,11 +1,12 @@
 """The choice of variants to measure next: candidates, and promising and uncertain ones that differ from each other."""
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from sklearn.preprocessing import MultiLabelBinarizer
 
 from esmshard.data.variants.mutations import is_library
 from esmshard.data.variants.substitutions import Mutation
@@ -19,12 +20,6 @@ deviations of the predictions. Measured on beta-lactamase: `benchmarks/results`.
 """
 MOST, MOST_PASSES = 160_000, 20_000
 """The most combinations that are candidates: 20 to the power of 4; and where each takes a forward pass of its own."""
-OBJECTIVE = (
-    "one after the other, the variant with the highest mean + kappa x sd - diversity x spread x shared: sd shrinks by "
-    "the information of the variants that were chosen before (GP-BUCB), spread is the standard deviation of the "
-    "predictions of all candidates, and shared counts the variants chosen before that have the same position, plus "
-    "those with the same wild-type residue, plus those with the same mutant residue (of several changes, the mean)"
-)
 
 
 def candidates(
@@ -77,14 +72,16 @@ def choose(
     kappa: float = KAPPA,
     diversity: float = DIVERSITY,
 ) -> list[int]:
-    """Choose variants to measure together; see `OBJECTIVE`.
+    """Choose variants to measure together: one after the other, the variant with the highest
+    mean + kappa x sd - diversity x spread x shared.
 
-    After each choice, the deviations of the other variants shrink by what its measurement would reveal about them. The
-    models show this: variants for which the models err together count as one question (GP-BUCB: Desautels et al. 2014,
-    JMLR 15:3873, with the models in place of a Gaussian process). Half of each variance is the variant's own. The few
-    models of a cross-validation deviate by much less than their means, so that this alone hardly prevents a batch that
-    replaces one kind of residue by another everywhere. So a shared position, wild-type residue or mutant residue has a
-    cost.
+    `sd` is the deviation of the models. It shrinks by what the measurement of each chosen variant would reveal about
+    the others: variants for which the models err together count as one question (GP-BUCB: Desautels et al. 2014, JMLR
+    15:3873, with the models in place of a Gaussian process). Half of each variance is the variant's own. The few models
+    of a cross-validation deviate by much less than their means, so that this alone hardly prevents a batch that
+    replaces one kind of residue by another everywhere. So a shared trait has a cost: `spread` is the standard deviation
+    of the predictions of all candidates, and `shared` counts the variants chosen before that have the same position,
+    plus those with the same wild-type residue, plus those with the same mutant residue (of several changes, the mean).
 
     Args:
         values_MN: predictions of M models for N variants; higher is better. Of a single one, the means decide.
@@ -100,14 +97,15 @@ def choose(
     spread_MN = (values_MN - mean_N) / np.sqrt(max(1, len(values_MN) - 1))
     own_N = 0.5 * (spread_MN**2).sum(0)  # the own variance of each variant
     shared_MN = np.sqrt(0.5) * spread_MN
-    traits, cost = _Traits(variants), diversity * mean_N.std()
+    traits_NK, cost, shared_N = _traits(variants), diversity * mean_N.std(), np.zeros(len(variants))
+    changes_N = np.array([max(1, len(one)) for one in variants])
     chosen: list[int] = []
     for _ in range(count):
-        bound_N = mean_N + kappa * np.sqrt(own_N + (shared_MN**2).sum(0)) - cost * traits.shared_N
+        bound_N = mean_N + kappa * np.sqrt(own_N + (shared_MN**2).sum(0)) - cost * shared_N
         bound_N[chosen] = -np.inf
         best = int(bound_N.argmax())
         chosen.append(best)
-        traits.take(best)
+        shared_N += (traits_NK @ traits_NK[best].T).toarray()[:, 0] / changes_N
         direction_M = shared_MN[:, best].copy()
         total = direction_M @ direction_M + own_N[best]
         if total > 0:  # Conditioning is a rank-one update of the covariance in the space of the models.
@@ -117,42 +115,9 @@ def choose(
     return chosen
 
 
-class _Traits:
-    """Positions, wild-type residues and mutant residues of N variants, and how many chosen variants share them."""
-
-    def __init__(self, variants: Sequence[tuple[Mutation, ...]]) -> None:
-        self._of = [
-            {trait for m in one for trait in (("position", m.position), ("wild", m.wild), ("mutant", m.mutant))}
-            for one in variants
-        ]
-        having: dict[tuple[str, object], list[int]] = {}
-        for n, traits in enumerate(self._of):
-            for trait in traits:
-                having.setdefault(trait, []).append(n)
-        self._having = {trait: np.array(numbers) for trait, numbers in having.items()}
-        self._changes_N = np.array([max(1, len(one)) for one in variants])
-        self.shared_N = np.zeros(len(variants))
-
-    def take(self, chosen: int) -> None:
-        for trait in self._of[chosen]:
-            numbers = self._having[trait]
-            self.shared_N[numbers] += 1 / self._changes_N[numbers]
-
-
-def composition(variants: Sequence[tuple[Mutation, ...]]) -> dict[str, object]:
-    """Describe how different variants are: the numbers of different positions and residues, and the most frequent
-    residues.
-
-    >>> composition([(Mutation(0, "M", "L"),), (Mutation(4, "M", "V"),)])["most_frequent_wild_type_residue"]
-    {'M': 2}
-    """
-    positions = Counter(m.position for one in variants for m in one)
-    wild = Counter(m.wild for one in variants for m in one)
-    mutant = Counter(m.mutant for one in variants for m in one)
-    return {
-        "positions": len(positions),
-        "wild_type_residues": len(wild),
-        "mutant_residues": len(mutant),
-        "most_frequent_wild_type_residue": dict(wild.most_common(1)),
-        "most_frequent_mutant_residue": dict(mutant.most_common(1)),
-    }
+def _traits(variants: Sequence[tuple[Mutation, ...]]) -> Any:
+    """Return which variants have which position, wild-type residue and mutant residue, a sparse matrix [N, traits]."""
+    traits = [
+        {trait for m in one for trait in (f"at {m.position}", f"from {m.wild}", f"to {m.mutant}")} for one in variants
+    ]
+    return MultiLabelBinarizer(sparse_output=True).fit_transform(traits)

@@ -12,6 +12,7 @@ from esmshard.errors import InputError, UsageError, writing
 from esmshard.io.paths import replacing
 from esmshard.io.symbols import Edits
 from esmshard.io.tables import counted
+from esmshard.io.writers import check
 from esmshard.model.families.family_registry import encoder_of
 from esmshard.progress import Progress, say
 
@@ -31,27 +32,17 @@ def write_codes(
 
     Returns:
         A sentence on what was written.
-
-    Raises:
-        UsageError: the track has no encoder, or `out` exists or is no `.npz`.
-        InputError: a file cannot be read, or two chains have one id.
     """
-    encode, computing = encoder_of(track), chosen_device(device)
+    encode, computing, edits = encoder_of(track), chosen_device(device), Edits()
     if out.suffix != ".npz":
         raise UsageError(f"{out}: codes are written as .npz; give a name that ends with it")
-    if out.exists() and not overwrite:
-        raise UsageError(f"{out}: exists already; choose another file or pass --overwrite")
-    edits = Edits()
-    files = listed_files(structures, edits)
-    codes: dict[str, npt.NDArray[np.uint16]] = {}
-    first: dict[str, Path] = {}
-    unknown = 0
+    check(out, overwrite=overwrite)
+    codes, unknown, files = dict[str, npt.NDArray[np.uint16]](), 0, listed_files(structures, edits)
     with Progress(f"{track} of {structures.name}", len(files)) as progress:
         for done, path in enumerate(files, 1):
             for chain in read_chains(path, edits=edits):
                 if chain.id in codes:
-                    raise InputError(f"{path}: chain '{chain.id}' comes from {first[chain.id]} too; remove one file")
-                first[chain.id] = path
+                    raise InputError(f"{path}: chain '{chain.id}' comes from another file too; remove one file")
                 codes[chain.id] = encode(weights, chain.backbone_L33, computing).astype(np.uint16)
                 unknown += int(np.isnan(chain.backbone_L33).any((1, 2)).sum())
             progress.update(done, path.name)
@@ -59,6 +50,5 @@ def write_codes(
         np.savez_compressed(file, **codes)  # type: ignore[arg-type]
     for notice in edits.notices():
         say(f"{structures}: {notice}")
-    residues = sum(map(len, codes.values()))
-    said = f"{out}: {track} of {counted(len(codes), 'chain')} and {residues:,} residues"
-    return said + (f"; {unknown:,} have no coordinates, and the code of such a residue" if unknown else "")
+    written = f"{out}: {track} of {counted(len(codes), 'chain')} and {sum(map(len, codes.values())):,} residues"
+    return written + (f"; {unknown:,} have no coordinates, and the code of such a residue" if unknown else "")

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError
-from esmshard.predict import contact_pictures
-from esmshard.predict.contact_pictures import FileNames, MapFolder, matplotlib_figure
+from esmshard.predict import pictures
+from esmshard.predict.pictures import matplotlib_figure
 from esmshard.progress import Progress
 from esmshard.tasks.base import of_residues
 from esmshard.tasks.finetuned import FineTuned, load_finetuned
@@ -250,17 +250,20 @@ def contact_figures(run: Path, data: Examples, device: str | None = None) -> lis
     for word, (value, record_id, length) in chosen.items():
         if record_id not in drawn:
             note = f"{length} residues, long-range P@L {value:.2f}, the {word} of {data.name}"
-            drawn[record_id] = run / "figures" / f"contacts_{word}_{FileNames().new(record_id)}"
+            drawn[record_id] = run / "figures" / f"contacts_{word}_{pictures.file_name(record_id, set())}"
             drawn[record_id].write_bytes(contact_map(model, data.get(places[record_id]), note))
     return list(drawn.values())
 
 
 def draw_maps(model: FineTuned, data: Examples, folder: Path) -> None:
     """Write `ID.png` for each record: its predicted map beside its true contacts; see `contact_map`."""
-    with MapFolder(folder) as pictures, Progress("draw", len(data)) as progress:
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = set[str]()
+    with Progress("draw", len(data)) as progress:
         for n in range(len(data)):
             example = data.get(n)
-            pictures.keep(example.id, contact_map(model, example, f"{is_residue(example.tokens).sum()} residues"))
+            picture = contact_map(model, example, f"{is_residue(example.tokens).sum()} residues")
+            (folder / pictures.file_name(example.id, taken)).write_bytes(picture)
             progress.update(n + 1, "")
 
 
@@ -270,4 +273,4 @@ def contact_map(model: FineTuned, example: Example, note: str = "") -> bytes:
     probability_LL = model.task.predict(model.model.outputs([inputs])[0])
     maps = [of_residues(model.task, one_LL, residues) for one_LL in (probability_LL, inputs.target)]
     chains = [end - start for start, end in chain_spans(residues)]
-    return contact_pictures.draw(maps[0], example.id, maps[1], note, chains)
+    return pictures.draw(maps[0], example.id, maps[1], note, chains)

@@ -21,7 +21,7 @@ from esmshard.data.variants.substitutions import Mutation, parse_variant
 from esmshard.errors import InputError, reading, writing
 from esmshard.io.paths import memory_text, read_json, replace_text, without_directories
 from esmshard.io.tables import counted
-from esmshard.predict.known_variants import better_baseline
+from esmshard.predict.variants import better_baseline
 from esmshard.progress import duration, rate
 from esmshard.recipe import recipe_file, sweep_file
 from esmshard.report import charts

@@ -33,7 +33,7 @@ from esmshard.train.run_dir import read_status
 
 SUMMARY = "summary.json"
 CURVE = "learning_curve.json"
-JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.json", "report.html")
+JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.csv.json", "report.html")
 """The files that are written beside the directories of several runs when all runs are done."""
 
 

@@ -20,7 +20,7 @@ from esmshard.data.splits.split_files import OF_SEQUENCES, OF_VARIANTS
 from esmshard.embed.compute import Embedder
 from esmshard.io.paths import shipped
 from esmshard.model.families.family_registry import FAMILIES, RELEASED
-from esmshard.predict import sequence_scores
+from esmshard.predict import zero_shot
 from esmshard.train import loop
 
 Command = Callable[..., tuple[int, str, str]]
@@ -67,7 +67,7 @@ def test_ctrl_c_says_what_to_type_and_that_goes_on(
     embed, score = ("embed", "demo", fasta, "-o", out, "--overwrite"), ("score", "demo", fasta, "-o", table)
     for words, place, name, interrupt, result, kept in (
         (embed, Embedder, "compute", _interrupted, out, "the parts that were finished are kept"),
-        (score, sequence_scores, "_columns", _interrupted, table, "no result was written"),
+        (score, zero_shot, "_columns", _interrupted, table, "no result was written"),
         (
             ("finetune", tiny_recipe, "--no-report", "--resume", "never"),
             loop.Training,

@@ -146,7 +146,7 @@ def test_the_ranked_list(made: tuple[Path, str, str, list[str]]) -> None:
     singles = {name for name in made[3] if ":" not in name}
     assert {row["mutant"] for row in rows if row["measured"]} == singles
     assert all(row["mutant in table"] == _shifted(row["mutant"]) for row in rows), "what primers are ordered by"
-    told = json.loads((made[0] / "run" / "ranked.json").read_text())
+    told = json.loads((made[0] / "run" / "ranked.csv.json").read_text())
     assert told["offset"] == -SHIFT
     assert told["verdict"] == json.loads((made[0] / "run" / "summary.json").read_text())["verdict"]
     seen = {row["mutant"] for row in rows if row["seen in training"] == "yes"}
@@ -177,7 +177,7 @@ def test_the_table_of_the_run_is_no_test_of_it(made: tuple[Path, str, str, list[
     directory = made[0]
     done = esmshard("predict", "run", "messy.csv", "-o", "same.csv", cwd=directory)
     assert done.returncode == 0, done.stderr
-    told = json.loads((directory / "same.json").read_text())
+    told = json.loads((directory / "same.csv.json").read_text())
     with open(directory / "same.csv", newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["rank"]]
     tested = [row for row in rows if row["out-of-fold prediction"]]
@@ -205,7 +205,7 @@ def test_a_batch_to_measure_next(made: tuple[Path, str, str, list[str]]) -> None
     assert len({row["mutant"] for row in rows}) == 10
     assert not {row["mutant"] for row in rows} & set(made[3])
     assert all(row["mutant in table"] == _shifted(row["mutant"]) for row in rows)
-    told = json.loads((directory / "next.json").read_text())
+    told = json.loads((directory / "next.csv.json").read_text())
     assert told["verdict"] == json.loads((directory / "run" / "summary.json").read_text())["verdict"]
     assert told["verdict"] in done.stderr
 

@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from esmshard.errors import InputError
 from esmshard.io.paths import shipped
-from esmshard.predict.predictions import predict
-from esmshard.predict.sequence_scores import score_sequences
-from esmshard.predict.zero_shot import score_table
+from esmshard.predict.heads import predict
+from esmshard.predict.zero_shot import score_sequences, score_table
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from esmshard.data.splits.recipe_splits import open_split
 from esmshard.data.tracks import TrackFile
 from esmshard.errors import InputError, UsageError
 from esmshard.model.trunk import Trunk
-from esmshard.predict.predictions import predict
+from esmshard.predict.heads import predict
 from esmshard.recipe import recipe_file
 from esmshard.tasks.registry import new_task
 from esmshard.vocab import STANDARD, TOKENS, Track, encode

@@ -1,21 +1,76 @@
-"""Batches of variants to measure next: what a shared position or residue costs."""
+"""Batches of variants to measure next: candidates, uncertainty, and what a shared position or residue costs."""
 
 import inspect
+import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from esmshard.cli import infer
 from esmshard.data.variants.substitutions import Mutation, parse_variant
-from esmshard.predict.proposals import DIVERSITY, KAPPA, choose, composition
-from esmshard.predict.zero_shot import all_singles
+from esmshard.predict.proposals import DIVERSITY, KAPPA, candidates, choose
+from esmshard.predict.variants import single_substitutions
 
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
 
 
+def batch(values_MN: np.ndarray, count: int, kappa: float = 1.0) -> list[int]:
+    """What is chosen where nothing but the predictions counts."""
+    return choose(values_MN, [()] * values_MN.shape[1], count, kappa, diversity=0)
+
+
+def dense(values_MN: np.ndarray, count: int, kappa: float) -> list[int]:
+    """GP-BUCB with the whole covariance: half of it between variants is shared, half of each variance its own."""
+    mean_N = values_MN.mean(0)
+    spread_MN = values_MN - mean_N
+    between_NN = spread_MN.T @ spread_MN / (len(values_MN) - 1)
+    own_N, prior_NN = 0.5 * between_NN.diagonal(), 0.5 * between_NN
+    chosen: list[int] = []
+    for _ in range(count):
+        posterior_NN = prior_NN
+        if chosen:
+            k_NC = prior_NN[:, chosen]
+            measured_CC = prior_NN[np.ix_(chosen, chosen)] + np.diag(own_N[chosen])
+            posterior_NN = prior_NN - k_NC @ np.linalg.solve(measured_CC, k_NC.T)
+        bound_N = mean_N + kappa * np.sqrt(np.maximum(posterior_NN.diagonal(), 0) + own_N)
+        bound_N[chosen] = -np.inf
+        chosen.append(int(bound_N.argmax()))
+    return chosen
+
+
+@pytest.mark.parametrize("kappa", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("models", [2, 5])
+def test_batches_are_those_of_the_whole_covariance(models: int, kappa: float) -> None:
+    rng = np.random.default_rng(models)
+    shared = rng.normal(size=(models, 3)) @ rng.normal(size=(3, 40))
+    values_MN = shared + 0.3 * rng.normal(size=(models, 40)) + 0.5 * rng.normal(size=40)
+    found = batch(values_MN, 12, kappa)
+    assert found == dense(values_MN, 12, kappa)
+    assert len(set(found)) == 12
+    bounds = values_MN.mean(0) + kappa * values_MN.std(0, ddof=1)
+    assert found[0] == int(bounds.argmax())
+    assert found != np.argsort(-bounds)[:12].tolist(), "it is not the plain upper bound"
+    assert batch(values_MN, 10, 0.0) == np.argsort(-values_MN.mean(0))[:10].tolist()
+
+
+def test_variants_on_which_models_err_together_are_one_question() -> None:
+    """Ten are as uncertain as ten others, and have higher means; but the models say the same of all of them."""
+    rng = np.random.default_rng(0)
+    together = np.repeat([[-1.0], [1.0], [-1.0], [1.0]], 10, axis=1)
+    apart = np.sign(rng.normal(size=(4, 10)))
+    apart[2:] = -apart[:2]
+    values_MN = np.concatenate([together + 0.05, apart - apart.mean(0)], axis=1)
+    found = batch(values_MN, 10, 2.0)
+    assert found[0] < 10
+    assert sum(n < 10 for n in found) < 8
+    assert sum(n < 10 for n in batch(values_MN, 10, 0.0)) == 10
+    assert batch(np.array([[1.0, 3.0, 2.0]] * 3), 3, 5.0) == [1, 2, 0], "models that agree leave the means"
+
+
 def one_change_everywhere() -> tuple[np.ndarray, list[tuple[Mutation, ...]]]:
     """Models that see one kind of change as the best wherever it can be made: a wild-type letter, by another one."""
-    variants = all_singles(PROTEIN)
+    variants = single_substitutions(PROTEIN)
     rng = np.random.default_rng(0)
     wild, mutant = (dict(zip("ACDEFGHIKLMNPQRSTVWY", rng.normal(size=20), strict=True)) for _ in range(2))
     mean_N = np.array([wild[one[0].wild] + mutant[one[0].mutant] for one in variants])
@@ -24,15 +79,13 @@ def one_change_everywhere() -> tuple[np.ndarray, list[tuple[Mutation, ...]]]:
 
 def test_a_batch_is_spread_over_positions_and_residues() -> None:
     values_MN, variants = one_change_everywhere()
-
-    def chosen(diversity: float) -> list[tuple[Mutation, ...]]:
-        return [variants[n] for n in choose(values_MN, variants, 24, KAPPA, diversity)]
-
-    same, unlike = chosen(0), chosen(DIVERSITY)
-    assert max(composition(same)["most_frequent_wild_type_residue"].values()) >= 12, "it is what is to be avoided"
-    assert max(composition(unlike)["most_frequent_wild_type_residue"].values()) <= 8
-    assert max(composition(unlike)["most_frequent_mutant_residue"].values()) <= 8
-    assert composition(unlike)["positions"] > composition(same)["positions"]
+    same, unlike = (
+        [variants[n][0] for n in choose(values_MN, variants, 24, KAPPA, diversity)] for diversity in (0, DIVERSITY)
+    )
+    assert max(Counter(m.wild for m in same).values()) >= 12, "it is what is to be avoided"
+    assert max(Counter(m.wild for m in unlike).values()) <= 8
+    assert max(Counter(m.mutant for m in unlike).values()) <= 8
+    assert len({m.position for m in unlike}) > len({m.position for m in same})
     assert len(set(unlike)) == 24
     assert unlike[0] == same[0], "the first one shares nothing with any other"
 
@@ -41,30 +94,18 @@ def test_the_objective_by_hand() -> None:
     """Models that agree, so that a batch follows from means and costs alone."""
     variants = [parse_variant(name) for name in ("M1A", "M1C", "K2A", "T3D:A4E", "M1D:K2C")]
     mean_N = np.array([4.0, 3.9, 3.7, 3.0, 3.8])
-    values_MN = np.repeat(mean_N[None], 3, axis=0)
-    cost = 0.5 * mean_N.std()
-
-    def best(chosen: list[int]) -> int:
+    cost, expected = 0.5 * mean_N.std(), list[int]()
+    for _ in range(5):
         shared = np.zeros(5)
         for n, mine in enumerate(variants):
-            for c in chosen:
-                for what in ("position", "wild", "mutant"):
-                    theirs = {getattr(m, what) for m in variants[c]}
-                    shared[n] += sum(value in theirs for value in {getattr(m, what) for m in mine}) / len(mine)
+            for c, what in itertools.product(expected, ("position", "wild", "mutant")):
+                theirs = {getattr(m, what) for m in variants[c]}
+                shared[n] += sum(value in theirs for value in {getattr(m, what) for m in mine}) / len(mine)
         bound = mean_N - cost * shared
-        bound[chosen] = -np.inf
-        return int(bound.argmax())
-
-    expected: list[int] = []
-    for _ in range(5):
-        expected.append(best(expected))
-    assert choose(values_MN, variants, 5, 1.0, 0.5) == expected
+        bound[expected] = -np.inf
+        expected.append(int(bound.argmax()))
+    assert choose(np.repeat(mean_N[None], 3, axis=0), variants, 5, 1.0, 0.5) == expected
     assert expected != np.argsort(-mean_N).tolist()
-
-
-def test_the_command_has_the_same_defaults() -> None:
-    given = inspect.signature(infer.predict).parameters
-    assert (given["kappa"].default, given["diversity"].default) == (KAPPA, DIVERSITY)
 
 
 @pytest.mark.parametrize("diversity", [0, 0.15, 10])
@@ -72,3 +113,20 @@ def test_scale_and_origin_of_the_values_do_not_matter(diversity: float) -> None:
     values_MN, variants = one_change_everywhere()
     chosen = choose(values_MN, variants, 12, KAPPA, diversity)
     assert choose(1000 * values_MN - 7, variants, 12, KAPPA, diversity) == chosen
+    given = inspect.signature(infer.predict).parameters
+    assert (given["kappa"].default, given["diversity"].default) == (KAPPA, DIVERSITY)
+
+
+def test_all_combinations_of_four_sites_and_a_part_of_more() -> None:
+    sites = (4, 6, 7, 15)
+    library = [
+        tuple(Mutation(n, PROTEIN[n], to) for n, to in zip(sites, letters, strict=True) if to != PROTEIN[n])
+        for letters in itertools.product("ACDEF", repeat=4)
+    ]
+    every, _ = candidates(PROTEIN, sites, library, 160_000)
+    assert len(set(every)) == len(every) == 160_000
+    some, about = candidates(PROTEIN, sites, library, 1000)
+    assert len(set(some)) == 1000
+    assert "1,000 of 160,000" in about
+    singles, _ = candidates(PROTEIN, sites, [one for one in library if len(one) < 2], 10)
+    assert len(singles) == 4 * 19, "without combinations in the table, none are candidates"

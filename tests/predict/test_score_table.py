@@ -95,7 +95,7 @@ def test_residues_that_are_none_of_the_20_have_no_score(
     why = {row["mutant"][:3]: row["not scored because"] for row in rows if not row[column]}
     assert why["X11"] == "the wild type has X at residue 11, which is none of the 20 amino acids"
     assert {row["not scored because"] for row in rows if row[column]} == {""}
-    told = json.loads((tmp_path / "x.json").read_text())
+    told = json.loads((tmp_path / "x.csv.json").read_text())
     assert told["notices"] == [
         "not scored: 40 variants, as the wild type has X at residue 11, which is none of the 20 amino acids, "
         "the wild type has U at residue 19, which is none of the 20 amino acids"
@@ -109,7 +109,7 @@ def test_a_row_says_why_it_has_no_score_and_the_shift_is_recorded(directory: Pat
     _, rows = run(directory, "mutant\n" + "\n".join([*names, "A104*", "A104U"]) + "\n")
     assert rows[12]["not scored because"] == "a stop codon"
     assert rows[13]["not scored because"] == "A4U puts U there, which is none of the 20 amino acids"
-    told = json.loads(Path("out.json").read_text())
+    told = json.loads(Path("out.csv.json").read_text())
     assert told["offset"] == -100
     assert any("when shifted by -100, which was done" in one for one in told["notices"])
 

@@ -11,8 +11,8 @@ from tracked_model import random_pairs, track, write_model
 
 from esmshard.batch import pack
 from esmshard.data.variants.substitutions import parse_variant
+from esmshard.io.writers import facts_file
 from esmshard.model.trunk import Trunk
-from esmshard.predict.variant_tables import facts_file
 from esmshard.predict.zero_shot import METHODS, score, score_table
 from esmshard.vocab import MASK, RESIDUES, TOKENS, encode
 

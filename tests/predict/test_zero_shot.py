@@ -11,7 +11,8 @@ from esmshard.errors import UsageError
 from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
-from esmshard.predict.zero_shot import METHODS, all_singles, score
+from esmshard.predict.variants import single_substitutions
+from esmshard.predict.zero_shot import METHODS, score
 from esmshard.tasks import marginals
 from esmshard.tasks.marginals import log_probabilities
 from esmshard.vocab import MASK, STANDARD, encode
@@ -79,7 +80,7 @@ def test_a_site_costs_one_pass_however_many_the_variants(model: ESM2, monkeypatc
         return asked(*rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(marginals, "_log_p", counted)
-    variants = all_singles(PROTEIN)
+    variants = single_substitutions(PROTEIN)
     assert len(variants) == len(set(variants)) == 19 * len(PROTEIN)
     found = score(model, PROTEIN, variants)
     assert sum(seen) == len(PROTEIN)

@@ -11,8 +11,8 @@ from conftest import write_subset
 
 from esmshard.io.paths import shipped
 from esmshard.model.families.family_registry import SIZES
-from esmshard.predict.predictions import predict
-from esmshard.predict.variant_ranking import predict as rank
+from esmshard.predict.heads import predict
+from esmshard.predict.variants import rank
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.report.page import report

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from esmshard.data.batching.loader import Example
 from esmshard.errors import InputError
-from esmshard.predict import contact_pictures
+from esmshard.predict import pictures
 from esmshard.report import charts
 from esmshard.tasks.metrics import Interval
 from esmshard.vocab import encode
@@ -104,7 +104,7 @@ TARGET_LL = np.zeros((9, 9), dtype=np.int8)
 def contact_points(probability_LL: Any, target_LL: Any) -> tuple[dict[str, list[list[float]]], Any]:
     figure = Figure()
     own = figure.add_subplot()
-    image = contact_pictures.draw_map(own, probability_LL, target_LL)
+    image = pictures.draw_map(own, probability_LL, target_LL)
     return {str(c.get_label()): points(c) for c in own.collections}, image
 
 

@@ -10,7 +10,7 @@ import torch
 from model_files import TINY, fair_esm, ours, perturb, write_transformers
 
 from esmshard.batch import pack
-from esmshard.predict.sequence_scores import score_sequences
+from esmshard.predict.zero_shot import score_sequences
 from esmshard.tasks.marginals import pseudo_log_likelihoods
 from esmshard.tasks.mlm import corrupt
 from esmshard.tasks.sequence import SequenceHead
@@ -74,4 +74,4 @@ def test_scores_are_of_the_residues_in_the_joined_sequence(model: Path, tmp_path
         assert logits_PV is not None
         linker += float(logits_PV.log_softmax(-1)[0, 6])
     assert math.isclose(float(ab["pseudo_log_likelihood"]), whole - linker, abs_tol=1e-3)
-    assert '"join": "linker:6"' in (tmp_path / "x.json").read_text()
+    assert '"join": "linker:6"' in (tmp_path / "x.csv.json").read_text()

@@ -12,7 +12,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from esmshard.data.splits.variant_records import divide, table_of
-from esmshard.predict import known_variants
+from esmshard.predict import variants
 from esmshard.recipe.sections import Recipe
 from esmshard.train.cross_validation import Repeat, conclude
 
@@ -134,12 +134,12 @@ def test_the_top_of_the_list_is_measured(library: Planted) -> None:
 def test_predict_says_of_the_same_table_what_the_run_said(library: Planted) -> None:
     """Out of fold, for the model and for the baseline."""
     (library.run / "seen_in_training.txt").write_text("\n".join(row["id"] for rows in library.folds for row in rows))
-    known = known_variants.read(library.run, [library.run], ["score"])
+    known = variants.read_known(library.run, [library.run], ["score"])
     with open(library.run / "variants.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     measured_N = np.array([float(row["measured"]) for row in rows])
     said_N = np.zeros(len(rows))
-    facts, _ = known_variants.compared(known, [row["variant"] for row in rows], said_N, measured_N, "score")
+    facts, _ = variants.compared(known, [row["variant"] for row in rows], said_N, measured_N, "score")
     seen, found = facts["seen_in_training"], joint(library)
     assert seen["spearman_out_of_fold"]["value"] == pytest.approx(found["metrics"]["fine-tuned"]["value"], abs=1e-4)
     theirs = seen["best_baseline"]["spearman_out_of_fold"]["value"]
@@ -149,7 +149,7 @@ def test_predict_says_of_the_same_table_what_the_run_said(library: Planted) -> N
 def test_new_variants_are_counted_by_all_their_sites(library: Planted) -> None:
     run: Path = library.run
     (run / "seen_in_training.txt").write_text("K10A:A24C\nK10C\n")
-    known = known_variants.read(run, [run], ["score"])
+    known = variants.read_known(run, [run], ["score"])
     names = ["K10D", "A24D:K10W", "K10D:W40A", "W40A", "M1A"]
-    facts, _ = known_variants.compared(known, names, np.arange(5.0), np.arange(5.0), "score")
-    assert facts["unseen"]["sites_varied_in_training"] == {"all": 2, "some": 1, "none": 2}
+    facts, _ = variants.compared(known, names, np.arange(5.0), np.arange(5.0), "score")
+    assert facts["unseen"]["rows_at_varied_sites"] == 2

@@ -1,4 +1,4 @@
-"""Files that `predict` writes of every task, whatever the packs; records that fail; pictures."""
+"""Files that `predict` writes of every task, whatever the packs; records that fail; pictures; chains."""
 
 import csv
 import io
@@ -6,10 +6,12 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import numpy as np
+import pandas
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -25,10 +27,12 @@ from esmshard.batch import TokenBatch
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.errors import InputError, UsageError
 from esmshard.io import writers
+from esmshard.io.writers import TableWriter
 from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
-from esmshard.predict import contact_pictures, predictions
-from esmshard.predict.predictions import predict
+from esmshard.predict import heads, pictures
+from esmshard.predict.heads import columns_of, predict, rows_of
+from esmshard.predict.pictures import draw_map, matplotlib_figure
 from esmshard.tasks.contact import ContactSettings
 from esmshard.tasks.mlm import MlmSettings
 from esmshard.tasks.registry import new_task
@@ -135,12 +139,13 @@ def test_a_record_says_the_same_in_every_pack(
     name: str, tokens: int, fasta: Path, sequences: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, among a few and all together, in windows of 5: the values of the module called with each record alone."""
-    monkeypatch.setattr(predictions, "WINDOW", 5)
-    monkeypatch.setattr(predictions, "LEAST", 1)
+    monkeypatch.setattr(heads, "WINDOW", 5)
+    monkeypatch.setattr(heads, "LEAST", 1)
+    monkeypatch.setattr(heads, "TOKENS", tokens)
     out = fasta.parent / "out" / "x.npz"
     model = write_model(tmp_path / "model", name)
     packs = failing(monkeypatch, lambda batch: None)
-    assert predict(model, fasta, out, tokens=tokens) == (len(LENGTHS), ())
+    assert predict(model, fasta, out) == (len(LENGTHS), [])
     sizes = [len(pack) for pack in packs]
     assert sizes == {1: [1] * 8, 150: [4, 1, 3], 100_000: [5, 3]}[tokens]
     assert left(fasta) == {"x.npz"}
@@ -156,7 +161,7 @@ def test_a_record_says_the_same_in_every_pack(
 def test_other_formats_of_arrays_hold_the_same(name: str, fasta: Path, tmp_path: Path) -> None:
     out, model = fasta.parent / "out", write_model(tmp_path / "model", name)
     for ending in ("npz", "h5", "zarr", "safetensors"):
-        assert predict(model, fasta, out / f"x.{ending}").records == len(LENGTHS)
+        assert predict(model, fasta, out / f"x.{ending}")[0] == len(LENGTHS)
     group: Any = zarr.open_group(out / "x.zarr", mode="r")
     ids, starts = list(group["ids"][:]), group["starts_prediction"][:] if "starts_prediction" in group else None
     with np.load(out / "x.npz") as file, h5py.File(out / "x.h5") as h5, safe_open(out / "x.safetensors", "np") as safe:
@@ -177,7 +182,7 @@ def test_csv_and_parquet_have_the_same_rows(
     monkeypatch.setattr(writers, "GROUP_ROWS", 50)
     out, model = fasta.parent / "out", write_model(tmp_path / "model", name)
     for ending in ("csv", "parquet"):
-        assert predict(model, fasta, out / f"x.{ending}").records == len(LENGTHS)
+        assert predict(model, fasta, out / f"x.{ending}")[0] == len(LENGTHS)
     assert left(fasta) == {"x.csv", "x.parquet"}
     of_what = {
         "mlm": ["id", "position", "residue", "prediction"],
@@ -283,9 +288,9 @@ def test_a_record_may_fail_and_the_others_are_there(
     wanted = {i: expected(name, s) for i, s in sequences.items() if len(s) < 90}
     seen = failing(monkeypatch, lambda batch: out_of_memory(batch) if max(batch.lengths) >= 90 else None)
     out = fasta.parent / "out" / "x.npz"
-    done = predict(model, fasta, out)
-    assert done.records == 6
-    assert [(one.id, one.length) for one in done.failures] == [("sp|P1|N", 90), ("long", 141)]
+    records, failures = predict(model, fasta, out)
+    assert records == 6
+    assert [(one.id, one.length) for one in failures] == [("sp|P1|N", 90), ("long", 141)]
     assert [90] in seen
     assert [141] in seen
     assert left(fasta) == {"x.npz", "x.npz.failed.tsv"}
@@ -305,19 +310,19 @@ def test_what_does_not_fit_together_is_computed_alone(
 ) -> None:
     model = write_model(tmp_path / "model", "fold")
     seen = failing(monkeypatch, lambda batch: cuda_out(batch) if len(batch) > 1 else None)
-    assert predict(model, fasta, fasta.parent / "out" / "x.csv") == (len(LENGTHS), ())
+    assert predict(model, fasta, fasta.parent / "out" / "x.csv") == (len(LENGTHS), [])
     assert sorted(seen, key=len) == [*([n] for n in sorted(LENGTHS.values())), sorted(LENGTHS.values())]
     assert left(fasta) == {"x.csv"}
 
 
 def test_packs_that_do_not_fit_get_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """30 tokens do: of three windows of four records of 12, one is tried whole and the others by halves."""
-    monkeypatch.setattr(predictions, "WINDOW", 4)
-    monkeypatch.setattr(predictions, "LEAST", 1)
+    monkeypatch.setattr(heads, "WINDOW", 4)
+    monkeypatch.setattr(heads, "LEAST", 1)
     (tmp_path / "in.fasta").write_text("".join(f">{n}\n{'MKTVLSAEGH'}\n" for n in range(12)))
     model = write_model(tmp_path / "model", "fold")
     seen = failing(monkeypatch, lambda batch: cuda_out(batch) if sum(batch.token_counts) > 30 else None)
-    assert predict(model, tmp_path / "in.fasta", tmp_path / "x.csv") == (12, ())
+    assert predict(model, tmp_path / "in.fasta", tmp_path / "x.csv") == (12, [])
     assert [len(pack) for pack in seen] == [4, 1, 1, 1, 1, 2, 2, 2, 2]
 
 
@@ -411,13 +416,13 @@ def test_colours_are_of_probabilities_and_not_of_the_highest() -> None:
     """A map that reaches .5 ends in the middle of the scale. Of one longer than the picture no contact is lost."""
 
     def pixels(probability_LL: np.ndarray) -> np.ndarray:
-        png = contact_pictures.draw(probability_LL.astype(np.float32), "x")
+        png = pictures.draw(probability_LL.astype(np.float32), "x")
         return np.round(imread(io.BytesIO(png))[:, :, :3] * 255).astype(int).reshape(-1, 3)
 
     half = pixels(np.repeat([0.0, 0.5], 20)[:, None].repeat(40, axis=1))
-    middle, dark = (np.array(contact_pictures.colours()(value)[:3]) * 255 for value in (0.5, 1.0))
+    middle, dark = (np.array(pictures.colours()(value)[:3]) * 255 for value in (0.5, 1.0))
     assert (np.abs(half - middle).max(1) <= 3).mean() > 0.2
-    assert tuple(contact_pictures.colours()(0.0)) == (1, 1, 1, 1), "nothing is predicted, nothing is drawn"
+    assert tuple(pictures.colours()(0.0)) == (1, 1, 1, 1), "nothing is predicted, nothing is drawn"
     # Five pairs on either side of the diagonal are no contacts that a head learns.
     near, none = (
         (np.abs(pixels(x) - dark).max(1) <= 3).sum() for x in (np.tri(40) - np.tri(40, k=-6), np.zeros((40, 40)))
@@ -427,7 +432,7 @@ def test_colours_are_of_probabilities_and_not_of_the_highest() -> None:
     contact[3, 90] = 1
     for side in (2400, 10):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(contact_pictures, "SIDE", side)
+            patch.setattr(pictures, "SIDE", side)
             found = [int((np.abs(pixels(x) - dark).max(1) <= 2).sum()) for x in (contact, np.zeros((95, 95)))]
         assert found[0] > found[1], side
 
@@ -443,26 +448,6 @@ def test_a_structure_file_is_predicted_from_its_sequence(tmp_path: Path) -> None
         with np.load(tmp_path / f"{name}.npz") as arrays:
             (found[name],) = (arrays[key] for key in arrays)
     assert np.array_equal(found["x.pdb"], found["x.fasta"])
-
-
-def test_names_of_files() -> None:
-    names = contact_pictures.FileNames()
-    ids = ["x" * 300, "x" * 301, "../../etc/passwd", ".", "Ä$\n", "CON a", "a_2", "a", "A", "a", "B", "b"]
-    found = [names.new(one) for one in ids]
-    assert found == [
-        "x" * 80 + ".png",
-        "x" * 80 + "_2.png",
-        "_._.._etc_passwd.png",
-        "_.png",
-        "___.png",
-        "CON_a.png",
-        "a_2.png",
-        "a.png",
-        "A_3.png",
-        "a_4.png",
-        "B.png",
-        "b_2.png",
-    ]
 
 
 def test_pictures_are_refused_where_they_do_not_belong(fasta: Path, tmp_path: Path) -> None:
@@ -499,21 +484,103 @@ def test_a_missing_package_is_said_before_anything_is_read(
 
 
 def test_windows_end_before_maps_fill_the_memory() -> None:
-    """Of 4,096 tokens a pack, 64 packs: 64 maps of 1,024 tokens, as many as there may be of short ones, and one of a
-    protein that is longer than all of them.
-    """
+    """64 packs of 4,096 tokens, however many records are in one; a record that is longer than all of them is alone."""
 
-    class Given:
-        def __init__(self, *tokens: int) -> None:
-            self.tokens = np.array(tokens, dtype=np.int32)
+    def sizes(*costs: int) -> list[int]:
+        return [len(window) for window in heads._windows(costs, 4096)]
 
-        def __len__(self) -> int:
-            return len(self.tokens)
+    assert sizes(*[4096] * 130) == [64, 64, 2]
+    assert sizes(*[1024] * 130) == [130]
+    assert sizes(*[100] * 1000) == [512, 488]
+    assert sizes(100, 6_250_000, 6_250_000, 100) == [1, 1, 1, 1]
 
-    def sizes(*tokens: int, pairs: bool) -> list[int]:
-        return [len(window) for window in predictions._windows(Given(*tokens), 4096, pairs=pairs)]  # type: ignore[arg-type]
 
-    assert sizes(*[1024] * 130, pairs=True) == [64, 64, 2]
-    assert sizes(*[1024] * 130, pairs=False) == [130]
-    assert sizes(*[100] * 1000, pairs=True) == [512, 488]
-    assert sizes(100, 40_000, 40_000, 100, pairs=True) == [1, 1, 1, 1]
+# What is refused
+
+
+def test_an_existing_file_is_replaced_only_when_asked_to(fasta: Path, tmp_path: Path) -> None:
+    model, out = write_model(tmp_path / "model", "fold"), fasta.parent / "out" / "x.npz"
+    out.write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        predict(model, fasta, out)
+    assert out.read_text() == "mine"
+    predict(model, fasta, out, overwrite=True)
+    assert len(np.load(out)) == len(LENGTHS)
+    with pytest.raises(UsageError, match="ending"):
+        predict(model, fasta, out.with_suffix(".npy"))
+
+
+@pytest.mark.parametrize("text", ["", ">a\nMKT\n>b\nM*K\n"])
+def test_a_bad_fasta_leaves_nothing_behind(fasta: Path, text: str, tmp_path: Path) -> None:
+    fasta.write_text(text)
+    with pytest.raises(InputError, match=r"input\.fasta"):
+        predict(write_model(tmp_path / "model", "fold"), fasta, fasta.parent / "out" / "x.npz")
+    assert left(fasta) == set()
+
+
+def test_models_that_cannot_predict_are_refused(fasta: Path, tmp_path: Path) -> None:
+    plain = write_transformers(tmp_path / "plain", fair_esm(TINY), TINY)
+    changed = Path(write_model(tmp_path / "model", "contact"))
+    about = json.loads((changed / "esmshard.json").read_text())
+    for model, task, token in (
+        (plain, None, "has no fine-tuned head"),
+        (tmp_path / "nowhere", None, "no such file"),
+        (changed, {"blocks": 3}, "consolidate the run again"),  # a head of other tensors
+        (changed, {"channels": 16}, "consolidate the run again"),  # tensors of other shapes
+        (changed, {"name": "folding"}, "no installed package registers"),
+    ):
+        if task is not None:
+            recipe = {"task": task if "name" in task else about["recipe"]["task"] | task}
+            (changed / "esmshard.json").write_text(json.dumps(about | {"recipe": recipe}))
+        with pytest.raises(InputError, match=token):
+            predict(str(model), fasta, fasta.parent / "out" / "x.npz")
+        assert left(fasta) == set()
+
+
+# Several chains: residues are counted in each
+
+VALUES = np.array([[0.1], [0.2], [0.3], [0.4], [0.5]], dtype=np.float32)
+LINES = [("a", 1, 1, "M"), ("a", 1, 2, "K"), ("a", 2, 1, "T"), ("a", 2, 2, "V"), ("a", 2, 3, "L"), ("b", 1, 1, "G")]
+
+TASK: Any = SimpleNamespace(per_residue=True, names=["y"], one_of_names=False, settings=SimpleNamespace(pairs=False))
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize("chains", [True, False])
+def test_residues_are_counted_in_each_chain(tmp_path: Path, ending: str, chains: bool) -> None:
+    out = tmp_path / f"x.{ending}"
+    with TableWriter(out, columns_of(TASK, chains=chains)) as writer:
+        writer.add(rows_of(TASK, "a", VALUES, "MK:TVL"))
+        writer.add(rows_of(TASK, "b", VALUES[:1], "G"))
+    table = pandas.read_csv(out) if ending == "csv" else pandas.read_parquet(out)
+    assert list(table.columns) == ["id", *(["chain"] if chains else []), "position", "residue", "y"]
+    assert table.drop(columns="y").to_numpy().tolist() == [
+        [name, *([chain] if chains else []), place, letter] for name, chain, place, letter in LINES
+    ]
+    assert table["y"].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.1])
+
+
+def test_a_target_with_the_name_of_a_column_is_called_predicted() -> None:
+    task: Any = SimpleNamespace(**vars(TASK) | {"names": ["H", "id"]})
+    assert list(columns_of(task, chains=False)) == ["id", "position", "residue", "H", "id (predicted)"]
+
+
+def test_a_map_shows_where_the_second_chain_begins() -> None:
+    figure, settings = matplotlib_figure()
+    map_LL = np.full((90, 90), 0.5, np.float32)
+    with settings:
+        axes, alone = figure().add_subplot(), figure().add_subplot()
+        image = draw_map(axes, map_LL, chains=[50, 40])
+        draw_map(alone, map_LL)
+    assert [line.get_xdata()[0] for line in axes.lines[::2]] == [50.5]
+    assert [line.get_ydata()[0] for line in axes.lines[1::2]] == [50.5]
+    ticks = [(int(x), text.get_text()) for x, text in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)]
+    assert ticks == [
+        *[(1, "1: 1"), (10, "10"), (20, "20"), (30, "30"), (40, "40")],
+        *[(51, "2: 1"), (60, "10"), (70, "20"), (80, "30")],
+    ]
+    shown = np.ma.filled(image.get_array(), np.nan)
+    assert np.isnan(shown[48, 49])  # neighbours of a chain
+    assert shown[49, 50] == 0.5  # the last residue of the first chain and the first of the second
+    assert not alone.lines
+    assert alone.get_xlabel() == "residue"

@@ -2,12 +2,8 @@
 
 import io
 import re
-import shutil
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -23,12 +19,8 @@ SIDE = 2400
 """The most pixels along a map. For a longer protein, each pixel shows the highest probability in a square of pairs,
 since single contacts would otherwise be lost between pixels.
 """
-STEPS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-"""Residues between two ticks of a map of several chains."""
-MOST_TICKS = 16
 HIT, MISSED, WRONG = "#0072b2", "0.72", "#d55e00"
 """Colours of contacts, distinguishable without red or green vision (Okabe and Ito)."""
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
 def check(folder: Path, *, overwrite: bool) -> None:
@@ -61,74 +53,27 @@ def colours() -> Any:
     """Return the matplotlib colours of probabilities: white for 0 and for pairs without a prediction."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    found = LinearSegmentedColormap.from_list("contacts", ["#ffffff", "#9ecae1", "#4292c6", "#08519c", "#08306b"])
-    return found.with_extremes(bad="white")
+    blues = ["#ffffff", "#9ecae1", "#4292c6", "#08519c", "#08306b"]
+    return LinearSegmentedColormap.from_list("contacts", blues).with_extremes(bad="white")
 
 
-class MapFolder:
-    """A folder of `ID.png`. All pictures appear together, at the end; files of the same names are replaced.
+def file_name(record_id: str, taken: set[str]) -> str:
+    """Return the name of the picture of an id, at most 80 letters, digits and `._-`, and add it to `taken`. Some file
+    systems take a.png and A.png for the same file.
 
-    This is a context manager: leaving it with an error removes the pictures.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._work = folder, folder / ".tmp-maps"
-        self._made = not folder.exists()
-        self._names = FileNames()
-
-    def add(self, record_id: str, probability_LL: npt.NDArray[np.float32], chains: Sequence[int] = ()) -> None:
-        """Draw the map of one record; see `draw`."""
-        self.keep(record_id, draw(probability_LL, record_id, chains=chains))
-
-    def keep(self, record_id: str, png: bytes) -> None:
-        """Add a picture of a record that is already drawn."""
-        (self._work / self._names.new(record_id)).write_bytes(png)
-
-    def __enter__(self) -> "MapFolder":
-        matplotlib_figure()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self._work, ignore_errors=True)  # These are files of a process that was killed.
-        self._work.mkdir()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                for picture in self._work.iterdir():
-                    picture.replace(self._folder / picture.name)
-        finally:
-            shutil.rmtree(self._work, ignore_errors=True)
-            if kind is not None and self._made:
-                with suppress(OSError):  # Another process has put something into the folder.
-                    self._folder.rmdir()
-
-
-class FileNames:
-    """File names for ids. Each is unique and has at most 80 letters, digits and `._-`; all other characters become `_`.
-
-    >>> names = FileNames()
-    >>> [names.new(one) for one in ("sp|P1|N", "a/b", "a_b", "A_B", "..")]
+    >>> taken = set()
+    >>> [file_name(one, taken) for one in ("sp|P1|N", "a/b", "a_b", "A_B", "..")]
     ['sp_P1_N.png', 'a_b.png', 'a_b_2.png', 'A_B_3.png', '_..png']
     """
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-        self._alike: Counter[str] = Counter()
-
-    def new(self, record_id: str) -> str:
-        """Return the file name for an id."""
-        base = _UNSAFE.sub("_", record_id)[:80]
-        if base.startswith("."):
-            base = f"_{base[1:]}"  # Otherwise the file would be hidden, or the name would be a folder's.
-        name = base
-        # Some file systems take a.png and A.png for the same file.
-        while name.lower() in self._taken:
-            self._alike[base.lower()] += 1
-            name = f"{base}_{self._alike[base.lower()] + 1}"
-        self._taken.add(name.lower())
-        return f"{name}.png"
+    base = re.sub(r"[^A-Za-z0-9._-]", "_", record_id)[:80]
+    if base.startswith("."):
+        base = f"_{base[1:]}"  # Otherwise the file would be hidden, or the name would be a folder's.
+    name, count = base, 1
+    while name.lower() in taken:
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name.lower())
+    return f"{name}.png"
 
 
 def draw(
@@ -152,10 +97,9 @@ def draw(
         chains: the residues of each chain. With several, lines divide them, and each is counted from 1.
     """
     figure_of, settings = matplotlib_figure()
-    most_pixels = min(len(probability_LL), SIDE)
     with settings:
-        size = (5.0, 4.5 if labels_LL is None else 5.0)
-        figure = figure_of(figsize=size, layout="constrained", dpi=max(LEAST_DPI, most_pixels / INCHES))
+        dpi = max(LEAST_DPI, min(len(probability_LL), SIDE) / INCHES)
+        figure = figure_of(figsize=(5.0, 4.5 if labels_LL is None else 5.0), layout="constrained", dpi=dpi)
         axes = figure.add_subplot()
         image = draw_map(axes, probability_LL, labels_LL, chains)
         title = record_id if len(record_id) <= 60 else f"{record_id[:59]}\N{HORIZONTAL ELLIPSIS}"
@@ -179,15 +123,17 @@ def draw_map(
     predictions. Pairs without coordinates have no rank, as in the scores.
     """
     length = len(probability_LL)
-    place_L = np.arange(length)
-    apart_LL = place_L - place_L[:, None]
-    number_L = np.repeat(np.arange(len(chains)), chains) if chains else np.zeros(length, dtype=np.int64)
-    least_LL = np.where(number_L == number_L[:, None], MIN_SEPARATION, 1)
+    apart_LL = np.arange(length) - np.arange(length)[:, None]
+    chain_L = np.repeat(np.arange(len(chains)), chains) if chains else np.zeros(length, dtype=np.int64)
+    least_LL = np.where(chain_L == chain_L[:, None], MIN_SEPARATION, 1)
     far_LL = (np.abs(apart_LL) if labels_LL is None else apart_LL) >= least_LL
     top = 1.0 if labels_LL is None else max(0.1, float(probability_LL[far_LL].max(initial=0.0)))
-    shown = _coarse(np.where(far_LL, probability_LL, np.nan).astype(np.float32))
+    shown_SS = np.where(far_LL, probability_LL, np.nan).astype(np.float32)
+    starts = np.arange(0, length, -(-length // SIDE))
+    for axis in (0, 1) if length > SIDE else ():
+        shown_SS = np.fmax.reduceat(shown_SS, starts, axis=axis)
     edges = (0.5, length + 0.5, length + 0.5, 0.5)
-    image = axes.imshow(shown, cmap=colours(), vmin=0, vmax=top, extent=edges, interpolation="nearest")
+    image = axes.imshow(shown_SS, cmap=colours(), vmin=0, vmax=top, extent=edges, interpolation="nearest")
     axes.locator_params(integer=True)
     axes.set_xlabel("residue")
     axes.set_ylabel("residue")
@@ -196,16 +142,16 @@ def draw_map(
     if labels_LL is None:
         return image
     i_K, j_K = np.nonzero(far_LL & (labels_LL >= 0))
-    true = labels_LL[i_K, j_K] == 1
-    hit = np.zeros(len(i_K), dtype=bool)
-    hit[np.argsort(-probability_LL[i_K, j_K], kind="stable")[:length]] = True
+    true_K = labels_LL[i_K, j_K] == 1
+    hit_K = np.zeros(len(i_K), dtype=bool)
+    hit_K[np.argsort(-probability_LL[i_K, j_K], kind="stable")[:length]] = True
     side = float(np.clip(340 / max(length, 1), 1.2, 5))  # a pixel of the map in points, within visible limits
-    for chosen, colour, label in (
-        (true & ~hit, MISSED, "contact, not among the L best"),
-        (~true & hit, WRONG, "L best, no contact"),
-        (true & hit, HIT, "L best, contact"),
+    for chosen_K, colour, label in (
+        (true_K & ~hit_K, MISSED, "contact, not among the L best"),
+        (~true_K & hit_K, WRONG, "L best, no contact"),
+        (true_K & hit_K, HIT, "L best, contact"),
     ):
-        axes.scatter(i_K[chosen] + 1, j_K[chosen] + 1, s=side**2, c=colour, marker="s", linewidths=0, label=label)
+        axes.scatter(i_K[chosen_K] + 1, j_K[chosen_K] + 1, s=side**2, c=colour, marker="s", linewidths=0, label=label)
     legend = axes.figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
     for handle in legend.legend_handles:
         handle.set_sizes([25])
@@ -214,29 +160,21 @@ def draw_map(
 
 def _divide(axes: Any, chains: Sequence[int]) -> None:
     """Draw a line between two chains, and count the residues of each chain from 1 at the ticks."""
-    ends = np.cumsum(chains).tolist()
-    for end in ends[:-1]:
-        axes.axvline(end + 0.5, color="black", linewidth=0.8)
-        axes.axhline(end + 0.5, color="black", linewidth=0.8)
-    step = next(step for step in STEPS if step * MOST_TICKS >= ends[-1] or step == STEPS[-1])
-    ticks, names = [], []
-    for k, (end, length) in enumerate(zip(ends, chains, strict=True), 1):
+    from matplotlib.ticker import MaxNLocator
+
+    total = sum(chains)
+    step = max(10, int(np.diff(MaxNLocator(16, steps=[1, 2, 5, 10]).tick_values(0, total))[0]))
+    ticks, names, start = list[int](), list[str](), 0
+    for k, length in enumerate(chains, 1):
+        if start:
+            axes.axvline(start + 0.5, color="black", linewidth=0.8)
+            axes.axhline(start + 0.5, color="black", linewidth=0.8)
         # The first residue has the number of the chain. A tick close to the next chain would be covered by its first.
         inner = range(step, length + 1 - step // 2, step)
-        ticks += [end - length + place for place in (1, *inner)]
+        ticks += [start + place for place in (1, *inner)]
         names += [f"{k}: 1", *map(str, inner)]
+        start += length
     axes.set_xticks(ticks, names, rotation=90)
     axes.set_yticks(ticks, names)
     axes.set_xlabel("chain: residue")
     axes.set_ylabel("chain: residue")
-
-
-def _coarse(probability_LL: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the map, or its maxima over squares if the map is longer than SIDE."""
-    length = len(probability_LL)
-    step = -(-length // SIDE)
-    if step == 1:
-        return probability_LL
-    starts = np.arange(0, length, step)
-    rows = np.fmax.reduceat(probability_LL, starts, axis=0)
-    return np.asarray(np.fmax.reduceat(rows, starts, axis=1))

@@ -1,0 +1,794 @@
+"""Ranks variants by the predictions of fine-tuned models or of a baseline, with tested intervals, and proposes variants
+to measure next.
+"""
+
+import csv
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from esmshard.data.batching.loader import SEEN as SEEN_FILE
+from esmshard.data.batching.loader import Examples
+from esmshard.data.splits.variant_records import OUT_OF_FOLD as OUT_OF_FOLD_FILE
+from esmshard.data.splits.variant_records import VariantRecords
+from esmshard.data.variants.mutations import is_library, read_variants
+from esmshard.data.variants.substitutions import Mutation, name_of, parse_variant, renumbered
+from esmshard.devices import DeviceName, packs_at_once, side_by_side
+from esmshard.errors import InputError, UsageError, writing
+from esmshard.io.paths import read_json, replace_json, without_directories
+from esmshard.io.tables import Table, counted, first_three
+from esmshard.io.writers import TableWriter, check, facts_file, text
+from esmshard.predict import proposals
+from esmshard.predict.proposals import DIVERSITY, KAPPA
+from esmshard.progress import Progress, say
+from esmshard.recipe.sections import Recipe
+from esmshard.tasks.finetuned import FineTuned, load_base, load_finetuned
+from esmshard.tasks.metrics import LEAST, Interval, variant_spearman
+from esmshard.tasks.registry import traits
+from esmshard.tasks.variant_features import PACKED
+from esmshard.tasks.variants import FROZEN, ONE_HOT, SHORT, VariantTask, fit_scale
+from esmshard.vocab import STANDARD
+
+Array = npt.NDArray[np.float64]
+Variant = tuple[Mutation, ...]
+
+SUMMARY = "summary.json"
+NOT_RANKED = "not ranked because"
+IN_TABLE, IN_WILD_TYPE = "mutant in table", "mutant in wild type"
+"""The columns of names in the other numbering, if the table of the run and its wild type are numbered differently."""
+OUT_OF_FOLD, SEEN, VARIED = "out-of-fold prediction", "seen in training", "sites varied in training"
+DISAGREEMENT = "disagreement of models"
+"""The standard deviation over the models of folds and seeds, in the unit of the target. It is no error bar."""
+LEVEL, RESIDUALS = 0.9, 50
+"""The share of the values that an interval is to hold, and the least residuals that intervals are made of."""
+LOW, HIGH = f"low {LEVEL:.0%}", f"high {LEVEL:.0%}"
+TOGETHER = 2048
+"""The number of variants that one pass of the wild type serves."""
+
+
+# Tables of variants, with a few more columns
+
+
+@dataclass(frozen=True)
+class VariantRows:
+    """N variants of a protein, each in one of the R rows of a table."""
+
+    protein: str
+    columns: dict[str, list[str]]
+    """The columns of the table, R cells each."""
+    mutations: list[Variant]
+    """The mutations of each variant, without synonymous changes."""
+    rows: list[int]
+    """The row of each variant."""
+    left_out: dict[int, str]
+    """The reason for each row that has no variant."""
+    notices: list[str]
+    offset: int
+    """The number that was added to the positions of the table."""
+    table: Table | None = None
+
+    def leave_out(self, why: Callable[[Variant], str], what: str) -> "VariantRows":
+        """Leave out the variants for which `why` gives a reason, with a notice that begins with `what`."""
+        reasons = {row: why(one) for row, one in zip(self.rows, self.mutations, strict=True)}
+        reasons = {row: reason for row, reason in reasons.items() if reason}
+        if not reasons:
+            return self
+        kept = [(row, one) for row, one in zip(self.rows, self.mutations, strict=True) if row not in reasons]
+        named = f" ({first_three(list(reasons), self.table.at)})" if self.table else ""
+        each = first_three(list(dict.fromkeys(reasons.values())), str)
+        notice = f"{what}: {counted(len(reasons), 'variant')}{named}, as {each}"
+        rows, mutations = [row for row, _ in kept], [one for _, one in kept]
+        left_out = self.left_out | reasons
+        return replace(self, rows=rows, mutations=mutations, left_out=left_out, notices=[*self.notices, notice])
+
+    def measured(self, column: str) -> Array:
+        """Return the number that a column has for each variant, float64 [N]; NaN for none."""
+        assert self.table is not None
+        return self.table.numbers(column)[self.rows]
+
+
+def listed(protein: str, variants: Sequence[Variant]) -> VariantRows:
+    """Return a table of variants that are in no file."""
+    columns = {"mutant": [name_of(one) for one in variants]}
+    return VariantRows(protein, columns, list(variants), list(range(len(variants))), {}, [], 0)
+
+
+def read_rows(path: Path, protein: str | Path, mutant: str | None, offset: int | Literal["auto"]) -> VariantRows:
+    """Read the variants of a table, each row for itself; see `read_variants`. At most a tenth of the rows may be
+    unusable.
+    """
+    found = read_variants(
+        path,
+        wild_type=protein,
+        mutant=mutant,
+        targets=None,
+        offset=offset,
+        on_unusable="drop",
+        on_stop="drop",
+        on_synonymous="keep",
+        replicates="keep",
+    )
+    mutations = [tuple(m for m in one if m.mutant != m.wild) for one in found.mutations]
+    rows, table = [row for (row,) in found.rows], found.table
+    columns = dict(table.columns)
+    return VariantRows(found.wild_type, columns, mutations, rows, found.left_out, found.notices, found.offset, table)
+
+
+def single_substitutions(protein: str) -> list[Variant]:
+    """Return every substitution of every residue by another of the 20, by position and letter: 19 L variants, and one
+    more for each residue that is none of the 20 (X, U, O, B, Z).
+    """
+    return [(Mutation(n, wild, to),) for n, wild in enumerate(protein) for to in STANDARD if to != wild]
+
+
+def not_of_the_20(variant: Variant) -> str:
+    """Explain why a variant has no score; empty if it has one.
+
+    A language model was hardly trained on letters other than the 20, so that every other residue is far more likely:
+    log p(mutant) - log p(X) says nothing about the mutant.
+
+    >>> not_of_the_20((Mutation(10, "X", "L"),))
+    'the wild type has X at residue 11, which is none of the 20 amino acids'
+    """
+    for one in variant:
+        if one.wild not in STANDARD:
+            return f"the wild type has {one.wild} at residue {one.position + 1}, which is none of the 20 amino acids"
+        if one.mutant not in STANDARD:
+            return f"{one} puts {one.mutant} there, which is none of the 20 amino acids"
+    return ""
+
+
+def check_new(out: Path, columns: Mapping[str, object], new: Collection[str]) -> None:
+    """Refuse a table that has a column of a new name already."""
+    if twice := [name for name in new if name in columns]:
+        raise InputError(f"{out}: the table has a column '{twice[0]}' already; rename it in the input")
+
+
+def write_table(
+    out: Path, columns: dict[str, list[str]], new: Mapping[str, Sequence[str]], facts: Mapping[str, Any]
+) -> None:
+    """Write a table with new columns at its end, and beside it how it was made (`facts_file`)."""
+    check_new(out, columns, new)
+    cells = {**columns, **new}
+    quoted = any("\r" in cell for name, column in cells.items() for cell in (name, *column))
+    with writing(out), TableWriter(out, dict.fromkeys(cells, "string"), quoted=quoted) as writer:
+        writer.add(cells)
+        replace_json(facts_file(out), without_directories(facts))
+
+
+def check_finite(score_XN: npt.NDArray[np.floating], model: str) -> None:
+    """Refuse scores, [..., N], that are no finite numbers. `InputError` with their number."""
+    if wrong := int((~np.isfinite(score_XN)).any(tuple(range(score_XN.ndim - 1))).sum()):
+        raise InputError(
+            f"{model}: {wrong:,} of {score_XN.shape[-1]:,} scores are no finite numbers: its weights are damaged, or "
+            "so large that what it computes overflows; take another model or an earlier checkpoint"
+        )
+
+
+# What a run knows of variants
+
+
+@dataclass(frozen=True)
+class Known:
+    """The facts of a run, by the names of variants in the numbering of the wild type."""
+
+    measured: Mapping[str, str]
+    """The measured value of the first target, as text."""
+    out_of_fold: Mapping[str, Sequence[float]]
+    """The predictions of the T targets by the models that were not trained on the variant."""
+    fold: Mapping[str, int]
+    """The fold of each variant with such a prediction."""
+    baselines: Mapping[str, Mapping[str, float]]
+    """The predictions of the first target by each baseline, by the baseline's name."""
+    seen: frozenset[str] | None
+    """The variants that at least one model was trained on or selected by; None if this is not recorded."""
+    verdict: str | None
+    """Whether fine-tuning was better than the best baseline, in the sentence of the run."""
+
+    @cached_property
+    def variants(self) -> list[Variant]:
+        """The variants that were measured or trained on."""
+        return [parse_variant(name) for name in dict.fromkeys([*self.measured, *sorted(self.seen or ())])]
+
+    @cached_property
+    def sites(self) -> frozenset[int]:
+        """The positions that these variants change, from 0."""
+        return frozenset(mutation.position for one in self.variants for mutation in one)
+
+    def varied(self, variant: Variant) -> bool:
+        """Whether these variants change all sites of a variant."""
+        return all(mutation.position in self.sites for mutation in variant)
+
+
+def models_of(run: str) -> list[Path]:
+    """Return the models of a cross-validation of variants, of a single run, or the model itself; none for another task.
+
+    Raises:
+        InputError: runs of the cross-validation have no model yet.
+    """
+    path = Path(run)
+    if traits((summary := _summary(path)).get("task")).reads_table:
+        models = [path / name / "model" for name in summary["runs"]]
+        if missing := [model for model in models if not (model / "esmshard.json").is_file()]:
+            raise InputError(f"{missing[0]}: there is no model; repeat the finetune command with --resume auto")
+        return models
+    for model in (path / "model", path):
+        if (about := model / "esmshard.json").is_file():
+            task = read_json(about).get("recipe", {}).get("task", {})
+            return [model] if traits(task.get("name")).reads_table else []
+    return []
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    """Return the content of `summary.json` of a cross-validation; empty if there is none."""
+    summary: dict[str, Any] = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}
+    return summary
+
+
+def read_known(run: Path, models: Sequence[Path], targets: Sequence[str]) -> Known:
+    """Read what a run and its models have recorded of variants.
+
+    Args:
+        run: the directory of a cross-validation, of a single run, or of a model.
+        models: the models of the run.
+        targets: names of the targets.
+    """
+    summary = _summary(run)
+    files = [model / SEEN_FILE for model in models]
+    seen = None
+    if all(file.is_file() for file in files):
+        seen = frozenset(name for file in files for name in file.read_text(encoding="utf-8").split())
+    rows = _rows_of_run(run / OUT_OF_FOLD_FILE)
+    keys = [f" {name}" for name in targets] if len(targets) > 1 else [""]
+    tested = [row for row in rows if any(row.get(f"predicted{key}") for key in keys)]
+    return Known(
+        {row["variant"]: row["measured"] for row in rows if row["measured"]},
+        {row["variant"]: [float(row[f"predicted{key}"] or "nan") for key in keys] for row in tested},
+        {row["variant"]: int(row["fold"]) for row in tested},
+        {
+            method: {row["variant"]: float(cell) for row in rows if (cell := row.get(f"{method}{keys[0]}"))}
+            for method in summary.get("joint", {}).get("differences", ())
+        },
+        seen,
+        summary.get("verdict"),
+    )
+
+
+def _rows_of_run(path: Path) -> list[dict[str, str]]:
+    """Read the columns of `variants.csv` that a run added, of the rows with a variant."""
+    if not path.is_file():
+        return []
+    with open(path, encoding="utf-8", newline="") as file:
+        head, *body = csv.reader(file)
+    # The columns of the user's table come first. If one of them has the name of an added column, all added columns
+    # have a prefix.
+    prefix = ""
+    while f"esmshard {prefix}variant" in head:
+        prefix += "esmshard "
+    first = len(head) - 1 - head[::-1].index(f"{prefix}variant")
+    names = [name.removeprefix(prefix) for name in head[first:]]
+    return [dict(zip(names, row[first:], strict=True)) for row in body if row[first]]
+
+
+def better_baseline(summary: Mapping[str, Any]) -> str | None:
+    """Return the short name of the best baseline that was better than the fine-tuned model; None if none was. Without
+    intervals, the difference in the sample decides.
+
+    Args:
+        summary: the content of `summary.json` of a cross-validation.
+    """
+    scores = summary.get("joint", {})
+    better = {
+        short: scores["metrics"][name]["value"]
+        for short, name in SHORT.items()
+        if (gain := scores.get("differences", {}).get(name))
+        and ((gain["value"] if gain["high"] is None else gain["high"]) or 0.0) < 0
+    }
+    return max(better, key=better.__getitem__, default=None)
+
+
+# The ranking
+
+
+def rank(
+    run: str,
+    table: Path | None,
+    out: Path,
+    *,
+    mutant: str | None = None,
+    offset: int | None = None,
+    propose: int | None = None,
+    kappa: float = KAPPA,
+    diversity: float = DIVERSITY,
+    sites: str | None = None,
+    baseline: str | None = None,
+    all_singles: bool = True,
+    device: DeviceName = None,
+    overwrite: bool = False,
+) -> int:
+    """Rank variants, best first, write a CSV file, and return the number of rows. `OUT.json` records how it was made,
+    and how far it can be trusted.
+
+    The first columns are those of `table`, or `mutant` and `measured`; then the names in the other numbering, if table
+    and wild type are numbered differently; then those of `_Ranking.columns`; for a table also `not ranked because`.
+    Rows of the table that cannot be used are at the end, without these values. If the wild type was measured, a row
+    that is the wild type (`WT`, or a synonymous change) is not predicted, since its value is known.
+
+    Args:
+        run: a run of task `variant`; see `models_of`.
+        table: table of variants to rank; None for all single substitutions.
+        out: a `.csv` file.
+        mutant: column of the mutations.
+        offset: number added to the positions of `table`; by default the offset of the run's own table.
+        propose: write only so many rows, chosen by `proposals.choose` among variants that were not measured.
+        kappa: see `proposals.choose`.
+        diversity: see `proposals.choose`.
+        sites: the sites that proposals may change: positions in the numbering of the table, divided by commas, or
+            `all`; by default those that the training has varied.
+        baseline: rank by this baseline (a name in `SHORT`, or its long name), fitted to all measured variants.
+        all_singles: without a table, rank all single substitutions; otherwise the candidates of
+            `proposals.candidates`.
+        device: see `chosen_device`.
+        overwrite: replace `out`.
+
+    Raises:
+        InputError: the run or table cannot be used, or the table does not fit the numbering.
+        UsageError: arguments contradict each other, or files exist.
+    """
+    if out.suffix != ".csv":
+        raise UsageError(f"{out}: variants are ranked in a .csv file; give it that ending")
+    if table is None and offset is not None:
+        raise UsageError("--offset is added to the positions of a table, and all single substitutions have none")
+    if sites is not None and propose is None:
+        raise UsageError("--sites names the sites that proposals may change; pass --propose N as well")
+    if baseline is not None and baseline not in (*SHORT, *SHORT.values()):
+        raise UsageError(f"--with {baseline}: choose one of {', '.join(SHORT)}")
+    method = None if baseline is None else SHORT.get(baseline, baseline)
+    check(out, facts_file(out), overwrite=overwrite)
+    paths = models_of(run)
+    models = [load_finetuned(str(model), device) for model in paths]
+    if len({(model.task.facts["protein"], model.task.names) for model in models}) != 1:
+        raise InputError(f"{run}: its runs are of different proteins or targets; fine-tune them again")
+    if propose is not None and len(models) < 2 and method is None:
+        raise UsageError(f"--propose needs several models, and {run} has one; pass the run of a cross-validation")
+    task = models[0].task
+    assert isinstance(task, VariantTask)
+    known = read_known(Path(run), paths, task.names)
+    if table is not None:
+        rows = _of_table(task, known, table, mutant, offset)
+    elif all_singles:
+        rows = _of_protein(task, known, single_substitutions(task.facts["protein"]))
+    else:
+        variants, notice = _candidates(task, known, sites, method)
+        rows = _of_protein(task, known, variants)
+        rows.notices.append(notice)
+    for notice in rows.notices:
+        say(notice)
+    if method is None:
+        values_MNT = np.stack([predictions(model, [*rows.mutations, ()]) for model in models])
+        check_finite(np.moveaxis(values_MNT, 1, -1), run)
+    else:
+        values_MNT = _by_baseline(method, models[0], known, [*rows.mutations, ()], device)[None, :, None]
+        of_baseline = {name: [value] for name, value in known.baselines.get(method, {}).items()}
+        known = replace(known, out_of_fold=of_baseline, baselines={})
+    low, high, interval = interval_of(known)
+    sign = -1.0 if task.names[0] in task.facts["lower_is_better"] else 1.0
+    ranking = _Ranking(known, rows, task.names, values_MNT[:, :-1], sign, (low, high))
+    facts: dict[str, Any] = {"run": run, "models": len(models), "target": task.names[0], "lower_is_better": sign < 0}
+    facts |= {"table": None if table is None else str(table), "offset": rows.offset, "verdict": known.verdict}
+    facts |= {"device": str(models[0].model.device), "ranked_by": method or "fine-tuned models", "interval": interval}
+    measured = float(known.measured.get(name_of(()), "nan"))
+    facts["wild_type"] = {"measured": measured, "predicted": float(values_MNT[:, -1, 0].mean())}
+    if propose is None:
+        order, left, messages = ranking.order_N, sorted(rows.left_out), list[str]()
+        if rows.table is not None and (target := task.names[0]) in rows.columns:
+            names = [name_of(one) for one in rows.mutations]
+            facts["compared"], messages = compared(known, names, ranking.mean_N, rows.measured(target), target)
+    else:
+        allowed = _allowed(task, known, sites, rows.offset)
+        order, candidates = ranking.proposed(propose, allowed, kappa, diversity)
+        left = []
+        facts["proposed"] = {"count": propose, "kappa": kappa, "diversity": diversity, "candidates": candidates}
+        facts["proposed"]["sites"] = [place + 1 - rows.offset for place in sorted(allowed)]
+        trust = known.verdict or "not known, as the run has not been concluded"
+        messages = [f"how far to trust these proposals: {trust}"]
+        if method is not None:
+            messages.append(f"these proposals are by {method}, a single model, so that --kappa has no effect")
+    places = [*(rows.rows[n] for n in order), *left]
+    new = {name: [*cells, *[""] * len(left)] for name, cells in ranking.columns(order).items()}
+    if table is not None:
+        new[NOT_RANKED] = [rows.left_out.get(row, "") for row in places]
+    facts |= {"rows": len(places), "ranked": len(order), "notices": rows.notices}
+    write_table(out, {name: [cells[row] for row in places] for name, cells in rows.columns.items()}, new, facts)
+    messages.append(_coverage(interval))
+    if method is None and (short := better_baseline(_summary(Path(run)))):
+        name = SHORT[short]
+        messages.append(
+            f"{name} was better than the fine-tuned models on the test folds: add --with {short} to rank by it"
+        )
+    for sentence in messages:
+        say(sentence)
+    return len(places)
+
+
+def _of_protein(task: VariantTask, known: Known, variants: Sequence[Variant]) -> VariantRows:
+    """Return a table of those variants that are in the part of the protein that the model sees."""
+    offset = int(task.facts["offset"])
+    rows = listed(task.facts["protein"], [one for one in variants if _inside(task, one)])
+    rows = rows.leave_out(not_of_the_20, "not ranked")
+    kept = rows.mutations
+    columns = {"mutant": [name_of(one) for one in kept]}
+    if offset:
+        columns[IN_TABLE] = [name_of(renumbered(one, -offset)) for one in kept]
+    columns["measured"] = [known.measured.get(name, "") for name in columns["mutant"]]
+    return replace(rows, columns=columns, rows=list(range(len(kept))), left_out={}, offset=offset)
+
+
+def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, offset: int | None) -> VariantRows:
+    """Read the variants of a table, numbered as the run's own table unless an offset is passed."""
+    of_run = int(task.facts["offset"])
+    try:
+        rows = read_rows(path, task.facts["protein"], mutant, of_run if offset is None else offset)
+    except UsageError:
+        if offset is not None:
+            raise
+        rows = read_rows(path, task.facts["protein"], mutant, 0)  # Whole sequences have no numbering to shift.
+    if offset not in (None, of_run):
+        rows.notices.append(
+            f"{path}: positions were shifted by {rows.offset:+d}, and those of the run's own table by {of_run:+d}"
+        )
+    elif rows.offset:
+        rows.notices.append(f"{path}: positions were shifted by {rows.offset:+d}, as those of the run's own table were")
+    if rows.offset:
+        names = {row: name_of(one) for row, one in zip(rows.rows, rows.mutations, strict=True)}
+        rows.columns[IN_WILD_TYPE] = [names.get(row, "") for row in range(len(names) + len(rows.left_out))]
+    wild_type = known.measured.get(name_of(()))
+
+    def why(one: Variant) -> str:
+        if not one and wild_type is not None:
+            return f"it is the wild type, whose measured value is {wild_type}"
+        return "" if _inside(task, one) else "the model does not see the residue that it changes"
+
+    rows = rows.leave_out(why, f"{path}: not ranked")
+    if not rows.mutations:
+        reasons = list(dict.fromkeys(rows.left_out.values()))
+        raise InputError(f"{path}: no row can be ranked, as {first_three(reasons, str)}; give other variants")
+    return rows
+
+
+def _candidates(task: VariantTask, known: Known, sites: str | None, method: str | None) -> tuple[list[Variant], str]:
+    """Return the candidates for proposals of a run, and a sentence about them; see `proposals.candidates`."""
+    if sites == "all" and is_library(known.variants):
+        raise UsageError("--sites all: too many combinations; name the sites, or add --all-singles")
+    passes = method == FROZEN or (method is None and task.settings.pool != "wild_type")
+    most = proposals.MOST_PASSES if passes else proposals.MOST
+    allowed = _allowed(task, known, sites, int(task.facts["offset"]))
+    return proposals.candidates(task.facts["protein"], allowed, known.variants, most)
+
+
+def _allowed(task: VariantTask, known: Known, sites: str | None, offset: int) -> Collection[int]:
+    """Return the positions, from 0, that proposals may change; see `rank`."""
+    length = len(task.facts["protein"])
+    if sites == "all" or (sites is None and not known.sites):
+        return range(length)
+    if sites is None:
+        return known.sites
+    try:
+        places = {int(word) - 1 + offset for word in sites.split(",")}
+    except ValueError:
+        raise UsageError(f"--sites {sites}: positions are expected, as 39,40,41, or all") from None
+    if outside := [place + 1 - offset for place in sorted(places) if not 0 <= place < length]:
+        raise UsageError(
+            f"--sites {sites}: {outside[0]} is outside of the wild type, whose {length:,} residues have the numbers "
+            f"{1 - offset} to {length - offset}"
+        )
+    return places
+
+
+def _inside(task: VariantTask, variant: Variant) -> bool:
+    """Whether the part of the protein that the model sees has all positions of a variant."""
+    first, length = int(task.facts["first"]), int(task.facts["length"])
+    return all(first <= mutation.position < first + length for mutation in variant)
+
+
+@dataclass(frozen=True)
+class _Ranking:
+    """Predictions of M models, or of one baseline, for the N variants of a table, float32 [M, N, T]."""
+
+    known: Known
+    rows: VariantRows
+    names: Sequence[str]
+    """The names of the targets. A baseline predicts the first alone, so that T is 1."""
+    values_MNT: npt.NDArray[np.float32]
+    sign: float
+    """-1 if lower values of the first target are better, else 1."""
+    limits: tuple[float, float]
+    """What is added to a prediction to get the limits of its interval."""
+
+    @property
+    def mean_N(self) -> Array:
+        """The first target, mean over the models."""
+        return np.asarray(self.values_MNT.mean(0)[:, 0], np.float64)
+
+    @property
+    def order_N(self) -> list[int]:
+        """The numbers of the variants, best first."""
+        order: list[int] = np.argsort(-self.sign * self.mean_N, kind="stable").tolist()
+        return order
+
+    def columns(self, order: Sequence[int]) -> dict[str, list[str]]:
+        """Return the new columns of some variants.
+
+        They are `prediction` (mean over the models, in the unit of the target), the limits of its interval,
+        `disagreement of models` and `rank`; then `out-of-fold prediction` (by the models that had not seen the
+        variant), `seen in training` and `sites varied in training` (yes or no). With several targets, the names of
+        prediction columns end with the target's, and rank and interval are those of the first.
+        """
+        known, variants = self.known, [self.rows.mutations[n] for n in order]
+        names, varied = [name_of(one) for one in variants], [known.varied(one) for one in variants]
+        most = max(map(len, known.variants), default=0)
+        like = [is_varied and len(one) <= most for is_varied, one in zip(varied, variants, strict=True)]
+        mean_NT = self.values_MNT[:, order].mean(0)
+        many = len(self.values_MNT) > 1
+        sd_NT = self.values_MNT[:, order].std(0, ddof=1) if many else np.full_like(mean_NT, np.nan)
+        new: dict[str, list[str]] = {}
+        keys = [f" {name}" if len(self.names) > 1 else "" for name in self.names][: mean_NT.shape[1]]
+        for t, key in enumerate(keys):
+            new[f"prediction{key}"] = list(map(text, mean_NT[:, t]))
+            for limit, by in zip((LOW, HIGH), self.limits, strict=True) if t == 0 else ():
+                means = zip(mean_NT[:, 0].tolist(), like, strict=True)
+                new[f"{limit}{key}"] = [text(mean + by) if is_like else "" for mean, is_like in means]
+            new[f"{DISAGREEMENT}{key}"] = list(map(text, sd_NT[:, t]))
+        rank_of = {n: str(place) for place, n in enumerate(self.order_N, 1)}
+        new["rank"] = [rank_of[n] for n in order]
+        for t, key in enumerate(keys):
+            values = [known.out_of_fold[name][t] if name in known.out_of_fold else np.nan for name in names]
+            new[f"{OUT_OF_FOLD}{key}"] = list(map(text, values))
+        new[SEEN] = ["" if known.seen is None else "yes" if name in known.seen else "no" for name in names]
+        new[VARIED] = ["" if not known.sites else "yes" if is_varied else "no" for is_varied in varied]
+        return new
+
+    def proposed(self, count: int, allowed: Collection[int], kappa: float, diversity: float) -> tuple[list[int], int]:
+        """Choose variants that were not measured, in the order of choice, and return from how many; see
+        `proposals.choose`.
+
+        Args:
+            count: the number of variants.
+            allowed: the positions, from 0, that they may change.
+            kappa: see there.
+            diversity: see there.
+        """
+        numbers = {one: n for n, one in reversed(list(enumerate(self.rows.mutations)))}  # Rows may have equal variants.
+        new = [one for one in numbers if one and name_of(one) not in self.known.measured]
+        free = sorted(numbers[one] for one in new if all(mutation.position in allowed for mutation in one))
+        if len(free) < count:
+            raise UsageError(
+                f"--propose {count}: only {len(free):,} of the variants at these sites have not been measured; pass "
+                f"--propose {len(free)} at most, other variants, or --sites all"
+            )
+        if len(free) < len(new):
+            say(f"not proposed: {counted(len(new) - len(free), 'variant')} at other sites; --sites names others")
+        better_MN = self.sign * self.values_MNT[:, free, 0]
+        chosen = proposals.choose(better_MN, [self.rows.mutations[n] for n in free], count, kappa, diversity)
+        return [free[k] for k in chosen], len(free)
+
+
+def interval_of(known: Known) -> tuple[float, float, dict[str, Any]]:
+    """Return what is added to a prediction of the first target to get the limits of its interval, and facts about them:
+    NaN if there are too few predictions out of fold (split conformal; Vovk et al. 2005, Algorithmic Learning in a
+    Random World).
+
+    The limits are the 5% and 95% quantiles of the errors out of fold, with the correction for their number. They are
+    meant for variants like the measured ones. Their coverage is measured: the limits of each fold are made of the
+    errors of the other folds.
+    """
+    names = [name for name in known.out_of_fold if name in known.measured and name in known.fold]
+    error_N = np.array([float(known.measured[name]) - known.out_of_fold[name][0] for name in names])
+    fold_N = np.array([known.fold[name] for name in names])[~np.isnan(error_N)]
+    error_N = error_N[~np.isnan(error_N)]
+    facts: dict[str, Any] = {"level": LEVEL, "predictions_out_of_fold": len(error_N), "coverage": None}
+    folds = np.unique(fold_N).tolist()
+    if len(folds) < 2 or len(error_N) < RESIDUALS:
+        facts["why"] = (
+            f"intervals take {RESIDUALS} measured variants that were predicted out of fold, in two folds or more; "
+            f"there are {counted(len(error_N), 'variant')} in {counted(len(folds), 'fold')}"
+        )
+        return np.nan, np.nan, facts
+    held_N = np.zeros(len(error_N), dtype=bool)
+    for fold in folds:
+        low, high = _error_limits(error_N[fold_N != fold])
+        held_N[fold_N == fold] = (low <= error_N[fold_N == fold]) & (error_N[fold_N == fold] <= high)
+    facts["coverage"] = float(held_N.mean())
+    facts["coverage_of_each_fold"] = {str(fold): float(held_N[fold_N == fold].mean()) for fold in folds}
+    return *_error_limits(error_N), facts
+
+
+def _error_limits(error_N: Array) -> tuple[float, float]:
+    """Return the limits between which LEVEL of further errors lie, if these are exchangeable with N known ones."""
+    count = len(error_N)
+    above = min(int(np.ceil((count + 1) * (1 + LEVEL) / 2)), count)
+    sorted_N = np.sort(error_N)
+    return float(sorted_N[count - above]), float(sorted_N[above - 1])
+
+
+def _coverage(interval: Mapping[str, Any]) -> str:
+    """Say what intervals are worth, or why there are none."""
+    if interval["coverage"] is None:
+        return f"no {LOW} and {HIGH}: {interval['why']}"
+    each, count = interval["coverage_of_each_fold"].values(), interval["predictions_out_of_fold"]
+    return (
+        f"{LOW} and {HIGH}: made from the other folds, they held {interval['coverage']:.0%} of {count:,} measured "
+        f"values ({min(each):.0%} to {max(each):.0%} of a fold)"
+    )
+
+
+# Predictions
+
+
+def predictions(found: FineTuned, mutations: Sequence[Variant]) -> npt.NDArray[np.float32]:
+    """Predict the targets of variants with one model, float32 [N, T]."""
+    task, model = found.task, found.model
+    assert isinstance(task, VariantTask)
+    examples = _examples(task, mutations)
+    alone = task.question(examples.get(0)).wild_type_alone
+    each = TOGETHER if alone else max(1, PACKED // (len(task.wild_type) + 2))
+    parts = [range(n, min(n + each, len(examples))) for n in range(0, len(examples), each)]
+
+    def one(part: range) -> list[npt.NDArray[np.float32]]:
+        return [task.predict(output) for output in model.outputs([task.question(examples.get(n)) for n in part])]
+
+    at_once, values = max(1, 4 * packs_at_once(model.device)), list[npt.NDArray[np.float32]]()
+    with Progress("predict", len(examples)) as progress:
+        for first in range(0, len(parts), at_once):
+            for outputs in side_by_side(one, parts[first : first + at_once], model.device):
+                values += outputs
+            progress.update(len(values), "variants")
+    return np.stack(values)
+
+
+def _by_baseline(
+    name: str, found: FineTuned, known: Known, variants: Sequence[Variant], device: DeviceName
+) -> npt.NDArray[np.float32]:
+    """Fit a baseline to measured variants, as those of the folds are fitted, and predict variants, float32 [N].
+
+    Args:
+        name: the baseline.
+        found: a model of the run, for its task and its recipe.
+        known: with the measured values; at most `VariantTask.baseline_records` of them are used.
+        variants: N variants of the part of the protein that the model sees.
+        device: see `chosen_device`.
+
+    Raises:
+        InputError: nothing was measured, or the run has no such baseline.
+    """
+    task, target = found.task, found.task.names[0]
+    assert isinstance(task, VariantTask)
+    measured = {parse_variant(variant): float(value) for variant, value in known.measured.items()}
+    measured = {variant: value for variant, value in measured.items() if _inside(task, variant)}
+    if len(set(measured.values())) < 2:
+        raise InputError(
+            f"--with {name}: the run has no measured variants, which variants.csv of a cross-validation lists; name "
+            "the directory of a cross-validation"
+        )
+    if name not in (ONE_HOT, FROZEN) and not task.settings.zero_shot:
+        raise InputError(f"--with {name}: the run has no zero-shot scores (task.zero_shot is false); choose another")
+    values = list(measured.values())
+    scale = fit_scale(np.array(values), task.facts["scales"][0]["kind"])
+    facts = {"targets": [target], "scales": [asdict(scale)]}
+    facts |= {"lower_is_better": [target] if target in task.facts["lower_is_better"] else []}
+    task = VariantTask(task.settings, dict(task.facts) | facts)
+    base = None if name == ONE_HOT else load_base(Recipe.model_validate(found.about["recipe"]), task, device)
+    train, examples = _examples(task, list(measured)), _examples(task, variants)
+    some = range(0, len(train), -(-len(train) // task.baseline_records))
+    labelled = [replace(train.get(n), labels={"target": np.array([values[n]], np.float32)}) for n in some]
+    fitted = task.baselines(labelled, base, name)
+    predicted = list[np.float32]()
+    with Progress("predict", len(examples)) as progress:
+        for first in range(0, len(examples), 1000):
+            part = [examples.get(n) for n in range(first, min(first + 1000, len(examples)))]
+            outputs = task.baseline_outputs(part, fitted, base)[name]
+            predicted += [task.predict(np.asarray(output))[0] for output in outputs]
+            progress.update(first + len(part), "variants")
+    return np.array(predicted, np.float32)
+
+
+def _examples(task: VariantTask, variants: Sequence[Variant]) -> Examples:
+    records = VariantRecords(Path("variants"), task.wild_type, list(variants), int(task.facts["first"]))
+    return Examples("input", records.path, records, None)
+
+
+# The comparison with measured values
+
+
+def compared(
+    known: Known, names: Sequence[str], predicted_N: Array, measured_N: Array, target: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Compare predictions with the measured values of a table, separately for variants that training has seen and
+    others.
+
+    Args:
+        known: the facts of the run.
+        names: names of the variants in the N rows of the table.
+        predicted_N: predictions by the mean of all models, which are no test for variants that these were trained on.
+        measured_N: measured values; NaN where the table has none.
+        target: name of the values.
+
+    Returns:
+        Facts for a JSON file, and messages for the user.
+    """
+    has_N = ~np.isnan(measured_N)
+    facts: dict[str, Any] = {"target": target, "rows_with_values": int(has_N.sum())}
+    facts |= {"seen_in_training": None, "unseen": None}
+    if known.seen is None:
+        facts["why"] = (
+            f"Spearman with {target}: not given, because it is not recorded beside these models which of the "
+            f"{counted(int(has_N.sum()), 'row')} with a value they were trained on"
+        )
+        return facts, [facts["why"]]
+    seen_N, messages = np.array([name in known.seen for name in names], dtype=bool), []
+    if rows_K := np.flatnonzero(seen_N & has_N).tolist():
+        facts["seen_in_training"], sentence = _of_seen(known, [names[n] for n in rows_K], measured_N[rows_K], target)
+        messages.append(sentence)
+    if rows_K := np.flatnonzero(~seen_N & has_N).tolist():
+        variants = [parse_variant(names[n]) for n in rows_K]
+        trained = {mutation.position for name in known.seen for mutation in parse_variant(name)}
+        varied = sum(all(mutation.position in trained for mutation in one) for one in variants)
+        rho, unit = variant_spearman(predicted_N[rows_K], measured_N[rows_K], variants)
+        facts["unseen"] = {"rows": len(variants), "rows_at_varied_sites": varied, "spearman": asdict(rho)}
+        messages.append(
+            f"{spearman_sentence(rho, target, unit)} over {counted(len(variants), 'row')} that no model was trained "
+            f"on; {varied:,} of them change only sites that training has varied"
+        )
+    return facts, messages
+
+
+def _of_seen(known: Known, names: Sequence[str], measured_N: Array, target: str) -> tuple[dict[str, Any], str]:
+    """Compare rows of variants that training has seen: their out-of-fold predictions, beside those of the best
+    baseline. Each fold is predicted by models of its own, so that variants are compared within their fold.
+    """
+    tested = [n for n, name in enumerate(names) if not np.isnan(known.out_of_fold.get(name, [np.nan])[0])]
+    facts: dict[str, Any] = {"rows": len(names), "rows_out_of_fold": len(tested)}
+    facts |= {"spearman_out_of_fold": None, "best_baseline": None}
+    trained = f"{counted(len(names), 'row')} that the models were trained on"
+    if not tested:
+        return facts, (
+            f"Spearman with {target}: not given for {trained}, as there are no predictions of them by models that had "
+            "not seen them"
+        )
+    names, measured_N = [names[n] for n in tested], measured_N[tested]
+    variants, fold_N = [parse_variant(name) for name in names], np.array([known.fold[name] for name in names])
+    rho, unit = variant_spearman(np.array([known.out_of_fold[name][0] for name in names]), measured_N, variants, fold_N)
+    facts["spearman_out_of_fold"] = asdict(rho)
+    sentence = (
+        f"{spearman_sentence(rho, target, unit)} out of fold over {len(tested):,} of {trained}, within folds, each "
+        "predicted by the models that had not seen it"
+    )
+    baselines = {
+        method: variant_spearman(np.array([values[name] for name in names]), measured_N, variants, fold_N)[0]
+        for method, values in known.baselines.items()
+        if values.keys() >= set(names)
+    }
+    defined = [method for method, theirs in baselines.items() if not np.isnan(theirs.value)]
+    if best := max(defined, key=lambda method: baselines[method].value, default=""):
+        facts["best_baseline"] = {"name": best, "spearman_out_of_fold": asdict(baselines[best])}
+        sentence += f"; the best baseline there, {best}, has {baselines[best]}"
+    return facts, sentence
+
+
+def spearman_sentence(rho: Interval, target: str, unit: str) -> str:
+    """Say a correlation with measured values, and over what its interval is; or why there is none.
+
+    Args:
+        rho: the correlation.
+        target: the column of the measured values.
+        unit: the noun for what was resampled (`variant_spearman`).
+    """
+    if np.isnan(rho.value):
+        return f"Spearman with {target} undefined: it takes two different values and two different predictions"
+    of = f"no interval, for an interval takes {LEAST} {unit}s" if np.isnan(rho.low) else f"95% over {unit}s"
+    return f"Spearman with {target} {rho} ({of})"

@@ -1,0 +1,435 @@
+"""Runs of variants with small random models: ranks, intervals, proposals, and what is said of measured values."""
+
+import csv
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_files import TINY, fair_esm, ours, write_transformers
+from scipy.stats import spearmanr
+from torch import nn
+
+from esmshard.checkpoint.consolidate import FORMAT, VERSION
+from esmshard.data.batching.loader import SEEN, Example
+from esmshard.data.variants.substitutions import Mutation, name_of, parse_variant
+from esmshard.errors import InputError, UsageError
+from esmshard.predict.variants import models_of, rank
+from esmshard.tasks.finetuned import load_finetuned
+from esmshard.tasks.variants import VariantSettings, VariantTask
+from esmshard.vocab import STANDARD, encode
+
+WT = "MKTAYIAKQRQISFVKSHFSRQLE"
+NAMES = [f"{WT[n]}{n + 1}{letter}" for n in range(12) for letter in "CW"]
+TRAINED = NAMES[:20]
+"""Of ten positions, from which on there is an interval."""
+AHEAD = 8
+"""What the wild type's numbering is ahead of the table's."""
+LIMITS = ("low 90%", "high 90%")
+SD = "disagreement of models"
+FURTHER = ("rank", "out-of-fold prediction", "seen in training", "sites varied in training")
+SITES, FOLDS = (4, 6, 7, 15), 4
+EFFECTS = np.random.default_rng(1).normal(size=(4, 20))
+
+
+def write_model(directory: Path, seed: int, facts: dict[str, Any]) -> Path:
+    """A consolidated model with a random head, as `consolidate` leaves it."""
+    settings = VariantSettings(name="variant", pool="wild_type", hidden=4, zero_shot=False)
+    torch.manual_seed(seed)
+    head = VariantTask(settings, facts).head(TINY)
+    for parameter in head.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    write_transformers(directory, ours(fair_esm(TINY), TINY), TINY, head.state_dict())
+    about = {"format": FORMAT, "version": VERSION, "step": 2, "recipe": {"task": settings.model_dump()}}
+    (directory / "esmshard.json").write_text(json.dumps({**about, "facts": facts}))
+    return directory
+
+
+def facts(*targets: str, **changes: Any) -> dict[str, Any]:
+    unit = {"kind": "none", "mean": 10.0, "deviation": 2.0, "values": [], "scores": []}
+    names = list(targets or ("y",))
+    found = {"targets": names, "lower_is_better": [], "scales": [unit] * len(names)}
+    return found | {"protein": WT, "first": 0, "length": 24, "offset": 0} | changes
+
+
+def write_run(
+    directory: Path,
+    count: int,
+    known: dict[str, Any],
+    seen: Sequence[str] | None = (),
+    rows: Sequence[str] = (),
+    **summary: Any,
+) -> Path:
+    """A cross-validation of that many models, trained on the variants `seen`; None leaves that unrecorded."""
+    names = [f"seed-0-fold-{n}" for n in range(count)]
+    for n, name in enumerate(names):
+        model = write_model(directory / name / "model", n, known)
+        if seen is not None:
+            (model / SEEN).write_text("".join(f"{variant}\n" for variant in seen))
+    (directory / "summary.json").write_text(json.dumps({"task": "variant", "runs": names, **summary}))
+    if rows:
+        (directory / "variants.csv").write_text("\n".join(rows) + "\n")
+    return directory
+
+
+def planted(letters: np.ndarray) -> float:
+    """The true value of the variant with these letters at the sites: additive, and skewed upwards."""
+    return float(np.exp(0.5 * EFFECTS[np.arange(4), letters].sum()))
+
+
+def combination(letters: np.ndarray) -> tuple[Mutation, ...]:
+    return tuple(Mutation(n, WT[n], STANDARD[k]) for n, k in zip(SITES, letters, strict=True) if STANDARD[k] != WT[n])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs whose tables count as the wild type does, and otherwise; that have tested variants, and that have not."""
+    found = tmp_path_factory.mktemp("runs")
+    rng, predicted_N = np.random.default_rng(0), np.random.default_rng(1).normal(size=len(TRAINED))
+    rows = ["mutant,y,variant,fold,measured,predicted,sd,one-hot ridge,zero-shot,left out because"]
+    for name, predicted, measured in zip(TRAINED, predicted_N, rng.normal(size=len(TRAINED)), strict=True):
+        rows.append(f"{name},{measured:g},{name},0,{measured:g},{predicted:g},,1,{-predicted:g},")
+    rows += ["WT,1.5,WT,0,1.5,1.4,,1,0,", "A4*,3,,,,,,,,a stop codon"]
+    about = {
+        "joint": {"differences": {"one-hot ridge": {}, "zero-shot": {}}, "metrics": {}},
+        "verdict": "It was worse than chance.",
+    }
+    write_run(found / "plain", 3, facts(), [*TRAINED, "WT"], rows, **about)
+    write_run(found / "shifted", 2, facts(offset=AHEAD), [*TRAINED, "WT"], rows, **about)
+    write_run(found / "unknown", 1, facts(), None, rows, **about)
+    write_run(found / "lower", 3, facts(lower_is_better=("y",)))
+    write_run(found / "two", 2, facts("y", "kd", lower_is_better=("kd",)))
+    write_run(found / "part", 2, facts(first=4, length=10))
+    # A library of four sites, whose models are no good. One-hot ridge was clearly better.
+    letters_N4 = np.stack(np.unravel_index(rng.choice(20**4, 384, replace=False), (20,) * 4), axis=1)
+    names = [name_of(combination(letters)) for letters in letters_N4]
+    rows = ["mutant,variant,fold,measured,predicted,sd,one-hot ridge,left out because"]
+    for n, (name, letters) in enumerate(zip(names, letters_N4, strict=True)):
+        value = planted(letters) + 0.1 * rng.normal()
+        rows.append(f"{name},{name},{n % FOLDS},{value:.5f},{value + rng.gumbel():.5f},,{value + rng.normal():.5f},")
+    better = {"differences": {"one-hot ridge": {"value": -0.3, "low": -0.4, "high": -0.2}}}
+    better["metrics"] = {"one-hot ridge": {"value": 0.6}}
+    write_run(found / "library", FOLDS, facts(), names, rows, joint=better)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def ranked(run: Path, text: str | None = None, **given: Any) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """Rows of the output, and the facts beside it."""
+    if text is not None:
+        Path("v.csv").write_text(text)
+    count = rank(str(run), None if text is None else Path("v.csv"), Path("out.csv"), overwrite=True, **given)
+    rows = read_csv(Path("out.csv"))
+    assert count == len(rows)
+    return rows, json.loads(Path("out.csv.json").read_text())
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def by_name(rows: Sequence[dict[str, str]]) -> dict[str, dict[str, str]]:
+    return {next(iter(row.values())): row for row in rows}
+
+
+def by_hand(run: Path, names: Sequence[str]) -> np.ndarray:
+    """By each model of each variant, one at a time, [M, N, T]."""
+    found = []
+    for path in sorted(run.glob("*/model")):
+        opened = load_finetuned(str(path))
+        part, each = slice(opened.task.facts["first"], None), []
+        for name in names:
+            residues = list(WT)
+            for mutation in parse_variant(name):
+                residues[mutation.position] = mutation.mutant
+            seen = "".join(residues)[part][: opened.task.facts["length"]]
+            output = opened.model.outputs([opened.task.question(Example("x", encode(seen), {}))])[0]
+            each.append(opened.task.predict(output))
+        found.append(np.stack(each))
+    return np.stack(found)
+
+
+def table(names: Sequence[str]) -> str:
+    return "mutant,note\n" + "".join(f'{name},"of, {n}"\n' for n, name in enumerate(names))
+
+
+def numbers(rows: Sequence[dict[str, str]], column: str) -> list[float]:
+    return [float(row[column]) for row in rows]
+
+
+# Ranks
+
+
+@pytest.mark.parametrize(("name", "sign"), [("plain", -1), ("lower", 1)])
+def test_variants_stand_in_order_with_the_columns_of_their_table(runs: Path, name: str, sign: int) -> None:
+    names = [*NAMES, "K2C:T3W"]
+    rows, _ = ranked(runs / name, table(names))
+    assert list(rows[0]) == ["mutant", "note", "prediction", *LIMITS, SD, *FURTHER, "not ranked because"]
+    values = by_hand(runs / name, names)[:, :, 0]
+    mean, sd = values.mean(0), values.std(0, ddof=1)
+    order = np.argsort(sign * mean, kind="stable")
+    assert [(row["mutant"], row["note"]) for row in rows] == [(names[n], f"of, {n}") for n in order]
+    assert numbers(rows, "prediction") == pytest.approx(mean[order], abs=1e-3)
+    assert numbers(rows, SD) == pytest.approx(sd[order], abs=1e-3)
+    assert [row["rank"] for row in rows] == [str(n) for n in range(1, len(names) + 1)]
+    assert sd.min() > 0.01
+
+
+def test_of_several_targets_the_first_is_ranked(runs: Path) -> None:
+    rows, _ = ranked(runs / "two", table(NAMES))
+    first = [f"{name} y" for name in ("prediction", *LIMITS, SD)]
+    assert list(rows[0]) == [
+        *("mutant", "note", *first, "prediction kd", f"{SD} kd", "rank"),
+        *("out-of-fold prediction y", "out-of-fold prediction kd", *FURTHER[2:], "not ranked because"),
+    ]
+    mean = by_hand(runs / "two", [row["mutant"] for row in rows]).mean(0)
+    assert numbers(rows, "prediction kd") == pytest.approx(mean[:, 1], abs=1e-3)
+    assert numbers(rows, "prediction y") == sorted(numbers(rows, "prediction y"), reverse=True)
+
+
+def test_rows_that_cannot_be_ranked_stand_at_the_end(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, told = ranked(runs / "plain", table(["A4*", *NAMES, "K2del", "A9C", "WT", "A7A", NAMES[0]]))
+    assert [row["mutant"] for row in rows[-5:]] == ["A4*", "K2del", "A9C", "WT", "A7A"]
+    assert all(row[column] == "" for row in rows[-5:] for column in ("prediction", SD, "rank"))
+    reasons = [row["not ranked because"] for row in rows]
+    assert reasons[:-5] == [""] * 25
+    for reason, token in zip(reasons[-5:], ("stop codon", "no substitution", "Q is there", "1.5", "1.5"), strict=True):
+        assert token in reason
+    assert len({row["prediction"] for row in rows if row["mutant"] == NAMES[0]}) == 1
+    assert told["wild_type"]["measured"] == 1.5
+    assert told["wild_type"]["predicted"] == pytest.approx(by_hand(runs / "plain", ["WT"]).mean(), abs=1e-3)
+    assert "it is the wild type, whose measured value is 1.5" in capsys.readouterr().err
+
+
+def test_residues_that_the_model_does_not_see_are_not_ranked(runs: Path) -> None:
+    rows, told = ranked(runs / "part", table(["K2C", "Y5C", "F14C", "V15C", "Y5C:V15C", "WT"]))
+    assert {row["mutant"] for row in rows[:3]} == {"Y5C", "F14C", "WT"}
+    assert [row["mutant"] for row in rows[3:]] == ["K2C", "V15C", "Y5C:V15C"]
+    mean = by_hand(runs / "part", [row["mutant"] for row in rows[:3]]).mean(0)[:, 0]
+    assert numbers(rows[:3], "prediction") == pytest.approx(mean, abs=1e-3)
+    assert "3 variants (line 2, line 5, line 6), as the model does not see" in told["notices"][-1]
+    assert len(ranked(runs / "part")[0]) == 19 * 10
+    with pytest.raises(InputError, match="no row can be ranked"):
+        ranked(runs / "part", table(["K2C"]))
+
+
+def test_all_single_substitutions_have_what_was_measured(runs: Path, tmp_path: Path) -> None:
+    rows, told = ranked(runs / "plain")
+    assert list(rows[0]) == ["mutant", "measured", "prediction", *LIMITS, SD, *FURTHER]
+    assert len(rows) == len({row["mutant"] for row in rows}) == 19 * 24
+    assert {row["mutant"] for row in rows if row["measured"]} == set(TRAINED)
+    assert numbers(rows, "prediction") == sorted(numbers(rows, "prediction"), reverse=True)
+    rows, told = ranked(write_run(tmp_path / "x", 1, facts(protein="X" + WT[1:])))
+    assert len(rows) == 19 * 23
+    assert not [row for row in rows if row["mutant"].startswith("X")]
+    assert "X at residue 1," in told["notices"][0]
+
+
+def test_one_model_ranks_and_does_not_propose(runs: Path) -> None:
+    alone = runs / "lower" / "seed-0-fold-1"
+    rows, _ = ranked(alone, table(NAMES))
+    assert {row[SD] for row in rows} == {""}
+    values = by_hand(runs / "lower", [row["mutant"] for row in rows])[1, :, 0]
+    assert numbers(rows, "prediction") == pytest.approx(values, abs=1e-3)
+    with pytest.raises(UsageError, match="--propose needs several models"):
+        ranked(alone, table(NAMES), propose=2)
+
+
+def test_what_holds_no_model_of_variants(runs: Path, tmp_path: Path) -> None:
+    assert models_of(str(runs / "lower")) == [runs / "lower" / f"seed-0-fold-{n}" / "model" for n in range(3)]
+    alone = runs / "lower" / "seed-0-fold-1"
+    assert models_of(str(alone)) == models_of(str(alone / "model")) == [alone / "model"]
+    (tmp_path / "weights.pt").write_bytes(b"weights")
+    assert models_of(str(tmp_path / "nowhere")) == models_of(str(tmp_path / "weights.pt")) == []
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "esmshard.json").write_text('{"recipe": {"task": {"name": "residue"}}}')
+    assert models_of(str(other)) == []
+    (other / "summary.json").write_text('{"task": "variant", "runs": ["seed-0"]}')
+    with pytest.raises(InputError, match="there is no model"):
+        models_of(str(other))
+
+
+def test_mistakes(runs: Path, tmp_path: Path) -> None:
+    for kind, token, text, given in (
+        (InputError, "column 'rank' already", "mutant,rank\nK2C,1\n", {}),
+        (InputError, "has no column 'name'", "mutant,rank\nK2C,1\n", {"mutant": "name"}),
+        (InputError, "do not fit", table(["A2C", "A3C"]), {}),
+        (InputError, "--offset -10", table([f"{WT[n]}{n + 11}A" for n in range(24) if WT[n] != "A"]), {}),
+        (UsageError, "--offset is added", None, {"offset": 3}),
+        (UsageError, "--sites", None, {"sites": "1"}),
+        (UsageError, "one-hot, zero-shot", None, {"baseline": "ridge"}),
+    ):
+        with pytest.raises(kind, match=re.escape(token)):
+            ranked(runs / "plain", text, **given)
+        assert not Path("out.csv").exists()
+    with pytest.raises(UsageError, match=r"\.csv"):
+        rank(str(runs / "plain"), None, Path("x.txt"))
+    Path("y.csv").write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        rank(str(runs / "plain"), None, Path("y.csv"))
+    assert Path("y.csv").read_text() == "mine"
+    mixed = write_run(tmp_path / "mixed", 1, facts())
+    write_model(mixed / "b" / "model", 0, facts(protein=WT[::-1]))
+    (mixed / "summary.json").write_text(json.dumps({"task": "variant", "runs": ["seed-0-fold-0", "b"]}))
+    with pytest.raises(InputError, match="different proteins"):
+        ranked(mixed)
+
+
+# What training has seen
+
+
+def test_variants_of_training_are_compared_out_of_fold(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_run = {row["variant"]: row for row in read_csv(runs / "plain" / "variants.csv")}
+    new = {name: float(n % 5) for n, name in enumerate(NAMES[20:])}
+    measured = {name: float(of_run[name]["measured"]) for name in TRAINED} | new
+    rows, told = ranked(runs / "plain", "mutant,y\n" + "".join(f"{name},{value}\n" for name, value in measured.items()))
+    found, seen, unseen = by_name(rows), told["compared"]["seen_in_training"], told["compared"]["unseen"]
+    assert (seen["rows"], seen["rows_out_of_fold"], unseen["rows"]) == (20, 20, 4)
+    apart = spearmanr([float(of_run[n]["predicted"]) for n in TRAINED], [measured[n] for n in TRAINED]).statistic
+    assert seen["spearman_out_of_fold"]["value"] == pytest.approx(apart, abs=1e-9)
+    assert seen["spearman_out_of_fold"]["low"] < apart < seen["spearman_out_of_fold"]["high"]
+    assert seen["best_baseline"]["name"] == "zero-shot", "of the other one it is undefined"
+    assert seen["best_baseline"]["spearman_out_of_fold"]["value"] == pytest.approx(-apart, abs=1e-9)
+    plain = spearmanr([float(found[n]["prediction"]) for n in new], list(new.values())).statistic
+    assert unseen["spearman"]["value"] == pytest.approx(plain, abs=1e-9)
+    assert unseen["rows_at_varied_sites"] == 0
+    assert {found[n]["seen in training"] for n in TRAINED} == {"yes"}
+    assert {found[n]["seen in training"] for n in new} == {"no"}
+    assert all(found[n]["out-of-fold prediction"] == of_run[n]["predicted"] for n in TRAINED)
+    message = capsys.readouterr().err
+    for token in (f"Spearman with y {apart:.3f} [", f"zero-shot, has {-apart:.3f} [", f"y {plain:.3f} (no interval"):
+        assert token in message
+    together = spearmanr([float(found[n]["prediction"]) for n in measured], list(measured.values())).statistic
+    assert f"{together:.3f}" not in message
+
+
+def test_of_models_that_do_not_know_there_is_no_correlation(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, told = ranked(runs / "unknown", "mutant,y\nM1A,1\nK2A,2\nF14A,3\n")
+    assert not re.search(r"Spearman with y -?\d", capsys.readouterr().err)
+    assert told["compared"]["unseen"] is None
+    assert "not recorded" in told["compared"]["why"]
+    assert {row["seen in training"] for row in rows} == {""}
+
+
+def test_tables_are_numbered_as_that_of_the_run(runs: Path) -> None:
+    """One row that fits the wild type unshifted as well: the shift that the run knows is the one."""
+    place = next(n for n in range(AHEAD, len(WT)) if WT[n] == WT[n - AHEAD])
+    name, of_protein = f"{WT[place]}{place + 1 - AHEAD}W", f"{WT[place]}{place + 1}W"
+    ((row,), told) = ranked(runs / "shifted", f"mutant\n{name}\n")
+    assert (row["mutant in wild type"], told["offset"]) == (of_protein, AHEAD)
+    assert f"shifted by +{AHEAD}" in told["notices"][0]
+    values = by_hand(runs / "shifted", [of_protein])
+    assert float(row["prediction"]) == pytest.approx(values.mean(), abs=1e-3)
+    ((row,), told) = ranked(runs / "shifted", "mutant\nF14A\n", offset=0)
+    assert ("mutant in wild type" in row, told["offset"]) == (False, 0)
+    assert "run's own table by +8" in told["notices"][0]
+    ((row,), told) = ranked(runs / "shifted", f"mutated_sequence\nA{WT[1:]}\n")
+    assert ("mutant in wild type" in row, told["offset"]) == (False, 0), "whole sequences have no numbering"
+    assert float(row["prediction"]) == pytest.approx(by_hand(runs / "shifted", ["M1A"]).mean(), abs=1e-3)
+    singles = by_name(ranked(runs / "shifted")[0])
+    assert (singles["M1A"]["mutant in table"], singles["F14A"]["mutant in table"]) == ("M-7A", "F6A")
+    with pytest.raises(InputError, match=r"shifted by \+8 do not fit"):
+        ranked(runs / "shifted", "mutant\nF14A\n")
+
+
+# Intervals, proposals and baselines of a library
+
+
+def test_the_coverage_is_that_of_folds_left_out(runs: Path, tmp_path: Path) -> None:
+    rows, told = ranked(runs / "library")
+    known = read_csv(runs / "library" / "variants.csv")
+    error_N = np.subtract(numbers(known, "measured"), numbers(known, "predicted"))
+    fold_N = np.array([int(row["fold"]) for row in known])
+    low, high = np.sort(error_N)[384 - 366], np.sort(error_N)[366 - 1]  # 366 is 0.95 x 385, rounded up
+    row = next(row for row in rows if row["low 90%"])
+    assert float(row["low 90%"]) - float(row["prediction"]) == pytest.approx(low, abs=1e-3)
+    assert float(row["high 90%"]) - float(row["prediction"]) == pytest.approx(high, abs=1e-3)
+    held = []
+    for fold in range(FOLDS):
+        others = np.sort(error_N[fold_N != fold])  # 288 of them; 275 is 0.95 x 289, rounded up
+        held += [others[288 - 275] <= error <= others[275 - 1] for error in error_N[fold_N == fold]]
+    assert told["interval"]["coverage"] == pytest.approx(np.mean(held))
+    assert 0.85 < told["interval"]["coverage"] < 0.95
+    varied = {f"{WT[n]}{n + 1}{to}" for n in SITES for to in STANDARD if to != WT[n]}
+    assert {row["mutant"] for row in rows if row["sites varied in training"] == "yes"} == varied
+    assert {row["mutant"] for row in rows if row["low 90%"] and row["high 90%"]} == varied
+    lines = [f"{WT[n]}{n + 1}C,{WT[n]}{n + 1}C,{n % 2},{n},{n / 2}" for n in (1, 2, 3, 4)]
+    few = write_run(tmp_path / "few", 1, facts(), ["K2C"], ["mutant,variant,fold,measured,predicted", *lines])
+    rows, told = ranked(few)
+    assert {row["low 90%"] for row in rows} == {""}
+    assert "50" in told["interval"]["why"]
+
+
+def test_proposals_were_not_measured_and_stay_at_varied_sites(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, told = ranked(runs / "plain", propose=5)
+    assert not {row["mutant"] for row in rows} & set(TRAINED)
+    assert {int(row["mutant"][1:-1]) for row in rows} <= set(range(1, 11))
+    assert (told["proposed"]["count"], told["verdict"]) == (5, "It was worse than chance.")
+    assert "trust these proposals: It was worse than chance." in capsys.readouterr().err
+    rows, told = ranked(runs / "library", propose=20, sites="1,2")
+    assert {int(row["mutant"][1:-1]) for row in rows} == {1, 2}
+    assert told["proposed"]["sites"] == [1, 2]
+    rows, told = ranked(runs / "library", propose=12, sites="5,7", all_singles=False)
+    measured = read_csv(runs / "library" / "variants.csv")
+    inside = sum({m.position for m in parse_variant(row["variant"])} <= {4, 6} for row in measured)
+    assert told["proposed"]["candidates"] == 20**2 - 1 - inside
+    assert {m.position for row in rows for m in parse_variant(row["mutant"])} == {4, 6}
+    assert max(len(parse_variant(row["mutant"])) for row in rows) == 2
+    with pytest.raises(UsageError, match="25"):
+        ranked(runs / "library", propose=2, sites="25")
+
+
+def test_proposals_of_a_table_keep_their_ranks(runs: Path) -> None:
+    """Less is better; the run's columns have a prefix, as the table has one of their names; a variant has two rows."""
+    (path := runs / "lower" / "variants.csv").write_text(
+        "mutant,variant,esmshard variant,esmshard fold,esmshard measured\n"
+        + "".join(f"x,y,{name},0,2.5\n" for name in NAMES[:12])
+    )
+    names = [*NAMES, *NAMES, "WT"]
+    rows, _ = ranked(runs / "lower", table(names), propose=12, kappa=0, diversity=0, sites="all")
+    mean_N = by_hand(runs / "lower", NAMES[12:]).mean(0)[:, 0]
+    assert [row["mutant"] for row in rows] == [NAMES[12:][n] for n in np.argsort(mean_N)]
+    ranks = {int(row["rank"]) for row in ranked(runs / "lower", table(names))[0] if row["mutant"] in NAMES[12:]}
+    assert {int(row["rank"]) for row in rows} < ranks, "among all that were given"
+    with pytest.raises(UsageError, match=r"--propose 13: only 12"):
+        ranked(runs / "lower", table(names), propose=13, sites="all")
+    path.unlink()
+
+
+def test_a_ranking_by_a_baseline(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, letters_N4 = runs / "library", np.random.default_rng(5).integers(0, 20, (300, 4))
+    truth = {name_of(combination(letters)): planted(letters) for letters in letters_N4}
+    text = "mutant\n" + "\n".join(truth) + "\n"
+
+    def agreement(rows: list[dict[str, str]]) -> float:
+        return float(spearmanr(numbers(rows, "prediction"), [truth[row["mutant"]] for row in rows]).statistic)
+
+    rows, _ = ranked(run, text)
+    assert agreement(rows) < 0.5
+    assert "--with one-hot" in capsys.readouterr().err
+    rows, told = ranked(run, text, baseline="one-hot")
+    assert agreement(rows) > 0.9
+    assert told["ranked_by"] == "one-hot ridge"
+    known = read_csv(run / "variants.csv")
+    error_N = np.sort(np.subtract(numbers(known, "measured"), numbers(known, "one-hot ridge")))
+    width = float(rows[0]["high 90%"]) - float(rows[0]["low 90%"])
+    assert width == pytest.approx(error_N[365] - error_N[18], abs=1e-3), "by its own errors"
+    best, _ = ranked(run, propose=8, all_singles=False, baseline="one-hot ridge")
+    chosen = [{m.position: m.mutant for m in parse_variant(row["mutant"])} for row in best]
+    letters = [[STANDARD.index(one.get(n, WT[n])) for n in SITES] for one in chosen]
+    assert np.mean([planted(np.array(one)) for one in letters]) > np.quantile(list(truth.values()), 0.99)
+    with pytest.raises(InputError, match="zero_shot"):
+        ranked(run, baseline="augmented")
+    with pytest.raises(InputError, match="cross-validation"):
+        ranked(run / "seed-0-fold-0", baseline="one-hot")
