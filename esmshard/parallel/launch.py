@@ -105,11 +105,14 @@ def join() -> None:
     """Set torch's variables in this process if srun started it. They stay set.
 
     Raises:
-        UsageError: if a variable of srun is missing, or only some of torch's variables are set.
+        UsageError: if a variable of srun is missing.
     """
     os.environ.update(variables())
-    given = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
-    if not given:
+
+
+def check() -> None:
+    """Raise `UsageError` if only some of torch's variables are set, or a value is no rank."""
+    if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
         return
     needed = ["RANK", "WORLD_SIZE"] + (["MASTER_ADDR", "MASTER_PORT"] if os.environ.get("WORLD_SIZE") != "1" else [])
     missing = [name for name in needed if not os.environ.get(name)]
@@ -117,8 +120,8 @@ def join() -> None:
     if missing or not all(map(str.isdecimal, numbers)) or int(numbers[0]) >= int(numbers[1]):
         raise UsageError(
             f"RANK={numbers[0]}, WORLD_SIZE={numbers[1]}: no rank that can meet the others "
-            f"({' and '.join(missing) or 'a value'} {'is missing' if missing else 'is wrong'}); on one machine `unset "
-            "RANK WORLD_SIZE LOCAL_RANK` and use `--nproc N`; on several let torchrun or srun start the processes"
+            f"({'missing: ' + ', '.join(missing) if missing else 'a value is wrong'}); on one machine `unset RANK "
+            "WORLD_SIZE LOCAL_RANK` and use `--nproc N`; on several let torchrun or srun start the processes"
         )
 
 

@@ -64,11 +64,10 @@ def test_others_are_left_alone(environ: dict[str, str]) -> None:
 
 def test_half_a_launcher_is_a_sentence(tiny_recipe: Path) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2"}
-    said = "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT"
     process = start(tiny_recipe, **environ)
     err = process.communicate(timeout=600)[1]
     assert process.returncode in (1, 2)
-    assert said in err
+    assert "MASTER_ADDR" in err
     assert len(err.splitlines()) == 1
 
 
