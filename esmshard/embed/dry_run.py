@@ -45,7 +45,7 @@ def forecast(
     spec, processes = asked.spec, processes_of(asked.device, nproc)
     partial(asked.out)
     named, fasta, reuse = fasta, remote.local(fasta), None if reuse is None else remote.local(reuse)
-    in_bucket = remote.is_remote(asked.out)
+    in_bucket = remote.address(asked.out) is not None
     place = next(parent for parent in asked.out.absolute().parents if parent.is_dir())
     place = Path(tempfile.gettempdir()) if in_bucket else place
     with tempfile.TemporaryDirectory(prefix=".esmshard-dry-run-", dir=place, ignore_cleanup_errors=True) as name:
