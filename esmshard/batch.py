@@ -13,7 +13,7 @@ Letters at the end of a tensor's name are its logical dimensions, the same on on
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -114,21 +114,12 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> "TokenBatch":
         """Copy the batch to another device. The copies do not wait for each other if the memory is pinned."""
-        return TokenBatch(
-            self.tokens_T.to(device, non_blocking=True),
-            self.position_T.to(device, non_blocking=True),
-            self.cu_seqlens.to(device, non_blocking=True),
-            self.max_seqlen,
-            self.record_ids,
-            self.bounds,
-            None if self.logits_at_P is None else self.logits_at_P.to(device, non_blocking=True),
-            self.logit_counts,
-            None if self.changes_4M is None else self.changes_4M.to(device, non_blocking=True),
-            self.n_variants,
-            self.linked_N,
-            None if self.draw_N is None else self.draw_N.to(device, non_blocking=True),
-            {name: values.to(device, non_blocking=True) for name, values in self.tracks.items()},
-        )
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in values.items() if torch.is_tensor(value)
+        }
+        tracks = {name: track.to(device, non_blocking=True) for name, track in self.tracks.items()}
+        return replace(self, **moved, tracks=tracks)
 
 
 def piece(values: npt.NDArray[Any], start: int, length: int) -> npt.NDArray[Any]:

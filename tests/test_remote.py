@@ -99,8 +99,8 @@ def test_a_store_is_compared_with_its_manifest(server: Buckets, tmp_path: Path) 
     data = bytearray(server.get(name))
     data[1] ^= 1
     server.put(name, bytes(data))
-    with pytest.raises(InputError, match=rf"s3://{BUCKET}/{name}: is not what its manifest says \(sha256\)"):
-        again(url)
+    with pytest.raises(InputError, match="is not as it was written"):
+        TokenStore(again(url)).verify()
     with pytest.raises(UsageError, match="exists already; choose another name or pass --overwrite"):
         command("ingest", "x.fasta", "-o", url)
     command("ingest", "x.fasta", "-o", url, "--overwrite")
@@ -124,22 +124,14 @@ def test_models_and_recipes_at_addresses(server: Buckets, tmp_path: Path) -> Non
     assert (recipe.data.train, recipe.model.name) == (f"s3://{BUCKET}/x.fasta", f"s3://{BUCKET}/run")
 
 
-@pytest.mark.parametrize(
-    ("refuses", "sentence"),
-    [
-        (
-            "AccessDenied",
-            r"access is denied \(.*\); give these credentials rights to bucket proteins, or set",
-        ),
-        ("InvalidAccessKeyId", r"access is denied \(.*\); give these credentials rights"),
-        ("ExpiredToken", r"the credentials have expired, or the region is another one; renew them \(AWS_ACCESS_KEY_ID"),
-    ],
-)
-def test_a_refusal_is_one_sentence(server: Buckets, refuses: str, sentence: str) -> None:
+@pytest.mark.parametrize("refuses", ["AccessDenied", "InvalidAccessKeyId", "ExpiredToken"])
+def test_a_refusal_is_one_sentence(server: Buckets, refuses: str) -> None:
     server.refuses = refuses
     place = remote.RemoteDirectory(f"s3://{BUCKET}/x")
     for do in (place.listing, lambda: place.read("y"), lambda: place.write("y", b"")):
-        with pytest.raises(InputError, match=f"s3://{BUCKET}/x: {sentence}") as caught:
+        with pytest.raises(
+            InputError, match=rf"^s3://{BUCKET}/x: .*; look at the credentials \(AWS_ACCESS_KEY_ID"
+        ) as caught:
             do()
         assert "secret-of-someone" not in str(caught.value)
 
@@ -147,13 +139,13 @@ def test_a_refusal_is_one_sentence(server: Buckets, refuses: str, sentence: str)
 def test_what_is_missing_is_one_sentence(server: Buckets, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="there is no such object, and no object below it; look at the address"):
         remote.local(f"s3://{BUCKET}/nothing.fasta")
-    with pytest.raises(InputError, match=r"s3://nobody/x: there is no bucket nobody, or its region"):
+    with pytest.raises(InputError, match="s3://nobody/x: there is no such object or bucket"):
         remote.local("s3://nobody/x")
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "s3fs", None)
         without.delitem(sys.modules["fsspec.registry"]._registry, "s3")
         remote._library.cache_clear()
-        with pytest.raises(InputError, match=r"packages that are not installed; pip install 'esmshard\[cloud\]'"):
+        with pytest.raises(InputError, match=r"pip install 'esmshard\[cloud\]'"):
             remote.local(f"s3://{BUCKET}/x")
 
 
@@ -162,7 +154,7 @@ def test_without_credentials(server: Buckets, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     bucket_server.forget()
-    with pytest.raises(InputError, match="there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+    with pytest.raises(InputError, match="look at the credentials"):
         remote.RemoteDirectory(f"s3://{BUCKET}/x").write("y", b"")
 
 
@@ -179,7 +171,7 @@ def test_a_result_that_cannot_be_uploaded_is_kept(server: Buckets, tmp_path: Pat
         path.write_text("hours of work")
         server.refuses = "AccessDenied"
 
-    with pytest.raises(InputError, match=r"access is denied .*; the result is kept in (.*), from where you can copy"):
+    with pytest.raises(InputError, match=r"the result is kept in (.*), from where you can copy"):
         remote.write_at(f"s3://{BUCKET}/x.csv", False, write)
     (kept,) = (tmp_path / "cache" / "not-uploaded").iterdir()
     assert (kept / "x.csv").read_text() == "hours of work"
@@ -244,12 +236,11 @@ def test_commands_that_take_no_address_say_so(
 
 def test_files_that_a_killed_command_left_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
-    with remote.scratch() as mine, remote.scratch() as other:
-        assert mine.exists(), "its process lives"
-        gone = other.with_name(other.name.replace(f"-{os.getpid()}-", "-999999999-"))
+    with remote.scratch() as mine:
+        gone = mine.with_name(mine.name.replace(f"-{os.getpid()}", "-999999999"))
         gone.mkdir()
-        with remote.scratch():
-            assert not gone.exists()
+    with remote.scratch():
+        assert not gone.exists()
     assert list((tmp_path / "uploads").iterdir()) == []
 
 

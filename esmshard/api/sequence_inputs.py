@@ -14,10 +14,9 @@ import numpy.typing as npt
 
 from esmshard.data.variants.substitutions import STOP, Mutation, parse_variant
 from esmshard.errors import InputError, UsageError
-from esmshard.io import nucleotides
 from esmshard.io.sequences import read_fasta
 from esmshard.io.store import TokenStore, is_store
-from esmshard.io.symbols import Edits, RefusedSymbols, Rules, clean, in_a_store, shown
+from esmshard.io.symbols import Edits, RefusedSymbols, Rules, clean, in_a_store, nucleotides, shown
 from esmshard.io.tables import counted
 from esmshard.vocab import CLS, EOS, LINKER, encode
 
@@ -80,7 +79,7 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
             raise InputError(f"{names[-1]} {error.what}; {error.fix}, or leave it out") from None
         assert residues is not None, "a record is left out only where the rules say 'drop'"
         tokens.append(np.frombuffer(bytes([CLS]) + residues + bytes([EOS]), dtype=np.uint8))
-    if found := nucleotides.finding((one[1:-1] for one in tokens), counted(len(tokens), "sequence")):
+    if found := nucleotides((one[1:-1] for one in tokens), counted(len(tokens), "sequence")):
         raise InputError(
             f"{found}; translate them, or, if they are proteins nevertheless, write them to x.fasta, run `esmshard "
             "ingest x.fasta -o x.store --on-nucleotides keep`, and give pathlib.Path('x.store')"
@@ -120,7 +119,7 @@ def _of_file(path: Path, linker: int) -> SequenceInputs:
         edits = Edits()
         records = list(read_fasta(path, edits, Rules(linker=linker)))
         ids, tokens = [record.id for record in records], [encode(record.sequence, linker) for record in records]
-        if found := nucleotides.finding((one[1:-1] for one in tokens), counted(len(records), "record")):
+        if found := nucleotides((one[1:-1] for one in tokens), counted(len(records), "record")):
             raise InputError(f"{path}: {found}; translate them, or {in_a_store('--on-nucleotides keep')}")
         _warn(edits, f"{path}: ")
     return SequenceInputs(tokens, [f"{path}: record '{shown(record_id)}'" for record_id in ids], single=False, ids=ids)

@@ -36,7 +36,7 @@ def forecast(
         InputError: if the output cannot fit on the disk, or the input cannot be read.
         UsageError: if the request cannot be carried out.
     """
-    spec, long, in_bucket = asked.spec, asked.spec.long, remote.is_remote(asked.out)
+    spec, long, in_bucket = asked.spec, asked.spec.long, remote.address(asked.out) is not None
     place = next(parent for parent in asked.out.absolute().parents if parent.is_dir())
     place = Path(tempfile.gettempdir()) if in_bucket else place
     with (

@@ -8,7 +8,6 @@ OX=9606 GN=HBB` in a UniProt header is ignored. A lower-case key is read as its 
 (Format: `docs/data_standardization.md` of sacdallago/biotrainer.)
 """
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -24,7 +23,6 @@ _SPLITS: dict[str, Split] = {
     **dict.fromkeys(("val", "valid", "validation"), "valid"),
     "test": "test",
 }
-_BLANKS = " \t\n\r\v\f"
 _WORD = re.compile(r"\S+", re.ASCII)  # Only ASCII white space separates words, as where ids are read.
 TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Texts that mean yes or no, in lower case. Programs write all of these for a column of 0 and 1."""
@@ -41,44 +39,31 @@ def attributes(header: str, keys: Sequence[str], where: str, edits: Edits | None
         edits: collects lower-case keys.
 
     Raises:
-        InputError: an attribute comes twice, has no value, or has no space before it; the message names the record.
+        InputError: an attribute comes twice, has no value, or has two `=`; the message names the record.
 
     >>> attributes("Seq1 TARGET=0.1 SET=train", ("TARGET", "SET"), "x.fasta")
     {'TARGET': '0.1', 'SET': 'train'}
     """
     found: dict[str, str] = {}
-    for match in _keyed(tuple(keys)).finditer(header):
-        begin = match.start()
-        while begin > 0 and header[begin - 1] not in _BLANKS:
-            begin -= 1
-        before, written, value = header[begin : match.start()], match[1], _WORD.match(header, match.end())
+    for word in _WORD.findall(header)[1:]:
+        written, equals, value = word.partition("=")
         key = written.upper()
-        # A space is missing in Seq1;SET=, trainSET= and TARGET=DSET=, but the key of DATASET=3 is not SET.
-        in_name = before != "" and (before[-1].isalpha() or before[-1] == "_") and "=" not in before
-        if in_name and not (written == key and before[-1].islower()):
+        if not equals or key not in keys or not written.isascii():
             continue
-        if before or not header[:begin].strip() or (value and "=" in value[0]):
-            word = header[begin : value.end() if value else match.end()]
+        record = f"{where}: record {shown(id_of(header))}"
+        if not value:
+            raise InputError(f"{record} has nothing after '{written}='; write its value there, or leave it out")
+        if "=" in value:
             raise InputError(
-                f"{where}: record {shown(id_of(header))} has {shown(word)} as one word; white space divides the id and "
-                "the attributes, as in '>Seq1 TARGET=0.1 SET=train'"
-            )
-        if value is None:
-            raise InputError(
-                f"{where}: record {shown(id_of(header))} has nothing after '{written}='; write its value there, or "
-                "leave it out"
+                f"{record} has {shown(word)} as one word; white space divides the id and the attributes, as in '>Seq1 "
+                "TARGET=0.1 SET=train'"
             )
         if key in found:
-            raise InputError(f"{where}: record {shown(id_of(header))} has {key}= twice; leave one of them out")
+            raise InputError(f"{record} has {key}= twice; leave one of them out")
         if written != key and edits is not None:
             edits.add("lower-case keys were read as upper case", id_of(header))
-        found[key] = value[0]
+        found[key] = value
     return found
-
-
-@functools.lru_cache
-def _keyed(keys: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(f"({'|'.join(map(re.escape, keys))})=", re.IGNORECASE | re.ASCII)
 
 
 def id_of(header: str) -> str:

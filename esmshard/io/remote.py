@@ -6,24 +6,18 @@ that is written to a bucket relies on this. No torch.
 
 import functools
 import hashlib
-import json
 import os
 import re
 import shutil
-import socket
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import datetime
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from esmshard.errors import InputError, UsageError
-from esmshard.io.paths import cache_directory, lives, read_json, replace_json, sha256, shipped, size_text
+from esmshard.io.paths import cache_directory, read_json, replace_json, scratch_directory, shipped, size_text
 from esmshard.progress import say
 
-LIBRARIES = {"s3": "s3fs", "gs": "gcsfs"}
-"""The package of the extra `cloud` that reads and writes addresses of each kind."""
 _ADDRESS = re.compile(r"(s3|gs):/{1,2}(?=[^/])")
 _ENDING = re.compile(r"\.\w+(\.(gz|bgz|bz2|xz|zst))?$")
 _CREDENTIALS = {
@@ -57,11 +51,6 @@ def address(path: str | os.PathLike[str]) -> str | None:
     return f"{found[1]}://{place}"
 
 
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Return whether a text or a path is an address in a bucket."""
-    return address(path) is not None
-
-
 class Stored(NamedTuple):
     """An object of a bucket, as a listing shows it."""
 
@@ -69,8 +58,6 @@ class Stored(NamedTuple):
     """Bytes."""
     tag: str
     """The bucket's own mark of the content, which changes whenever the object is written anew."""
-    written: float
-    """The time of writing, in seconds since 1970."""
 
 
 class RemoteDirectory:
@@ -176,9 +163,7 @@ def _library(scheme: str, process: int) -> Any:
 
 def _stored(entry: Mapping[str, Any]) -> Stored:
     tag = entry.get("ETag") or entry.get("etag") or entry.get("md5Hash") or ""
-    written = entry.get("LastModified") or entry.get("mtime")
-    seconds = written.timestamp() if isinstance(written, datetime) else 0.0
-    return Stored(int(entry["size"]), str(tag).strip('"'), seconds)
+    return Stored(int(entry["size"]), str(tag).strip('"'))
 
 
 @contextmanager
@@ -192,33 +177,16 @@ def one_sentence(url: str) -> Iterator[None]:
         yield
     except (InputError, FileExistsError, KeyboardInterrupt):
         raise
+    except ImportError as error:
+        raise InputError(f"{url}: buckets need packages that are missing; pip install 'esmshard[cloud]'") from error
+    except FileNotFoundError as error:
+        raise InputError(f"{url}: there is no such object or bucket; look at the address") from error
     except Exception as error:
-        raise InputError(f"{url}: {_reason(url, error)}") from error
-
-
-def _reason(url: str, error: Exception) -> str:
-    """Return what is wrong and how to fix it, as a clause."""
-    scheme, _, place = url.partition("://")
-    bucket, kind = place.partition("/")[0], type(error).__name__
-    text = " ".join(str(error).split())
-    credentials = _CREDENTIALS[scheme]
-    if isinstance(error, ImportError):
-        return "buckets need packages that are not installed; pip install 'esmshard[cloud]'"
-    code = str(getattr(error.__cause__, "response", {}).get("Error", {}).get("Code", ""))
-    if "expired" in text.lower() or "Expired" in code or "Bad Request" in text:  # HEAD has no words for it
-        return f"the credentials have expired, or the region is another one; renew them ({credentials})"
-    if kind in ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound"):
-        return f"there are no credentials; set {credentials}"
-    if isinstance(error, FileNotFoundError):
-        if "bucket" in text:
-            return f"there is no bucket {bucket}, or its region or AWS_ENDPOINT_URL is another one; look at the address"
-        return "there is no such object; look at the address"
-    if isinstance(error, PermissionError) or kind in ("RefreshError", "Forbidden", "Unauthorized"):
-        return f"access is denied ({text}); give these credentials rights to bucket {bucket}, or set {credentials}"
-    unreachable = ("EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "ConnectionClosedError")
-    if isinstance(error, ConnectionError | TimeoutError) or kind in unreachable or kind.startswith("Client"):
-        return "the server cannot be reached; look at the network and at AWS_ENDPOINT_URL, and run the command again"
-    return f"{text or kind}; run the command again"
+        reason, credentials = " ".join(str(error).split()) or type(error).__name__, _CREDENTIALS[url[:2]]
+        raise InputError(
+            f"{url}: {reason}; look at the credentials ({credentials}), their rights, the region and the network, and "
+            "run the command again"
+        ) from error
 
 
 def local(path: str | os.PathLike[str], *, needed: bool = True) -> Path:
@@ -299,53 +267,19 @@ def _brought_up_to_date(place: RemoteDirectory, target: Path, found: Mapping[str
                 f"{place.url}/{name}: has {size:,} bytes instead of {found[name].size:,}, as it was changed while it "
                 "was copied; run the command again"
             )
-        os.utime(files[name], (found[name].written, found[name].written))
         known[name] = [found[name].size, found[name].tag]
         replace_json(state, {name: known[name] for name in found if name in known})
-    if changed:
-        _check_copies(place.url, target)
     for file in target.rglob("*") if target.is_dir() else ():
         if file.is_file() and file.relative_to(target).as_posix() not in found:
             file.unlink()  # it is no longer in the bucket
     return target
 
 
-def _check_copies(url: str, target: Path) -> None:
-    """Compare the copy of a token store with the sha256 of its manifest. Other copies have been compared by size."""
-    try:
-        known = read_json(target / "manifest.json")["sha256"]
-        wanted = {str(name): str(digest) for name, digest in known.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return
-    for name, digest in wanted.items():
-        file = target / name
-        if file.is_file() and sha256(file) != digest:
-            file.unlink()
-            raise InputError(f"{url}/{name}: is not what its manifest says (sha256); write it again")
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
+def scratch() -> AbstractContextManager[Path]:
     """Provide a directory of this process for what will be uploaded. It is removed at the end of the block, or by a
     later command if this process is killed.
     """
-    root, here = cache_directory() / "uploads", socket.gethostname()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.iterdir():
-            maker = re.fullmatch(re.escape(here) + r"-(\d+)-.+", leftover.name)
-            if maker and not lives(int(maker[1])):
-                shutil.rmtree(leftover, ignore_errors=True)
-        folder = tempfile.mkdtemp(prefix=f"{here}-{os.getpid()}-", dir=root)
-    except OSError as error:
-        raise InputError(
-            f"{root}: cannot be written to ({(error.strerror or str(error)).lower()}); set ESMSHARD_CACHE to another "
-            "directory"
-        ) from None
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return scratch_directory(cache_directory() / "uploads" / "result")
 
 
 def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
@@ -393,14 +327,6 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
 
 
 _LAST = {"config.json": 1, "manifest.json": 1}
-
-
-def as_json(data: bytes, what: str) -> Any:
-    """Parse the content of an object that esmshard wrote. `InputError` if it is damaged."""
-    try:
-        return json.loads(data)
-    except ValueError:
-        raise InputError(f"{what}: damaged (not JSON); start over with --overwrite") from None
 
 
 def data_file(path: str) -> Path:

@@ -216,36 +216,25 @@ _HEAD = 4096
 
 @dataclass(frozen=True)
 class SequenceFormat:
-    """A format of files of sequences."""
+    """A format of files of sequences that Biopython reads."""
 
     name: str
     """The name in `Bio.SeqIO`."""
     title: str
     head: re.Pattern[bytes]
     """The beginning of every file."""
-    record: re.Pattern[str]
-    """The beginning of the first line of a record. Of an alignment in blocks, later blocks match it, too."""
 
 
 FORMATS = tuple(
-    SequenceFormat(name, title, re.compile(head), re.compile(record, re.MULTILINE))
-    for name, title, head, record in (
-        ("genbank", "a GenBank file", rb"LOCUS ", r"^LOCUS "),
-        ("swiss", "a UniProt text file", rb"ID   [^\r\n]* AA\.", r"^ID   "),
-        ("uniprot-xml", "a UniProt XML file", rb"<\?xml[^>]*>\s*(<!--.*?-->\s*)?<uniprot[\s>]", r"<entry[\s>]"),
-        ("stockholm", "a Stockholm alignment", rb"# STOCKHOLM", r"^[^#/\s]"),
-        ("clustal", "a Clustal alignment", rb"CLUSTAL", r"^(?!CLUSTAL)\S"),
+    SequenceFormat(name, title, re.compile(head))
+    for name, title, head in (
+        ("genbank", "a GenBank file", rb"LOCUS "),
+        ("swiss", "a UniProt text file", rb"ID   [^\r\n]* AA\."),
+        ("uniprot-xml", "a UniProt XML file", rb"<\?xml[^>]*>\s*(<!--.*?-->\s*)?<uniprot[\s>]"),
+        ("stockholm", "a Stockholm alignment", rb"# STOCKHOLM"),
+        ("clustal", "a Clustal alignment", rb"CLUSTAL"),
     )
 )
-
-
-def format_of(head: bytes) -> SequenceFormat | None:
-    r"""Recognise a format by the first bytes of a file, without leading blanks.
-
-    >>> format_of(b"# STOCKHOLM 1.0\n").title, format_of(b">a\nMKT\n")
-    ('a Stockholm alignment', None)
-    """
-    return next((known for known in FORMATS if known.head.match(head)), None)
 
 
 class ConvertedSource(io.BytesIO):
@@ -254,19 +243,23 @@ class ConvertedSource(io.BytesIO):
     Args:
         headers: the header of each record.
         sequences: the sequence of each record.
-        lines: the line of each record in the file.
         edits: what was left out.
+        lines: the line of each record in the file; None if it is not known.
     """
 
-    def __init__(self, headers: Sequence[str], sequences: Sequence[str], lines: Sequence[int], edits: Edits) -> None:
+    def __init__(
+        self, headers: Sequence[str], sequences: Sequence[str], edits: Edits, lines: Sequence[int] | None = None
+    ) -> None:
         records = zip(headers, sequences, strict=True)
         super().__init__("".join(f">{header}\n{sequence}\n" for header, sequence in records).encode())
         self.edits = edits
         self._lines = lines
 
     def line_in_file(self, line: int) -> int:
-        """Return the line of the file from which a line of the text was made, both counted from 1."""
-        return self._lines[(line - 1) // 2]
+        """Return the line of the file from which a line of the text was made, both counted from 1; 0 if it is not
+        known.
+        """
+        return 0 if self._lines is None else self._lines[(line - 1) // 2]
 
 
 def read_format(path: Path, kind: SequenceFormat) -> ConvertedSource:
@@ -278,15 +271,15 @@ def read_format(path: Path, kind: SequenceFormat) -> ConvertedSource:
     from Bio import SeqIO
 
     text = read_text(path, kind.title).replace("\r\n", "\n").replace("\r", "\n")
-    if kind.record.search(text) is None:  # Biopython reads a Clustal file without a record for ever.
-        raise InputError(f"{path}: is {kind.title} without a record; download or make it again")
-    edits, body = Edits(), text.lstrip()
+    edits, body = Edits(), text.strip()
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             # The reader of XML takes bytes, since such a file names its encoding. `read_text` has checked for UTF-8.
             source = io.BytesIO(body.encode()) if kind.name == "uniprot-xml" else io.StringIO(body)
-            records = list(SeqIO.parse(source, kind.name))  # type: ignore[no-untyped-call]
+            # Biopython reads a Clustal file without a record for ever.
+            is_empty = kind.name == "clustal" and re.search(r"\n\S", body) is None
+            records = [] if is_empty else list(SeqIO.parse(source, kind.name))  # type: ignore[no-untyped-call]
             sequences = ["".join(str(record.seq).split()) for record in records]
     except Exception as error:  # The reader of each format has errors of its own.
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -299,18 +292,7 @@ def read_format(path: Path, kind: SequenceFormat) -> ConvertedSource:
     for record in records:
         described = "" if record.description in ("<unknown description>", record.id) else f" {record.description}"
         headers.append(" ".join(f"{record.id}{described}".split()))
-    return ConvertedSource(headers, sequences, _lines(text, kind, len(records)), edits)
-
-
-def _lines(text: str, kind: SequenceFormat, count: int) -> list[int]:
-    """Return the line at which each record begins."""
-    lines, at, line = list[int](), 0, 1
-    for found in kind.record.finditer(text):
-        line, at = line + text.count("\n", at, found.start()), found.start()
-        lines.append(line)
-        if len(lines) == count:
-            break
-    return lines + lines[-1:] * (count - len(lines))
+    return ConvertedSource(headers, sequences, edits)
 
 
 def is_plain(path: Path) -> bool:
@@ -324,7 +306,7 @@ def is_plain(path: Path) -> bool:
 
 
 def other_kind(path: Path) -> SequenceFormat | Literal["table"] | None:
-    """Return what a file of sequences is if it is no FASTA file: a table, or one of `sequence_formats.FORMATS`.
+    """Return what a file of sequences is if it is no FASTA file: a table, or one of FORMATS.
 
     The first bytes decide, for tables with the ending of the name: .parquet, .xlsx, or, for text that does not begin
     with `>`, .csv, .tsv or .tab. None for a FASTA file, the standard input, and everything else.
@@ -336,7 +318,8 @@ def other_kind(path: Path) -> SequenceFormat | Literal["table"] | None:
     if head.startswith(b">"):
         return None
     binary = any(head.startswith(begin) and path.suffix.lower() == end for end, begin in _BINARY_TABLES.items())
-    return format_of(head) or ("table" if binary or _TEXT_TABLE.search(path.name) else None)
+    known = next((known for known in FORMATS if known.head.match(head)), None)
+    return known or ("table" if binary or _TEXT_TABLE.search(path.name) else None)
 
 
 def is_sequence_table(path: Path) -> bool:
@@ -360,7 +343,7 @@ def open_source(path: Path, rules: Rules = Rules()) -> BinaryIO:  # noqa: B008  
         return open_bytes(path)
     if kind == "table":
         table = read_sequence_table(path, rules.sequence_column, rules.id_column)
-        return ConvertedSource(table.headers, table.sequences, table.rows.lines, table.edits)
+        return ConvertedSource(table.headers, table.sequences, table.edits, table.rows.lines)
     return read_format(path, kind)
 
 
@@ -586,7 +569,7 @@ class _Reader:
             tokens = clean(body.decode(), self._rules, self._edits, record_id)
             return [] if tokens is None else cut(name, header, tokens, self._rules, self._edits)
         except RefusedSymbols as refused:
-            place = f"{self._path}:{self.line(*where)}: record '{shown(record_id)}' {refused.what}"
+            place = f"{self._where(*where)}: record '{shown(record_id)}' {refused.what}"
             if not refused.droppable:
                 raise InputError(f"{place}; {refused.fix}") from None
             raise InputError(f"{place}; {refused.fix}, or {in_a_store('--on-unknown drop')}") from None
@@ -597,7 +580,7 @@ class _Reader:
             if b"\0" in header:
                 name = shown(header.decode().strip())
                 raise InputError(
-                    f"{self._path}:{self.line(at, chunk, mark)}: the header '{name}' holds a NUL character, so the "
+                    f"{self._where(at, chunk, mark)}: the header '{name}' holds a NUL character, so the "
                     "file is damaged; remove it, as with `tr -d '\\000' < FILE > NEW`"
                 )
 
@@ -611,9 +594,7 @@ class _Reader:
                 ) from None
 
     def line(self, at: int, chunk: bytes, place: int) -> int:
-        """Return the line of the file, counted from 1, of byte `place` of the chunk that begins at byte `at` of its
-        text.
-        """
+        """Return the line of the text, counted from 1, of byte `place` of the chunk that begins at byte `at`."""
         if self._counted != at:
             with open_source(self._path, self._rules) as stream:
                 self._converted = stream if isinstance(stream, ConvertedSource) else None
@@ -622,8 +603,14 @@ class _Reader:
                     self._lines += _newlines(data) - (before + data[:1] == b"\r\n")
                     left, before = left - len(data), data[-1:]
             self._counted = at
-        line = self._lines + _newlines(chunk[:place]) + 1
-        return line if self._converted is None else self._converted.line_in_file(line)
+        return self._lines + _newlines(chunk[:place]) + 1
+
+    def _where(self, at: int, chunk: bytes, place: int) -> str:
+        """Return the file, and the line where it is known, of byte `place` of the chunk."""
+        line = self.line(at, chunk, place)
+        if self._converted is not None:
+            line = self._converted.line_in_file(line)
+        return f"{self._path}:{line}" if line else str(self._path)
 
 
 def _newlines(text: bytes) -> int:

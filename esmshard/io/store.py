@@ -36,10 +36,9 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError, writing
-from esmshard.io import nucleotides
 from esmshard.io.paths import cache_directory, check_replaced, read_json, sha256, state, whole_directory
 from esmshard.io.sequences import CONVERSION, READ_ONCE, STDIN, Block, is_plain, other_kind, read_blocks, repeated
-from esmshard.io.symbols import JOINED, Edits, Rules, in_a_store
+from esmshard.io.symbols import JOINED, Edits, Rules, in_a_store, nucleotides, some_of
 from esmshard.io.tables import counted
 from esmshard.progress import INTERVAL, say
 from esmshard.vocab import ALPHABET_HASH
@@ -414,7 +413,7 @@ def ingest(
         columns = (np.load(_folder(work, number) / "columns.npz") for number in range(len(pieces)))
         write_index(final, shards, ([each[name] for name in COLUMNS] for each in columns), facts, edits)
         store = _without_duplicates(TokenStore(final), work / "unique", on_duplicate, named, facts, edits)
-        found = nucleotides.finding(nucleotides.some(store), counted(len(store), "record"))
+        found = nucleotides(map(store.residues, some_of(len(store))), counted(len(store), "record"))
         if found and rules.on_nucleotides == "error":
             raise InputError(f"{named}: {found}; translate them, or {in_a_store('--on-nucleotides keep')}")
         for file in store.path.iterdir():

@@ -80,41 +80,10 @@ def test_lower_case_keys_are_read_and_counted() -> None:
     assert "has TARGET= twice" in refusal("Seq1 TARGET=1 target=1")
 
 
-@pytest.mark.parametrize(
-    ("header", "word"),
-    [
-        ("Seq1 SET=trainTARGET=0.1", "SET=trainTARGET=0.1"),
-        ("Seq1 SET=train;TARGET=0.1", "SET=train;TARGET=0.1"),
-        ("Seq1 TARGET=DSET=train", "TARGET=DSET=train"),
-        ("Seq1 TARGET=0.1SET=train", "TARGET=0.1SET=train"),
-        ("Seq1 target=0.1,set=train", "target=0.1,set=train"),
-        ("Seq1 KD=3;SET=train", "KD=3;SET=train"),
-        ("Seq1 DATASET=3;SET=train", "DATASET=3;SET=train"),
-        ("Seq1 trainSET=3", "trainSET=3"),
-        ("Seq1 ;SET=train", ";SET=train"),
-        ("Seq1;SET=train", "Seq1;SET=train"),
-        ("Seq1SET=train TARGET=1", "Seq1SET=train"),
-        ("seqSET=train TARGET=1", "seqSET=train"),
-        ("SET=train TARGET=1", "SET=train"),
-        (" SET=train TARGET=1", "SET=train"),
-        ("Seq1 TARGET=a=b", "TARGET=a=b"),
-        ("Seq1 TARGET=1\N{NO-BREAK SPACE}SET=train", "TARGET=1\\xa0SET=train"),
-    ],
-)
-def test_a_missing_space_is_named(header: str, word: str) -> None:
-    message = refusal(header)
-    assert message.startswith(f"x.fasta:3: record {id_of(header)!r} has '{word}' as one word; ")
-    assert "'>Seq1 TARGET=0.1 SET=train'" in message
-
-
-def test_a_space_missing_before_a_key_is_seen_where_only_that_key_is_asked_for() -> None:
-    assert "'TARGET=DSET=train' as one word" in refusal("Seq1 TARGET=DSET=train", ("SET",))
-    assert "'TARGET=0.1SET=train' as one word" in refusal("Seq1 TARGET=0.1SET=train", ("SET",))
-
-
-def test_messages_name_the_record() -> None:
-    assert refusal("Seq1 TARGET=1 TARGET=1") == "x.fasta:3: record 'Seq1' has TARGET= twice; leave one of them out"
-    assert refusal("Seq1 Target= 1").startswith("x.fasta:3: record 'Seq1' has nothing after 'Target='; write its value")
+@pytest.mark.parametrize("word", ["SET=train;TARGET=0.1", "TARGET=DSET=train", "target=0.1,set=train", "TARGET=a=b"])
+def test_a_missing_space_is_named(word: str) -> None:
+    message = refusal(f"Seq1 {word}")
+    assert message.startswith(f"x.fasta:3: record 'Seq1' has '{word}' as one word; ")
 
 
 def test_long_words_are_searched_in_linear_time() -> None:
@@ -329,33 +298,3 @@ def test_label_files_that_are_not_there(tmp_path: Path) -> None:
     for size in (5, 50, len(whole) - 3):
         with pytest.raises(InputError, match="cannot be read to its end"):
             read(tmp_path / "x.gz", whole[:size])
-
-
-def test_headers_put_together_at_random_are_read_right_or_refused() -> None:
-    """The oracle knows how each header was put together; only pieces that are joined without a space may be refused."""
-    draw = random.Random(5)
-    refused = 0
-    for _ in range(2500):
-        given = {key: draw.choice(["1", "train", "DVC", "0;1", "x"]) for key in draw.sample(ALL, draw.randint(0, 4))}
-        pieces = [f"{draw.choice([key, key.lower()])}={value}" for key, value in given.items()]
-        pieces += draw.sample(["OS=Homo", "sapiens", "OX=9", "(a=b)", "TARGET", "=", "DATASET=1"], draw.randint(0, 5))
-        draw.shuffle(pieces)
-        damage = draw.choice(["", "", "glue", "twice", "empty"])
-        keyed = [k for k, piece in enumerate(pieces) if piece.split("=")[0].upper() in ALL and "=" in piece]
-        if damage and not keyed:
-            continue
-        header = " ".join(["id", *pieces])
-        if damage == "twice":
-            header += f" {draw.choice(list(given))}=9"
-        elif damage == "empty":
-            header = header.replace(pieces[keyed[0]], pieces[keyed[0]].split("=")[0] + "=")
-        elif damage == "glue":
-            k = keyed[0]
-            before = " ".join(["id", *pieces[:k]])
-            header = before + draw.choice([";", ",", "|", "0"]) + " ".join(pieces[k:])
-        if damage:
-            refused += 1
-            refusal(header)
-        else:
-            assert attributes(header, ALL, "x") == given
-    assert refused > 800

@@ -116,12 +116,12 @@ def test_gaps_of_an_alignment_are_removed_with_a_notice() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.gb", GENBANK.replace("1 mkt\n", "1 m1t\n"), "x.gb:14: record 'NP_000002.7' has '1' at position 2, "),
+        ("x.gb", GENBANK.replace("1 mkt\n", "1 m1t\n"), "x.gb: record 'NP_000002.7' has '1' at position 2, "),
         ("x.embl", SWISS.replace("10 AA.", "10 BP."), "x.embl:1: text before the first '>'"),
-        ("x.dat", SWISS.replace("MKTAYIAKQR", "MKTAYIAK?R"), "x.dat:1: record 'P12345' has '?' at position 9, "),
-        ("x.xml", XML.replace("YIAKQR<", "YIAK?R<"), "x.xml:3: record 'P12345' has '?' at position 9, "),
-        ("x.sto", STOCKHOLM.replace("mkATTA", "mkA?TA"), "x.sto:5: record 'b/2-9' has '?' at position 4, "),
-        ("x.aln", CLUSTAL.replace("DD", "D?"), "x.aln:5: record 'b' has '?' at position 7, "),
+        ("x.dat", SWISS.replace("MKTAYIAKQR", "MKTAYIAK?R"), "x.dat: record 'P12345' has '?' at position 9, "),
+        ("x.xml", XML.replace("YIAKQR<", "YIAK?R<"), "x.xml: record 'P12345' has '?' at position 9, "),
+        ("x.sto", STOCKHOLM.replace("mkATTA", "mkA?TA"), "x.sto: record 'b/2-9' has '?' at position 4, "),
+        ("x.aln", CLUSTAL.replace("DD", "D?"), "x.aln: record 'b' has '?' at position 7, "),
         ("x.aln", "CLUSTAL W (1.83)\n\n", "x.aln: is a Clustal alignment without a record; "),
         ("x.xml", XML.replace("</uniprot>", ""), "x.xml: cannot be read as a UniProt XML file ("),
         ("x.sto", STOCKHOLM.replace("mkATTA", "mkATT"), "x.sto: cannot be read as a Stockholm alignment ("),

@@ -29,9 +29,8 @@ from esmshard.data.variants.substitutions import (
     without_wild_type_letters,
 )
 from esmshard.errors import InputError, UsageError
-from esmshard.io import nucleotides
 from esmshard.io.sequences import read_fasta
-from esmshard.io.symbols import Edits
+from esmshard.io.symbols import Edits, nucleotides
 from esmshard.io.tables import Table, counted, first_three, listed, read_table, shown
 from esmshard.vocab import BETWEEN, encode_residues
 
@@ -370,7 +369,7 @@ def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
     if BETWEEN in records[0].sequence:
         raise InputError(f"{fasta}: the wild type has several chains; give the one that the variants change")
     residues = np.frombuffer(encode_residues(records[0].sequence), np.uint8)
-    if found := nucleotides.finding([residues], "1 record"):
+    if found := nucleotides([residues], "1 record"):
         raise InputError(f"{fasta}: {found}; give the protein that it codes for")
     if notices is not None:
         notices.extend(f"{fasta}: {notice}" for notice in edits.notices())
