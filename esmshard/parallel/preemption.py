@@ -99,7 +99,10 @@ class Preemption:
 
     def __init__(self) -> None:
         stop_at = os.environ.get(STOP_AT)
-        self._stop_at = float(stop_at) if stop_at else None
+        try:
+            self._stop_at = float(stop_at) if stop_at else None
+        except ValueError:
+            raise UsageError(f"{STOP_AT}={stop_at}: seconds since 1970 are expected; --stop-after sets it") from None
         self._asked = 0
         self._noting = self._leaving = False
         self.began = False

@@ -5,9 +5,11 @@ WORLD_SIZE and LOCAL_RANK.
 import itertools
 import os
 import socket
+import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, cast
@@ -169,7 +171,8 @@ def world(
     timeout = timedelta(seconds=seconds + (NCCL_GRACE if device.type == "cuda" else 0))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if size == 1 else _meet(rank, size, start_timeout)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    with launch.environment(_gloo_interface()):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     is_lost = False
     try:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
@@ -187,6 +190,32 @@ def world(
 
 _STARTS = itertools.count()
 """The numbers of the process groups of this process. The store may keep the keys of earlier ones."""
+
+
+def _gloo_interface() -> dict[str, str]:
+    """Return the variable that names the network interface by which this machine reaches rank 0, for gloo.
+
+    By default gloo uses the address of the machine's own name. Debian's /etc/hosts gives this name the address
+    127.0.1.1, which other machines cannot reach. On rank 0's machine, the interface of the default route is named. The
+    result is empty where all ranks are on one machine, where the user has set the variable, and outside Linux.
+    """
+    size = os.environ.get("WORLD_SIZE")
+    one_machine = size is None or os.environ.get("LOCAL_WORLD_SIZE", size) == size
+    if one_machine or "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
+        return {}
+    import fcntl  # Windows does not have this module
+
+    get_address = 0x8915  # SIOCGIFADDR in <linux/sockios.h>
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # nothing is sent
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        if probe.getsockname()[0].startswith("127."):
+            probe.connect(("192.0.2.1", 9))  # RFC 5737 reserves this address, so no machine has it
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # the interface has no address
+                answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == probe.getsockname()[0]:
+                    return {"GLOO_SOCKET_IFNAME": name}
+    return {}
 
 
 def _meet(rank: int, size: int, seconds: int) -> Any:
