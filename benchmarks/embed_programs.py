@@ -14,7 +14,6 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +45,13 @@ def esmshard(note: Note, arguments: list[str]) -> None:
 
     whole, make, computing = engines.embed, compute.opened, Embedder.compute
 
-    def worked(*given: Any, **more: Any) -> engines.EmbedReport | None:
+    def worked(*given: Any, **more: Any) -> dict[str, Any] | None:
         began = time.perf_counter()
         found = whole(*given, **more)
         note["work"] = time.perf_counter() - began - note.get("loading", 0.0)
         return found
 
-    def made(work: compute.Work) -> compute.Opened:
+    def made(work: compute.Work) -> compute.Worker:
         began = time.perf_counter()
         found = make(work)
         if "loading" not in note:
@@ -60,15 +59,11 @@ def esmshard(note: Note, arguments: list[str]) -> None:
             note["loading"] = time.perf_counter() - began
         return found
 
-    def timed(self: Embedder, *given: Any) -> Iterator[Any]:
-        rows = computing(self, *given)
-        while True:
-            began = time.perf_counter()
-            one = next(rows, None)
-            note["computing"] = note.get("computing", 0.0) + time.perf_counter() - began
-            if one is None:
-                return
-            yield one
+    def timed(self: Embedder, *given: Any) -> Any:
+        began = time.perf_counter()
+        results = computing(self, *given)
+        note["computing"] = note.get("computing", 0.0) + time.perf_counter() - began
+        return results
 
     engines.embed, compute.opened, Embedder.compute = worked, made, timed  # type: ignore[method-assign, assignment]
     sys.argv = ["esmshard", "embed", *arguments]

@@ -84,6 +84,24 @@ def side_by_side(
         return list(pool.map(alone, packs[::-1]))[::-1]
 
 
+def halving(function: Callable[[Sequence[S]], Sequence[T]], pack: Sequence[S], device: torch.device) -> list[T | None]:
+    """Return the results of `function`, one for each member of a pack. Where memory does not suffice for all members,
+    each half is computed alone. The result of a member that does not fit alone is None.
+    """
+    try:
+        return list(function(pack))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    # This is outside the handler, whose traceback keeps the tensors alive.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if len(pack) == 1:
+        return [None]
+    half = len(pack) // 2
+    return halving(function, pack[:half], device) + halving(function, pack[half:], device)
+
+
 @contextmanager
 def exact_convolutions(device: torch.device) -> Iterator[None]:
     """Keep cuDNN from rounding the inputs of fp32 convolutions during a `with` block.

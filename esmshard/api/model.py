@@ -268,7 +268,8 @@ class Model:
         if long.mode == "full":
             self._check_lengths(asked)
         values: dict[str, list[Array]] = {one.name: [np.empty(0, np.float32)] * len(asked.tokens) for one in outputs}
-        for n, found in Embedder(self.esm, outputs, long=long, tokens=tokens).compute(asked.tokens, tracks):
+        results = Embedder(self.esm, outputs, long=long, tokens=tokens).compute(asked.tokens, tracks)
+        for n, found in enumerate(results):
             if isinstance(found, Failed):
                 raise InputError(f"{asked.names[n]}: {found.reason}")
             for name, array in found.values.items():

@@ -17,7 +17,7 @@ from esmshard.cli.options import (
     TrackPaths,
     models,
 )
-from esmshard.errors import UsageError
+from esmshard.errors import InputError, UsageError
 
 
 def embed(
@@ -34,7 +34,7 @@ def embed(
         Option(
             "-o",
             "--out",
-            help="File to write. A name without an ending is a directory of parts. Both may lie in a bucket (s3://, gs://).",
+            help="File to write. A name without an ending is a directory of parts, which may lie in a bucket (s3://, gs://).",
         ),
     ] = None,
     fmt: Annotated[
@@ -98,9 +98,7 @@ def embed(
         Option("--offload", help="Spread a model that is larger than a GPU over all GPUs, the memory and the disk."),
     ] = False,
     strict: Annotated[bool, Option("--strict", help="Exit code 1 if a record failed.")] = False,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Estimate the time and the size of the output, and stop.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the size of input and output, and stop.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Write embeddings, without BOS and EOS, in input order."""
@@ -109,8 +107,8 @@ def embed(
     if out is None:
         raise UsageError("-o: name the file to write, or the directory, such as -o my.h5")
     from esmshard.embed import engines
-    from esmshard.embed.dry_run import forecast
     from esmshard.embed.spec import Long, request
+    from esmshard.io import remote
 
     how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
     how |= {"layers": _integers("--layers", layers), "heads": _integers("--heads", heads)}
@@ -122,12 +120,10 @@ def embed(
         if weights.is_far(model):
             raise UsageError(f"--dry-run opens the model, and downloads none; type esmshard download {model} first")
     asked = request(model, out, **how)
-    if dry_run and offload:
-        raise UsageError("--dry-run needs the whole model in one process; leave --offload out")
     if dry_run:
-        print(forecast(asked, fasta, nproc=nproc, tokens=tokens, reuse=reuse))
+        print(engines.forecast(asked, fasta, reuse))
         return
-    report = engines.embed(
+    manifest = engines.embed(
         asked,
         fasta,
         nproc=nproc,
@@ -139,11 +135,16 @@ def embed(
         worker=worker,
         ray_address=ray_address,
     )
-    if report is None:  # Worker 0 of the array writes the output and reports on it.
+    if manifest is None:  # Worker 0 of the array writes the output and reports on it.
         return
-    print(report)
-    report.check()
-    if report.failed and strict:
+    place, failed = remote.address(out) or out, manifest["failed_records"]
+    print(engines.summary(place, manifest))
+    if failed == manifest["records"]:
+        raise InputError(
+            f"{place}: has no values, as every record failed, see {manifest['failed_file']}; fix that and start over "
+            "with --overwrite"
+        )
+    if failed and strict:
         raise SystemExit(1)
 
 

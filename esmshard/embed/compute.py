@@ -1,15 +1,16 @@
-"""The computation of arrays for sequences: in packs of similar length, in windows where a sequence is long.
+"""The computation of arrays for sequences, in packs of similar length and in windows, and of the parts of a job.
 
-A pack that does not fit into memory is computed in smaller pieces, so the program does not end for lack of memory.
+A pack that does not fit into memory is computed in smaller pieces, so the program does not end for lack of memory. A
+model that does not fit is spread over GPUs, memory and disk.
 """
 
 import functools
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,33 +19,33 @@ import torch
 from esmshard.batch import TokenBatch, pack, piece
 from esmshard.data.batching.packing import by_length
 from esmshard.data.tracks import RecordTracks, TrackStore
-from esmshard.devices import is_out_of_memory, packs_at_once
-from esmshard.embed.parts import Parts, Reuse, RowPlaces, read_plan
+from esmshard.devices import halving, side_by_side
+from esmshard.embed.parts import EmbeddingStore, Parts, RowPlaces, read_plan
 from esmshard.embed.spec import TORCH, Long, Spec
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.io.array_formats import Dtype, Output
 from esmshard.io.remote import RemoteDirectory
 from esmshard.io.store import TokenStore
 from esmshard.model import weights
-from esmshard.model.attention import attention_map, kernel_name
+from esmshard.model.attention import OnAttention, attention_map, kernel_name
 from esmshard.model.contacts import MAP_NUMBERS, ContactAccumulators
 from esmshard.model.families.family_registry import family_of
-from esmshard.model.trunk import Trunk
-from esmshard.model.weights import model_hash
+from esmshard.model.trunk import Trunk, TrunkOutput
+from esmshard.model.weights import Weights, model_hash
+from esmshard.progress import say
 from esmshard.vocab import CLS, EOS, VOCAB_SIZE, is_residue
 
 Tokens = npt.NDArray[np.uint8]
 Tracks = Mapping[str, npt.NDArray[Any]]
 """What a model reads of each token besides, [L + 2, ...] by the name of the track."""
-PACK = {"cpu": 2048}
-"""Tokens of a pack. On the CPU smaller packs are slower and larger packs are no faster."""
-GPU_PACK = 16384
+PACK, GPU_PACK = 2048, 16384
+"""Tokens of a pack on the CPU, where smaller packs are slower and larger packs are no faster, and on a GPU."""
 PACK_MAPS = 1 << 26
 """Numbers of the attention maps of a pack, 256 MiB. They stay in memory until the whole pack is computed."""
-OFFLOADED_PACK = 16384
-"""Tokens of a pack where layers are copied for each pack."""
 SMALLEST = 128
 """Residues below which a window that does not fit into memory is not divided again."""
+SHARE = 0.8
+"""The share of free memory that the layers of a spread model may take. The rest is for activations."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,6 @@ class Seen:
 
     tokens: Tokens
     tracks: Tracks
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
     def piece(self, start: int, length: int) -> "Seen":
         """Return at most `length` residues from `start` on, between `<cls>` and `<eos>`."""
@@ -95,7 +93,7 @@ class Embedder:
         long: the treatment of long sequences.
         tokens: tokens of a pack. A longer sequence is computed alone.
         device: the device to which batches are sent; by default the device of the weights.
-        workers: packs computed at the same time; by default one on each core of a CPU.
+        threads: whether each core of a CPU may compute a pack of its own.
     """
 
     def __init__(
@@ -107,12 +105,11 @@ class Embedder:
         long: Long = Long(),  # noqa: B008  # frozen
         tokens: int | None = None,
         device: torch.device | None = None,
-        workers: int | None = None,
+        threads: bool = True,
     ) -> None:
         self.esm, self.outputs, self.long, self._dtype = esm, tuple(outputs), long.for_model(esm.config), TORCH[dtype]
-        self.device = device or next(esm.parameters()).device
-        self._workers = workers or packs_at_once(self.device)
-        self.tokens = tokens or PACK.get(self.device.type, GPU_PACK)
+        self.device, self._threads = device or next(esm.parameters()).device, threads
+        self.tokens = tokens or (PACK if self.device.type == "cpu" else GPU_PACK)
         self._layers = sorted({one.layer for one in outputs if one.layer is not None and one.pool != "attentions"})
         pools = {one.pool for one in outputs}
         self._logits, self._contacts = "logits" in pools, "contacts" in pools
@@ -123,93 +120,68 @@ class Embedder:
         self._trunk_layers = sorted({*self._layers, *of_maps, *([esm.config.n_layers] if self._contacts else [])})
 
     def packs(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Group the sequences that are computed together, by their residues. Returns positions in `lengths`.
-
-        The longest sequences come first, so that no thread waits long for another at the end.
+        """Group the sequences that are computed together, by their residues. Returns positions in `lengths`, the
+        longest sequences last.
         """
         whole = [n for n, length in enumerate(lengths) if len(self.long.starts(length)) == 1]
         kept = self.long.kept(np.array([lengths[n] for n in whole], dtype=np.int64))
         groups = by_length(self._cost(kept).tolist(), self.tokens) if whole else iter(())
-        packs = [[whole[k] for k in group] for group in groups]
         alone = sorted(set(range(len(lengths))) - set(whole), key=lambda n: lengths[n])
-        return [*packs, *([n] for n in alone)][::-1]
+        return [*([whole[k] for k in group] for group in groups), *([n] for n in alone)]
 
     def _cost(self, kept: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the tokens of sequences of these residues. They are more where attention maps fill a pack sooner."""
         cost: npt.NDArray[np.int64] = np.maximum(kept + 2, kept * kept * self._maps * self.tokens // PACK_MAPS)
         return cost
 
-    def compute(
-        self, sequences: Sequence[Tokens], tracks: Sequence[Tracks] | None = None
-    ) -> Iterator[tuple[int, Computed | Failed]]:
-        """Yield each sequence's position and its result, in any order.
+    def compute(self, sequences: Sequence[Tokens], tracks: Sequence[Tracks] | None = None) -> list[Computed | Failed]:
+        """Compute the arrays of each sequence.
 
         Args:
             sequences: `<cls> ... <eos>`, uint8 [L + 2], as from `esmshard.vocab.encode`.
             tracks: of each sequence, the same ones of all; see `TokenBatch.tracks`.
         """
-        jobs = self.packs([len(tokens) - 2 for tokens in sequences])
-        workers = self._workers
+        seen = [Seen(tokens, {} if tracks is None else tracks[n]) for n, tokens in enumerate(sequences)]
+        packs = self.packs([len(tokens) - 2 for tokens in sequences])
+        results = side_by_side(
+            lambda members: self._pack([seen[n] for n in members]), packs, self.device, threads=self._threads
+        )
+        by_place = {
+            n: result
+            for members, some in zip(packs, results, strict=True)
+            for n, result in zip(members, some, strict=True)
+        }
+        return [by_place[n] for n in range(len(sequences))]
 
-        def job(members: list[int]) -> list[Computed | Failed]:
-            with torch.no_grad():  # this setting holds for one thread
-                return self._pack([Seen(sequences[n], {} if tracks is None else tracks[n]) for n in members])
-
-        if workers == 1 or len(jobs) < workers:  # all cores compute one pack at a time
-            for members in jobs:
-                yield from zip(members, job(members), strict=True)
-            return
-        # On the CPU each core computes a pack of its own, which is 1.15 times as fast as all cores on each operation.
-        # Few packs wait at a time, so memory does not grow with their number.
-        waiting: deque[tuple[list[int], Future[list[Computed | Failed]]]] = deque()
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            try:
-                for members in jobs:
-                    waiting.append((members, pool.submit(job, members)))
-                    if len(waiting) > workers + 1:
-                        done, future = waiting.popleft()
-                        yield from zip(done, future.result(), strict=True)
-                for done, future in waiting:
-                    yield from zip(done, future.result(), strict=True)
-            finally:
-                pool.shutdown(cancel_futures=True)
-
-    def _pack(self, sequences: list[Seen]) -> list[Computed | Failed]:
+    def _pack(self, sequences: Sequence[Seen]) -> list[Computed | Failed]:
         """Compute as much as fits: all sequences at once, each half, windows of one sequence, or nothing."""
-        try:
-            return self._finish(self._values(sequences, self.long))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        # This is outside the handler, whose traceback keeps the tensors alive.
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        if len(sequences) > 1:
-            half = len(sequences) // 2
-            return self._pack(sequences[:half]) + self._pack(sequences[half:])
-        return [self._in_windows(sequences[0])]
+        results = halving(lambda some: self._finish(self._values(some, self.long)), sequences, self.device)
+        return [
+            self._in_windows(seen) if result is None else result
+            for seen, result in zip(sequences, results, strict=True)
+        ]
 
     def _in_windows(self, seen: Seen) -> Computed | Failed:
-        length = int(self.long.kept(np.array([len(seen) - 2]))[0])
-        window = min(length, self.long.window) if len(self.long.starts(length)) == 1 else self.long.window // 2
-        if window == length:
-            window = length // 2
-        while window >= SMALLEST:
+        """Compute a sequence that does not fit into memory in smaller and smaller windows."""
+        length = int(self.long.kept(np.array([len(seen.tokens) - 2]))[0])
+        seen, window = seen.piece(0, length), min(length, self.long.window)
+        if window == length or len(self.long.starts(length)) > 1:
+            window //= 2
+
+        def in_windows(some: Sequence[Seen], window: int) -> list[Computed | Failed]:
             long = replace(self.long, mode="window", window=window, overlap=min(self.long.overlap, window // 4))
-            try:
-                (found,) = self._finish([self._blend(seen.piece(0, length), long, at_once=1)])
-                return replace(found, windowed=window) if isinstance(found, Computed) else found
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            return self._finish([self._blend(one, long, at_once=1) for one in some])
+
+        while window >= SMALLEST:
+            (result,) = halving(functools.partial(in_windows, window=window), [seen], self.device)
+            if result is not None:
+                return replace(result, windowed=window) if isinstance(result, Computed) else result
             window //= 2
         return Failed(f"memory does not suffice for its {length:,} residues, nor for small windows of it")
 
-    def _values(self, sequences: list[Seen], long: Long) -> list[dict[str, torch.Tensor]]:
+    def _values(self, sequences: Sequence[Seen], long: Long) -> list[dict[str, torch.Tensor]]:
         """Compute the outputs of each sequence, fp32, on the device."""
-        if len(sequences) == 1 and len(long.starts(len(sequences[0]) - 2)) > 1:
+        if len(sequences) == 1 and len(long.starts(len(sequences[0].tokens) - 2)) > 1:
             (cost,) = self._cost(np.array([long.window])).tolist()
             return [self._blend(sequences[0], long, at_once=max(1, self.tokens // cost))]
         if long.mode == "truncate":
@@ -217,7 +189,7 @@ class Embedder:
         found = self._forward(sequences)
         return [self._reduce(parts, seen) for parts, seen in zip(found, sequences, strict=True)]
 
-    def _forward(self, sequences: list[Seen]) -> list[dict[str, torch.Tensor]]:
+    def _forward(self, sequences: Sequence[Seen]) -> list[dict[str, torch.Tensor]]:
         """Compute values of each sequence: `residue_K` [L, D], `cls_K` [D], `logits` [L, 33], `contacts` [L, L],
         `attentions_K` [H, L, L] on the CPU.
         """
@@ -232,7 +204,7 @@ class Embedder:
             for add in listeners:
                 add(layer, sequence, q_THK, k_THK)
 
-        logits_at = _residue_places(batch).to(self.device) if self._logits else None
+        logits_at = torch.cat(batch.residues(torch.arange(batch.bounds[-1]))).to(self.device) if self._logits else None
         hear = on_attention if listeners else None
         found = self.esm(batch, layers=self._trunk_layers, logits_at=logits_at, on_attention=hear)
         parts: list[dict[str, torch.Tensor]] = [{} for _ in sequences] if maps is None else maps.found
@@ -283,7 +255,8 @@ class Embedder:
         contains is NaN. `cls` is the mean over the windows. Each window has `<cls>` and `<eos>`, as crops in training
         have.
         """
-        length, starts = len(seen) - 2, long.starts(len(seen) - 2)
+        length = len(seen.tokens) - 2
+        starts = long.starts(length)
         sums: dict[str, torch.Tensor] = {}
         weight_L = torch.zeros(length, device=self.device)
         pair_LL = torch.zeros(length if self._paired else 0, length, device=self.device)
@@ -332,14 +305,6 @@ class Embedder:
         return [Failed(reasons[n]) if n in reasons else Computed(arrays) for n, arrays in enumerate(done)]
 
 
-def _residue_places(batch: TokenBatch) -> torch.Tensor:
-    """Return the positions of the residues of all sequences in the pack, int64 [P]."""
-    inside_T = np.ones(batch.bounds[-1], dtype=np.bool_)
-    ends = np.array(batch.bounds)
-    inside_T[ends[:-1]] = inside_T[ends[1:] - 1] = False
-    return torch.from_numpy(np.flatnonzero(inside_T))
-
-
 def _taper(start: int, long: Long, length: int) -> torch.Tensor:
     """Return weights of a window's residues, fp32 [W]: 1 in the middle, less towards a cut."""
     place_W = torch.arange(long.window, dtype=torch.float32)
@@ -385,7 +350,66 @@ class AttentionMaps:
         self.found[sequence][output.name] = maps_HLL
 
 
-# Parts
+def offloaded(found: Weights, folder: Path, dtype: torch.dtype, device: torch.device) -> Trunk:
+    """Build a model in evaluation mode whose layers are on GPUs, in memory and on disk, in this order, as they fit.
+
+    `accelerate` copies layers to the computing device in every forward pass, so packs should be as large as memory
+    allows. While it is built, memory holds the whole model once. Outputs and all parts besides the layers are on
+    `device`.
+
+    Args:
+        found: the weights of the model, see `esmshard.model.weights.read`.
+        folder: a directory for the layers on disk. The caller removes it.
+        dtype: dtype of weights and arithmetic, as for `weights.build`.
+        device: the computing device. `cuda` without a number means all GPUs: each computes the layers that it stores.
+
+    Raises:
+        UsageError: if `accelerate` is not installed.
+    """
+    try:
+        from accelerate import dispatch_model, infer_auto_device_map
+        from accelerate.utils import get_max_memory
+    except ImportError:
+        raise UsageError("--offload needs accelerate; pip install 'esmshard[big]'") from None
+    main = device.type if device.type != "cuda" else device.index or 0
+    where = torch.device(device.type, 0 if device == torch.device("cuda") else device.index)
+    memory = {place: int(SHARE * size) for place, size in get_max_memory().items()}
+    if device != torch.device("cuda"):
+        memory = {place: size for place, size in memory.items() if place in (main, "cpu")}
+    model = weights.build(found, torch.device("cpu"), dtype).requires_grad_(False).eval()
+    others = {name: part for name, part in model.named_children() if name != "layers"}
+    if main in memory:
+        memory[main] -= sum(x.numel() * x.element_size() for part in others.values() for x in part.parameters())
+    # A layer is not split, because the projections of its attention are read without a call.
+    block = [type(model.layers[0]).__name__]
+    layers = infer_auto_device_map(model.layers, memory, block, dtype=dtype, clean_result=False)
+    # It warns that some weights are elsewhere, which is intended here.
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
+    places = dict.fromkeys(others, main) | {f"layers.{n}": place for n, place in layers.items()}
+    dispatch_model(model, places, main_device=main, offload_dir=str(folder), preload_module_classes=block)
+    counts = Counter({"cpu": "in memory", "disk": "on disk"}.get(str(one), f"on GPU {one}") for one in layers.values())
+    say(f"{found.source}: layers: " + ", ".join(f"{n} {place}" for place, n in counts.items()))
+    forward = model.forward
+
+    def on_device(
+        batch: TokenBatch,
+        layers: Sequence[int] | None = None,
+        logits_at: torch.Tensor | None = None,
+        on_attention: OnAttention | None = None,
+    ) -> TrunkOutput:
+        """Bring input and output to one device, since layers use each other's outputs, and a listener those of all."""
+
+        def on_qk(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
+            assert on_attention is not None
+            on_attention(layer, sequence, q_THK.to(where), k_THK.to(where))
+
+        at = None if logits_at is None else logits_at.to(where)
+        hear = None if on_attention is None else on_qk
+        output = forward(batch.to(where), layers=layers, logits_at=at, on_attention=hear)
+        return TrunkOutput({n: x_TD.to(where) for n, x_TD in output.representations.items()}, output.logits_PV)
+
+    model.forward = on_device  # type: ignore[method-assign]
+    return model
 
 
 @dataclass(frozen=True)
@@ -408,91 +432,81 @@ class Work:
     """The address where the parts lie, if it is a bucket."""
 
 
-class Opened(NamedTuple):
-    """A job with its model, in a process that computes parts."""
+class Worker:
+    """A job with its model, in a process that computes parts.
 
-    spec: Spec
-    parts: Parts
-    store: TokenStore
-    embedder: Embedder
-    tracks: RecordTracks | None
-    reuse: Reuse | None
+    Raises:
+        InputError: if the model is not the one that the plan was made for.
+    """
+
+    def __init__(self, work: Work) -> None:
+        plan, read, device = read_plan(work.directory), weights.read(work.model), torch.device(work.device)
+        self.spec = spec = Spec.of(plan["spec"])
+        if model_hash(read) != spec.model_hash:
+            raise InputError(f"{read.source}: its weights were changed since; --overwrite starts over")
+        read, dtype = weights.joining(read, spec.chains, "--join"), TORCH[spec.compute]
+        how: dict[str, Any] = {"dtype": spec.dtype, "long": spec.long, "tokens": work.tokens}
+        if work.offload:
+            esm = offloaded(read, work.directory / "work" / "layers", dtype, device)
+            # A pass copies the layers once, whatever its number of tokens, and packs at the same time would wait.
+            how |= {"tokens": work.tokens or GPU_PACK, "device": device, "threads": False}
+        else:
+            esm = weights.build(read, device, dtype).eval()
+        self.embedder = Embedder(esm, spec.outputs, **how)
+        self.store = TokenStore(work.store)
+        folder, known = work.directory / "work" / "tracks", family_of(read.config).tracks
+        tracks = [TrackStore(folder / one.name, one, self.store) for one in known if one.name in plan["tracks"]]
+        self.tracks = RecordTracks(tracks) if tracks else None
+        self.parts = Parts(work.directory, plan, None if work.bucket is None else RemoteDirectory(work.bucket))
+        self.reuse = None if work.reuse is None else EmbeddingStore(work.reuse)
+
+    def compute(self, part: int) -> tuple[int, int]:
+        """Compute a part and write it, unless it was finished meanwhile. Return its computed rows and residues."""
+        spec, index = self.spec, self.parts.index
+        if self.parts.is_done(part):
+            return 0, 0
+        first, last = index.bounds[part : part + 2]
+        first_n, length_n = index.first[first:last].tolist(), index.lengths_of(part)
+        places = RowPlaces(spec, length_n)
+        tensors = {one.name: places.empty(one) for one in spec.outputs}
+
+        def put(row: int, values: Mapping[str, torch.Tensor]) -> None:
+            for one in spec.outputs:
+                target = tensors[one.name][places.slice(one, row)]
+                target.copy_(values[one.name].reshape(target.shape))
+
+        todo = list(range(len(first_n)))
+        if self.reuse is not None:
+            old_n = self.reuse.rows_to_reuse(np.asarray(index.keys[first:last]))
+            todo = np.flatnonzero(old_n < 0).tolist()
+            for row in np.flatnonzero(old_n >= 0).tolist():
+                copied = {name: torch.from_numpy(x) for name, x in self.reuse.values(int(old_n[row])).items()}
+                put(row, {name: x.view(TORCH[spec.dtype]) for name, x in copied.items()})
+        failed, windowed = list[tuple[int, str]](), list[int]()
+        sequences = [np.pad(self.store.residues(first_n[row]), 1, constant_values=(CLS, EOS)) for row in todo]
+        tracks = None if self.tracks is None else [self.tracks.get(first_n[row], slice(None)) for row in todo]
+        for row, result in zip(todo, self.embedder.compute(sequences, tracks), strict=True):
+            if isinstance(result, Failed):
+                failed.append((row, result.reason))
+            else:
+                put(row, result.values)
+                windowed += [row] if result.windowed else []
+        device = self.embedder.device
+        note = {
+            "failed": failed,
+            "windowed": windowed,
+            "reused": len(first_n) - len(todo),
+            "kernel": kernel_name(device, TORCH[spec.compute]),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "torch": torch.__version__,
+        }
+        self.parts.write(part, tensors, note)
+        return len(first_n), int(length_n.sum())
 
 
-@functools.lru_cache(maxsize=1)
-def opened(work: Work) -> Opened:
-    """Open a job and its model. `InputError` if the model is not the one that the plan was made for."""
-    plan = read_plan(work.directory)
-    spec, read, device = Spec.of(plan["spec"]), weights.read(work.model), torch.device(work.device)
-    if model_hash(read) != spec.model_hash:
-        raise InputError(f"{read.source}: its weights were changed since; --overwrite starts over")
-    read, dtype = weights.joining(read, spec.chains, "--join"), TORCH[spec.compute]
-    how: dict[str, Any] = {"dtype": spec.dtype, "long": spec.long, "tokens": work.tokens}
-    if work.offload:
-        from esmshard.embed.offload import offloaded
-
-        esm = offloaded(read, work.directory / "work" / "layers", dtype, device)
-        # A pass copies the layers once, whatever its number of tokens, and packs at the same time would wait.
-        how |= {"tokens": work.tokens or OFFLOADED_PACK, "device": device, "workers": 1}
-    else:
-        esm = weights.build(read, device, dtype).eval()
-    store, taken = TokenStore(work.store), [one for one in family_of(read.config).tracks if one.name in plan["tracks"]]
-    tracks = [TrackStore(work.directory / "work" / "tracks" / one.name, one, store) for one in taken]
-    return Opened(
-        spec,
-        Parts(work.directory, plan, None if work.bucket is None else RemoteDirectory(work.bucket)),
-        store,
-        Embedder(esm, spec.outputs, **how),
-        RecordTracks(tracks) if tracks else None,
-        None if work.reuse is None else Reuse(work.reuse, spec),
-    )
+opened = functools.lru_cache(maxsize=1)(Worker)
 
 
 def compute_part(work: Work, part: int) -> tuple[int, int]:
-    """Compute a part and write it, unless it was finished meanwhile. Return its computed rows and residues."""
-    spec, parts, store, embedder, records, reuse = opened(work)
-    if parts.is_done(part):
-        return 0, 0
-    index = parts.index
-    first, last = index.bounds[part : part + 2]
-    first_n, length_n = index.first[first:last].tolist(), index.lengths_of(part)
-    places = RowPlaces(spec, length_n)
-    tensors = {one.name: places.empty(one) for one in spec.outputs}
-
-    def put(row: int, values: Mapping[str, torch.Tensor]) -> None:
-        for one in spec.outputs:
-            target = tensors[one.name][places.slice(one, row)]
-            target.copy_(values[one.name].reshape(target.shape))
-
-    todo = list(range(len(first_n)))
-    if reuse is not None:
-        old_n = reuse.rows(np.asarray(index.keys[first:last]))
-        todo = np.flatnonzero(old_n < 0).tolist()
-        for row in np.flatnonzero(old_n >= 0).tolist():
-            copied = {name: torch.from_numpy(x) for name, x in reuse.values(int(old_n[row])).items()}
-            put(row, {name: x.view(TORCH[spec.dtype]) for name, x in copied.items()})
-    failed, windowed = list[tuple[int, str]](), list[int]()
-    sequences = [with_ends(store.residues(first_n[row])) for row in todo]
-    tracks = None if records is None else [records.get(first_n[row], slice(None)) for row in todo]
-    for place, result in embedder.compute(sequences, tracks):
-        if isinstance(result, Failed):
-            failed.append((todo[place], result.reason))
-        else:
-            put(todo[place], result.values)
-            windowed += [todo[place]] if result.windowed else []
-    on_gpu = embedder.device.type == "cuda"
-    note = {
-        "failed": sorted(failed),
-        "windowed": sorted(windowed),
-        "reused": len(first_n) - len(todo),
-        "kernel": kernel_name(embedder.device, TORCH[spec.compute]),
-        "device": torch.cuda.get_device_name(embedder.device) if on_gpu else embedder.device.type,
-        "torch": torch.__version__,
-    }
-    parts.write(part, tensors, note)
-    return len(first_n), int(length_n.sum())
-
-
-def with_ends(residues: Tokens) -> Tokens:
-    """Return the residues between `<cls>` and `<eos>`, as the embedder expects them."""
-    return np.concatenate(([CLS], residues, [EOS])).astype(np.uint8)
+    """Compute a part in a process that keeps the model for the next one; see `Worker.compute`."""
+    return opened(work).compute(part)

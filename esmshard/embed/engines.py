@@ -5,12 +5,11 @@ Ray. A part is finished when its file exists (`esmshard.embed.parts`), so there 
 engine only divides the numbers of the missing parts. The same command again computes what is missing.
 
 After the last part `OUT.partial` becomes OUT, or its rows are copied, in input order, into the file OUT. A bucket
-cannot rename: there, parts are uploaded to their final address, below OUT or, if a file is made of them, OUT.partial,
-and what shows that OUT is complete is uploaded last.
+cannot rename: there, parts are uploaded to their final address, and the manifest, which shows that the directory is
+complete, is uploaded last.
 """
 
 import contextlib
-import functools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -39,7 +38,7 @@ from esmshard.embed.compute import Work, compute_part, opened
 from esmshard.embed.parts import (
     EmbeddingStore,
     Parts,
-    Reuse,
+    RowIndex,
     begin,
     conclude,
     partial,
@@ -55,7 +54,7 @@ from esmshard.io.paths import check_replaced, read_json, replace_json, size_text
 from esmshard.io.remote import RemoteDirectory
 from esmshard.io.store import TokenStore, is_store
 from esmshard.io.tables import counted
-from esmshard.io.writers import chains_file, facts_file, failures_file, write_chains
+from esmshard.io.writers import facts_file, failures_file, write_chains
 from esmshard.model import weights
 from esmshard.parallel import cpu_limits
 from esmshard.parallel.process_group import own_device, processes_of
@@ -74,45 +73,16 @@ MOST_LOSSES = 3
 """How often processes may be killed without a finished part in between."""
 
 
-@dataclass(frozen=True)
-class EmbedReport:
-    """The result of a job."""
-
-    out: Path | str
-    """The path, or the address in a bucket."""
-    records: int
-    computed: int
-    """Sequences that went through the model, over all attempts."""
-    duplicates: int
-    """Records with the same sequence as an earlier record."""
-    reused: int
-    """Sequences copied from the earlier directory of parts."""
-    windowed: int
-    """Sequences divided into windows for lack of memory."""
-    failed: int
-    """Records without values; `failed_file` lists them."""
-    failed_file: Path | str
-    first: str
-    """Id and reason of the first record without values."""
-
-    def __str__(self) -> str:
-        kept, computed = counted(self.records - self.failed, "record"), counted(self.computed, "sequence")
-        text = (
-            f"{self.out}: {kept}; {computed} computed, {counted(self.duplicates, 'duplicate')}, {self.reused:,} reused"
-        )
-        if self.windowed:
-            text += f"; {self.windowed:,} in windows, as memory did not suffice for them whole"
-        if self.failed:
-            text += f"; {counted(self.failed, 'record')} failed, see {self.failed_file}"
-        return text
-
-    def check(self) -> None:
-        """Raise `InputError` if every record failed, because the output is then empty."""
-        if self.failed == self.records:
-            raise InputError(
-                f"{self.out}: has no values, as every record failed ({self.records:,}), see {self.failed_file}; the "
-                f"first, {self.first}; fix that and start over with --overwrite"
-            )
+def summary(out: Path | str, manifest: Mapping[str, Any]) -> str:
+    """Describe a finished output, in one line."""
+    failed, records = manifest["failed_records"], manifest["records"]
+    text = (
+        f"{out}: {counted(records - failed, 'record')}; {counted(manifest['computed'], 'sequence')} computed, "
+        f"{counted(records - manifest['unique'], 'duplicate')}, {manifest['reused']:,} reused"
+    )
+    if windowed := len(manifest["windowed_rows"]):
+        text += f"; {windowed:,} in windows, as memory did not suffice for them whole"
+    return text + (f"; {counted(failed, 'record')} failed, see {manifest['failed_file']}" if failed else "")
 
 
 @dataclass(frozen=True)
@@ -130,9 +100,6 @@ class Share:
         mine = [part for part in parts if part % self.count == self.number]
         # The others' parts come last and backwards: their owners, if they are at work, compute them forwards.
         return mine + (sorted(set(parts) - set(mine), reverse=True) if self.number == 0 else [])
-
-
-ALONE = Share(0, 1)
 
 
 def share(text: str | None) -> Share:
@@ -301,7 +268,7 @@ def embed(
     worker: str | None = None,
     ray_address: str = "auto",
     part_tokens: int | None = None,
-) -> EmbedReport | None:
+) -> dict[str, Any] | None:
     """Compute the embeddings and write the output. If a part of them is there already, compute what is missing.
 
     Args:
@@ -320,7 +287,8 @@ def embed(
         part_tokens: tokens of a part.
 
     Returns:
-        The report; None in workers of an array other than worker 0, which writes the output.
+        The manifest (see `esmshard.embed.parts`) and the path of `failed_file`; None in workers of an array other than
+        worker 0, which writes the output.
 
     Raises:
         UsageError: if the output exists already and is another one, or was begun with other settings.
@@ -332,16 +300,14 @@ def embed(
         raise UsageError("--overwrite lets each worker remove the others' results; remove the output before")
     if worker is not None and engine != "array":
         raise UsageError("--worker is for --engine array; leave it out")
-    mine, url = share(worker) if engine == "array" else ALONE, remote.address(asked.out)
+    mine, url = share(worker) if engine == "array" else Share(0, 1), remote.address(asked.out)
     if url is not None and engine == "ray":
         raise UsageError(f"{url}: --engine ray writes to a disk that all nodes see; use --engine array for a bucket")
     partial(asked.out)
     processes = 1 if offload else processes_of(asked.device, nproc)
     if asked.device.type == "cuda" and engine != "ray":
         own_device(processes - 1, processes, asked.device)  # raises if there is no GPU for each process
-    reuse = None if reuse is None else remote.local(reuse).resolve()
-    if reuse is not None:
-        Reuse(reuse, asked.spec)
+    reuse = None if reuse is None else reusable(reuse, asked).path
     scratch = contextlib.nullcontext(asked.out.parent) if url is None else remote.scratch()
     with read_from(asked, fasta) as (read, sequences, sentences), scratch as folder:
         here = replace(read, out=folder / asked.out.name)
@@ -354,7 +320,7 @@ def embed(
             tokens,
             reuse,
             offload,
-            None if url is None else f"{url}{'' if asked.fmt == PARTS else '.partial'}",
+            url,
         )
 
         def compute(parts: Parts, progressed: Progressed) -> None:
@@ -365,14 +331,32 @@ def embed(
             else:
                 compute_here(work, mine.of(parts.missing()), progressed)
 
-        job = _Job(here, sequences, sentences, mine.number == 0, overwrite, url, work)
+        job = _Job(here, sequences, settings_of(here, sequences), overwrite, url)
         with writing(directory, ROOM):
             try:
-                return job.run(compute, part_tokens)
+                if mine.number == 0:
+                    manifest = job.finished()
+                else:
+                    while (manifest := job.finished()) is None and url is None and not directory.exists():
+                        time.sleep(0.5)  # Worker 0 reads the input and writes the plan.
+                if manifest is None:
+                    manifest = job.run(compute, sentences, part_tokens, work.store if mine.number == 0 else None)
+                else:
+                    say(f"{url or asked.out}: is finished already")
+                    remove(directory)
             except (InputError, OSError) as error:
-                if isinstance(error, UsageError) or directory.exists() or (known := job.finished()) is None:
-                    raise
-                return job.report(known)  # Another process has made the output meanwhile, and removed the parts.
+                if isinstance(error, UsageError) or directory.exists() or (manifest := job.finished()) is None:
+                    raise  # Otherwise another process has made the output meanwhile, and removed the parts.
+    if manifest is None:
+        return None
+    return manifest | {"failed_file": f"{url or asked.out}{'/' if asked.fmt == PARTS else '.'}failed.tsv"}
+
+
+def reusable(path: Path, asked: EmbedRequest) -> EmbeddingStore:
+    """Open an earlier directory of parts. `UsageError` if no row of it can be copied."""
+    store = EmbeddingStore(remote.local(path).resolve())
+    store.check_reuse(asked.spec)
+    return store
 
 
 @contextlib.contextmanager
@@ -396,56 +380,36 @@ def read_from(asked: EmbedRequest, fasta: Path) -> Iterator[tuple[EmbedRequest, 
 
 @dataclass(frozen=True)
 class _Job:
-    """A request, and how it is carried out; see `embed`. Paths are on this machine, also for a bucket."""
+    """A request whose output has a path on this machine, also for a bucket, and how it is carried out; see `embed`."""
 
     asked: EmbedRequest
     fasta: Path
-    sentences: list[str]
-    is_first: bool
-    """Whether this process reads the input and writes the output."""
+    settings: Mapping[str, str]
+    """All on which the output depends."""
     overwrite: bool
     url: str | None
-    work: Work
 
-    @functools.cached_property
-    def place(self) -> Path | RemoteDirectory:
-        """Where the parts lie."""
-        return partial(self.asked.out) if self.work.bucket is None else RemoteDirectory(self.work.bucket)
-
-    @functools.cached_property
-    def parent(self) -> Path | RemoteDirectory:
-        """The folder that holds the output."""
-        return self.asked.out.parent if self.url is None else RemoteDirectory(self.url.rpartition("/")[0])
-
-    @functools.cached_property
-    def settings(self) -> dict[str, str]:
-        """All on which the output depends."""
-        return settings_of(self.asked, self.fasta)
-
-    def run(self, compute: Callable[[Parts, Progressed], None], part_tokens: int | None) -> EmbedReport | None:
-        """Plan, compute, and write the output, each as far as it is not done yet."""
+    def run(
+        self,
+        compute: Callable[[Parts, Progressed], None],
+        sentences: Sequence[str],
+        part_tokens: int | None,
+        store: Path | None,
+    ) -> dict[str, Any] | None:
+        """Plan and compute, each as far as it is not done yet. With the token `store`, write the output, too."""
         asked, directory, is_parts = self.asked, partial(self.asked.out), self.asked.fmt == PARTS
-        while True:
-            if not self.overwrite and (known := self.finished()) is not None:
-                self.check_same(known, "made")
-                say(f"{self.url or asked.out}: is finished already")
-                remove(directory)
-                return self.report(known)
-            if self.is_first or self.url is not None or directory.exists():
-                break
-            time.sleep(0.5)  # Worker 0 reads the input and writes the plan.
         self.clear_way()
-        for notice in filter(None, [*self.sentences, weights.altered(asked.found.files)]):
+        for notice in filter(None, [*sentences, weights.altered(asked.found.files)]):
             say(notice)
-        plan = begin(directory, self.fasta, asked, self.sentences, part_tokens)
+        plan = begin(directory, self.fasta, asked, sentences, part_tokens)
         self.check_same(plan, "begun")
-        bucket = self.place if isinstance(self.place, RemoteDirectory) else None
+        bucket = None if self.url is None else RemoteDirectory(self.url)
         if bucket is not None:
             bucket.write("plan.json", (directory / "plan.json").read_bytes())
         parts = Parts(directory, plan, bucket)
         missing, bounds, total = parts.missing(), plan["bounds"], plan["unique"]
-        if bucket is None or not is_parts:
-            check_fits(directory, numbers_bytes(asked, parts, missing) + file_bytes(asked, parts))
+        if bucket is None:
+            check_fits(directory, part_bytes(asked, parts.index, missing) + file_bytes(asked, parts.index))
         done, residues, began = total - sum(bounds[part + 1] - bounds[part] for part in missing), 0, time.monotonic()
         if done:
             say(f"{self.url or directory}: going on; {done:,} of {total:,} sequences are done")
@@ -460,38 +424,40 @@ class _Job:
 
             if missing:
                 compute(parts, progressed)
-        if not self.is_first:
+        if store is None:
             say("the parts of this worker are finished; worker 0 writes the output")
             return None
-        if bucket is not None and not is_parts:
-            parts.download()
-        known = conclude(directory, plan, parts)
-        if not is_parts:
-            sequences = TokenStore(self.work.store) if FORMATS[asked.fmt].by_sequence else None
-            write_file(EmbeddingStore(directory), asked.out, asked.fmt, sequences)
+        manifest = conclude(directory, plan, parts)
         if bucket is not None:
-            self.upload(bucket, parts)
+            for path in [*(directory / "index").iterdir(), *directory.glob("failed.tsv"), directory / "manifest.json"]:
+                bucket.upload(path, path.relative_to(directory).as_posix())
+            kept = {f"parts/{parts.name(part)}" for part in range(len(parts))}
+            bucket.remove(name for name in bucket.listing("parts") if name not in kept)
         elif is_parts:
             shutil.rmtree(directory / "work", ignore_errors=True)
             for stray in set(parts.folder.iterdir()) - {parts.folder / parts.name(part) for part in range(len(parts))}:
                 stray.unlink(missing_ok=True)  # of killed workers, or of another plan
             remove(asked.out)
             directory.rename(asked.out)
+        else:
+            sequences = TokenStore(store) if FORMATS[asked.fmt].by_sequence else None
+            write_file(EmbeddingStore(directory), asked.out, asked.fmt, sequences)
         for left in asked.out.absolute().parent.glob(f".planning-{directory.name}-*"):  # of killed commands
             shutil.rmtree(left, ignore_errors=True)
         remove(directory)
-        return self.report(known)
+        return manifest
 
     def finished(self) -> dict[str, Any] | None:
-        """Return the plan and the manifest of an output that is there already; None if there is none."""
-        out, facts = self.asked.out, facts_file(self.asked.out).name
+        """Return the manifest of an output that is there already, and need not be replaced; None if there is none."""
+        out = self.asked.out
         if self.asked.fmt == PARTS:
-            texts = _texts(out if self.url is None else self.place, "plan.json", "manifest.json")
-            known = {**texts.get("plan.json", {}), **texts["manifest.json"]} if "manifest.json" in texts else {}
+            manifest = _json(out if self.url is None else RemoteDirectory(self.url), "manifest.json")
         else:
-            there = out.exists() if isinstance(self.parent, Path) else self.parent.look(out.name) is not None
-            known = _texts(self.parent, facts).get(facts, {}) if there else {}
-        return known if "settings" in known else None  # otherwise it is something else of this name
+            manifest = _json(out.parent, facts_file(out).name) if out.exists() else {}
+        if self.overwrite or "settings" not in manifest:  # Without them it is something else of this name.
+            return None
+        self.check_same(manifest, "made")
+        return manifest
 
     def check_same(self, known: Mapping[str, Any], verb: str) -> None:
         """Raise `UsageError` if an output was made or begun with other settings."""
@@ -503,17 +469,18 @@ class _Job:
         """Refuse to replace an output or files of others, and an interrupted run with other settings, unless
         `overwrite` is set.
         """
-        asked, directory, begun = self.asked, partial(self.asked.out), _texts(self.place, "plan.json", "manifest.json")
-        plan = begun.get("plan.json")
-        if plan is not None and not self.overwrite:
+        asked, directory = self.asked, partial(self.asked.out)
+        place = directory if self.url is None else RemoteDirectory(self.url)
+        plan = _json(place, "plan.json")
+        if plan and not self.overwrite:
             self.check_same(plan, "begun")
-        replaced = plan is not None and self.overwrite and plan["settings"] != self.settings
-        if isinstance(self.place, RemoteDirectory):
-            if replaced or (self.overwrite and "manifest.json" in begun):
-                ours = [name for name in self.place.listing() if any(fnmatch(name, one) for one in STORE)]
-                self.place.remove(sorted(ours, key=lambda name: name != "manifest.json"))
+        replaced = plan and self.overwrite and plan["settings"] != self.settings
+        if isinstance(place, RemoteDirectory):
+            if replaced or (self.overwrite and _json(place, "manifest.json")):
+                ours = [name for name in place.listing() if any(fnmatch(name, one) for one in STORE)]
+                place.remove(sorted(ours, key=lambda name: name != "manifest.json"))
             return
-        if plan is None or self.overwrite:  # otherwise this was checked when the run was begun
+        if not plan or self.overwrite:  # otherwise this was checked when the run was begun
             if asked.fmt != PARTS:
                 FORMATS[asked.fmt].check_place(asked.out, overwrite=self.overwrite)
             elif asked.out.exists() and not self.overwrite:
@@ -524,43 +491,12 @@ class _Job:
             check_replaced(directory, [*STORE, "work/*", ".*"])
             remove(directory)
 
-    def upload(self, bucket: RemoteDirectory, parts: Parts) -> None:
-        """Upload what was made, and last what shows that it is complete; remove what an earlier output had more."""
-        out, directory, parent = self.asked.out, partial(self.asked.out), self.parent
-        assert isinstance(parent, RemoteDirectory)
-        if self.asked.fmt == PARTS:
-            for path in [*(directory / "index").iterdir(), *directory.glob("failed.tsv"), directory / "manifest.json"]:
-                bucket.upload(path, path.relative_to(directory).as_posix())
-            kept = {f"parts/{parts.name(part)}" for part in range(len(parts))}
-            bucket.remove(name for name in bucket.listing("parts") if name not in kept)
-            return
-        made = [path for path in out.parent.rglob("*") if path.is_file() and directory not in path.parents]
-        for path in sorted(made, key=lambda path: path == out):
-            parent.upload(path, path.relative_to(out.parent).as_posix())
-        parent.remove(path.name for path in {failures_file(out), chains_file(out)} - {*made})
-        bucket.remove(sorted(bucket.listing(), key=lambda name: name != "plan.json"))
 
-    def report(self, known: Mapping[str, Any]) -> EmbedReport:
-        """Return the report of a finished output."""
-        out: Path | str = self.url or self.asked.out
-        return EmbedReport(
-            out,
-            known["records"],
-            known["computed"],
-            known["records"] - known["unique"],
-            known["reused"],
-            len(known["windowed_rows"]),
-            known["failed_records"],
-            f"{out}{'/' if self.asked.fmt == PARTS else '.'}failed.tsv",
-            known["first_failed"],
-        )
-
-
-def _texts(place: Path | RemoteDirectory, *names: str) -> dict[str, dict[str, Any]]:
-    """Read those of some JSON files that exist."""
-    if isinstance(place, Path):
-        return {name: read_json(place / name) for name in names if (place / name).is_file()}
-    return {name: json.loads(text) for name, text in place.read(*names).items()}
+def _json(place: Path | RemoteDirectory, name: str) -> dict[str, Any]:
+    """Read a JSON file; empty if there is none."""
+    if isinstance(place, RemoteDirectory):
+        return dict(json.loads(place.read(name).get(name, "{}")))
+    return dict(read_json(place / name)) if (place / name).is_file() else {}
 
 
 def check_fits(place: Path, need: int) -> None:
@@ -573,24 +509,52 @@ def check_fits(place: Path, need: int) -> None:
         )
 
 
-def numbers_bytes(asked: EmbedRequest, parts: Parts, some: Sequence[int]) -> int:
+def part_bytes(asked: EmbedRequest, index: RowIndex, parts: Iterable[int]) -> int:
     """Return the bytes of the numbers of some parts."""
     spec = asked.spec
-    numbers = sum(int(spec.numbers(spec.long.kept(parts.index.lengths_of(part))).sum()) for part in some)
+    numbers = sum(int(spec.numbers(spec.long.kept(index.lengths_of(part))).sum()) for part in parts)
     return numbers * np.dtype(NUMPY[spec.dtype]).itemsize
 
 
-def file_bytes(asked: EmbedRequest, parts: Parts) -> int:
-    """Return about the bytes of the file that is made from the parts; 0 if none is made. Checks the format's limits."""
+def file_bytes(asked: EmbedRequest, index: RowIndex) -> int:
+    """Return about the bytes of the file that is made from the parts; 0 if none is made."""
     if asked.fmt == PARTS:
         return 0
-    spec, index, writer, numbers, step = asked.spec, parts.index, FORMATS[asked.fmt], 0, 1 << 16
-    ids = int(index.ids[-1])
-    suits(asked.fmt, spec.outputs, spec.dtype, asked.out, records=len(index.lengths), id_bytes=ids)
+    spec, writer = asked.spec, FORMATS[asked.fmt]
     length = index.lengths if not writer.by_sequence else index.lengths[index.first]
-    for start in range(0, len(length), step):
-        numbers += int(spec.numbers(spec.long.kept(length[start : start + step].astype(np.int64))).sum())
-    return numbers * writer.number_bytes(spec.dtype) + ids
+    numbers = int(spec.numbers(spec.long.kept(length.astype(np.int64))).sum())
+    return numbers * writer.number_bytes[spec.dtype] + int(index.ids[-1])
+
+
+def forecast(asked: EmbedRequest, fasta: Path, reuse: Path | None = None) -> str:
+    """Describe the input and the size of an output, in some lines. Nothing is computed, and all files are removed.
+
+    Raises:
+        InputError: if the output cannot fit on the disk, or the input cannot be read.
+        UsageError: if the request cannot be carried out.
+    """
+    in_bucket, long = remote.is_remote(asked.out), asked.spec.long
+    place = None if in_bucket else next(one for one in asked.out.absolute().parents if one.is_dir())
+    with (
+        tempfile.TemporaryDirectory(prefix=".esmshard-dry-run-", dir=place, ignore_cleanup_errors=True) as name,
+        read_from(asked, fasta) as (read, path, _),
+    ):
+        plan = begin(Path(name) / "plan", path, read)
+        index, parts = RowIndex(Path(name) / "plan" / "index", plan["bounds"]), range(len(plan["bounds"]) - 1)
+        copied = 0 if reuse is None else (reusable(reuse, asked).rows_to_reuse(np.asarray(index.keys)) >= 0).sum()
+        of_parts, of_file, length_N = part_bytes(asked, index, parts), file_bytes(asked, index), index.lengths
+        if place is not None:
+            check_fits(place, of_parts + of_file)
+        treated = {"full": "taken whole", "window": "seen in overlapping windows", "truncate": "cut"}[long.mode]
+        lines = [
+            f"records     {len(length_N):,} of {length_N.sum(dtype=np.int64):,} residues, longest {length_N.max():,}",
+            f"sequences   {plan['unique']:,} different ones: {plan['unique'] - copied:,} to compute, {copied:,} reused",
+            f"long        {(length_N > long.window).sum():,} records over {long.window:,} residues: {treated}",
+            f"parts       {len(parts):,}, {size_text(of_parts)}",
+        ]
+        lines += [f"{asked.fmt:<11} about {size_text(of_file)}"] if of_file else []
+        lines += [] if place is None else [f"free        {size_text(shutil.disk_usage(place).free)} at {place}"]
+        return "\n".join(lines)
 
 
 def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: TokenStore | None = None) -> None:
@@ -601,7 +565,7 @@ def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: Token
         UsageError: if the format cannot hold the rows, or needs sequences, which a finished directory lacks.
         InputError: if a part is damaged.
     """
-    about, known = embeddings.about(), embeddings.manifest
+    about = embeddings.about()
     suits(fmt, about.outputs, about.dtype, out)
     if FORMATS[fmt].by_sequence and sequences is None:
         raise UsageError(
@@ -618,7 +582,7 @@ def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: Token
         if embeddings.failed:
             shutil.copyfile(embeddings.path / "failed.tsv", failures_file(out))
         write_chains(out, embeddings.chains, embeddings.spec.chains.text)
-    facts = {"format": fmt, **embeddings.attributes, "dim": embeddings.spec.dim, **known}
+    facts = {"format": fmt, **embeddings.attributes, "dim": embeddings.spec.dim, **embeddings.manifest}
     facts = {name: value for name, value in facts.items() if name not in ("bounds", "digest")}
     replace_json(facts_file(out), facts | {"outputs": [one.name for one in embeddings.outputs]})
 
@@ -634,25 +598,21 @@ def status(out: Path) -> str:
         raise InputError(f"{out}: there is nothing; embed writes it")
     plan = read_plan(directory)
     parts, settings = Parts(directory, plan), plan["settings"]
-    missing, bounds = parts.missing(), plan["bounds"]
-    done = plan["unique"] - sum(bounds[part + 1] - bounds[part] for part in missing)
-    lines = [
-        f"{directory}: {'not ' if missing else ''}finished",
-        f"holds      {settings['--pool and --layers']} of {plan['records']:,} records ({plan['unique']:,} different "
-        f"sequences) by {plan['model']}, {settings['--dtype']}, computed in {settings['--precision']}",
-        f"parts      {len(parts) - len(missing)} of {len(parts)}; {done:,} of {plan['unique']:,} sequences",
-    ]
-    if missing:
-        return "\n".join([*lines, "go on      with the same command"])
-    return "\n".join([*lines, f"failed     {plan.get('failed_records', '?')}"])
+    done = len(parts) - len(parts.missing())
+    return "\n".join(
+        [
+            f"{directory}: {'not ' if directory != out else ''}finished, {done} of {len(parts)} parts",
+            f"{settings['--pool and --layers']} of {plan['records']:,} records ({plan['unique']:,} different "
+            f"sequences) by {plan['model']}, {settings['--dtype']}, computed in {settings['--precision']}",
+        ]
+    )
 
 
 def merge(directory: Path, out: Path, fmt: str | None, overwrite: bool) -> str:
     """Make one file from a finished directory of parts, which stays."""
     fmt = fmt or out.suffix.removeprefix(".")
-    if fmt not in FORMATS:
-        raise UsageError(f"{out}: no format '{fmt}'; there are {', '.join(FORMATS)} (by ending, or --format)")
     embeddings = EmbeddingStore(directory)
+    suits(fmt, embeddings.outputs, embeddings.spec.dtype, out)
     FORMATS[fmt].check_place(out, overwrite=overwrite)
     with writing(out, ROOM):
         write_file(embeddings, out, fmt)

@@ -2,7 +2,7 @@
 
     OUT/
       plan.json            what is computed, of which input, and the bounds of the parts
-      manifest.json        written last: failed rows, counts, devices and versions
+      manifest.json        written last: the plan, and failed rows, counts, devices and versions
       parts/               000012-1f9c2a34.safetensors: rows `bounds[12]` to `bounds[13]`; the name ends in
                            the plan's digest. One tensor for each output, rows end to end: `mean_6` [n, D],
                            `residue_6` [sum of L, D], `logits` [sum of L, 33], `contacts` [sum of L^2],
@@ -24,6 +24,7 @@ plan follows from the request and the input alone, so all machines make the same
 
 import copy
 import errno
+import functools
 import hashlib
 import itertools
 import json
@@ -31,7 +32,6 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -52,17 +52,15 @@ from esmshard.io.array_formats import NUMPY, About, Output, Row, as_float
 from esmshard.io.paths import read_json, remembered_sha256, replace_json, replacing, without_directories
 from esmshard.io.remote import RemoteDirectory
 from esmshard.io.store import TokenStore, ingest, is_store, keys
-from esmshard.io.symbols import Rules, shown
+from esmshard.io.symbols import Rules
 from esmshard.io.tables import counted
 from esmshard.progress import say
 from esmshard.vocab import chain_spans, decode
 
 FORMAT = "3"
 """The version of the plan and of parts."""
-FIRST_PART, LEAST_PART, MOST_PART = 1 << 12, 1 << 14, 1 << 18
-"""Tokens of the first part, and the least and most of a usual one. The first parts are small, so that results are soon
-there; each is twice as large as the one before.
-"""
+LEAST_PART, MOST_PART = 1 << 14, 1 << 18
+"""The least and most tokens of a usual part."""
 SHARE_OF_PART, MOST_PARTS = 128, 4096
 """A usual part is such a share of the input, so that several processes end at about the same time; in a very large
 input parts grow, so that there are not more files.
@@ -114,10 +112,7 @@ def begin(
             planning = Path(scratch) / work.name
             for folder in ("work", "parts", "index"):
                 (planning / folder).mkdir(parents=True)
-            plan = _plan(planning, fasta, asked, notices)
-            plan["bounds"] = _bounds(planning / "index", asked.spec, part_tokens or _part_tokens(plan["tokens"]))
-            entries = {name: plan[name] for name in ("spec", "settings", "bounds")}
-            plan["digest"] = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+            plan = _plan(planning, fasta, asked, notices, part_tokens)
             replace_json(planning / "plan.json", without_directories(plan))
             try:
                 planning.rename(work)
@@ -128,9 +123,9 @@ def begin(
 
 
 def read_plan(directory: Path) -> dict[str, Any]:
-    """Read the plan of a directory of parts, and what its manifest adds if it is finished."""
+    """Read the plan of a directory of parts."""
     plan: dict[str, Any] = read_json(directory / "plan.json")
-    return plan | (read_json(directory / "manifest.json") if (directory / "manifest.json").is_file() else {})
+    return plan
 
 
 def read_input(fasta: Path, store: Path, linker: int) -> TokenStore:
@@ -149,8 +144,10 @@ def read_input(fasta: Path, store: Path, linker: int) -> TokenStore:
     return made
 
 
-def _plan(work: Path, fasta: Path, asked: EmbedRequest, notices: Sequence[str]) -> dict[str, Any]:
-    """Read the input, write the index, and return the plan without the bounds of the parts."""
+def _plan(
+    work: Path, fasta: Path, asked: EmbedRequest, notices: Sequence[str], part_tokens: int | None
+) -> dict[str, Any]:
+    """Read the input, write the index, and return the plan."""
     index, spec, long = work / "index", asked.spec, asked.spec.long
     store = read_input(fasta, work / "work" / "input", spec.chains.tokens)
     tracks = []
@@ -179,16 +176,21 @@ def _plan(work: Path, fasta: Path, asked: EmbedRequest, notices: Sequence[str]) 
         )
     for notice in new:
         say(notice)
+    tokens = int(store.offsets[-1]) + len(store)
+    identity = {
+        "spec": asdict(spec),
+        "settings": settings_of(asked, fasta),
+        "bounds": _bounds(index, spec, part_tokens or _part_tokens(tokens)),
+    }
     return {
         "esmshard": __version__,
         "model": asked.model,
-        "spec": asdict(spec),
-        "settings": settings_of(asked, fasta),
+        **identity,
+        "digest": hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         "source": fasta.name,
         "notices": [*notices, *store.notices, *new],
         "records": len(store),
         "unique": unique,
-        "tokens": int(store.offsets[-1]) + len(store),
         "chained": chained,
         "tracks": state_of(asked.tracks),
     }
@@ -246,19 +248,13 @@ def _part_tokens(tokens: int) -> int:
 
 
 def _bounds(index: Path, spec: Spec, per_part: int) -> list[int]:
-    """Return the first row of each part, and the number of rows."""
+    """Return the first row of each part, and the number of rows. A part ends at `per_part` tokens or at PART_BYTES."""
     first_U, length_N = (np.load(index / f"{name}.npy", mmap_mode="r") for name in ("first", "lengths"))
-    itemsize, bounds, tokens, nbytes = np.dtype(NUMPY[spec.dtype]).itemsize, [0], 0, 0
-    for start in range(0, len(first_U), _AT_ONCE):
-        kept_U = spec.long.kept(length_N[first_U[start : start + _AT_ONCE]].astype(np.int64))
-        sizes = zip((kept_U + 2).tolist(), (spec.numbers(kept_U) * itemsize).tolist(), strict=True)
-        for row, (more_tokens, more_bytes) in enumerate(sizes, start):
-            full = min(per_part, FIRST_PART << min(len(bounds) - 1, 40))
-            if row > bounds[-1] and (tokens >= full or nbytes + more_bytes > PART_BYTES):
-                bounds.append(row)
-                tokens = nbytes = 0
-            tokens, nbytes = tokens + more_tokens, nbytes + more_bytes
-    return [*bounds, len(first_U)]
+    kept_U = spec.long.kept(length_N[first_U].astype(np.int64))
+    bytes_U = spec.numbers(kept_U) * np.dtype(NUMPY[spec.dtype]).itemsize
+    cost_U = np.maximum((kept_U + 2) * PART_BYTES // per_part, bytes_U)
+    part_U = (np.cumsum(cost_U) - cost_U) // PART_BYTES
+    return [*np.flatnonzero(np.diff(part_U, prepend=-1)).tolist(), len(first_U)]
 
 
 class RowIndex:
@@ -383,12 +379,6 @@ class Parts:
         finally:
             scratch.unlink(missing_ok=True)
 
-    def download(self) -> None:
-        """Copy the parts from the bucket, for the file that is made of them."""
-        assert self._bucket is not None
-        for name in map(self.name, range(len(self))):
-            self._bucket.download(f"parts/{name}", self.folder / name)
-
     def note(self, part: int) -> dict[str, Any]:
         """Return the note of a finished part. `InputError` if its file is truncated."""
         path = self.folder / self.name(part)
@@ -411,11 +401,7 @@ def opened(path: Path) -> Any:
 
 
 def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
-    """Write `failed.tsv` and the manifest of a job whose parts are finished.
-
-    Returns:
-        The plan, and what the manifest adds.
-    """
+    """Write `failed.tsv` and the manifest of a job whose parts are finished, and return the manifest."""
     index, notes = parts.index, [parts.note(part) for part in range(len(parts))]
     reasons = {index.bounds[k] + row: why for k, note in enumerate(notes) for row, why in note["failed"]}
     records = np.flatnonzero(np.isin(index.rows, list(reasons))).tolist() if reasons else []
@@ -423,26 +409,20 @@ def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str
     reused = sum(note["reused"] for note in notes)
     windowed = [index.bounds[k] + row for k, note in enumerate(notes) for row in note["windowed"]]
     made_by = {f"{note['device']}, kernel {note['kernel']}, torch {note['torch']}" for note in notes}
-    results = {
+    if failed:
+        with replacing(directory / "failed.tsv") as file:
+            file.writelines("\t".join(map(str, line)) + "\n" for line in [("id", "length", "reason"), *failed])
+    manifest = {
+        **plan,
         "computed": len(index.first) - reused,
         "reused": reused,
         "failed_rows": sorted(reasons),
         "windowed_rows": windowed,
         "failed_records": len(failed),
-        "first_failed": f"{shown(failed[0][0])}: {failed[0][2]}" if failed else "",
         "made_by": sorted(made_by),
     }
-    write_failed(failed, directory / "failed.tsv")
-    replace_json(directory / "manifest.json", results)
-    return {**plan, **results}
-
-
-def write_failed(failed: Sequence[tuple[str, int, str]], path: Path) -> None:
-    """Write id, residues and reason of records without values, or remove an old file if there are none."""
-    path.unlink(missing_ok=True)
-    if failed:
-        with replacing(path) as file:
-            file.writelines("\t".join(map(str, line)) + "\n" for line in [("id", "length", "reason"), *failed])
+    replace_json(directory / "manifest.json", manifest)
+    return manifest
 
 
 def remove(directory: Path) -> None:
@@ -475,7 +455,7 @@ class EmbeddingStore:
         if not finished:
             raise InputError(f"{url or path}: is no finished directory of embeddings; run the same embed (again)")
         self.path = remote.local(path)
-        self.manifest = read_plan(self.path)
+        self.manifest = read_json(self.path / "manifest.json")
         self.spec = Spec.of(self.manifest["spec"])
         self.outputs = self.spec.outputs
         """The outputs of each record."""
@@ -490,7 +470,7 @@ class EmbeddingStore:
         if (failed := self.path / "failed.tsv").is_file():
             lines = failed.read_text(encoding="utf-8").splitlines()[1:]
             self.failed = {record_id: reason for record_id, _, reason in (line.split("\t") for line in lines)}
-        self._open: OrderedDict[int, tuple[Any, RowPlaces]] = OrderedDict()
+        self._opened = functools.lru_cache(maxsize=_OPEN_PARTS)(self._open)
 
     def __len__(self) -> int:
         return int(self.manifest["records"])
@@ -566,19 +546,16 @@ class EmbeddingStore:
     def values(self, row: int) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of a row by output; bf16 as its bits. A failed row has zeros."""
         part = int(np.searchsorted(self.index.bounds, row, side="right")) - 1
-        if part not in self._open:
-            places = RowPlaces(self.spec, self.index.lengths_of(part))
-            self._open[part] = opened(self.parts.folder / self.parts.name(part)), places
-            if len(self._open) > _OPEN_PARTS:
-                self._open.popitem(last=False)
-        self._open.move_to_end(part)
-        file, places = self._open[part]
+        file, places = self._opened(part)
         at, values = row - self.index.bounds[part], {}
         for one in self.outputs:
             x = file.get_slice(one.name)[places.slice(one, at)]
             x = x.view(torch.uint16) if self.spec.dtype == "bf16" else x
             values[one.name] = x.numpy().reshape(one.shape(int(places.kept_n[at]), self.spec.dim))
         return values
+
+    def _open(self, part: int) -> tuple[Any, RowPlaces]:
+        return opened(self.parts.folder / self.parts.name(part)), RowPlaces(self.spec, self.index.lengths_of(part))
 
     def _get(self, record_id: str) -> dict[str, npt.NDArray[Any]]:
         record = self.index.find(record_id)
@@ -589,34 +566,16 @@ class EmbeddingStore:
         values = self.values(int(self.index.rows[record]))
         return {name: as_float(array, self.spec.dtype) for name, array in values.items()}
 
+    def check_reuse(self, spec: Spec) -> None:
+        """Raise `UsageError` if no row can be copied, as an output is missing or a setting is another one."""
+        if different := difference(self.spec.settings, spec.settings):
+            raise UsageError(f"--reuse {self.path}: was made with {different}")
+        if missing := [one.title for one in spec.outputs if one not in self.outputs]:
+            held = ", ".join(sorted(one.title for one in self.outputs))
+            raise UsageError(f"--reuse {self.path}: holds {held}, and no {' and '.join(missing)}")
 
-class Reuse:
-    """An earlier directory of parts from which rows of equal keys are copied.
-
-    Args:
-        path: the directory.
-        spec: the spec of the new job.
-
-    Raises:
-        UsageError: if the earlier one lacks an output or has other settings, so that nothing could be copied.
-        InputError: if the directory is no finished directory of parts.
-    """
-
-    def __init__(self, path: Path, spec: Spec) -> None:
-        self._store = EmbeddingStore(path)
-        if different := difference(self._store.spec.settings, spec.settings):
-            raise UsageError(f"--reuse {path}: was made with {different}")
-        missing = [one.title for one in spec.outputs if one not in self._store.outputs]
-        if missing:
-            held = ", ".join(sorted(one.title for one in self._store.outputs))
-            raise UsageError(f"--reuse {path}: holds {held}, and no {' and '.join(missing)}")
-        self._without = [*self._store.manifest["failed_rows"], *self._store.manifest["windowed_rows"]]
-
-    def rows(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
+    def rows_to_reuse(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
         """Return the row of each key, or -1 where there is none that was computed as asked for, int64 [M]."""
-        row_M = self._store.index.rows_of(keys_M)
-        return np.where(np.isin(row_M, self._without), -1, row_M)
-
-    def values(self, row: int) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of a row, bf16 as its bits."""
-        return self._store.values(row)
+        row_M = self.index.rows_of(keys_M)
+        without = [*self.manifest["failed_rows"], *self.manifest["windowed_rows"]]
+        return np.where(np.isin(row_M, without), -1, row_M)

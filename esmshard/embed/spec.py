@@ -11,10 +11,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import TypeAdapter
 
 from esmshard.data.tracks import TrackFile, track_files
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import UsageError
+from esmshard.io import remote
 from esmshard.io.array_formats import FORMATS, POOLS, Dtype, Output, Pool, suits
 from esmshard.model import weights
 from esmshard.model.config import ModelConfig
@@ -144,10 +146,7 @@ class Spec:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Spec":
         """Read a spec back from the JSON of `dataclasses.asdict`."""
-        outputs = tuple(Output(**{**one, "heads": tuple(one["heads"])}) for one in fields["outputs"])
-        return cls(
-            **{**fields, "outputs": outputs, "long": Long(**fields["long"]), "chains": Chains(**fields["chains"])}
-        )
+        return TypeAdapter(cls).validate_python(fields)
 
     @property
     def settings(self) -> dict[str, str]:
@@ -249,6 +248,11 @@ def request(
     if fmt not in (*FORMATS, PARTS):
         known = ", ".join([*FORMATS, f"{PARTS} (a directory)"])
         raise UsageError(f"{out}: no format '{fmt}'; there are {known} (by ending, or --format)")
+    if fmt != PARTS and remote.is_remote(out):
+        raise UsageError(
+            f"{remote.address(out)}: embed writes a directory of parts into a bucket; leave the ending out, and let "
+            "`esmshard embeddings merge` make one file of it"
+        )
     found = weights.joining(weights.read(model), join_option(join), f"--join: {model}")
     usual = "mean" if fmt == PARTS else FORMATS[fmt].default_pool
     outputs = choose(list(pools) or [usual], list(layers), found.config, model, heads)

@@ -151,8 +151,8 @@ class FormatWriter(Writer):
     """Whether the format can hold more than one output."""
     by_sequence: ClassVar[bool] = False
     """Whether rows are stored by their sequences, so that each sequence is stored once, with its first id."""
-    names_limit: ClassVar[int | None] = None
-    """The most bytes that the names of all arrays take; None for any number."""
+    number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 4, "fp16": 2, "bf16": 2}
+    """The bytes of a number in the file; the most bytes, if the numbers differ in this."""
     extra: ClassVar[tuple[str, str] | None] = None
     """The module that writes the format, and the extra of this package that installs the module."""
 
@@ -165,11 +165,6 @@ class FormatWriter(Writer):
             self.attributes["records"] = about.n_records
         self.n = 0
         """The number of rows so far. While a row is written, this is its number, counted from 0."""
-
-    @classmethod
-    def number_bytes(cls, dtype: Dtype) -> int:
-        """Return the bytes of a number in the file; the most bytes, if the numbers differ in this."""
-        return np.dtype(NUMPY[dtype]).itemsize
 
     @classmethod
     def require(cls, out: Path) -> None:
@@ -306,11 +301,7 @@ class CsvFormat(FormatWriter):
     pools = ("mean", "max", "cls")
     several = False
 
-    DIGITS: ClassVar[Mapping[Dtype, int]] = {"fp32": 9, "fp16": 5}
-
-    @classmethod
-    def number_bytes(cls, dtype: Dtype) -> int:
-        return cls.DIGITS[dtype] + len("-.e-05,")
+    number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 16, "fp16": 12}  # nine or five digits, and `-.e-05,`
 
     def open(self) -> None:
         file = self.files.enter_context(open(self.work, "w", encoding="utf-8", newline=""))
@@ -318,73 +309,77 @@ class CsvFormat(FormatWriter):
         self._rows.writerow(["", *range(self.about.dim)])
 
     def write(self, row: Row) -> None:
-        (values,), digits = row.values.values(), self.DIGITS[self.about.dtype]
+        (values,), digits = row.values.values(), self.number_bytes[self.about.dtype] - len("-.e-05,")
         self._rows.writerow([row.id, *(f"{number:.{digits}g}" for number in values.tolist())])
 
 
-class ParquetFormat(FormatWriter):
+class BlockFormat(FormatWriter):
+    """A format whose rows wait in memory, and are written many at a time."""
+
+    BLOCK: ClassVar[float] = 1 << 20
+    """The numbers of a block of rows, which is written when it is full."""
+
+    def open(self) -> None:
+        self._waiting: list[Row] = []
+        self._numbers = 0
+
+    def write(self, row: Row) -> None:
+        # The arrays are copied, as they may be views of larger ones.
+        self._waiting.append(replace(row, values={name: values.copy() for name, values in row.values.items()}))
+        self._numbers += sum(values.size for values in row.values.values())
+        if self._numbers >= self.BLOCK:
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        rows, self._waiting, self._numbers = self._waiting, [], 0
+        if rows:
+            self.write_block(rows)
+
+    @abstractmethod
+    def write_block(self, rows: Sequence[Row]) -> None:
+        """Write at least one row."""
+
+    def finish(self) -> None:
+        super().finish()
+        self._write_waiting()
+
+
+class ParquetFormat(BlockFormat):
     """`x.parquet`: one row for each record, with the columns `id`, `length` and one for each output, named after it.
 
     A pooled output is a list of D numbers. `residue` and `logits` are lists of lists of D and 33 numbers. `contacts` is
-    one list of the L x L numbers, row by row. Attributes are in the schema's metadata.
+    one list of the L x L numbers, row by row. Attributes are in the schema's metadata. A row group is a block.
     """
 
     default_pool = "mean"
     pools = ("mean", "max", "cls", "residue", "logits", "contacts")
     extra = ("pyarrow", "tables")
-
-    GROUP: ClassVar[int] = 8 << 20
-    """The numbers of a row group, which is written when it is full. Encoding takes up to 36 bytes for each of them."""
+    BLOCK = 8 << 20
 
     def open(self) -> None:
         import pyarrow as pa
         from pyarrow import parquet
 
+        super().open()
         number = pa.float32() if self.about.dtype == "fp32" else pa.float16()
         types = {"id": pa.string(), "length": pa.int32()}
-        for output in self.about.outputs:
-            size = self._size(output)
-            numbers = pa.list_(number, -1 if size is None else size)
-            types[output.name] = numbers if output.pooled or size is None else pa.list_(numbers)
+        for one in self.about.outputs:
+            numbers = pa.list_(number, -1 if one.paired else one.shape(1, self.about.dim)[-1])
+            types[one.name] = numbers if one.pooled or one.paired else pa.list_(numbers)
         schema = pa.schema(types, metadata={key: str(value) for key, value in self.attributes.items()})
         # The outputs of a network are all different numbers: dictionary, compression and statistics (least and greatest
         # value) would cost time and save nothing.
         plain: dict[str, Any] = {"use_dictionary": False, "compression": "none", "write_statistics": ["id", "length"]}
         self._file = self.files.enter_context(parquet.ParquetWriter(self.work, schema, **plain))
-        self._waiting: list[Row] = []
-        self._numbers = 0
 
-    def _size(self, output: Output) -> int | None:
-        """Return the numbers of the innermost list of an output; None if they differ."""
-        return None if output.pool == "contacts" else VOCAB_SIZE if output.pool == "logits" else self.about.dim
-
-    def write(self, row: Row) -> None:
-        self._waiting.append(row)
-        self._numbers += sum(values.size for values in row.values.values())
-        if self._numbers >= self.GROUP:
-            self._write_group()
-
-    def _write_group(self) -> None:
+    def write_block(self, rows: Sequence[Row]) -> None:
         import pyarrow as pa
 
-        rows, self._waiting, self._numbers = self._waiting, [], 0
-        columns = [pa.array([row.id for row in rows]), pa.array([row.length for row in rows], pa.int32())]
-        for output in self.about.outputs:
-            values, size = [row.values[output.name] for row in rows], self._size(output)
-            column = pa.array(np.concatenate([each.reshape(-1) for each in values]))
-            if size is not None:
-                column = pa.FixedSizeListArray.from_arrays(column, size)
-            if not output.pooled:
-                ends = np.cumsum([0, *(each.size // (size or 1) for each in values)])
-                column = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), column)
-            columns.append(column)
-        batch = pa.RecordBatch.from_arrays(columns, schema=self._file.schema)
-        self._file.write_batch(batch, row_group_size=len(rows))
-
-    def finish(self) -> None:
-        super().finish()
-        if self._waiting:
-            self._write_group()
+        columns: dict[str, list[Any]] = {"id": [row.id for row in rows], "length": [row.length for row in rows]}
+        for one in self.about.outputs:
+            arrays = (row.values[one.name] for row in rows)
+            columns[one.name] = [x.reshape(-1) if one.pooled or one.paired else list(x) for x in arrays]
+        self._file.write_table(pa.table(columns, schema=self._file.schema), row_group_size=len(rows))
 
 
 class NpzFormat(FormatWriter):
@@ -403,7 +398,7 @@ class NpzFormat(FormatWriter):
             self._zip.writestr(entry, buffer.getbuffer(), zipfile.ZIP_DEFLATED)
 
 
-class AnnDataFormat(FormatWriter):
+class AnnDataFormat(BlockFormat):
     """`x.h5ad`: an AnnData file. X is the first output [N, D], `obsm` has the others by name.
 
     `obs` has the ids as index and a column `length`; `uns` has the attributes. All rows are in memory until the end.
@@ -412,28 +407,25 @@ class AnnDataFormat(FormatWriter):
     default_pool = "mean"
     pools = ("mean", "max", "cls")
     extra = ("anndata", "h5ad")
+    BLOCK = float("inf")
 
-    def open(self) -> None:
-        self._kept: list[Row] = []
-
-    def write(self, row: Row) -> None:
-        # The arrays are copied, as they may be views of larger ones.
-        self._kept.append(replace(row, values={name: values.copy() for name, values in row.values.items()}))
-
-    def finish(self) -> None:
-        super().finish()
+    def write_block(self, rows: Sequence[Row]) -> None:
         import anndata
         import pandas  # anndata needs it
 
-        index = pandas.Index([row.id for row in self._kept], dtype=str)
-        obs = pandas.DataFrame({"length": np.array([row.length for row in self._kept], np.int32)}, index=index)
-        dtype, shape = NUMPY[self.about.dtype], (-1, self.about.dim)
-        first, *others = [output.name for output in self.about.outputs]
-        x_ND, *obsm = (
-            np.array([row.values[name] for row in self._kept], dtype).reshape(shape) for name in (first, *others)
+        index = pandas.Index([row.id for row in rows], dtype=str)
+        obs = pandas.DataFrame({"length": np.array([row.length for row in rows], np.int32)}, index=index)
+        first, *others = (
+            np.array([row.values[one.name] for row in rows], NUMPY[self.about.dtype]).reshape(-1, self.about.dim)
+            for one in self.about.outputs
         )
-        data = anndata.AnnData(x_ND, obs=obs, obsm=dict(zip(others, obsm, strict=True)), uns=self.attributes)
-        data.write_h5ad(self.work)
+        obsm = dict(zip([one.name for one in self.about.outputs[1:]], others, strict=True))
+        anndata.AnnData(first, obs=obs, obsm=obsm, uns=self.attributes).write_h5ad(self.work)
+
+    def finish(self) -> None:
+        super().finish()
+        if not self.n:
+            self.write_block([])
 
 
 class SafetensorsFormat(FormatWriter):
@@ -446,9 +438,9 @@ class SafetensorsFormat(FormatWriter):
 
     default_pool = "residue"
     dtypes = DTYPES
-    names_limit = 100_000_000  # The library reads no larger header.
 
-    CODES: ClassVar[dict[Dtype, str]] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+    HEADER: ClassVar[int] = 100_000_000
+    """The bytes of the largest header that the library reads."""
 
     def open(self) -> None:
         metadata = {key: str(value) for key, value in self.attributes.items()}
@@ -461,7 +453,7 @@ class SafetensorsFormat(FormatWriter):
             if name == "__metadata__":
                 raise UsageError(f"{self.out}: a safetensors file keeps the name '{name}' for itself; use --format h5")
             end = self._at + values.nbytes
-            code = self.CODES[self.about.dtype]
+            code = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}[self.about.dtype]
             self._entries[name] = {"dtype": code, "shape": list(values.shape), "data_offsets": [self._at, end]}
             self._tensors.write(np.ascontiguousarray(values).data)
             self._at = end
@@ -470,7 +462,8 @@ class SafetensorsFormat(FormatWriter):
         super().finish()
         header = json.dumps(self._entries, separators=(",", ":"), ensure_ascii=False).encode()
         header += b" " * (-len(header) % 8)  # tensors are aligned
-        check_names("safetensors", self.out, len(header))
+        if len(header) > self.HEADER:
+            raise UsageError(f"{self.out}: a safetensors file has no room for the names of so many records; use h5")
         self._tensors.seek(0)
         with open(self.work, "wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
@@ -478,7 +471,7 @@ class SafetensorsFormat(FormatWriter):
         self.work.with_name("tensors").unlink()
 
 
-class ZarrFormat(FormatWriter):
+class ZarrFormat(BlockFormat):
     """`x.zarr`: a Zarr group (format 3) with one array for each output, which grows along its first axis.
 
     A pooled output is [N, D]. Rows of `residue` [L, D] and `logits` [L, 33] follow each other, and so do the L x L
@@ -489,9 +482,6 @@ class ZarrFormat(FormatWriter):
     default_pool = "mean"
     extra = ("zarr", "zarr")
 
-    BLOCK: ClassVar[int] = 1 << 22
-    """Bytes of a chunk, and of the rows that wait in memory."""
-
     @classmethod
     def check_place(cls, out: Path, *, overwrite: bool) -> None:
         check_replaced(out, ["*"], marker="zarr.json")
@@ -501,42 +491,31 @@ class ZarrFormat(FormatWriter):
     def open(self) -> None:
         import zarr
 
+        super().open()
+        check_replaced(self.out, ["*"], marker="zarr.json")  # again, as it may have been made meanwhile
         self._group: Any = zarr.open_group(self.work, mode="w", zarr_format=3)
         self._group.attrs.update(self.attributes)
         self._ids: list[str] = []
         self._lengths: list[int] = []
-        self._waiting: dict[str, list[npt.NDArray[Any]]] = {one.name: [] for one in self.about.outputs}
         self._sizes: dict[str, list[int]] = {one.name: [0] for one in self.about.outputs if not one.pooled}
-        self._bytes = 0
 
-    def write(self, row: Row) -> None:
-        self._ids.append(row.id)
-        self._lengths.append(row.length)
+    def write_block(self, rows: Sequence[Row]) -> None:
+        self._ids += [row.id for row in rows]
+        self._lengths += [row.length for row in rows]
         for one in self.about.outputs:
-            values = row.values[one.name].copy()
-            values = values.reshape(-1) if one.paired else values[None] if one.pooled else values
-            self._waiting[one.name].append(values)
-            self._bytes += values.nbytes
-            if not one.pooled:
-                self._sizes[one.name].append(len(values))
-        if self._bytes >= self.BLOCK:
-            self._write_rows()
-
-    def _write_rows(self) -> None:
-        self._bytes = 0
-        for name, rows in self._waiting.items():
-            values = np.concatenate(rows)
-            rows.clear()
-            if name in self._group:
-                self._group[name].append(values)
+            arrays = [row.values[one.name] for row in rows]
+            arrays = [x.reshape(-1) if one.paired else x[None] if one.pooled else x for x in arrays]
+            values = np.concatenate(arrays)
+            if one.name in self._group:
+                self._group[one.name].append(values)
             else:
-                chunks = (max(1, self.BLOCK // max(1, values[:1].nbytes)), *values.shape[1:])
-                self._group.create_array(name, data=values, chunks=chunks)
+                chunks = (max(1, int(self.BLOCK) // max(1, values[:1].size)), *values.shape[1:])
+                self._group.create_array(one.name, data=values, chunks=chunks)
+            if not one.pooled:
+                self._sizes[one.name] += map(len, arrays)
 
     def finish(self) -> None:
         super().finish()
-        if self._bytes:
-            self._write_rows()
         self._group.create_array("ids", shape=(len(self._ids),), dtype=str)[:] = np.array(self._ids, object)
         self._group.create_array("lengths", data=np.array(self._lengths, np.int32))
         for name, sizes in self._sizes.items():
@@ -557,16 +536,14 @@ FORMATS: dict[str, type[FormatWriter]] = {
 """The writer of each format, by the name of `--format` and the ending of the file."""
 
 
-def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, records: int = 0, id_bytes: int = 0) -> None:
+def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path) -> None:
     """Refuse, before anything is computed, outputs that a format cannot hold, and a format whose library is missing.
 
     Args:
-        fmt: a key of FORMATS.
+        fmt: the name of a format.
         outputs: the outputs to write, at least one.
         dtype: the dtype of the stored numbers.
         out: the file, for the message.
-        records: the number of records to write, if known.
-        id_bytes: the bytes of all ids together, in UTF-8, if known.
 
     Raises:
         UsageError: with a format that can hold the outputs.
@@ -577,17 +554,6 @@ def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, recor
         others = " or ".join(other for other in FORMATS if not _reason(other, outputs, dtype))
         raise UsageError(f"{out}: {reason}; write it with --format {others}")
     FORMATS[fmt].require(out)
-    check_names(fmt, out, len(outputs) * (60 * records + id_bytes))  # Each entry takes its id and at least 60 bytes.
-
-
-def check_names(fmt: str, out: Path, size: int) -> None:
-    """Refuse names of arrays that take more bytes together than the file has room for."""
-    limit = FORMATS[fmt].names_limit
-    if limit is not None and size > limit:
-        raise UsageError(
-            f"{out}: the names of so many records do not fit into the header of a {fmt} file, which may have "
-            f"{limit // 1_000_000} MB; write it with --format parquet, or embed the FASTA file in parts"
-        )
 
 
 def _reason(fmt: str, outputs: Sequence[Output], dtype: Dtype) -> str:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import bucket_server
+import numpy as np
 import pytest
 from bucket_server import BUCKET, Buckets
 from embed_runs import Run, content, write_fasta, write_model
 
 from esmshard.embed import engines
-from esmshard.embed.engines import EmbedReport
 from esmshard.embed.parts import EmbeddingStore
 from esmshard.embed.spec import request
 from esmshard.errors import InputError, UsageError
@@ -36,21 +36,18 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Buckets]
         yield server
 
 
-def embed(model: Path, fasta: Path | str, out: Path | str, **how: Any) -> EmbedReport:
+def embed(model: Path, fasta: Path | str, out: Path | str, **how: Any) -> dict[str, Any] | None:
     return engines.embed(request(str(model), Path(out)), Path(fasta), part_tokens=PART, **how)
 
 
-def same_as_on_a_disk(server: Buckets, model: Path, fasta: Path, directory: Path, name: str = "out") -> None:
-    """Compare everything at `name` of the bucket with what an uninterrupted run writes to a disk."""
-    on_disk, copied = directory / "disk" / name, directory / "copied" / name
-    on_disk.parent.mkdir()
-    embed(model, fasta, on_disk)
-    copied.parent.mkdir()
-    folder = name.rpartition(".")[0] or name
-    for key in server.names(folder):
-        copied.parent.joinpath(key).parent.mkdir(parents=True, exist_ok=True)
-        copied.parent.joinpath(key).write_bytes(server.get(key))
-    assert content(copied) == content(on_disk)
+def same_as_on_a_disk(server: Buckets, model: Path, fasta: Path, directory: Path) -> None:
+    """Compare everything at `out` of the bucket with what an uninterrupted run writes to a disk."""
+    embed(model, fasta, directory / "disk" / "out")
+    for name in server.names("out"):
+        copied = directory / "copied" / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_bytes(server.get(name))
+    assert content(directory / "copied" / "out") == content(directory / "disk" / "out")
 
 
 def parts(server: Buckets) -> list[str]:
@@ -63,19 +60,23 @@ def uploads(server: Buckets) -> list[str]:
     return [path.rpartition("/")[2].partition("-")[0] for path in paths]
 
 
-@pytest.mark.parametrize("name", ["out", "out.npy"])
-def test_a_bucket_holds_what_a_disk_would(server: Buckets, model: Path, fasta: Path, tmp_path: Path, name: str) -> None:
+def test_a_bucket_holds_what_a_disk_would(server: Buckets, model: Path, fasta: Path, tmp_path: Path) -> None:
     server.put("in/x.fasta", fasta.read_bytes())
-    source = f"s3://{BUCKET}/in/x.fasta" if name == "out" else fasta
-    report = embed(model, source, f"s3://{BUCKET}/{name}")
-    assert str(report).startswith(f"s3://{BUCKET}/{name}: 120 records; 108 sequences computed")
-    same_as_on_a_disk(server, model, fasta, tmp_path, name)
+    url = f"s3://{BUCKET}/out"
+    manifest = embed(model, f"s3://{BUCKET}/in/x.fasta", url)
+    assert manifest is not None
+    assert (manifest["records"], manifest["computed"]) == (120, 108)
+    same_as_on_a_disk(server, model, fasta, tmp_path)
     assert not list((tmp_path / "cache" / "uploads").iterdir())
     server.seen.clear()
-    embed(model, fasta, f"s3://{BUCKET}/{name}")
+    embed(model, fasta, url)
     assert not uploads(server), "it was finished"
-    embed(model, fasta, f"s3://{BUCKET}/{name}", overwrite=True)
+    embed(model, fasta, url, overwrite=True)
     assert uploads(server)
+    with pytest.raises(UsageError, match="embeddings merge"):
+        embed(model, fasta, f"{url}.npy")
+    engines.merge(Path(url), tmp_path / "x.npy", None, overwrite=False)
+    assert len(np.load(tmp_path / "x.npy")) == 120
 
 
 def test_killed_during_an_upload_and_continued_on_another_machine(

@@ -9,8 +9,8 @@ import torch
 from model_files import SMALL, fair_esm, ours, tokenise, write_transformers
 
 from esmshard.batch import TokenBatch
-from esmshard.embed import offload
-from esmshard.embed.offload import offloaded
+from esmshard.embed import compute
+from esmshard.embed.compute import offloaded
 from esmshard.errors import UsageError
 from esmshard.model import weights
 from esmshard.model.contacts import predict_contacts
@@ -43,7 +43,7 @@ def offloaded_with(memory: int, found: Weights, folder: Path, dtype: torch.dtype
     """The model on a machine with so many bytes of memory for layers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accelerate.utils.get_max_memory", lambda: {"cpu": memory})
-        patch.setattr(offload, "SHARE", 1.0)
+        patch.setattr(compute, "SHARE", 1.0)
         return offloaded(found, folder, dtype, CPU)
 
 

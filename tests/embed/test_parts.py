@@ -1,5 +1,7 @@
-"""What an embedding store answers; status, merge; which rows of an earlier store are copied, and which are not."""
+"""Stores of embeddings: what they answer, what is copied from earlier ones, records of several chains, and tracks."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,17 +9,23 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from command import esmshard as esmshard_command
 from embed_runs import content
+from embed_runs import write_model as write_plain_model
 from model_files import TINY, fair_esm, write_transformers
+from tracked_model import CONFIG, last_layer, random_pairs, rough_model, write_model, write_pairs
 
 import esmshard
-from esmshard.embed.compute import Work, compute_part
+from esmshard.batch import TokenBatch
+from esmshard.embed.compute import Computed, Embedder, Work, compute_part
 from esmshard.embed.engines import embed, merge, status
-from esmshard.embed.parts import EmbeddingStore, Reuse, begin, partial
+from esmshard.embed.parts import EmbeddingStore, begin, partial
 from esmshard.embed.spec import Long, request
 from esmshard.errors import InputError, UsageError
-from esmshard.io.array_formats import FORMATS
-from esmshard.vocab import RESIDUES, encode
+from esmshard.io.array_formats import FORMATS, Output
+from esmshard.model import weights
+from esmshard.model.trunk import Trunk
+from esmshard.vocab import CLS, EOS, RESIDUES, Chains, encode
 
 RECORDS, PART = 40, 150
 NAMES = ("mean_1", "mean_2", "residue_1", "residue_2")
@@ -58,7 +66,7 @@ def make(model: Path, fasta: Path, out: Path, **options: Any) -> Path:
 
 def test_status_before_while_and_after(given: Given, tmp_path: Path) -> None:
     out = tmp_path / "x"
-    with pytest.raises(InputError, match=r"x: there is nothing; embed writes it$"):
+    with pytest.raises(InputError, match="there is nothing"):
         status(out)
     directory = partial(out)
     asked = request(str(given.model), out, pools=["mean", "residue"], layers=[1, 2])
@@ -67,15 +75,12 @@ def test_status_before_while_and_after(given: Given, tmp_path: Path) -> None:
     for part in range(2):
         compute_part(work, part)
     lines = status(out).splitlines()
-    assert lines[0] == f"{directory}: not finished"
-    assert lines[1].startswith(f"holds      {', '.join(NAMES)} of 40 records (37 different sequences) by ")
-    assert lines[2] == f"parts      2 of {parts}; {plan['bounds'][2]} of 37 sequences"
+    assert lines[0] == f"{directory}: not finished, 2 of {parts} parts"
+    assert lines[1].startswith(f"{', '.join(NAMES)} of 40 records (37 different sequences) by ")
     with pytest.raises(InputError, match="is no finished directory"):
         EmbeddingStore(out)
     embed(asked, given.fasta)
-    lines = status(out).splitlines()
-    assert lines[0] == f"{out}: finished"
-    assert lines[2:4] == [f"parts      {parts} of {parts}; 37 of 37 sequences", "failed     1"]
+    assert status(out).splitlines()[0] == f"{out}: finished, {parts} of {parts} parts"
 
 
 @pytest.mark.parametrize("name", [f"x.{fmt}" for fmt in FORMATS])
@@ -141,7 +146,7 @@ def test_a_damaged_store_is_one_sentence(given: Given, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-A, B = "MKTAYIAKQRQISFVKSHFSRQ", "GQISFVKSHFSRQLEERLGL"
+A, B, C = "MKTAYIAKQRQISFVKSHFSRQ", "GQISFVKSHFSRQLEERLGL", "MLW"
 HOW: dict[str, dict[str, Any]] = {
     "as it is": {},
     "linker": {"join": "linker:3"},
@@ -181,7 +186,7 @@ def test_rows_are_copied_where_everything_is_the_same_and_nowhere_else(given: Gi
                     run(new, out, reuse=tmp_path / old)
                 continue
             report = run(new, out, reuse=tmp_path / old)
-            assert (report.computed, report.reused) == (0, len(values[new]))
+            assert (report["computed"], report["reused"]) == (0, len(values[new]))
             copied = EmbeddingStore(tmp_path / out)
             for record, expected in values[new].items():
                 assert np.array_equal(copied[record], expected), (out, record)
@@ -196,7 +201,348 @@ def test_of_a_store_with_more_outputs_those_that_are_asked_for_are_copied(given:
     report = embed(asked, half, reuse=given.store)
     assert report is not None
     unique = len(set([*given.sequences.values()][20:]))
-    assert (report.reused, report.computed) == (unique - 1, 2), "the failed one is tried again"
+    assert (report["reused"], report["computed"]) == (unique - 1, 2), "the failed one is tried again"
     old, new = EmbeddingStore(given.store), EmbeddingStore(tmp_path / "y")
     assert np.array_equal(new["new_r25"], old["r25"]["mean_2"])  # type: ignore[call-overload]
-    assert Reuse(given.store, new.spec).rows(np.array([b"nothing".ljust(16)])).tolist() == [-1]
+    assert old.rows_to_reuse(np.array([b"nothing".ljust(16)])).tolist() == [-1]
+
+
+# Chains
+
+POOLS = ["residue", "mean", "max", "cls", "contacts", "logits", "attentions"]
+ROWS = np.r_[0 : len(A), len(A) + 25 : len(A) + 25 + len(B)]
+"""The residues of both chains in the joined sequence."""
+
+
+class Written(NamedTuple):
+    model: str
+    directory: Path
+
+
+@pytest.fixture(scope="module")
+def _written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    found = tmp_path_factory.mktemp("chains")
+    (found / "x.fasta").write_text(f">ab\n{A}:{B}\n>a\n{A}\n>abc\n{A}:{B}:{C}\n>again\n{A}:{B}\n")
+    (found / "plain.fasta").write_text(f">ab\n{A}{'G' * 25}{B}\n>a\n{A}\n")
+    return Written(str(write_plain_model(found / "model")), found)
+
+
+@pytest.fixture
+def written(_written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
+    """In a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    return _written
+
+
+def run(written: Written, fasta: str, out: str, **how: Any) -> Path:
+    asked = request(written.model, Path(out), **how)
+    embed(asked, written.directory / fasta)
+    return Path(out)
+
+
+def cut(pool: str, plain: np.ndarray) -> np.ndarray:
+    """What is left of an array of the joined sequence."""
+    if pool in ("contacts", "attentions"):
+        return plain[..., ROWS[:, None], ROWS]
+    return plain if pool == "cls" else plain[ROWS]
+
+
+def test_every_output_is_that_of_the_joined_sequence_without_the_linker(written: Written) -> None:
+    with (
+        h5py.File(run(written, "x.fasta", "x.h5", pools=POOLS)) as ours,
+        h5py.File(run(written, "plain.fasta", "plain.h5", pools=POOLS)) as plain,
+    ):
+        for name, group in ours.items():
+            whole, pool = plain[name], name.split("_")[0]
+            np.testing.assert_allclose(group["a"][()], whole["a"][()], atol=1e-6, err_msg=name)
+            np.testing.assert_array_equal(group["ab"][()], group["again"][()])
+            assert group["ab"].attrs["chain_lengths"].tolist() == [len(A), len(B)]
+            assert "chain_lengths" not in group["a"].attrs
+            if pool not in ("mean", "max"):
+                np.testing.assert_allclose(group["ab"][()], cut(pool, whole["ab"][()]), atol=1e-6, err_msg=name)
+        rows = plain["residue_2"]["ab"][()][ROWS]
+        np.testing.assert_allclose(ours["mean_2"]["ab"][()], rows.mean(0), atol=1e-6)
+        np.testing.assert_allclose(ours["max_2"]["ab"][()], rows.max(0), atol=1e-6)
+        assert ours["residue_2"]["abc"].shape[0] == len(A + B + C)
+        assert ours.attrs["join"] == "linker:25"
+        assert "join" not in plain.attrs
+    assert Path("x.h5.chains.tsv").read_text().splitlines() == [
+        "id\tresidues\tjoin",
+        f"ab\t{len(A)},{len(B)}\tlinker:25",
+        f"abc\t{len(A)},{len(B)},3\tlinker:25",
+        f"again\t{len(A)},{len(B)}\tlinker:25",
+    ]
+    assert not Path("plain.h5.chains.tsv").exists()
+    notices = json.loads(Path("x.h5.json").read_text())["notices"]
+    assert notices == ["chains were joined by a linker of 25 in 3 records (ab, abc, again)"]
+
+
+def test_parts_know_where_chains_begin(written: Written) -> None:
+    with_gap = EmbeddingStore(run(written, "x.fasta", "gap", pools=["residue"], join="linker:3,gap:512"))
+    assert with_gap.chains == {
+        "ab": [len(A), len(B)],
+        "abc": [len(A), len(B), len(C)],
+        "again": [len(A), len(B)],
+    }
+    assert with_gap.attributes["join"] == "linker:3,gap:512"
+    assert with_gap.index.lengths.sum() == 3 * len(A + B) + len(A) + len(C)
+    model = esmshard.load(written.model, join="linker:3,gap:512")
+    np.testing.assert_allclose(with_gap["ab"], model.embed(f"{A}:{B}", "residue"), atol=1e-6)
+    np.testing.assert_allclose(with_gap["a"], esmshard.load(written.model).embed(A, "residue"), atol=1e-6)
+    usual = esmshard.load(written.model).embed([f"{A}:{B}"], "residue")[0]
+    assert usual.shape == with_gap["ab"].shape
+    assert np.abs(usual - with_gap["ab"]).max() > 1e-3
+    with pytest.raises(UsageError, match=r"was made with another --join .linker:3,gap:512, and now linker:25"):
+        embed(request(written.model, Path("gap"), pools=["residue"]), written.directory / "x.fasta")
+
+
+@pytest.mark.parametrize(("window", "memory"), [(40, None), (0, 50)])
+def test_windows_are_of_the_joined_sequence(
+    written: Written, window: int, memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As asked for, and for lack of memory."""
+    model = weights.load_model(written.model).eval()
+    outputs = (Output("residue", 2), Output("mean", 2), Output("contacts", None))
+    tokens = [encode(f"{A}:{B}"), encode(A + "G" * 25 + B)]
+    if memory is not None:
+        monkeypatch.setattr("esmshard.embed.compute.SMALLEST", 8)
+        forward = model.forward
+
+        def within_memory(batch: Any, *args: Any, **how: Any) -> Any:
+            if batch.bounds[-1] > memory:
+                raise MemoryError
+            return forward(batch, *args, **how)
+
+        monkeypatch.setattr(model, "forward", within_memory)
+    long = Long("window", window, 10) if window else Long(overlap=10)
+    ours, plain = Embedder(model, outputs, long=long).compute(tokens)
+    assert isinstance(ours, Computed)
+    assert isinstance(plain, Computed)
+    rows = torch.from_numpy(ROWS)
+    torch.testing.assert_close(ours.values["residue_2"], plain.values["residue_2"][rows], atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours.values["mean_2"], plain.values["residue_2"][rows].mean(0), atol=1e-5, rtol=0)
+    contacts = plain.values["contacts"][rows[:, None], rows]
+    torch.testing.assert_close(ours.values["contacts"], contacts, atol=1e-5, rtol=0, equal_nan=True)
+
+
+def test_what_does_not_go_together_is_refused(written: Written) -> None:
+    fasta = written.directory / "x.fasta"
+    done = esmshard_command("ingest", fasta, "-o", "x.store", "--join", "linker:3")
+    assert done.returncode == 0, done.stderr
+    done = esmshard_command("embed", written.model, "x.store", "-o", "x.npy")
+    assert done.returncode == 2 - 1
+    assert "error: x.store: its chains were joined by a linker of 3, and a linker of 25 is asked for" in done.stderr
+    with pytest.raises(InputError, match="its chains were joined by a linker of 3, and a linker of 25"):
+        esmshard.load(written.model).embed(Path("x.store"))
+    with pytest.raises(UsageError, match=r"--join: .*linker:break"):
+        request(written.model, Path("x.npy"), join="linker:break")
+    with pytest.raises(UsageError, match="--join 25: one of linker:25, gap:512, "):
+        request(written.model, Path("x.npy"), join="25")
+    with pytest.raises(UsageError, match="--long truncate would cut away chains"):
+        run(written, "x.fasta", "x.npy", long=Long("truncate", 30))
+    with pytest.raises(InputError, match="no residues in chain 2 of 2"):
+        esmshard.load(written.model).embed([A, f"{A}:"])
+
+
+def test_a_model_that_was_trained_with_a_gap_keeps_it(written: Written, tmp_path: Path) -> None:
+    """The configuration beside the weights says how chains are joined."""
+    config = json.loads((Path(written.model) / "config.json").read_text())
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in Path(written.model).iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    (copy / "config.json").write_text(json.dumps(config | {"joined_chains": "linker:3,gap:512"}))
+    assert request(str(copy), Path("x.npy")).spec.chains == Chains(3, 512)
+    assert request(str(copy), Path("x.npy"), join="linker:4").spec.chains == Chains(4)
+    expected = esmshard.load(written.model, join="linker:3,gap:512").embed(f"{A}:{B}")
+    np.testing.assert_array_equal(esmshard.load(copy).embed(f"{A}:{B}"), expected)
+    same = replace(request(str(copy), Path("x.npy"), join="linker:25").spec)
+    assert same == request(written.model, Path("x.npy")).spec, "how chains are joined is no part of the weights"
+    (copy / "config.json").write_text(json.dumps(config | {"joined_chains": "three"}))
+    with pytest.raises(InputError, match="one of linker:25, gap:512, "):
+        request(str(copy), Path("x.npy"))
+
+
+def test_rows_are_reused_with_the_same_join_only(written: Written) -> None:
+    earlier = run(written, "x.fasta", "earlier", join="gap:512")
+    with pytest.raises(UsageError, match="gap:512"):
+        embed(request(written.model, Path("other")), written.directory / "x.fasta", reuse=earlier)
+    asked = request(written.model, Path("same"), join="gap:512")
+    report = embed(asked, written.directory / "x.fasta", reuse=earlier)
+    assert report is not None
+    assert (report["reused"], report["computed"]) == (3, 0)
+
+
+# Tracks
+
+LENGTHS = {"a": 31, "b": 4, "c": 120, "d": 64, "e": 300, "f": 18}
+
+
+# What the model gets
+
+
+def letter_of(token: int) -> int:
+    return 20 if token in (CLS, EOS) else token * 7 % 20
+
+
+def watched(model: Trunk, most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Check every batch, in which the letter of a residue follows from the residue; memory is for `most` tokens."""
+    passes: list[int] = []
+    forward = model.forward
+
+    def looked_at(batch: TokenBatch, *args: Any, **kwargs: Any) -> Any:
+        if batch.bounds[-1] > most:
+            raise MemoryError
+        assert batch.tracks["3di"].tolist() == [letter_of(token) for token in batch.tokens_T.tolist()]
+        passes.append(len(batch))
+        return forward(batch, *args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", looked_at)
+    return passes
+
+
+@pytest.mark.parametrize(
+    ("long", "most"),
+    [(Long(), 10_000), (Long("window", 100, 30), 10_000), (Long("truncate", 90), 10_000), (Long(), 160)],
+)
+def test_every_part_of_a_sequence_has_its_part_of_the_track(
+    long: Long, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In packs, windows and cut sequences; in halves of a pack, and in windows for lack of memory."""
+    model = rough_model()
+    tokens = [encode(sequence) for sequence, _ in random_pairs(LENGTHS).values()]
+    tracks = [{"3di": np.array([letter_of(token) for token in one.tolist()], np.uint8)} for one in tokens]
+    passes = watched(model, most, monkeypatch)
+    outputs = [Output("residue", CONFIG.n_layers)]
+    found = Embedder(model, outputs, long=long).compute(tokens, tracks)
+    assert all(isinstance(one, Computed) for one in found)
+    assert len(passes) > (1 if most < 1000 or long.mode == "window" else 0)
+    windowed = [n for n, one in enumerate(found) if isinstance(one, Computed) and one.windowed]
+    assert windowed == ([4] if most < 1000 else [])
+
+
+# Whole jobs
+
+
+class Tracked(NamedTuple):
+    name: str
+    model: Trunk
+    fasta: Path
+    letters: Path
+    pairs: dict[str, tuple[str, str]]
+    directory: Path
+
+    def embed(self, out: str, track: Path | str | None, fasta: Path | None = None, **how: Any) -> dict[str, Any]:
+        tracks = {} if track is None else {"3di": str(track)}
+        asked = request(self.name, self.directory / out, pools=["residue"], tracks=tracks)
+        report = embed(asked, fasta or self.fasta, **how)
+        assert report is not None
+        return report
+
+    def check(self, out: str) -> None:
+        """Compare each record with the model on it alone."""
+        store = EmbeddingStore(self.directory / out)
+        for name, (sequence, letters) in self.pairs.items():
+            np.testing.assert_allclose(store[name], last_layer(self.model, sequence, letters), rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Trunk]:
+    return write_model(tmp_path_factory.mktemp("tracked") / "model")
+
+
+@pytest.fixture
+def tracked(trained: tuple[str, Trunk], tmp_path: Path) -> Tracked:
+    """Two records of one sequence with other letters, two of one sequence and one set of letters, one without."""
+    pairs = random_pairs(LENGTHS)
+    pairs["again"] = pairs["a"]
+    pairs["other"] = (pairs["a"][0], pairs["a"][1][::-1])
+    pairs["part"] = (pairs["b"][0], "p#ny"[:4])
+    pairs["bare"] = (pairs["b"][0], "")
+    return Tracked(*trained, *write_pairs(tmp_path, pairs), pairs, tmp_path)
+
+
+def test_values_are_those_of_each_protein_with_its_letters(tracked: Tracked) -> None:
+    report = tracked.embed("out", tracked.letters)
+    tracked.check("out")
+    assert (report["records"], report["unique"], report["computed"]) == (10, 9, 9)
+    manifest = json.loads((tracked.directory / "out" / "plan.json").read_text())
+    known = sum(len(letters.replace("#", "")) for _, letters in tracked.pairs.values())
+    total = sum(len(sequence) for sequence, _ in tracked.pairs.values())
+    said = (
+        f"structure letters (3Di) of 9 of 10 records, and {known:,} of {total:,} residues, from {tracked.letters.name}"
+    )
+    assert said in manifest["notices"]
+    assert manifest["tracks"]["3di"]["path"] == tracked.letters.name
+
+
+def test_one_file_and_two_processes_hold_the_same(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [tracked.name, tracked.fasta, "--track", f"3di={tracked.letters}", "--pool", "residue"]
+    done = esmshard_command("embed", *options, "-o", tracked.directory / "x.h5", "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    with h5py.File(tracked.directory / "x.h5") as file:
+        for name, (sequence, letters) in tracked.pairs.items():
+            found = file[name] if name in file else file["residue_2"][name]
+            np.testing.assert_allclose(found[()], last_layer(tracked.model, sequence, letters), rtol=0, atol=1e-4)
+    about = json.loads((tracked.directory / "x.h5.json").read_text())
+    assert about["tracks"]["3di"]["path"] == tracked.letters.name
+    assert any("9 of 10 records" in notice for notice in about["notices"])
+
+
+def test_rows_of_the_same_letters_are_reused_and_others_are_not(tracked: Tracked) -> None:
+    tracked.embed("first", tracked.letters)
+    report = tracked.embed("second", tracked.letters, reuse=tracked.directory / "first")
+    assert (report["reused"], report["computed"]) == (9, 0)
+    tracked.check("second")
+    report = tracked.embed("bare", None, reuse=tracked.directory / "first")
+    assert (report["reused"], report["computed"]) == (1, 5), "what has no letters is alike without them"
+
+
+def test_an_output_goes_on_with_the_tracks_that_it_was_begun_with(
+    tracked: Tracked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Embedder, "compute", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tracked.embed("out", tracked.letters)
+    other = tracked.directory / "other.fasta"
+    other.write_text(tracked.letters.read_text().replace("V", "L"))
+    for track in (None, other):
+        with pytest.raises(UsageError, match="partial: was begun with another --track 3di"):
+            tracked.embed("out", track)
+    tracked.embed("out", tracked.letters)
+    tracked.check("out")
+    with pytest.raises(UsageError, match="out: was made with another --track 3di"):
+        tracked.embed("out", other)
+    tracked.embed("out", tracked.letters)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--track", "3di"), "--track 3di: NAME=PATH is expected"),
+        (("--track", "3di=a", "--track", "3di=b"), "--track 3di: is given twice"),
+        (("--track", "ss=a"), "takes no such track; it takes 3di (structure letters (3Di))"),
+        (("--track", "3di=nowhere.fasta"), "nowhere.fasta: no such file"),
+    ],
+)
+def test_what_is_refused(tracked: Tracked, options: tuple[str, ...], said: str) -> None:
+    done = esmshard_command("embed", tracked.name, tracked.fasta, "-o", tracked.directory / "x.h5", *options)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tracked.directory.glob("x.h5*"))
+
+
+def test_a_model_that_was_fine_tuned_with_a_track_says_that_it_gets_none(tracked: Tracked) -> None:
+    about = Path(tracked.name) / "esmshard.json"
+    about.write_text(json.dumps({"recipe": {"data": {"tracks": {"3di": "letters.fasta"}}}}))
+    try:
+        tracked.embed("out", None)
+        told = json.loads((tracked.directory / "out" / "plan.json").read_text())["notices"]
+        assert any("was fine-tuned with the track 3di" in sentence for sentence in told)
+    finally:
+        about.unlink()

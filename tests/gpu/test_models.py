@@ -148,9 +148,9 @@ def test_a_pack_says_what_each_sequence_says_alone(device: torch.device, varlen:
     model = esmshard.load("starter", device=device, dtype="bf16").esm
     tokens = [encode(text) for text in texts(size([300, 2, 40, 77, 1] * 8, [30, 2, 11]))]
     outputs = choose(["residue"], None, model.config, "starter")
-    together = dict(Embedder(model, outputs, tokens=size(1024, 20)).compute(tokens))
+    together = Embedder(model, outputs, tokens=size(1024, 20)).compute(tokens)
     for n, one in enumerate(tokens):
-        ((_, alone),) = Embedder(model, outputs).compute([one])
+        (alone,) = Embedder(model, outputs).compute([one])
         mine = together[n]
         assert isinstance(alone, Computed)
         assert isinstance(mine, Computed)
