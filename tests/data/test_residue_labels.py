@@ -124,8 +124,8 @@ def test_records_without_labels() -> None:
     labels = of(InMemory(">a TARGET=HECH MKTV", ">c TARGET=HHH MASK=000 MVV"), "class")
     assert targets(labels) == [[2, 1, 0, 2], [-1, -1, -1]]
     assert labels.notices == [
-        "1 record without MASK=, of which all residues count (a)",
         "no residue has a label in 1 record (c)",
+        "1 record without MASK=, of which all residues count (a)",
     ]
 
 
@@ -262,16 +262,6 @@ def test_labels_from_a_table(tmp_path: Path, mask: Path) -> None:
     assert refusal(STORE, "class", read_table(path)) == (
         f"{path}: has no column 'target' or 'label'; its columns are 'id', 'score'; set data.target=COLUMN"
     )
-
-
-def test_many_residues_are_looked_up_in_parts(path: Path) -> None:
-    length = (1 << 20) + 3
-    store = InMemory(f">a {'M' * length}", ">b MK")
-    path.write_text(f">a\n{'H' * (length - 1)}E\n>b\nCH\n")
-    labels = of(store, "class", path)
-    assert labels.names == "CEH"
-    assert labels[0]["target"][-3:].tolist() == [2, 2, 1]
-    assert labels[1]["target"].tolist() == [0, 2]
 
 
 def test_damaged_label_files_are_refused_or_read_right(path: Path, mask: Path) -> None:

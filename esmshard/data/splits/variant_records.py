@@ -154,7 +154,7 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
     if alone:
         examples.tokens = np.full(len(examples), 3, dtype=np.int32)
     if outer:
-        examples.add_tracks(protein_tracks(outer, fasta).part(first, len(wild_type)))
+        examples.add_tracks(protein_tracks(outer, fasta, slice(first, first + len(wild_type))))
     examples.notices = [*variants.notices, *notices, *examples.notices] if name == "train" else []
     return examples
 
