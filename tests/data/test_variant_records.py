@@ -172,7 +172,7 @@ def test_smaller_shares_are_parts_of_larger_ones(table: Table) -> None:
 
 def test_too_few_positions_are_refused(table: Table) -> None:
     table.write(["K2A", "K2C", "T3A", "T3C"])
-    with pytest.raises(InputError, match="5 sets cannot be made of 2 positions"):
+    with pytest.raises(InputError, match="5 sets cannot be made of 2 changed positions"):
         divide(table.data())
 
 

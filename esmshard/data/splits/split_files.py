@@ -260,7 +260,7 @@ class VariantRows:
     def __init__(
         self, source: Path, wild_type: Path, mutant: str | None, targets: Sequence[str] | None, offset: int
     ) -> None:
-        how: dict[str, Any] = {"on_stop": "drop", "on_synonymous": "keep", "replicates": "keep"}
+        how: dict[str, Any] = {"unusable": "drop", "keep_synonymous": True, "replicates": "keep"}
         variants = read_variants(source, wild_type=wild_type, mutant=mutant, targets=targets, offset=offset, **how)
         self.source, self.notices = source, list(variants.notices)
         self.facts = {"source": source.resolve().name, "wild_type": wild_type.resolve().name}

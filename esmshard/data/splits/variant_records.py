@@ -163,16 +163,13 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
 def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
     assert data.table is not None
     assert data.wild_type is not None
-    lenient = data.unusable == "drop"
     variants = read_variants(
         remote.data_file(data.table),
         wild_type=remote.data_file(data.wild_type),
         mutant=data.mutant,
         targets=data.target or (),
         offset="auto" if data.offset is None else data.offset,
-        on_unusable="drop" if lenient else "error",
-        on_stop="drop" if lenient else "error",
-        on_synonymous="drop" if lenient else "error",
+        unusable=data.unusable or "drop",
         replicates=data.replicates or "mean",
     )
     for name in data.lower_is_better or ():
