@@ -197,11 +197,11 @@ class FastaRecords:
             cut = _cut(self._coordinates, [self.ids[n] for n in number_M.tolist()])
             np.savez_compressed(stem.with_name(f"{stem.name}.npz"), **cut)  # type: ignore[arg-type]
 
-    def check(self, sets: Mapping[str, Numbers], most: int) -> leakage.Leakage:
+    def check(self, sets: Mapping[str, Numbers], most: int) -> list[str]:
         """Compare the sets with the training set; see `leakage.check`."""
         records = leakage.ComparedRecords(len(self._store), self._store.residues, self._store.id)
         others = {name: records.part(number_M) for name, number_M in sets.items() if name != "train"}
-        return leakage.check(records.part(sets["train"]), others, most)
+        return leakage.check(records.part(sets["train"]), others, most).notices()
 
     def _read_coordinates(self) -> dict[str, npt.NDArray[Any]] | None:
         """Read the arrays of the file beside the FASTA file, after a check that they fit the FASTA file."""
@@ -322,9 +322,9 @@ class VariantRows:
             rows = [[column[self._rows[n]] for column in cells] for n in number_M.tolist()]
             write_rows(file, [[*self._table.columns], *rows])
 
-    def check(self, sets: Mapping[str, Numbers], _most: int) -> leakage.Leakage:
-        """Compare the sets with the training set; see `leakage.check_variants`."""
-        return leakage.check_variants(self._names, self._positions, sets)
+    def check(self, sets: Mapping[str, Numbers], _most: int) -> list[str]:
+        """Compare the sets with the training set; see `leakage.variant_notices`."""
+        return leakage.variant_notices(self._names, self._positions, sets)
 
 
 Data = FastaRecords | VariantRows
@@ -409,4 +409,4 @@ def _write_sets(data: Data, directory: Path, number_N: Numbers, most: int) -> li
     sets = {name: np.flatnonzero(number_N == k) for k, name in enumerate(SETS)}
     for name, number_M in sets.items():
         data.write(directory / name, number_M)
-    return data.check(sets, most).notices()
+    return data.check(sets, most)
