@@ -133,8 +133,6 @@ def test_a_table() -> None:
     assert variants.target_names == ("score",)
     assert variants.target_NT.dtype == np.float64
     assert variants.target_NT.tolist() == [[0.5], [1.0], [-2.0]]
-    assert variants.weight_N.dtype == np.float64
-    assert variants.weight_N.tolist() == [1.0, 1.0, 1.0]
     assert variants.rows == [(0,), (1,), (2,)]
     assert variants.table.column("note") == ["x", "y", "z"]
     assert variants.table.lines == [2, 4, 5]
@@ -195,7 +193,6 @@ def test_variants_without_values_are_read_if_asked() -> None:
     assert variants.target_NT.shape == (2, 0)
     assert variants.target_names == ()
     assert variants.names() == ["A4G", "WT"]
-    assert read("mutant\nA4G\nA4G\n", targets=None, replicates="mean").weight_N.tolist() == [2.0]
 
 
 def test_a_value_that_is_no_number() -> None:
@@ -374,13 +371,11 @@ def test_replicates() -> None:
     mean = read(text, replicates="mean", **settings)
     assert mean.names() == ["T3V:A4G", "WT", "K2S"]
     np.testing.assert_array_equal(mean.target_NT, [[3, 10], [6, 7], [7, np.nan]])
-    assert mean.weight_N.tolist() == [3.0, 2.0, 1.0]
     assert mean.rows == [(0, 3, 5), (1, 4), (2,)]
     assert mean.notices[-1] == f"v.csv: averaged {found}"
     kept = read(text, replicates="keep", **settings)
     assert kept.names() == ["T3V:A4G", "WT", "K2S", "T3V:A4G", "WT", "T3V:A4G"]
     assert kept.target_NT[:, 0].tolist() == [1, 5, 7, 2, 7, 6]
-    assert kept.weight_N.tolist() == [1.0] * 6
     assert kept.rows == [(0,), (1,), (2,), (3,), (4,), (5,)]
     assert kept.notices[-1] == f"v.csv: kept apart {found}"
 

@@ -76,8 +76,6 @@ class Variants:
     target_NT: npt.NDArray[np.float64]
     """Measured values, float64 [N, T]; NaN where one of several targets is missing, but never in a whole row."""
     target_names: tuple[str, ...]
-    weight_N: npt.NDArray[np.float64]
-    """Number of table rows that were averaged, float64 [N]."""
     rows: list[tuple[int, ...]]
     """Rows of `table` behind each variant."""
     table: Table
@@ -184,7 +182,6 @@ def read_variants(
         mutations=[mutations for mutations, _ in groups],
         target_NT=_averaged(target_RT, [rows for _, rows in groups]),
         target_names=target_names,
-        weight_N=np.array([len(rows) for _, rows in groups], np.float64),
         rows=[rows for _, rows in groups],
         table=table,
         notices=reading.notices,
