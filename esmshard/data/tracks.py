@@ -88,15 +88,7 @@ def values_of(track: Track, given: Any, where: str) -> npt.NDArray[Any]:
 
 
 def require_length(track: Track, values: npt.NDArray[Any], length: int, where: str, fix: str = "") -> None:
-    """Refuse an entry that has not one value for each residue.
-
-    Args:
-        track: the track.
-        values: the entry, [L, ...].
-        length: the number of residues of the sequence.
-        where: the beginning of messages.
-        fix: what to do about it; by default one value for each residue is asked for.
-    """
+    """Refuse an entry [L, ...] that has not one value for each residue. `where` begins the message, `fix` ends it."""
     if len(values) != length:
         unknown = UNKNOWN_LETTER if track.kind == "letters" else f"{track.unknown:g}"
         fix = fix or f"give one for each residue of the whole sequence, {unknown} where nothing is known"
@@ -155,20 +147,10 @@ def _coordinates(track: Track, given: Any, where: str) -> npt.NDArray[np.float32
     return values_L33.astype(np.float32)
 
 
-Entry = tuple[int, npt.NDArray[Any]]
-"""The number of a record, and its values [L, ...]."""
+def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """Yield the number and the values [L, ...] of each record that has an entry, once, in the order of the source.
 
-
-def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> Iterator[Entry]:
-    """Yield the entry of each record that has one, each record once, in the order of the source.
-
-    Entries of other proteins are passed over.
-
-    Args:
-        track: the track.
-        source: the file or directory.
-        records: the records.
-        edits: collects what is worth a notice.
+    Entries of other proteins are passed over. `edits` collects what is worth a notice.
 
     Raises:
         InputError: the source cannot be read, or an entry does not fit its record; the message names the record.
@@ -197,7 +179,9 @@ def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> It
         yield n, values_L
 
 
-def _coordinate_entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> Iterator[Entry]:
+def _coordinate_entries(
+    track: Track, source: Path, records: TokenStore, edits: Edits
+) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """Read the files whose names belong to a record: `1abc.cif` for `1abc`, `1ABC`, `1abc_A` or `sp|1ABC|NAME`."""
     wanted = _records_by_entry(records)
     found: dict[int, Path] = {}
@@ -264,7 +248,7 @@ class TrackStore:
     """A track of the N records of a token store, opened for reading."""
 
     def __init__(self, path: Path, track: Track, store: TokenStore) -> None:
-        self.path, self.track, self._offsets = path, track, store.offsets
+        self.path, self.track, self.records = path, track, store
         try:
             about = read_json(path / "manifest.json")
             self.digest: str = about["sha256"]
@@ -279,14 +263,10 @@ class TrackStore:
 
     def __getitem__(self, n: int) -> npt.NDArray[Any]:
         """Return the entries of the residues of record n, [L, ...]."""
-        begin, end = int(self._offsets[n]) - n, int(self._offsets[n + 1]) - n - 1
+        offsets = self.records.offsets
+        begin, end = int(offsets[n]) - n, int(offsets[n + 1]) - n - 1
         values: npt.NDArray[Any] = self._values[begin:end]
         return values
-
-    def lengths(self, records_M: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the number of residues of some records, int64 [M]."""
-        lengths_M: npt.NDArray[np.int64] = self._offsets[records_M + 1] - self._offsets[records_M] - 1
-        return lengths_M
 
 
 def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> TrackStore:
@@ -402,12 +382,8 @@ def named_tracks(options: Sequence[str]) -> dict[str, str]:
 def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
     """Return the tracks, each with a path. Coordinates `inside` the data have the path of the data.
 
-    Args:
-        path: the data: sequences, or structures, which have coordinates.
-        files: the tracks.
-
     Raises:
-        InputError: the data have no such track.
+        InputError: the data are no structures, which alone have coordinates.
     """
     paths = []
     for file in files:
@@ -468,7 +444,7 @@ class RecordTracks:
                 found.append(f"{store.track.title} of {known}, from {source}")
             else:
                 known_M = store.known_N[records_M].astype(np.int64)
-                residues = f"{known_M.sum():,} of {store.lengths(records_M).sum():,} residues"
+                residues = f"{known_M.sum():,} of {store.records.lengths[records_M].sum(dtype=np.int64):,} residues"
                 records = f"{(known_M > 0).sum():,} of {counted(len(known_M), 'record')}"
                 found.append(f"{store.track.title} of {records}, and {residues}, from {source}")
             found += [f"{source}: {notice}" for notice in store.notices]
@@ -476,16 +452,7 @@ class RecordTracks:
 
 
 def record_tracks(files: Sequence[TrackFile], store: TokenStore, protein: slice | None = None) -> RecordTracks:
-    """Open the tracks of the records of a store. They are read on first use and kept in the user's cache.
-
-    Args:
-        files: the tracks, each with a path; see `with_paths`.
-        store: the records.
-        protein: see `RecordTracks`.
-
-    Raises:
-        InputError: see `cached_track`.
-    """
+    """Open the tracks of the records of a store (`cached_track`). Each has a path; see `with_paths`."""
     return RecordTracks([cached_track(file.track, file.path, store) for file in files], files, protein)
 
 

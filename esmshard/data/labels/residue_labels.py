@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.labels.label_sources import read_label_fasta
-from esmshard.data.labels.pairing import NAME_LABEL, check_labelled, rows_of_records
+from esmshard.data.labels.pairing import NAME_LABEL, check_labelled, label_column, rows_of_records
 from esmshard.errors import InputError
 from esmshard.io.headers import FLOAT32_MAX, attributes, number
 from esmshard.io.store import TokenStore
 from esmshard.io.symbols import Edits
-from esmshard.io.tables import Table, first_three, listed, shown
+from esmshard.io.tables import Table, first_three, shown
 from esmshard.vocab import BETWEEN, is_residue
 
 Kind = Literal["class", "number"]
@@ -217,9 +217,7 @@ def _of_rows(
     id_column: str | None,
     edits: Edits,
 ) -> Iterator[_RecordLabels]:
-    column = column or table.only_column(("target", "targets", "label", "labels"), NAME_LABEL)
-    if column is None:
-        raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}; {NAME_LABEL}")
+    column = column or label_column(table, ("target", "targets", "label", "labels"))
     cells = table.column(column, NAME_LABEL)
     row_N = rows_of_records(
         table,

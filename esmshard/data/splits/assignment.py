@@ -173,10 +173,6 @@ def by_mutation_count(
         train_max: most changes of a variant outside the test set.
         ratios: the first two divide these variants at random into training and validation set; the third is not used.
         seed: seed of the draw.
-
-    Raises:
-        InputError: a set would be empty.
-        UsageError: the ratios cannot be used.
     """
     count_N = np.asarray(counts)
     number_N = _below((count_N <= train_max).tolist(), (count_N > 0).tolist(), names, _shares(ratios, None), seed)
@@ -199,10 +195,6 @@ def low_to_high(
         limit: highest value of the training and validation set. FLIP takes the value of the wild type.
         ratios: the first two divide the low values at random into training and validation set; the third is not used.
         seed: seed of the draw.
-
-    Raises:
-        InputError: a set would be empty.
-        UsageError: the ratios cannot be used.
     """
     given_N = np.asarray(values, dtype=np.float64)
     keys, group_N = _groups(names)

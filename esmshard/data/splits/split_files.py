@@ -222,16 +222,13 @@ class FastaRecords:
 
 def _cut(arrays: Mapping[str, npt.NDArray[Any]], ids: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Return the same arrays for some of the chains."""
-    offsets, row = arrays["offsets"].tolist(), {str(name): k for k, name in enumerate(arrays["names"])}
-    rows = [row[record_id] for record_id in ids]
-    ends = np.cumsum([0, *(offsets[k + 1] - offsets[k] for k in rows)])
-    cut = {"offsets": ends.astype(arrays["offsets"].dtype)}
-    for name, array in arrays.items():
-        if name != "offsets" and len(array) == len(row):
-            cut[name] = array[rows]
-        elif name != "offsets":
-            cut[name] = np.concatenate([array[offsets[k] : offsets[k + 1]] for k in rows])
-    return cut
+    offsets, row = arrays["offsets"], {str(name): k for k, name in enumerate(arrays["names"])}
+    rows = np.array([row[record_id] for record_id in ids])
+    residues = np.concatenate([np.arange(offsets[k], offsets[k + 1]) for k in rows])
+    ends = np.cumsum([0, *np.diff(offsets)[rows]]).astype(offsets.dtype)
+    others = {name: array for name, array in arrays.items() if name != "offsets"}
+    cut = {name: array[rows if len(array) == len(row) else residues] for name, array in others.items()}
+    return {"offsets": ends, **cut}
 
 
 class VariantRows:
