@@ -243,16 +243,13 @@ def _number(variants: Variants, names: list[str], data: DataSettings) -> Numbers
         by = "ratio" if data.split == "random" else data.split or "position"
         folds = data.folds or FOLDS
         return assignment.of_variants(by, names, variants.positions(), folds=folds, train_max=data.train_max or 1)
-    every = [row for rows in variants.rows for row in rows]
-    set_R = sets_of_rows(variants.table, every)
-    assignment.check_given(set_R, variants.table.path)
-    first = np.cumsum([0, *map(len, variants.rows)])[:-1]
-    number_N: Numbers = set_R[first]
-    wrong = np.flatnonzero(np.repeat(number_N, [len(rows) for rows in variants.rows]) != set_R)
-    if len(wrong):
+    table, set_R = variants.table, sets_of_rows(variants.table)
+    number_N: Numbers = set_R[[rows[0] for rows in variants.rows]]
+    assignment.check_given(number_N, table.path)
+    if wrong := [row for rows in variants.rows for row in rows if set_R[row] != set_R[rows[0]]]:
         raise InputError(
-            f"{variants.table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
-            f"({first_three([every[n] for n in wrong], variants.table.at)}); give it one"
+            f"{table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
+            f"({first_three(wrong, table.at)}); give it one"
         )
     return number_N
 
