@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--target", default="activity")
     given = parser.parse_args()
     table = read_variants(
-        given.table, wild_type=given.wild_type, targets=[given.target], offset="auto", on_synonymous="drop"
+        given.table, wild_type=given.wild_type, targets=[given.target], offset="auto", unusable="drop"
     )
     variants = [one for one in table.mutations if len(one) == 1]
     value_N = np.array([y for y, one in zip(table.target_NT[:, 0], table.mutations, strict=True) if len(one) == 1])

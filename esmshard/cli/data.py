@@ -138,12 +138,14 @@ def split(
     may_write(out, overwrite)
     if wild_type is not None:
         targets = None if method.by != "low-to-high" else (target,) if target else ()
-        found = divide(VariantRows(data, wild_type, mutant, targets, offset or 0), method, out, overwrite, say)
+        counts, notices = divide(
+            VariantRows(data, wild_type, mutant, targets, offset or 0), method, out, overwrite, say
+        )
     elif mutant is not None or offset is not None:
         raise UsageError("--mutant and --offset are for variants of one protein; pass --wild-type FILE.fasta, too")
     else:
         rules = Rules(sequence_column=sequence_column, id_column=id_column)
-        found = divide(FastaRecords(data, sets, rules), method, out, overwrite, say)
-    for notice in found.notices:
+        counts, notices = divide(FastaRecords(data, sets, rules), method, out, overwrite, say)
+    for notice in notices:
         say(notice)
-    print(f"{out}\n{counts_table(found.counts, 'set' if folds is None else 'fold')}")
+    print(f"{out}\n{counts_table(counts, 'set' if folds is None else 'fold')}")

@@ -5,7 +5,7 @@ token store lie memory-mapped in the cache, in the order of the store:
 
     values.npy      [R, ...]: the entries of the R residues of all records end to end
     known.npy       int32 [N]: of how many residues of each record something is known
-    manifest.json   sha256 of both, and notices
+    manifest.json   sha256 of the values, and notices
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +29,12 @@ from esmshard.data.structures.structure_folder import MANY, cached_directory, ho
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
 from esmshard.io.paths import read_json, sha256, whole_directory
-from esmshard.io.sequences import read_fasta
-from esmshard.io.store import TokenStore
+from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits
 from esmshard.io.tables import counted, first_three, shown
 from esmshard.progress import Progress
 from esmshard.recipe.data_section import INSIDE
-from esmshard.vocab import Track, decode, encode_residues
+from esmshard.vocab import Track, decode
 
 UNKNOWN_LETTER = "#"
 """The letter of a residue of which nothing is known, as SaProt's authors write it."""
@@ -89,15 +88,7 @@ def values_of(track: Track, given: Any, where: str) -> npt.NDArray[Any]:
 
 
 def require_length(track: Track, values: npt.NDArray[Any], length: int, where: str, fix: str = "") -> None:
-    """Refuse an entry that has not one value for each residue.
-
-    Args:
-        track: the track.
-        values: the entry, [L, ...].
-        length: the number of residues of the sequence.
-        where: the beginning of messages.
-        fix: what to do about it; by default one value for each residue is asked for.
-    """
+    """Refuse an entry [L, ...] that has not one value for each residue. `where` begins the message, `fix` ends it."""
     if len(values) != length:
         unknown = UNKNOWN_LETTER if track.kind == "letters" else f"{track.unknown:g}"
         fix = fix or f"give one for each residue of the whole sequence, {unknown} where nothing is known"
@@ -156,39 +147,10 @@ def _coordinates(track: Track, given: Any, where: str) -> npt.NDArray[np.float32
     return values_L33.astype(np.float32)
 
 
-Entry = tuple[int, npt.NDArray[Any]]
-"""The number of a record, and its values [L, ...]."""
+def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """Yield the number and the values [L, ...] of each record that has an entry, once, in the order of the source.
 
-
-class Records(Protocol):
-    """The records that a track is read for, such as those of a token store."""
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """Number of residues of each record, int32 [N]."""
-
-    def __len__(self) -> int: ...
-
-    def id(self, n: int) -> str:
-        """Return the id of record n."""
-
-    def find(self, record_id: str) -> int | None:
-        """Return the number of the record with this id, or None."""
-
-    def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the residue tokens of record n, uint8 [L]."""
-
-
-def entries(track: Track, source: Path, records: Records, edits: Edits) -> Iterator[Entry]:
-    """Yield the entry of each record that has one, each record once, in the order of the source.
-
-    Entries of other proteins are passed over.
-
-    Args:
-        track: the track.
-        source: the file or directory.
-        records: the records.
-        edits: collects what is worth a notice.
+    Entries of other proteins are passed over. `edits` collects what is worth a notice.
 
     Raises:
         InputError: the source cannot be read, or an entry does not fit its record; the message names the record.
@@ -217,7 +179,9 @@ def entries(track: Track, source: Path, records: Records, edits: Edits) -> Itera
         yield n, values_L
 
 
-def _coordinate_entries(track: Track, source: Path, records: Records, edits: Edits) -> Iterator[Entry]:
+def _coordinate_entries(
+    track: Track, source: Path, records: TokenStore, edits: Edits
+) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """Read the files whose names belong to a record: `1abc.cif` for `1abc`, `1ABC`, `1abc_A` or `sp|1ABC|NAME`."""
     wanted = _records_by_entry(records)
     found: dict[int, Path] = {}
@@ -242,7 +206,7 @@ def _coordinate_entries(track: Track, source: Path, records: Records, edits: Edi
             progress.update(done, path.name)
 
 
-def _records_by_entry(records: Records) -> dict[str, list[int]]:
+def _records_by_entry(records: TokenStore) -> dict[str, list[int]]:
     """Return, for each name that a file or an array may have, in lower case, the records that it may belong to."""
     wanted: dict[str, list[int]] = defaultdict(list)
     for n in range(len(records)):
@@ -253,7 +217,7 @@ def _records_by_entry(records: Records) -> dict[str, list[int]]:
     return wanted
 
 
-def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: Records) -> Chain | None:
+def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: TokenStore) -> Chain | None:
     """Return the chain of a record in the file of an entry; None if the file is not of the record.
 
     A record that is called as the chain has this chain, `1abc_A` for one. A record that is called as the file has the
@@ -284,11 +248,10 @@ class TrackStore:
     """A track of the N records of a token store, opened for reading."""
 
     def __init__(self, path: Path, track: Track, store: TokenStore) -> None:
-        self.path, self.track, self._offsets = path, track, store.offsets
+        self.path, self.track, self.records = path, track, store
         try:
             about = read_json(path / "manifest.json")
-            self._sha256: dict[str, str] = about["sha256"]
-            self.digest = self._sha256["values.npy"]
+            self.digest: str = about["sha256"]
             """The sha256 of the values."""
             self.notices: list[str] = about["notices"]
             """Sentences about what the source holds."""
@@ -300,20 +263,10 @@ class TrackStore:
 
     def __getitem__(self, n: int) -> npt.NDArray[Any]:
         """Return the entries of the residues of record n, [L, ...]."""
-        begin, end = int(self._offsets[n]) - n, int(self._offsets[n + 1]) - n - 1
+        offsets = self.records.offsets
+        begin, end = int(offsets[n]) - n, int(offsets[n + 1]) - n - 1
         values: npt.NDArray[Any] = self._values[begin:end]
         return values
-
-    def verify(self) -> None:
-        """Compare both files with their sha256, which opening does not do. `InputError` names an altered file."""
-        for name, digest in self._sha256.items():
-            if sha256(self.path / name) != digest:
-                raise InputError(f"{self.path}/{name}: is not as it was written; delete {self.path} and start again")
-
-    def lengths(self, records_M: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the number of residues of some records, int64 [M]."""
-        lengths_M: npt.NDArray[np.int64] = self._offsets[records_M + 1] - self._offsets[records_M] - 1
-        return lengths_M
 
 
 def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> TrackStore:
@@ -347,8 +300,7 @@ def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> Tra
         values.flush()
         del values
         np.save(work / "known.npy", known_N)
-        hashes = {name: sha256(work / name) for name in ("values.npy", "known.npy")}
-        about = {"sha256": hashes, "notices": edits.notices()}
+        about = {"sha256": sha256(work / "values.npy"), "notices": edits.notices()}
         (work / "manifest.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return TrackStore(out, track, store)
 
@@ -371,14 +323,7 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
     """
     key = [VERSION, dataclasses.asdict(track), str(source.resolve()), states(source), store.manifest["sha256"]]
     with cached_directory("tracks", json.dumps(key)) as out:
-        if out.is_dir():
-            try:
-                kept = TrackStore(out, track, store)
-                kept.verify()
-                return kept
-            except InputError:
-                pass  # This is a damaged copy of what the source still has.
-        return write_track(track, source, store, out)
+        return TrackStore(out, track, store) if out.is_dir() else write_track(track, source, store, out)
 
 
 @dataclass(frozen=True)
@@ -386,8 +331,8 @@ class TrackFile:
     """A track, and where its values are."""
 
     track: Track
-    path: Path | None
-    """The file or directory; None for the coordinates of the structures that the sequences are read from."""
+    path: Path
+    """The file or directory; INSIDE for the coordinates of the structures that the sequences are read from."""
 
 
 def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, key: str) -> list[TrackFile]:
@@ -412,7 +357,7 @@ def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, ke
         raise UsageError(f"{key}{name}: {model} takes no such track; it takes {what}")
     # A shell leaves a ~ after = as it is.
     return [
-        TrackFile(known[name], None if path == INSIDE else remote.data_file(path).expanduser())
+        TrackFile(known[name], Path(path) if path == INSIDE else remote.data_file(path).expanduser())
         for name, path in named.items()
     ]
 
@@ -437,30 +382,28 @@ def named_tracks(options: Sequence[str]) -> dict[str, str]:
 def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
     """Return the tracks, each with a path. Coordinates `inside` the data have the path of the data.
 
-    Args:
-        path: the data: sequences, or structures, which have coordinates.
-        files: the tracks.
-
     Raises:
-        InputError: the data have no such track.
+        InputError: the data are no structures, which alone have coordinates.
     """
+    paths = []
     for file in files:
-        if file.path is None and not (file.track.kind == "coordinates" and holds_structures(path)):
+        inside = file.path == Path(INSIDE)
+        if inside and not (file.track.kind == "coordinates" and holds_structures(path)):
             raise InputError(
                 f"{path}: has no {file.track.title} inside (only PDB and mmCIF files have a track inside, their "
                 f"coordinates); give the path of the {file.track.title}"
             )
-    return [replace(file, path=file.path or path) for file in files]
+        paths.append(path if inside else file.path)
+    return [TrackFile(file.track, track_path) for file, track_path in zip(files, paths, strict=True)]
 
 
 def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
     """Return facts, ready for JSON, that show quickly whether the sources are unchanged, by the name of the track."""
     found = {}
-    for one in files:
-        assert one.path is not None
-        facts = [(name, size, written) for name, _, size, written, _ in states(one.path)]
+    for file in files:
+        facts = [(name, size, written) for name, _, size, written, _ in states(file.path)]
         state = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-        found[one.track.name] = {"path": one.path.name, "state": state}
+        found[file.track.name] = {"path": file.path.name, "state": state}
     return found
 
 
@@ -470,125 +413,49 @@ class RecordTracks:
     Args:
         stores: the opened tracks.
         files: where each was, for messages.
+        protein: for variants of one protein, the residues of record 0 that every variant has.
     """
 
-    def __init__(self, stores: Sequence[TrackStore], files: Sequence[TrackFile] = ()) -> None:
-        self._stores, self._files = tuple(stores), tuple(files)
+    def __init__(
+        self, stores: Sequence[TrackStore], files: Sequence[TrackFile] = (), protein: slice | None = None
+    ) -> None:
+        self._stores, self._files, self._protein = tuple(stores), tuple(files), protein
 
     @property
     def digest(self) -> str:
         """A digest of all values."""
         text = " ".join(f"{store.track.name} {store.digest}" for store in self._stores)
+        if self._protein is not None:
+            text += f" {self._protein}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def get(self, n: int, part: slice) -> dict[str, npt.NDArray[Any]]:
         """Return the entries of a part of record n, with its ends."""
-        return {store.track.name: in_batches(store.track, store[n][part]) for store in self._stores}
+        record, protein = (n, slice(None)) if self._protein is None else (0, self._protein)
+        return {store.track.name: in_batches(store.track, store[record][protein][part]) for store in self._stores}
 
     def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
-        """Return sentences on what is known of some records."""
+        """Return sentences on what is known of some records, or of the protein, whatever the variants."""
         found: list[str] = []
         for store, source in zip(self._stores, (file.path for file in self._files), strict=True):
-            known_M = store.known_N[records_M].astype(np.int64)
-            residues = f"{known_M.sum():,} of {store.lengths(records_M).sum():,} residues"
-            records = f"{(known_M > 0).sum():,} of {counted(len(known_M), 'record')}"
-            found.append(f"{store.track.title} of {records}, and {residues}, from {source}")
+            if self._protein is not None:
+                values = store[0][self._protein]
+                known = f"{known_residues(store.track, values):,} of {len(values):,} residues of the wild type"
+                found.append(f"{store.track.title} of {known}, from {source}")
+            else:
+                known_M = store.known_N[records_M].astype(np.int64)
+                residues = f"{known_M.sum():,} of {store.records.lengths[records_M].sum(dtype=np.int64):,} residues"
+                records = f"{(known_M > 0).sum():,} of {counted(len(known_M), 'record')}"
+                found.append(f"{store.track.title} of {records}, and {residues}, from {source}")
             found += [f"{source}: {notice}" for notice in store.notices]
         return found
 
 
-def record_tracks(files: Sequence[TrackFile], store: TokenStore) -> RecordTracks:
-    """Open the tracks of the records of a store. They are read on first use and kept in the user's cache.
-
-    Args:
-        files: the tracks, each with a path; see `with_paths`.
-        store: the records.
-
-    Raises:
-        InputError: see `cached_track`.
-    """
-    stores = []
-    for one in files:
-        assert one.path is not None
-        stores.append(cached_track(one.track, one.path, store))
-    return RecordTracks(stores, files)
+def record_tracks(files: Sequence[TrackFile], store: TokenStore, protein: slice | None = None) -> RecordTracks:
+    """Open the tracks of the records of a store (`cached_track`). Each has a path; see `with_paths`."""
+    return RecordTracks([cached_track(file.track, file.path, store) for file in files], files, protein)
 
 
-class ProteinTracks:
-    """The tracks of one protein, which all variants of it have.
-
-    Args:
-        values: for each track its values, [L, ...].
-    """
-
-    def __init__(self, values: Sequence[tuple[Track, npt.NDArray[Any]]]) -> None:
-        self._values = tuple(values)
-
-    @property
-    def digest(self) -> str:
-        """A digest of all values."""
-        digest = hashlib.sha256()
-        for track, values in self._values:
-            digest.update(track.name.encode() + np.ascontiguousarray(values).tobytes())
-        return digest.hexdigest()
-
-    def get(self, n: int, part: slice) -> dict[str, npt.NDArray[Any]]:
-        """Return the entries of a part of the protein, with its ends, whatever the variant."""
-        return {track.name: in_batches(track, values[part]) for track, values in self._values}
-
-    def part(self, first: int, length: int) -> "ProteinTracks":
-        """Return the tracks of a part of the protein."""
-        return ProteinTracks([(track, values[first : first + length]) for track, values in self._values])
-
-    def notices(self, records_M: npt.NDArray[np.int64] | None = None) -> list[str]:
-        """Return sentences on what is known of the protein, whatever the variants."""
-        return [
-            f"{track.title} of {known_residues(track, values):,} of {len(values):,} residues of the wild type"
-            for track, values in self._values
-        ]
-
-
-class _OneProtein:
-    """A protein in place of a token store."""
-
-    def __init__(self, record_id: str, sequence: str) -> None:
-        self._id, self._residues = record_id, np.frombuffer(encode_residues(sequence), np.uint8)
-
-    def __len__(self) -> int:
-        return 1
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        return np.array([len(self._residues)], np.int32)
-
-    def id(self, n: int) -> str:
-        return self._id
-
-    def find(self, record_id: str) -> int | None:
-        return 0 if record_id == self._id else None
-
-    def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        return self._residues
-
-
-def protein_tracks(files: Sequence[TrackFile], fasta: Path) -> ProteinTracks:
-    """Read the tracks of the protein in a FASTA file with one record.
-
-    Args:
-        files: the tracks, each with a path; see `with_paths`.
-        fasta: the file.
-
-    Raises:
-        InputError: a track cannot be read, or has no entry of the protein.
-    """
-    record = next(iter(read_fasta(fasta, Edits())))
-    protein, found = _OneProtein(record.id, record.sequence), []
-    for one in files:
-        assert one.path is not None
-        values = [values for _, values in entries(one.track, one.path, protein, Edits())]
-        if not values:
-            raise InputError(
-                f"{one.path}: has no {one.track.title} of {shown(record.id)}, the protein in {fasta}; give them its id"
-            )
-        found.append((one.track, values[0]))
-    return ProteinTracks(found)
+def protein_tracks(files: Sequence[TrackFile], fasta: Path, protein: slice = slice(None)) -> RecordTracks:
+    """Open the tracks of the protein in a FASTA file with one record, which all variants of it have."""
+    return record_tracks(files, cached(fasta), protein) if files else RecordTracks(())

@@ -152,7 +152,6 @@ def _plan(
     store = read_input(fasta, work / "work" / "input", spec.chains.tokens)
     tracks = []
     for one in asked.tracks:
-        assert one.path is not None
         tracks.append(write_track(one.track, one.path, store, work / "work" / "tracks" / one.track.name))
     unique, chained = write_index(index, store, spec, tracks)
     length_N = store.lengths if chained else np.load(index / "lengths.npy", mmap_mode="r")  # with linkers

@@ -108,9 +108,8 @@ def read_rows(path: Path, protein: str | Path, mutant: str | None, offset: int |
         mutant=mutant,
         targets=None,
         offset=offset,
-        on_unusable="drop",
-        on_stop="drop",
-        on_synonymous="keep",
+        unusable="drop",
+        keep_synonymous=True,
         replicates="keep",
     )
     mutations = [tuple(m for m in one if m.mutant != m.wild) for one in found.mutations]

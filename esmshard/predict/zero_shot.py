@@ -179,7 +179,7 @@ def score_table(
     files = track_files(tracks, family_of(opened[0].config).tracks, model, "--track ")
     of_protein = protein_tracks(with_paths(wild_type, files), wild_type)
     missing = [notice for name in names for notice in without_tracks(name, tracks)]
-    notices = [*rows.notices, *of_protein.notices(), *missing]
+    notices = [*rows.notices, *of_protein.notices(np.arange(1)), *missing]
     for notice in notices:
         say(notice)
     values = of_protein.get(0, slice(None))

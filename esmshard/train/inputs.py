@@ -12,7 +12,7 @@ import torch
 
 from esmshard.data.batching.loader import SEEN, Examples
 from esmshard.data.batching.packing import StepPlan
-from esmshard.data.splits.leakage import ComparedRecords, check, check_variants, first_identical, pair_notices
+from esmshard.data.splits.leakage import ComparedRecords, check, first_identical, pair_notices, variant_notices
 from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.errors import InputError, UsageError
 from esmshard.io.store import linker_of
@@ -206,7 +206,7 @@ def leakage_notices(job: RunInputs) -> list[str]:
             positions = [frozenset(int(m[1:-1]) for m in name.split(":") if name != "WT") for name in names]
             first = np.cumsum([0, *map(len, splits)])
             sets = {split.name: np.arange(first[k], first[k + 1]) for k, split in enumerate(splits)}
-            return check_variants(names, positions, sets).notices() + _of_base(job)
+            return variant_notices(names, positions, sets) + _of_base(job)
         return check(train, others, most=20_000_000).notices() + _of_base(job)
     except Exception as error:  # the check only informs and must not end the run
         return [f"leakage: could not be checked ({error})"]

@@ -86,7 +86,7 @@ def test_what_a_run_leaves(made: tuple[Path, str, str, list[str]]) -> None:
         "when shifted by -23, which was done",
         "with a stop codon",
         "averaged 2 variants",
-        "A99G (K is there)",
+        "A99G (the wild type has K)",
     ):
         assert what in told
     for name in summary["runs"]:
@@ -108,7 +108,7 @@ def test_what_a_run_leaves(made: tuple[Path, str, str, list[str]]) -> None:
         "Stopp": "a stop codon",
         "leer": "without a value in 'score'",
         "ohne Namen": "an empty cell",
-        "falsch": "A99G (K is there), another residue than the wild type has",
+        "falsch": "A99G (the wild type has K)",
         "synonym": "a synonymous change",
     }
     assert {row["left out because"] for row in rows if row["variant"]} == {""}

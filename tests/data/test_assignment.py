@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esmshard.data.splits.assignment import (
+    Numbers,
     by_cluster,
-    by_contiguous,
-    by_modulo,
     by_mutation_count,
     by_position,
     check_given,
@@ -22,6 +21,14 @@ from esmshard.data.splits.assignment import (
 from esmshard.errors import InputError, UsageError
 
 NAMES = [f"r{n}" for n in range(100)]
+
+
+def by_modulo(positions: Sequence[frozenset[int]], folds: int) -> Numbers:
+    return by_position(positions, folds=folds, by="modulo")
+
+
+def by_contiguous(positions: Sequence[frozenset[int]], folds: int) -> Numbers:
+    return by_position(positions, folds=folds, by="contiguous")
 
 
 def sizes(number_N: Sequence[int] | np.ndarray) -> list[int]:
@@ -178,10 +185,10 @@ def test_positions_that_leave_a_set_empty() -> None:
     )
     singles = [changed(0), changed(1), changed(2, 3)]
     assert refusal(lambda: by_modulo(singles, 4)).startswith("fold 2 would be empty, since 1 of 3 variants change")
-    assert "4 folds cannot be made of 3 changed positions; make fewer folds" in refusal(
+    assert "4 sets cannot be made of 3 changed positions" in refusal(
         lambda: by_contiguous([changed(p) for p in (4, 5, 6)], 4)
     )
-    assert "3 sets cannot be made of 2 positions" in refusal(lambda: by_position([changed(0), changed(1)]))
+    assert "3 sets cannot be made of 2 changed positions" in refusal(lambda: by_position([changed(0), changed(1)]))
 
 
 # mutations and values

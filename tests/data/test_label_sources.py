@@ -97,7 +97,6 @@ def test_labels_of_another_length_are_refused(tmp_path: Path) -> None:
         ({"names": [1, 2]}, "has no array 'names'"),
         ({"names": []}, "has no array 'names'"),
         ({"names": [["a"]]}, "has no array 'names'"),
-        ({"names": ["a", "b", "a"]}, "names has 'a' twice; make the file again"),
         ({"names": ["a", "b"], "seqs": ["A"]}, "names and seqs do not fit each other; make the file again"),
         ({"names": np.array(["a"], dtype=object)}, "cannot be read"),
     ],

@@ -1,15 +1,16 @@
-"""Coordinates beside a FASTA file, and what is said where the two do not fit."""
+"""Coordinates beside a FASTA file, what is said where the two do not fit, and the contacts of coordinates."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from esmshard.data.labels.coordinates import UNRESOLVED, CoordinateLabels
+from esmshard.data.labels.coordinates import UNRESOLVED, CoordinateLabels, contact_labels
 from esmshard.errors import InputError
 from esmshard.io.remote import data_file
-from esmshard.io.store import TokenStore, cached
+from esmshard.io.store import cached
 
 GOOD: dict[str, Any] = {  # not in the order of the FASTA file
     "names": np.array(["c", "a", "b"]),
@@ -103,107 +104,88 @@ def test_the_coordinates_lie_beside_the_fasta_file_under_its_name(tmp_path: Path
     assert CoordinateLabels(tmp_path / name, store)[2]["cb"].shape == (2, 3)
 
 
-def test_a_missing_file_is_named(fasta: Path) -> None:
-    assert refusal(fasta).startswith(f"{fasta.with_suffix('.npz')}: no such file")
-
-
-@pytest.mark.parametrize("name", GOOD)
-def test_a_missing_array_is_named(fasta: Path, name: str) -> None:
-    path = write(fasta, **{name: None})
-    message = refusal(fasta)
-    assert message.startswith(f"{path}: has no array ")
-    assert name in message.removeprefix(str(path)).split(";")[0]
-
-
 @pytest.mark.parametrize(
-    "cb_dA",
+    ("changed", "says"),
     [
-        GOOD["cb_dA"].astype(np.float32),
-        GOOD["cb_dA"].astype(np.int16),
-        GOOD["cb_dA"].ravel(),
-        GOOD["cb_dA"][:, :2],
+        ({"seqs": None}, "has no array 'seqs'"),
+        ({"cb_dA": GOOD["cb_dA"].astype(np.float32)}, "cb_dA is float32 [7, 3], not uint16"),
+        ({"cb_dA": GOOD["cb_dA"][:, :2]}, "cb_dA is uint16 [7, 2], not uint16"),
+        ({"offsets": GOOD["offsets"][:-1]}, "do not fit each other"),
+        ({"offsets": GOOD["offsets"] + 1}, "do not fit each other"),
+        ({"names": GOOD["names"][:-1]}, "do not fit each other"),
+        ({"names": np.array("a")}, "do not fit each other"),
+        ({"cb_dA": GOOD["cb_dA"][:-1]}, "do not fit each other"),
+        ({"names": np.array(["c", "a", "d"])}, "has no chain 'b'"),
+        ({"offsets": np.array([0, 2, 4, 7])}, "record 'a' has labels for 2 residues, but 3 residues in"),
+        ({"seqs": np.array(["MM", "MKT", "TS"])}, "the sequence of record 'b' is not the one in"),
     ],
 )
-def test_coordinates_of_another_type_are_refused(fasta: Path, cb_dA: np.ndarray) -> None:
-    path = write(fasta, cb_dA=cb_dA)
-    assert refusal(fasta).startswith(f"{path}: cb_dA is {cb_dA.dtype} {list(cb_dA.shape)}, not uint16")
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"offsets": GOOD["offsets"][:-1]},
-        {"offsets": GOOD["offsets"][[0, 1, 3]]},
-        {"offsets": GOOD["offsets"] + 1},
-        {"seqs": GOOD["seqs"][:-1]},
-        {"names": GOOD["names"][:-1]},
-        {"cb_dA": GOOD["cb_dA"][:-1]},
-    ],
-)
-def test_arrays_that_do_not_fit_each_other_are_refused(fasta: Path, changed: dict[str, np.ndarray]) -> None:
+def test_what_does_not_fit_is_refused(fasta: Path, changed: dict[str, Any], says: str) -> None:
     path = write(fasta, **changed)
-    assert refusal(fasta).startswith(f"{path}: names, seqs, offsets and cb_dA do not fit each other")
-
-
-def test_a_missing_chain_is_named(fasta: Path) -> None:
-    path = write(fasta, names=np.array(["c", "a", "d"]))
-    assert refusal(fasta).startswith(f"{path}: has no chain 'b', which {fasta} has")
-
-
-def test_another_length_is_refused_with_the_record_and_both_lengths(fasta: Path) -> None:
-    path = write(fasta, offsets=np.array([0, 2, 4, 7], dtype=np.int32))
     message = refusal(fasta)
-    assert message.startswith(f"{path}: record 'a' has labels for 2 residues, but 3 residues in {fasta}")
+    assert message.startswith(f"{path}: ")
+    assert says in message
 
 
-def test_another_sequence_is_refused_with_the_record(fasta: Path) -> None:
-    path = write(fasta, seqs=np.array(["MM", "MKT", "TS"]))
-    assert refusal(fasta).startswith(f"{path}: the sequence of record 'b' is not the one in {fasta}")
-
-
-def test_rare_residues_are_compared_as_they_were_read(fasta: Path) -> None:
-    fasta.write_text(">a\nmJo\n>b\nTT\n>c\nM-M\n")
-    write(fasta, seqs=np.array(["MM", "MXO", "TT"]))
-    assert CoordinateLabels(fasta, cached(fasta))[0]["cb"].shape == (3, 3)
-
-
-def test_a_file_that_ends_early_is_refused(fasta: Path) -> None:
-    path = write(fasta)
-    whole = path.read_bytes()
-    sizes = range(0, len(whole), 37)
-    assert len(sizes) > 10
-    for size in sizes:
-        path.write_bytes(whole[:size])
-        assert refusal(fasta).startswith(f"{path}: cannot be read (")
-
-
-def test_damage_inside_the_file_is_refused(fasta: Path) -> None:
-    path = write(fasta)
-    whole = path.read_bytes()
-    at = whole.index(b"cb_dA.npy") + len("cb_dA.npy") + 20  # the first bytes of compressed data
-    for pattern in (b"\xff" * 20, b"\x00" * 20, bytes(range(20))):
-        path.write_bytes(whole[:at] + pattern + whole[at + 20 :])
-        assert refusal(fasta).startswith(f"{path}: cannot be read (")
-
-
-def test_a_file_of_another_kind_is_refused(fasta: Path) -> None:
+def test_what_is_no_npz_is_refused(fasta: Path) -> None:
     path = fasta.with_suffix(".npz")
-    for array in (np.arange(3), np.array([{}], dtype=object)):
-        with open(path, "wb") as file:
-            np.save(file, array)
-        assert refusal(fasta).startswith(f"{path}: ")
-    path.write_text("names,seqs\n")
-    assert refusal(fasta).startswith(f"{path}: cannot be read (")
+    assert refusal(fasta).startswith(f"{path}: no such file")
+    whole = write(fasta).read_bytes()
+    at = whole.index(b"cb_dA.npy") + len("cb_dA.npy") + 20  # the first bytes of compressed data
+    for data in (whole[:-40], whole[:at] + b"\xff" * 20 + whole[at + 20 :], b"names,seqs\n"):
+        path.write_bytes(data)
+        assert refusal(fasta).startswith(f"{path}: cannot be read (")
+    with open(path, "wb") as file:
+        np.save(file, np.array([{}], dtype=object))
+    assert refusal(fasta).startswith(f"{path}: ")
 
 
-def test_only_the_records_of_the_fasta_file_need_labels(tmp_path: Path) -> None:
-    fasta = tmp_path / "x.fasta"
-    fasta.write_text(">b\nTT\n")
-    write(fasta)
-    store: TokenStore = cached(fasta)
-    np.testing.assert_allclose(CoordinateLabels(fasta, store)[0]["cb"][0], [1.5, 1.6, 1.7], atol=1e-6)
+# Contacts
 
 
-def test_arrays_without_a_length_are_refused(fasta: Path) -> None:
-    write(fasta, names=np.array("a"))
-    assert "do not fit each other" in refusal(fasta)
+def chain(*positions: tuple[float, float, float]) -> np.ndarray:
+    return np.array(positions, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("position", "contact"),
+    [
+        ((7.999, 0, 0), 1),
+        ((8, 0, 0), 0),
+        ((8.001, 0, 0), 0),
+        ((0, -7.999, 0), 1),
+        ((0, 0, -8), 0),
+        ((4.6, 4.6, 4.6), 1),  # 7.97
+        ((4.7, 4.7, 4.7), 0),  # 8.14
+        ((0, 0, 0), 1),
+    ],
+)
+def test_a_contact_is_strictly_under_eight(position: tuple[float, float, float], contact: int) -> None:
+    assert contact_labels(chain((0, 0, 0), position)).tolist() == [[1, contact], [contact, 1]]
+
+
+def test_all_pairs_agree_with_a_loop_and_are_symmetric() -> None:
+    cb_L3 = np.random.default_rng(0).uniform(0, 20, (40, 3)).astype(np.float32)
+    labels_LL = contact_labels(cb_L3)
+    expected = [[int(math.dist(a, b) < 8) for b in cb_L3.tolist()] for a in cb_L3.tolist()]
+    assert labels_LL.tolist() == expected == labels_LL.T.tolist()
+    assert 40 < labels_LL.sum() < 1500
+
+
+def test_a_residue_without_coordinates_has_no_defined_pair() -> None:
+    labels_LL = contact_labels(chain((0, 0, 0), (np.nan, np.nan, np.nan), (1, 0, 0), (2, np.nan, 0), (20, 0, 0)))
+    assert labels_LL.tolist() == [
+        [1, -1, 1, -1, 0],
+        [-1, -1, -1, -1, -1],
+        [1, -1, 1, -1, 0],
+        [-1, -1, -1, -1, -1],
+        [0, -1, 0, -1, 1],
+    ]
+
+
+def test_eight_angstrom_between_stored_coordinates_is_no_contact_wherever_the_chain_lies() -> None:
+    steps = [(80, 0, 0), (0, 80, 0), (48, 64, 0), (0, 64, 48)]
+    for start in range(300):
+        places = np.array([(start, start, start), *(np.array(s) + start for s in steps)], dtype=np.uint16)
+        labels_LL = contact_labels(places.astype(np.float32) / np.float32(10))  # as CoordinateLabels reads them
+        assert labels_LL[0].tolist() == [1, 0, 0, 0, 0], start

@@ -22,7 +22,7 @@ def read(*cells: str, good: int = 36, shift: int = 0, **settings: object) -> Var
     shifted = [f"{cell[0]}{int(cell[1:-1]) + shift}{cell[-1]}" for cell in GOOD[:good]]
     rows = [f'"{cell}",{n}' for n, cell in enumerate([*shifted, *cells])]
     Path("v.csv").write_text("\n".join(["mutant,score", *rows]) + "\n")
-    given = {"wild_type": WT, "on_unusable": "drop", **settings}
+    given = {"wild_type": WT, "unusable": "drop", **settings}
     return read_variants(Path("v.csv"), **given)  # type: ignore[arg-type]
 
 
@@ -47,8 +47,8 @@ def test_another_residue_than_the_wild_type_has_is_left_out_and_named() -> None:
     found = read("A2G", "K2W:A3G", "K99A", "K2W")
     assert found.names() == [*GOOD[:36], "K2W"]
     assert found.notices == [
-        "v.csv: left out 3 rows with another residue than the wild type has: line 38 A2G (K is there), line 39 A3G "
-        "(T is there), line 40 K99A (outside)"
+        "v.csv: left out 3 rows with another residue than the wild type has: line 38 A2G (the wild type has K), line "
+        "39 A3G (the wild type has T), line 40 K99A (the wild type has no such position)"
     ]
 
 
@@ -76,18 +76,18 @@ def test_the_shift_is_found_although_rows_do_not_fit() -> None:
     assert found.names() == GOOD[:38]
     assert found.notices[0].startswith("v.csv: left out 1 row whose 'mutant' names no substitutions: line 41 'K2del'")
     assert found.notices[1] == (
-        "v.csv: 4 of 40 rows fit the wild type as numbered, 38 fit when shifted by -25, which was done"
+        "v.csv: 4 of 40 mutations fit the wild type as numbered, 38 fit when shifted by -25, which was done"
     )
     assert found.notices[2] == (
-        "v.csv: left out 2 rows with another residue than the wild type has: line 40 A27G (K is there), line 42 W28A "
-        "(T is there)"
+        "v.csv: left out 2 rows with another residue than the wild type has: line 40 A27G (the wild type has K), line "
+        "42 W28A (the wild type has T)"
     )
     assert found.offset == -25
     assert found.names()[0] == GOOD[0]
     assert found.left_out == {
-        38: "A27G (K is there), another residue than the wild type has",
+        38: "A27G (the wild type has K)",
         39: "'K2del' is no substitution",
-        40: "W28A (T is there), another residue than the wild type has",
+        40: "W28A (the wild type has T)",
     }
 
 
@@ -108,17 +108,20 @@ def test_a_good_numbering_is_not_shifted() -> None:
 def test_mutated_sequences_are_left_out_alike() -> None:
     rows = [f"{WT[:n]}W{WT[n + 1 :]},{n}" for n in range(10)]
     Path("s.csv").write_text("\n".join(["sequence,score", *rows, f"{WT[:-1]},0"]) + "\n")
-    found = read_variants(Path("s.csv"), wild_type=WT, on_unusable="drop")
+    found = read_variants(Path("s.csv"), wild_type=WT, unusable="drop")
     assert found.names() == [f"{WT[n]}{n + 1}W" for n in range(10)]
     (notice,) = found.notices
     assert notice.startswith("s.csv: left out 1 row whose 'sequence' names no substitutions: line 12 ")
 
 
-@pytest.mark.parametrize("settings", [{}, {"on_unusable": "error"}])
+@pytest.mark.parametrize("settings", [{}, {"unusable": "error"}])
 def test_by_default_one_row_is_an_error(settings: dict[str, str]) -> None:
     Path("v.csv").write_text("mutant,score\n" + "".join(f"{cell},1\n" for cell in [*GOOD, "K2del"]))
     with pytest.raises(InputError, match="1 of 41 cells of column 'mutant' cannot be used: line 42 'K2del' is no"):
         read_variants(Path("v.csv"), wild_type=WT, **settings)  # type: ignore[arg-type]
     Path("v.csv").write_text("mutant,score\n" + "".join(f"{cell},1\n" for cell in [*GOOD, "A2G"]))
-    with pytest.raises(InputError, match=r"1 of 41 mutations do not fit the wild type of 40 residues: line 42 A2G \(K"):
+    with pytest.raises(
+        InputError,
+        match=r"1 of 41 mutations do not fit the wild type.*: line 42 A2G \(the wild type has K",
+    ):
         read_variants(Path("v.csv"), wild_type=WT, **settings)  # type: ignore[arg-type]

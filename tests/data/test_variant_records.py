@@ -11,7 +11,7 @@ from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.data.splits.variant_records import VariantRecords, divide, open_variants
 from esmshard.data.variants.substitutions import parse_variant
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import BatchSettings, Recipe
 from esmshard.tasks.metrics import draws
@@ -110,13 +110,6 @@ def test_no_position_is_in_two_sets(table: Table, split: str) -> None:
     assert len(left) < len(DOUBLES) + len(TRIPLES) or split == "modulo", "pairs within a fold stay"
 
 
-def test_contiguous_and_modulo_are_what_they_are_called(table: Table) -> None:
-    table.write(SINGLES)
-    assert positions(table.split(split="contiguous", folds=4, fold=1)["test"]) == set(range(6, 12))
-    assert positions(table.split(split="modulo", folds=4, fold=1)["test"]) == set(range(1, 24, 4))
-    assert positions(table.split(split="position", folds=4, fold=1)["test"]) != set(range(6, 12))
-
-
 def test_random_folds_leave_nothing_out_and_share_positions(table: Table) -> None:
     found = table.split(split="random", folds=3)
     assert sum(len(one) for one in found.values()) == len(NAMES)
@@ -172,7 +165,7 @@ def test_smaller_shares_are_parts_of_larger_ones(table: Table) -> None:
 
 def test_too_few_positions_are_refused(table: Table) -> None:
     table.write(["K2A", "K2C", "T3A", "T3C"])
-    with pytest.raises(InputError, match="5 sets cannot be made of 2 positions"):
+    with pytest.raises(InputError, match="5 sets cannot be made of 2 changed positions"):
         divide(table.data())
 
 
@@ -280,14 +273,6 @@ def test_notices_stand_on_the_training_set_only(table: Table) -> None:
     assert found["valid"].notices == found["test"].notices == []
 
 
-@pytest.mark.parametrize(("singles", "hint"), [(24, True), (len(SINGLES), False)])
-def test_a_table_that_positions_leave_little_of_gets_a_hint(table: Table, singles: int, hint: bool) -> None:
-    far = [f"{WT[a]}{a + 1}V:{WT[b]}{b + 1}V" for a in range(8) for b in range(12, 24) if "V" not in WT[a] + WT[b]]
-    table.write([*SINGLES[:: len(SINGLES) // singles], *far])
-    (notice,) = table.split(folds=3)["train"].notices
-    assert notice.endswith("; data.split mutations, or random, uses them all") is hint
-
-
 @pytest.mark.parametrize(("value", "ok"), [(0, False), (-1.5, False), (0.001, True)])
 def test_the_logarithm_of_nothing_is_refused(table: Table, value: float, ok: bool) -> None:
     table.write(SINGLES, [value, *range(1, len(SINGLES))])
@@ -300,11 +285,6 @@ def test_the_logarithm_of_nothing_is_refused(table: Table, value: float, ok: boo
         f"{table.path}: 1 variant with a value of 0 or less, which has no logarithm (line 2); remove them, or set "
         "data.transform to rank or none"
     )
-
-
-def test_a_target_that_is_none_is_refused(table: Table) -> None:
-    with pytest.raises(UsageError, match=r"data\.lower_is_better: kd is no target; there is score"):
-        table.split(lower_is_better=["kd"])
 
 
 # The part that the model sees
@@ -325,13 +305,6 @@ def test_a_window_holds_all_mutated_residues(table: Table) -> None:
     assert (exact.labels.first, exact.labels.length) == (7, 8)  # type: ignore[union-attr]
     whole = table.split(max_length=8, folds=3)["train"]
     assert len(whole.get(0).tokens) == 26, "without long=window all of it"
-
-
-@pytest.mark.parametrize(("low", "high", "first"), [(1, 8, 0), (20, 24, 14)])
-def test_a_window_stays_inside_the_protein(table: Table, low: int, high: int, first: int) -> None:
-    table.write([name for name in SINGLES if low <= int(name[1:-1]) <= high])
-    found = table.split(long="window", max_length=10, folds=3)["train"]
-    assert (found.labels.first, found.labels.length) == (first, 10)  # type: ignore[union-attr]
 
 
 def test_a_window_that_is_too_small_is_refused(table: Table) -> None:

@@ -166,7 +166,7 @@ def test_a_model_of_variants_keeps_the_tracks_of_its_wild_type(kind: str, tmp_pa
         expected[8 - 4] = np.nan
     split = open_split(recipe, "train", None, files)
     notice = {"letters": "letters of 14 of 14", "coordinates": "coordinates of 13 of 14"}[kind]
-    assert f"{notice} residues of the wild type" in split.notices
+    assert f"{notice} residues of the wild type" in str(split.notices)
     example = split.get(0)
     task = new_task(recipe.task, {}).learn(split)
     again = new_task(recipe.task, json.loads(json.dumps(dict(task.facts), allow_nan=False)))

@@ -73,7 +73,7 @@ def test_a_table_with_letters(trained: tuple[str, Trunk], tmp_path: Path) -> Non
     about = json.loads(facts_file(out).read_text())
     assert about["tracks"] == {"3di": "3di.fasta"}
     assert about["wild_type"] == "wt.fasta"
-    assert "structure letters (3Di) of 40 of 40 residues of the wild type" in about["notices"]
+    assert "structure letters (3Di) of 40 of 40 residues of the wild type" in str(about["notices"])
     assert "40 of 40 residues of the wild type" in done.stderr
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.packing import MicroBatch
+from esmshard.data.tracks import RecordTracks
 from esmshard.errors import InputError
 from esmshard.io.store import linker_of
 from esmshard.io.symbols import JOINED, ChainWindows, chain_windows, shown
@@ -39,22 +40,6 @@ class Labels(Protocol):
         """
 
     def __getitem__(self, n: int) -> Mapping[str, npt.NDArray[Any]]: ...
-
-
-class Tracks(Protocol):
-    """What models read of the residues of the records of a store besides amino acids."""
-
-    @property
-    def digest(self) -> str:
-        """A digest of all values."""
-
-    def get(self, n: int, part: slice) -> Mapping[str, npt.NDArray[Any]]:
-        """Return the arrays of some residues of record n by the name of the track, [L + 2, ...]: with an entry for
-        `<cls>` and for `<eos>`.
-        """
-
-    def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
-        """Return sentences on what is known of some records."""
 
 
 class Store(Protocol):
@@ -140,33 +125,30 @@ class Examples:
         """Sentences about data that were changed or left out while reading."""
         self.labels = labels
         """Labels of all records of the store."""
-        self.tracks: Tracks | None = None
+        self.tracks: RecordTracks | None = None
         """Tracks of all records of the store; see `add_tracks`."""
         self._seed = seed
-        self._crop: int | None = None
-        # The most tokens of a crop or window, and whether there are records with several chains.
-        self._most: int | None = None
+        # What happened to records over the most tokens of a crop or window; `full` if there are none.
+        self._long: Long = "full"
+        self._most = 0
         self._chained = linker_of(store.manifest) is not None
-        # Record and first residue of each example, [E]; None if every example is a record from its first residue on.
-        self._record_E: npt.NDArray[np.int64] | None = None
-        self._start_E: npt.NDArray[np.int64] | None = None
         longest_N, tokens_N = _of_chains(store) if apart else (store.lengths, None)
-        cut_E: npt.NDArray[np.int32] = longest_N
         taken_N = np.ones(len(store), dtype=np.bool_) if members_N is None else members_N
         if labels is not None and labels.labelled_N is not None:
             taken_N = taken_N & labels.labelled_N
+        # The record of each example, [E], and its first residue or, of several chains, the number of its window.
+        # A range and a broadcast number take no memory where every example is a whole record.
+        self._record_E: range | npt.NDArray[np.int64] = range(len(store))
+        length_E: npt.NDArray[np.int32] = longest_N
         if not taken_N.all():
             self._record_E = np.flatnonzero(taken_N)
-            cut_E = longest_N[self._record_E]
-            if not len(cut_E):
+            length_E = longest_N[self._record_E]
+            if not len(length_E):
                 raise InputError(f"{path}: {name} has no labelled record; give it labels, or another file")
-        if max_length is not None and long != "full" and int(cut_E.max()) > max_length:
-            cut_E = self._shorten(long, max_length, cut_E)
-        if tokens_N is None:
-            tokens_E = cut_E + np.int32(2)
-        else:
-            tokens_E = tokens_N if self._record_E is None else tokens_N[self._record_E]
-        self.tokens: npt.NDArray[np.int32] = tokens_E
+        self._start_E: npt.NDArray[np.int64] = np.broadcast_to(np.int64(0), len(length_E))
+        if max_length is not None and long != "full" and int(length_E.max()) > max_length:
+            length_E = self._shorten(long, max_length, length_E)
+        self.tokens: npt.NDArray[np.int32] = length_E + np.int32(2) if tokens_N is None else tokens_N[self._record_E]
         """Tokens of each example as trained on, with `<cls>` and `<eos>`, int32 [E]."""
         self.beside = 0
         """Tokens that go through the model in addition with every micro-batch. For variants, these are the tokens of
@@ -184,11 +166,10 @@ class Examples:
             return found
         return hashlib.sha256(f"{found} {self.tracks.digest}".encode()).hexdigest()
 
-    def add_tracks(self, tracks: Tracks) -> None:
+    def add_tracks(self, tracks: RecordTracks) -> None:
         """Let every example have its part of the tracks, and say in the notices what is known."""
         self.tracks = tracks
-        records_M = np.arange(len(self.store)) if self._record_E is None else np.unique(self._record_E)
-        self.notices += tracks.notices(records_M)
+        self.notices += tracks.notices(np.unique(self._record_E))
 
     def get(self, n: int, epoch: int | None = None) -> Example:
         """Return example n as it is trained on in an epoch. Without an epoch, nothing is cropped at random.
@@ -200,17 +181,19 @@ class Examples:
         record_id, residues = self.id(n), self.store.residues(record)
         labels = {} if self.labels is None else self.labels[record]
         window: slice | npt.NDArray[np.int64] | None = None
+        draw = f"{self._seed}:{epoch}"
+        cropped = self._long == "crop" and epoch is not None
         if (cut := self._chain_windows(record)) is not None:
-            if self._start_E is not None:
+            if self._long == "window":
                 window = cut.kept(cut.spread(start))
-            elif epoch is not None:
-                window = cut.kept(cut.drawn(f"{self._seed}:{epoch}:{record_id}"))
-        elif self._start_E is not None:
+            elif cropped:
+                window = cut.kept(cut.drawn(f"{draw}:{record_id}"))
+        elif self._long == "window":
             window = slice(start, start + int(self.tokens[n]) - 2)
-        elif epoch is not None and self._crop is not None and len(residues) > self._crop:
-            digest = hashlib.sha256(f"{self._seed}:{epoch}:{record_id}".encode()).digest()
-            start = int.from_bytes(digest[:8], "little") % (len(residues) - self._crop + 1)
-            window = slice(start, start + self._crop)
+        elif cropped and len(residues) > self._most:
+            digest = hashlib.sha256(f"{draw}:{record_id}".encode()).digest()
+            start = int.from_bytes(digest[:8], "little") % (len(residues) - self._most + 1)
+            window = slice(start, start + self._most)
         if window is not None:
             residues = residues[window]
             if self.labels is not None and self.labels.per_residue:
@@ -218,13 +201,13 @@ class Examples:
         tokens = np.concatenate([[CLS], residues, [EOS]], dtype=np.uint8, casting="unsafe")
         part = window if isinstance(window, slice) else slice(None)  # Records of several chains have no tracks.
         tracks = {} if self.tracks is None else self.tracks.get(record, part)
-        return Example(record_id, tokens, labels, FIXED if epoch is None else f"{self._seed}:{epoch}", tracks)
+        return Example(record_id, tokens, labels, FIXED if epoch is None else draw, tracks)
 
     def id(self, n: int) -> str:
         """Return the id of example n, without reading its tokens, unless it is a window of several chains."""
         record, start = self._origin(n)
         record_id, length = self.store.id(record), int(self.tokens[n]) - 2
-        if self._start_E is None or length == self.store.lengths[record]:
+        if self._long != "window" or length == self.store.lengths[record]:
             return record_id
         if (cut := self._chain_windows(record)) is not None:
             return f"{record_id}/{cut.name(cut.spread(start))}"
@@ -244,31 +227,18 @@ class Examples:
         are not independent observations. None if all examples are independent.
         """
         block_N: npt.NDArray[np.int64] | None = getattr(self.labels, "block_N", None)
-        if block_N is None or self._record_E is None:
-            return block_N
-        return block_N[self._record_E]
+        return None if block_N is None else block_N[self._record_E]
 
     def _chain_windows(self, record: int) -> ChainWindows | None:
         """Return the windows of a record of several chains; None if it is shorter than one, or is one chain."""
-        if self._most is None or not self._chained or self.store.lengths[record] <= self._most:
+        if not self._most or not self._chained or self.store.lengths[record] <= self._most:
             return None
         residues = self.store.residues(record)
         return chain_windows(residues, self._most) if SEPARATOR in residues else None
 
     def _origin(self, n: int) -> tuple[int, int]:
         """Return the record and the first residue of an example; of a window of several chains, its number instead."""
-        record = n if self._record_E is None else int(self._record_E[n])
-        return record, 0 if self._start_E is None else int(self._start_E[n])
-
-    def _check_room(self, over: npt.NDArray[np.int64], most: int) -> None:
-        """Refuse records whose linkers leave no room for their chains."""
-        for k in over.tolist() if self._chained else ():
-            record = self._origin(k)[0]
-            try:
-                self._chain_windows(record)
-            except InputError as error:
-                name = shown(self.store.id(record))
-                raise InputError(f"{self.path}: record '{name}': data.max_length: {error}") from None
+        return int(self._record_E[n]), int(self._start_E[n])
 
     def _shorten(self, long: Long, most: int, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Apply `long` to records over `most` residues, and return the number of residues of each
@@ -281,34 +251,37 @@ class Examples:
                 f"{self.path}: record '{shown(first)}' has {lengths[over[0]]:,} residues, data.max_length is {most:,}; "
                 "raise it, or set data.long to crop, window, full or skip"
             )
-        if long in ("crop", "window"):
-            self._most = most
-            self._check_room(over, most)
-        if long == "crop":
-            self._crop = most
-            return np.minimum(lengths, most)
+        record_E = np.asarray(self._record_E)
         count = f"{len(over):,} record{'s' if len(over) > 1 else ''} over {most:,} residues"
         more = ", ..." if len(over) > 1 else ""
-        record_N = np.arange(len(lengths)) if self._record_E is None else self._record_E
         if long == "skip":
             if len(over) == len(lengths):
                 raise InputError(f"{self.path}: every record is longer than data.max_length, {most:,}; raise it")
             self.notices.append(f"{count} left out ({shown(first)}{more})")
-            self._record_E = record_N[lengths <= most]
+            self._record_E = record_E[lengths <= most]
+            self._start_E = self._start_E[: len(self._record_E)]
             return lengths[lengths <= most]
+        self._long, self._most = long, most
+        windows_of: dict[int, int] = {}  # the windows of each record of several chains
+        for k in over.tolist() if self._chained else ():
+            try:
+                cut = self._chain_windows(int(record_E[k]))
+            except InputError as error:  # its linkers leave no room for its chains
+                name = shown(self.store.id(int(record_E[k])))
+                raise InputError(f"{self.path}: record '{name}': data.max_length: {error}") from None
+            if cut is not None:
+                windows_of[k] = cut.count
+        if long == "crop":
+            return np.minimum(lengths, most)
         # A record is covered by as few windows as possible, evenly spread, so that neighbours overlap by about the
         # same.
-        windows = -(-lengths.astype(np.int64) // most)
-        for k in over.tolist() if self._chained else ():
-            if (cut := self._chain_windows(int(record_N[k]))) is not None:
-                windows[k] = cut.count
+        windows, several = -(-lengths.astype(np.int64) // most), np.zeros(len(lengths), dtype=np.bool_)
+        windows[list(windows_of)], several[list(windows_of)] = list(windows_of.values()), True
         place_E = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)
         room_E = np.repeat(np.maximum(lengths - most, 0), windows)
-        self._record_E = np.repeat(record_N, windows)
-        self._start_E = place_E * room_E // np.maximum(np.repeat(windows, windows) - 1, 1)
-        if self._chained:
-            several_N = np.array([self._chain_windows(int(record)) is not None for record in record_N])
-            self._start_E = np.where(np.repeat(several_N, windows), place_E, self._start_E)
+        start_E = place_E * room_E // np.maximum(np.repeat(windows, windows) - 1, 1)
+        self._record_E = np.repeat(record_E, windows)
+        self._start_E = np.where(np.repeat(several, windows), place_E, start_E)
         self.notices.append(f"{count} cut into {int(windows[over].sum()):,} windows ({shown(first)}{more})")
         return np.repeat(np.minimum(lengths, most), windows)
 
@@ -325,10 +298,9 @@ def digests(data: Examples, batches: Sequence[MicroBatch], epoch: int) -> dict[b
 
     The digest includes the number of the example, so that the same sequence under two ids has two digests.
     """
-    numbers = (n for batch in batches if not batch.is_dummy for n in batch.records)
-    examples = ((n, data.get(n, epoch)) for n in numbers)
-    return {_digest(n, example): example.id for n, example in examples}
-
-
-def _digest(number: int, example: Example) -> bytes:
-    return hashlib.blake2b(f"{number} {example.id}\n".encode() + example.tokens.tobytes(), digest_size=16).digest()
+    id_of: dict[bytes, str] = {}
+    for n in (n for batch in batches if not batch.is_dummy for n in batch.records):
+        example = data.get(n, epoch)
+        text = f"{n} {example.id}\n".encode() + example.tokens.tobytes()
+        id_of[hashlib.blake2b(text, digest_size=16).digest()] = example.id
+    return id_of

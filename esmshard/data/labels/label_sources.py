@@ -5,22 +5,16 @@ The letters are no residues, so they stay as written: only white space, blank li
 """
 
 import re
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
-
-import numpy as np
-import numpy.typing as npt
-from Bio.SeqIO.FastaIO import SimpleFastaParser
 
 from esmshard.data.labels.coordinates import npz_beside, read_arrays
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
 from esmshard.io.headers import id_of
-from esmshard.io.sequences import ConvertedSource, is_sequence_table, open_source, read_sequence_table
+from esmshard.io.sequences import is_sequence_table, open_bytes, read_sequence_table
 from esmshard.io.symbols import BLANKS, Rules
 from esmshard.io.tables import Table, read_table, readable, shown
 from esmshard.recipe.data_section import DataSettings
@@ -44,51 +38,36 @@ class LabelRecord:
 def read_label_fasta(path: Path) -> Iterator[LabelRecord]:
     """Read the records of a label file in file order, plain or compressed (gz, bz2, xz, zst). Ids may come twice.
 
-    Args:
-        path: the file.
-
     Raises:
-        InputError: the file cannot be read or has no record, or a table has rows without a sequence; the
-            message names file and line.
+        InputError: the file cannot be read, or a record has no id or no labels; the message names file and line.
     """
-    lines: deque[int] = deque()  # lines of headers that the parser has read and not yet returned
-    none_yet = True
+    header, start, pieces = "", 0, list[str]()
     with (
         readable(path, "a FASTA file of labels"),
-        open_source(path) as stream,
+        open_bytes(path) as stream,
         TextIOWrapper(stream, encoding="utf-8-sig") as handle,
     ):
-        converted = stream if isinstance(stream, ConvertedSource) else None
-        if converted is not None and converted.edits.counts:
-            raise InputError(
-                f"{path}: {converted.edits.notices()[0]}; fill in what is missing, or remove these records"
-            )
-        parser = SimpleFastaParser(_checked(handle, path, lines))  # type: ignore[no-untyped-call]
-        for header, raw in parser:
-            none_yet = False
-            line, record_id, text = lines.popleft(), id_of(header), raw.translate(_NO_BLANKS)
-            line = line if converted is None else converted.line_in_file(line)
-            if not text:
-                raise InputError(f"{path}:{line}: record {shown(record_id)} has no labels; write them, or remove it")
-            yield LabelRecord(record_id, header.strip(), text, line)
-    if none_yet:
-        raise InputError(f"{path}: holds no record; a FASTA file of labels has lines that begin with '>'")
+        for number, line in enumerate(handle, 1):
+            if line.startswith(">"):
+                if header:
+                    yield _record(path, header, pieces, start)
+                header, start, pieces = line[1:].strip(), number, []
+                if not header:
+                    raise InputError(f"{path}:{number}: a record without an id; write the id of its protein after '>'")
+            elif header:
+                pieces.append(line)
+            elif line.strip():
+                raise InputError(f"{path}:{number}: text before the first '>'; a record begins with '>ID'")
+        if not header:
+            raise InputError(f"{path}: holds no record; a FASTA file of labels has lines that begin with '>'")
+        yield _record(path, header, pieces, start)
 
 
-def _checked(handle: TextIO, path: Path, lines: deque[int]) -> Iterator[str]:
-    """Yield the lines from the first header on. Text before it is refused, since the parser would skip it silently."""
-    started = False
-    for number, line in enumerate(handle, 1):
-        if line.startswith(">"):
-            if not line[1:].strip():
-                raise InputError(f"{path}:{number}: a record without an id; write the id of its protein after '>'")
-            started = True
-            lines.append(number)
-            yield line
-        elif started:
-            yield line
-        elif line.strip():
-            raise InputError(f"{path}:{number}: text before the first '>'; a record begins with '>ID'")
+def _record(path: Path, header: str, pieces: list[str], line: int) -> LabelRecord:
+    record = LabelRecord(id_of(header), header, "".join(pieces).translate(_NO_BLANKS), line)
+    if not record.text:
+        raise InputError(f"{path}:{line}: record {shown(record.id)} has no labels; write them, or remove it")
+    return record
 
 
 _FASTA = re.compile(r"\.(fasta|faa|fa)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
@@ -148,24 +127,17 @@ def read_npz(path: Path) -> Table:
     records are matched. Other arrays, such as coordinates, are left out.
 
     Raises:
-        InputError: the file cannot be read, or has no array `names` with a different string for each record.
+        InputError: the file cannot be read, or has no array `names` with a string for each record.
     """
     arrays = read_arrays(path)
     names = arrays.get("names")
     if names is None or names.ndim != 1 or names.dtype.kind != "U" or not len(names):
         raise InputError(f"{path}: has no array 'names' with the id of each record; add it")
-    if len(np.unique(names)) < len(names):
-        twice = next(name for k, name in enumerate(names) if name in names[:k])
-        raise InputError(f"{path}: names has '{twice}' twice; make the file again")
     columns = {
-        {"names": "id", "seqs": "sequence"}.get(name, name): _cells(values)
+        {"names": "id", "seqs": "sequence"}.get(name, name): list(map(str, values.tolist()))
         for name, values in arrays.items()
         if values.shape == names.shape and values.dtype.kind in "Ubiuf"
     }
     if "seqs" in arrays and "sequence" not in columns:
         raise InputError(f"{path}: names and seqs do not fit each other; make the file again")
     return Table(path, columns, list(range(1, len(names) + 1)))
-
-
-def _cells(values: npt.NDArray[np.generic]) -> list[str]:
-    return [str(value) for value in values.tolist()]

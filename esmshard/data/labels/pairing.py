@@ -26,6 +26,14 @@ UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
 _LETTERS = str.maketrans(string.ascii_lowercase + "J", string.ascii_uppercase.replace("J", "X") + "X", "-.")
 
 
+def label_column(table: Table, names: Sequence[str]) -> str:
+    """Return the one column that has one of the usual names of labels."""
+    column = table.only_column(names, NAME_LABEL)
+    if column is None:
+        raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}; {NAME_LABEL}")
+    return column
+
+
 def rows_of_records(
     table: Table,
     store: TokenStore,

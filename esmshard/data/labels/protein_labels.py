@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.labels.pairing import NAME_LABEL, check_labelled, rows_of_records
+from esmshard.data.labels.pairing import NAME_LABEL, check_labelled, label_column, rows_of_records
 from esmshard.errors import InputError, UsageError
 from esmshard.io.headers import FLOAT32_MAX, TRUTH, attributes, number
 from esmshard.io.store import TokenStore
 from esmshard.io.symbols import Edits
-from esmshard.io.tables import MISSING, Table, listed, shown
+from esmshard.io.tables import MISSING, Table, shown
 
 Kind = Literal["number", "class", "multilabel"]
 _TARGETS = ("target", "targets", "label", "labels", "dms_score")
@@ -120,10 +120,7 @@ def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
     if table is None:
         columns = [key.upper() for key in columns] or ["TARGET"]
     elif not columns:
-        target = table.only_column(_TARGETS, NAME_LABEL)
-        if target is None:
-            raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}; {NAME_LABEL}")
-        columns = [target]
+        columns = [label_column(table, _TARGETS)]
     else:
         for name in columns:
             table.column(name, NAME_LABEL)

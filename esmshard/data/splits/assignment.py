@@ -53,7 +53,9 @@ def by_cluster(
     """
     names, group_N = _groups(clusters)
     size_G = np.bincount(group_N, minlength=len(names)).tolist()
-    number_N: Numbers = _assign(names, size_G, _shares(ratios, folds), seed, "cluster")[group_N]
+    shares = _shares(ratios, folds)
+    _check_enough(len(names), len(shares), "cluster")
+    number_N: Numbers = _assign(names, size_G, shares, seed)[group_N]
     return number_N
 
 
@@ -94,26 +96,16 @@ def of_variants(
     folds: int | None = None,
     train_max: int = 1,
 ) -> Numbers:
-    """Split N variants of one protein by a method of this module: `ratio`, `mutations`, `contiguous`, `modulo` or
-    `position`.
+    """Split N variants of one protein, with these names and changed positions from 0.
 
-    Args:
-        by: the method.
-        names: names of the variants.
-        positions: 0-based positions that each variant changes.
-        ratios: see `by_position`.
-        seed: see `by_position`.
-        folds: see `by_position`; `contiguous` and `modulo` need it.
-        train_max: see `by_mutation_count`.
+    `by` is `ratio` (`by_cluster`), `mutations` (`by_mutation_count`), or `position`, `modulo` or `contiguous`
+    (`by_position`).
     """
     if by == "ratio":
         return by_cluster(names, ratios, seed, folds)
     if by == "mutations":
         return by_mutation_count([len(changed) for changed in positions], names, train_max, ratios, seed)
-    if by in ("contiguous", "modulo"):
-        assert folds is not None
-        return (by_contiguous if by == "contiguous" else by_modulo)(positions, folds)
-    return by_position(positions, ratios, seed, folds)
+    return by_position(positions, ratios, seed, folds, by)
 
 
 def by_position(
@@ -121,8 +113,9 @@ def by_position(
     ratios: Sequence[float] = RATIOS,
     seed: int = 0,
     folds: int | None = None,
+    by: str = "position",
 ) -> Numbers:
-    """Split variants of one protein by the positions that they change: each set gets random positions.
+    """Split variants of one protein by the positions that they change.
 
     A variant whose positions lie in several sets is left out, since it would show a model positions of another set.
     Joining such positions (connected components) is no alternative: variants with several random changes connect all
@@ -132,49 +125,41 @@ def by_position(
         positions: 0-based positions that each of N variants changes.
         ratios: shares of the variants in training, validation and test set; they need not add up to one.
         seed: seed of the draw.
-        folds: make K folds of nearly equal numbers of variants instead of three sets.
+        folds: make K folds instead of three sets.
+        by: `position`: sets of random positions, of nearly equal numbers of variants for folds. `modulo` and
+            `contiguous` are the folds of ProteinGym (`create_folds_by_position_modulo` and
+            `create_folds_by_contiguous_position_discontiguous` in ProteinNPT, Notin et al. 2023), which drops variants
+            with several changes. `modulo`: the i-th of the changed positions goes to fold i mod K, so that a held-out
+            position has training positions beside it. `contiguous`: K stretches along the sequence with equal numbers
+            of changed positions; if this number is not whole, the first folds have one more.
 
     Raises:
         InputError: a set would be empty.
         UsageError: the ratios or the number of folds cannot be used.
     """
-    count = Counter(place for changed in positions for place in changed)
     shares = _shares(ratios, folds)
-    number_P = _assign([str(place) for place in count], list(count.values()), shares, seed, "position")
-    return _along(positions, dict(zip(count, number_P.tolist(), strict=True)), _names(folds))
-
-
-def by_modulo(positions: Sequence[frozenset[int]], folds: int) -> Numbers:
-    """Make ProteinGym's modulo folds: the i-th of the changed positions goes to fold i mod K.
-
-    Neighbours in the sequence are in different folds, so that a held-out position has training positions beside it. The
-    place among the changed positions decides, not the position itself (`create_folds_by_position_modulo` in ProteinNPT,
-    Notin et al. 2023). That code drops variants with several changes; here such variants stay if all their positions
-    are in one fold, as in `by_position`.
-
-    Args:
-        positions: 0-based positions that each of N variants changes.
-        folds: the number K of folds.
-
-    Raises:
-        InputError: a fold would be empty.
-        UsageError: K is less than 3.
-    """
-    places = _places(positions, folds)
-    return _along(positions, {place: i % folds for i, place in enumerate(places)}, _names(folds))
-
-
-def by_contiguous(positions: Sequence[frozenset[int]], folds: int) -> Numbers:
-    """Make ProteinGym's contiguous folds: K stretches along the sequence.
-
-    Each fold has the same number of changed positions. If this number is not whole, the first folds have one more
-    (`create_folds_by_contiguous_position_discontiguous` in ProteinNPT, Notin et al. 2023). Variants with several
-    changes, arguments and errors are as in `by_modulo`.
-    """
-    places = _places(positions, folds)
-    size, longer = divmod(len(places), folds)
-    fold_P = np.repeat(np.arange(folds), [size + (k < longer) for k in range(folds)]).tolist()
-    return _along(positions, dict(zip(places, fold_P, strict=True)), _names(folds))
+    count = Counter(place for changed in positions for place in changed)
+    places = sorted(count)
+    _check_enough(len(places), len(shares), "changed position")
+    if by == "modulo":
+        number_P = np.arange(len(places)) % len(shares)
+    elif by == "contiguous":
+        number_P = np.repeat(np.arange(len(shares)), [len(part) for part in np.array_split(places, len(shares))])
+    else:
+        number_P = _assign([str(place) for place in places], [count[place] for place in places], shares, seed)
+    number_of = dict(zip(places, number_P.tolist(), strict=True))
+    number_N = np.empty(len(positions), dtype=np.int64)
+    for n, changed in enumerate(positions):
+        numbers = {number_of[place] for place in changed} or {0}
+        number_N[n] = numbers.pop() if len(numbers) == 1 else LEFT_OUT
+    for k, name in enumerate(SETS if folds is None else [f"fold {k}" for k in range(folds)]):
+        if not (number_N == k).any():
+            left = int((number_N == LEFT_OUT).sum())
+            raise InputError(
+                f"{name} would be empty, since {left:,} of {counted(len(positions), 'variant')} change positions of "
+                "several sets; divide them by the number of mutations, or at random"
+            )
+    return number_N
 
 
 def by_mutation_count(
@@ -188,10 +173,6 @@ def by_mutation_count(
         train_max: most changes of a variant outside the test set.
         ratios: the first two divide these variants at random into training and validation set; the third is not used.
         seed: seed of the draw.
-
-    Raises:
-        InputError: a set would be empty.
-        UsageError: the ratios cannot be used.
     """
     count_N = np.asarray(counts)
     number_N = _below((count_N <= train_max).tolist(), (count_N > 0).tolist(), names, _shares(ratios, None), seed)
@@ -214,10 +195,6 @@ def low_to_high(
         limit: highest value of the training and validation set. FLIP takes the value of the wild type.
         ratios: the first two divide the low values at random into training and validation set; the third is not used.
         seed: seed of the draw.
-
-    Raises:
-        InputError: a set would be empty.
-        UsageError: the ratios cannot be used.
     """
     given_N = np.asarray(values, dtype=np.float64)
     keys, group_N = _groups(names)
@@ -254,25 +231,24 @@ def check_given(number_N: Numbers, source: Path) -> None:
 def _shares(ratios: Sequence[float], folds: int | None) -> list[float]:
     """Return the share of each set or fold; the shares add up to one."""
     if folds is not None:
-        _check_folds(folds)
+        if folds < len(SETS):
+            raise UsageError(f"folds is {folds}; at least 3 are needed, for train, valid and test")
         return [1 / folds] * folds
     if len(ratios) != len(SETS) or not all(0 < ratio < float("inf") for ratio in ratios):
         raise UsageError(f"ratios are {list(ratios)}; three numbers above zero are expected, for train, valid and test")
     return [ratio / sum(ratios) for ratio in ratios]
 
 
-def _check_folds(folds: int) -> None:
-    if folds < len(SETS):
-        raise UsageError(f"folds is {folds}; at least 3 are needed, for train, valid and test")
-
-
-def _assign(names: list[str], sizes: Sequence[float], shares: list[float], seed: int, what: str) -> Numbers:
-    """Return the number of the set of each of G groups, int64 [G]. The top of the file describes the method."""
-    if len(names) < len(shares):
+def _check_enough(groups: int, sets: int, what: str) -> None:
+    if groups < sets:
         raise InputError(
-            f"{counted(len(shares), 'set')} cannot be made of {counted(len(names), what)}, which may not be cut; give "
-            "more data, or split in another way"
+            f"{counted(sets, 'set')} cannot be made of {counted(groups, what)}, which may not be cut; give more data, "
+            "or split in another way"
         )
+
+
+def _assign(names: list[str], sizes: Sequence[float], shares: list[float], seed: int) -> Numbers:
+    """Return the number of the set of each of G groups, int64 [G]. The top of the file describes the method."""
     draws = [hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest() for name in names]
     order = sorted(range(len(names)), key=lambda g: (-sizes[g], draws[g]))
     room = [share * sum(sizes) for share in shares]
@@ -298,32 +274,6 @@ def _assign(names: list[str], sizes: Sequence[float], shares: list[float], seed:
     return number_G
 
 
-def _places(positions: Sequence[frozenset[int]], folds: int) -> list[int]:
-    """Return the changed positions in order, after a check that there is at least one for each fold."""
-    _check_folds(folds)
-    places = sorted(frozenset().union(*positions))
-    if len(places) < folds:
-        found = counted(len(places), "changed position")
-        raise InputError(f"{counted(folds, 'fold')} cannot be made of {found}; make fewer folds")
-    return places
-
-
-def _along(positions: Sequence[frozenset[int]], number_of: dict[int, int], names: Sequence[str]) -> Numbers:
-    """Assign each variant to the one set that holds all its positions; other variants are left out."""
-    number_N = np.empty(len(positions), dtype=np.int64)
-    for n, changed in enumerate(positions):
-        numbers = {number_of[p] for p in changed} or {0}
-        number_N[n] = numbers.pop() if len(numbers) == 1 else LEFT_OUT
-    for k, name in enumerate(names):
-        if not (number_N == k).any():
-            left = int((number_N == LEFT_OUT).sum())
-            raise InputError(
-                f"{name} would be empty, since {left:,} of {counted(len(positions), 'variant')} change positions of "
-                "several sets; divide them by the number of mutations, or at random"
-            )
-    return number_N
-
-
 def _below(
     low: Sequence[bool], movable: Sequence[bool], names: Sequence[str], shares: Sequence[float], seed: int
 ) -> Numbers:
@@ -338,7 +288,7 @@ def _below(
         )
     two = [share / sum(shares[:TEST]) for share in shares[:TEST]]
     number_N = np.where(low, TRAIN, TEST).astype(np.int64)
-    number_N[pool] = _assign(keys, np.bincount(group_P).tolist(), two, seed, "variant")[group_P]
+    number_N[pool] = _assign(keys, np.bincount(group_P).tolist(), two, seed)[group_P]
     return number_N
 
 
@@ -349,7 +299,3 @@ def _groups(names: Sequence[str]) -> tuple[list[str], Numbers]:
     place: dict[str, int] = {}
     group_N = np.array([place.setdefault(name, len(place)) for name in names], dtype=np.int64)
     return list(place), group_N
-
-
-def _names(folds: int | None) -> Sequence[str]:
-    return SETS if folds is None else [f"fold {k}" for k in range(folds)]

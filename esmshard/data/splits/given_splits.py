@@ -1,6 +1,5 @@
 """Splits that a file gives: `SET=` in FASTA headers, a column of a table, or the headers of a label file."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ def given_splits(
 
     Args:
         store: the records.
-        fasta: the file of the records.
+        fasta: their file.
         source: a table with a column `set` or `split`, and perhaps a column `validation`; or the path of a label file
             whose headers hold SET and VALIDATION; None for the headers of the FASTA file alone.
         edits: collects what was changed or left out, such as splits of no record.
@@ -44,7 +43,7 @@ def given_splits(
     number_N: Numbers = np.fromiter(headers, np.int64, len(store))
     marked_N, lacks = number_N != LEFT_OUT, "SET="
     if isinstance(source, Table):
-        number_R = sets_of_rows(source, range(len(source)))
+        number_R = sets_of_rows(source)
         row_N = rows_of_records(
             source,
             store,
@@ -77,8 +76,8 @@ def given_splits(
     return number_N
 
 
-def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
-    """Return the set of some rows, int64 [N], as column `set` or `split` says. FLIP's tables also have a column
+def sets_of_rows(table: Table) -> Numbers:
+    """Return the set of each row, int64 [R], as column `set` or `split` says. FLIP's tables also have a column
     `validation`.
 
     Raises:
@@ -89,16 +88,16 @@ def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
         raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
     validation = table.only_column(("validation",), "rename the one that is not")
     sets, truths = table.columns[column], table.columns[validation] if validation else [""] * len(table)
-    number_N = np.full(len(rows), LEFT_OUT, dtype=np.int64)
-    for n, row in enumerate(rows):
-        if sets[row]:
-            number_N[n] = SETS.index(split_of(sets[row], truths[row], table.where(row)))
-    return number_N
+    number_R = np.full(len(table), LEFT_OUT, dtype=np.int64)
+    for row, (name, truth) in enumerate(zip(sets, truths, strict=True)):
+        if name:
+            number_R[row] = SETS.index(split_of(name, truth, table.where(row)))
+    return number_R
 
 
 def has_set(header: str, path: Path) -> bool:
     """Return whether a header has the attribute SET."""
-    return "SET" in attributes(header, ("SET",), str(path))
+    return "SET=" in header.upper() and "SET" in attributes(header, ("SET",), str(path))  # The first test is quick.
 
 
 def _of_header(header: str, where: str, edits: Edits) -> int:

@@ -1,8 +1,8 @@
 """The records that a test set shares with the training set: identical sequences, close relatives, or positions of
 variants.
 
-The caller says which of two kinds of data it has: records of proteins (`check`), or variants of one protein whose
-mutations are known (`check_variants`).
+The caller says what it has: records of proteins (`check`), variants of one protein whose mutations are known
+(`variant_notices`), or pairs of proteins (`pair_notices`).
 
 *Families*: a training protein that is like a test protein leaks. Proteins are compared by their common 5-mers, without
 an alignment. Two unrelated proteins of 300 residues share a 5-mer by chance in a few of a hundred pairs (300 * 300 /
@@ -91,62 +91,47 @@ class Overlap:
 
     records: int
     identical: int
-    """Records of these that have the same sequence, or the same mutations, as a training record."""
+    """Records of these that have the same sequence as a training record."""
     compared: int
     """Records that the following counts are about: all, or an even sample of many records."""
     similar: int = 0
-    """For families: records that are similar to a training record and not identical to one."""
+    """Records that are similar to a training record and not identical to one."""
     closest: list[tuple[str, str, float]] = field(default_factory=list)
-    """For families: up to three of all these, closest first, as (id, id of the training record,
-    share of the 5-mers).
-    """
-    every_position: int = 0
-    """For variants: records that change only positions that training variants change too."""
-    any_position: int = 0
-    """For variants: records that change at least one such position."""
+    """Up to three of all these, closest first, as (id, id of the training record, share of the 5-mers)."""
 
 
 @dataclass(frozen=True)
 class Leakage:
     """The result of a check."""
 
-    variants: bool
-    """Whether the records are variants of one protein."""
     train_records: int
     train_compared: int
     overlaps: dict[str, Overlap]
     """The overlap of each set, by the name of the set."""
 
-    def notices(self, records: str = "records") -> list[str]:
+    def notices(self, what: str = "records") -> list[str]:
         """Return one sentence for each set that shares something, and one for those that share nothing.
 
         Args:
-            records: the word for what was compared, unless it is variants.
+            what: the word for what was compared.
         """
         sampled = self.train_compared < self.train_records
         train = f"{self.train_compared:,} of {self.train_records:,} training" if sampled else "training"
-        what, leaks, clean = "variants" if self.variants else records, [], []
+        leaks, clean = [], []
         for name, o in self.overlaps.items():
             of = f"{o.records:,} {name} {what}"
             if o.compared < o.records:
                 of += f" ({o.compared:,} of them compared in full)"
-            if not (o.identical or o.similar or o.any_position):
+            if not (o.identical or o.similar):
                 clean.append(of)
-            elif self.variants:
-                leaks.append(
-                    f"leakage: of {of} {o.identical:,} are {train} variants, {o.every_position:,} change only "
-                    f"positions that training variants change, and {o.any_position:,} change at least one such position"
-                )
-            else:
-                pairs = ", ".join(f"{mine} and {other} {share:.0%}" for mine, other, share in o.closest)
-                leaks.append(
-                    f"leakage: of {of} {o.identical:,} are identical and {o.similar:,} similar to {train} {records} "
-                    f"({pairs}; {_BLIND})"
-                )
+                continue
+            pairs = ", ".join(f"{mine} and {other} {share:.0%}" for mine, other, share in o.closest)
+            leaks.append(
+                f"leakage: of {of} {o.identical:,} are identical and {o.similar:,} similar to {train} {what} "
+                f"({pairs}; {_BLIND})"
+            )
         if clean:
-            same = "changes a position that" if self.variants else "is identical or similar to"
-            these = f"{train} variants change" if self.variants else f"{train} {records} ({_BLIND})"
-            leaks.append(f"leakage: none of {' and '.join(clean)} {same} {these}")
+            leaks.append(f"leakage: none of {' and '.join(clean)} is identical or similar to {train} {what} ({_BLIND})")
         return leaks
 
 
@@ -162,40 +147,6 @@ def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: i
     total = train.count
     if train.about() > most:
         train = train.part(_spread(total, int(most / train.about() * total)))
-    return Leakage(False, total, train.count, _families(train, others, most))
-
-
-def check_variants(names: Sequence[str], positions: Sequence[frozenset[int]], sets: Mapping[str, _Ints]) -> Leakage:
-    """Compare sets of variants of one protein whose mutations are known.
-
-    Args:
-        names: names of N variants; equal names mean the same variant.
-        positions: positions that each variant changes.
-        sets: numbers of the variants in each set; one set is called `train`.
-    """
-    train = sets["train"].tolist()
-    trained, changed = {names[n] for n in train}, frozenset().union(*(positions[n] for n in train))
-    overlaps = {
-        set_name: Overlap(
-            records=len(number_M),
-            identical=sum(names[n] in trained for n in number_M.tolist()),
-            compared=len(number_M),
-            every_position=sum(bool(positions[n]) and positions[n] <= changed for n in number_M.tolist()),
-            any_position=sum(not positions[n].isdisjoint(changed) for n in number_M.tolist()),
-        )
-        for set_name, number_M in sets.items()
-        if set_name != "train"
-    }
-    return Leakage(True, len(train), len(train), overlaps)
-
-
-def _spread(count: int, most: int) -> _Ints:
-    """Return at most `most` of the numbers below `count`, evenly spread."""
-    some = min(count, max(1, most))
-    return np.arange(some, dtype=np.int64) * count // max(1, some)
-
-
-def _families(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int) -> dict[str, Overlap]:
     partner = first_identical(train, list(others.values()))
     numbers = _affordable(train, list(others.values()), most)
     index = _Index([r.part(number_M) for r, number_M in zip(others.values(), numbers, strict=True)])
@@ -210,10 +161,44 @@ def _families(train: ComparedRecords, others: Mapping[str, ComparedRecords], mos
         # The sort is stable: identical pairs come first, and equal pairs keep the order of the records.
         pairs.sort(key=lambda pair: -pair[0])
         closest = [(records.id(n), train.id(other), share) for share, n, other in pairs[:3]]
-        overlaps[name] = Overlap(
-            records.count, int((partner_N >= 0).sum()), len(number_M), similar=len(close), closest=closest
+        identical = int((partner_N >= 0).sum())
+        overlaps[name] = Overlap(records.count, identical, len(number_M), len(close), closest)
+    return Leakage(total, train.count, overlaps)
+
+
+def variant_notices(names: Sequence[str], positions: Sequence[frozenset[int]], sets: Mapping[str, _Ints]) -> list[str]:
+    """Return sentences on what sets of variants of one protein share with the training variants.
+
+    Args:
+        names: names of N variants; equal names mean the same variant.
+        positions: positions that each variant changes.
+        sets: numbers of the variants in each set; one set is called `train`.
+    """
+    train = sets["train"].tolist()
+    trained, changed = {names[n] for n in train}, frozenset().union(*(positions[n] for n in train))
+    leaks, clean = [], []
+    for set_name in [name for name in sets if name != "train"]:
+        numbers = sets[set_name].tolist()
+        identical = sum(names[n] in trained for n in numbers)
+        every_position = sum(bool(positions[n]) and positions[n] <= changed for n in numbers)
+        any_position = sum(not positions[n].isdisjoint(changed) for n in numbers)
+        of = f"{len(numbers):,} {set_name} variants"
+        if not (identical or any_position):
+            clean.append(of)
+            continue
+        leaks.append(
+            f"leakage: of {of} {identical:,} are training variants, {every_position:,} change only positions that "
+            f"training variants change, and {any_position:,} change at least one such position"
         )
-    return overlaps
+    if clean:
+        leaks.append(f"leakage: none of {' and '.join(clean)} changes a position that training variants change")
+    return leaks
+
+
+def _spread(count: int, most: int) -> _Ints:
+    """Return at most `most` of the numbers below `count`, evenly spread."""
+    some = min(count, max(1, most))
+    return np.arange(some, dtype=np.int64) * count // max(1, some)
 
 
 def word_pairs(records: ComparedRecords) -> Iterator[tuple[int, int]]:

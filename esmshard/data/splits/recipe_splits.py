@@ -178,18 +178,10 @@ _LOOKED_AT = 100
 def members(
     data: DataSettings, name: str, path: Path, fasta: Path, tokens: TokenStore
 ) -> tuple[npt.NDArray[np.bool_] | None, list[str]]:
-    """Return which records of a file belong to a split, bool [N], and notices about it.
+    """Return which records of a file belong to a split, bool [N], None for all; and notices about it.
 
-    Args:
-        data: the data section of the recipe. A file that it names for one split only is that split, whatever its
-            headers say.
-        name: name of the split.
-        path: the file as the recipe names it.
-        fasta: the FASTA file of the records, which is another file if `path` is structures.
-        tokens: the N records.
-
-    Returns:
-        None for the records if all of them belong to the split.
+    A file that the recipe names for one split only is that split, whatever its headers say. `path` is the file as the
+    recipe names it, and `fasta` that of its records, which is another file if `path` is structures.
 
     Raises:
         InputError: some records have no split, or no record has this one, or the test set would be the training set.
@@ -209,7 +201,7 @@ def members(
         in_source = source.only_column(("set", "split"), "rename the one that is not") is not None
     else:
         in_source = source is not None and any(has_set(record.header, source) for record in read_label_fasta(source))
-    in_headers = any(_says_set(tokens, n) and has_set(tokens.description(n), path) for n in range(len(tokens)))
+    in_headers = any(has_set(tokens.description(n), path) for n in range(len(tokens)))
     if not (in_source or in_headers):
         if data.folds is not None or data.train not in (data.valid, data.test):
             return None, []
@@ -247,14 +239,9 @@ def members(
 
 def marked(tokens: TokenStore) -> bool:
     """Return whether one of the first records of a file of one split has `SET=` in its header."""
-    return any(_says_set(tokens, n) for n in range(min(_LOOKED_AT, len(tokens))))
+    return any(b"SET=" in tokens.header(n).upper() for n in range(min(_LOOKED_AT, len(tokens))))
 
 
 def marks(path: Path) -> str:
     """Return what names the split of each record. The column of a table is SET= in the headers of its records."""
     return "its column of sets" if is_sequence_table(path) else "SET= in its headers"
-
-
-def _says_set(tokens: TokenStore, n: int) -> bool:
-    """Return whether a header has `SET=` anywhere, even in DATASET= or OFFSET=. This is quicker than `has_set`."""
-    return b"SET=" in tokens.header(n).upper()

@@ -125,9 +125,6 @@ class FastaRecords:
             For structures, see `to_split`.
     """
 
-    sizes = ("records", "residues", "clusters")
-    """The names of the counts in `count`. Clusters are the last, if there are any."""
-
     def __init__(self, source: Path, sets: Path | None = None, rules: Rules = Rules()) -> None:  # noqa: B008  # frozen
         structures = holds_structures(source)
         if rules != Rules() and not is_sequence_table(source):
@@ -143,7 +140,6 @@ class FastaRecords:
         self.facts: dict[str, str] = {"source": source.resolve().name}
         if sets is not None:
             self.facts["sets"] = str(sets)
-        self._length_N = self._store.lengths.astype(np.int64)
         self._clusters: list[str] = []
         self._coordinates = self._read_coordinates()
 
@@ -187,10 +183,10 @@ class FastaRecords:
         """Return the columns of `splits.tsv` beside the set, N cells each."""
         return {"id": self.ids, "cluster": self._clusters} if self._clusters else {"id": self.ids}
 
-    def count(self, number_M: Numbers) -> list[int]:
+    def count(self, number_M: Numbers) -> dict[str, int]:
         """Return the sizes of a set."""
-        sizes = [len(number_M), int(self._length_N[number_M].sum())]
-        return [*sizes, len({self._clusters[n] for n in number_M.tolist()})] if self._clusters else sizes
+        sizes = {"records": len(number_M), "residues": int(self._store.lengths[number_M].sum(dtype=np.int64))}
+        return sizes | ({"clusters": len({self._clusters[n] for n in number_M.tolist()})} if self._clusters else {})
 
     def write(self, stem: Path, number_M: Numbers) -> None:
         """Write `STEM.fasta`, and `STEM.npz` where there are coordinates."""
@@ -201,11 +197,11 @@ class FastaRecords:
             cut = _cut(self._coordinates, [self.ids[n] for n in number_M.tolist()])
             np.savez_compressed(stem.with_name(f"{stem.name}.npz"), **cut)  # type: ignore[arg-type]
 
-    def check(self, sets: Mapping[str, Numbers], most: int) -> leakage.Leakage:
+    def check(self, sets: Mapping[str, Numbers], most: int) -> list[str]:
         """Compare the sets with the training set; see `leakage.check`."""
         records = leakage.ComparedRecords(len(self._store), self._store.residues, self._store.id)
         others = {name: records.part(number_M) for name, number_M in sets.items() if name != "train"}
-        return leakage.check(records.part(sets["train"]), others, most)
+        return leakage.check(records.part(sets["train"]), others, most).notices()
 
     def _read_coordinates(self) -> dict[str, npt.NDArray[Any]] | None:
         """Read the arrays of the file beside the FASTA file, after a check that they fit the FASTA file."""
@@ -226,16 +222,13 @@ class FastaRecords:
 
 def _cut(arrays: Mapping[str, npt.NDArray[Any]], ids: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Return the same arrays for some of the chains."""
-    offsets, row = arrays["offsets"].tolist(), {str(name): k for k, name in enumerate(arrays["names"])}
-    rows = [row[record_id] for record_id in ids]
-    ends = np.cumsum([0, *(offsets[k + 1] - offsets[k] for k in rows)])
-    cut = {"offsets": ends.astype(arrays["offsets"].dtype)}
-    for name, array in arrays.items():
-        if name != "offsets" and len(array) == len(row):
-            cut[name] = array[rows]
-        elif name != "offsets":
-            cut[name] = np.concatenate([array[offsets[k] : offsets[k + 1]] for k in rows])
-    return cut
+    offsets, row = arrays["offsets"], {str(name): k for k, name in enumerate(arrays["names"])}
+    rows = np.array([row[record_id] for record_id in ids])
+    residues = np.concatenate([np.arange(offsets[k], offsets[k + 1]) for k in rows])
+    ends = np.cumsum([0, *np.diff(offsets)[rows]]).astype(offsets.dtype)
+    others = {name: array for name, array in arrays.items() if name != "offsets"}
+    cut = {name: array[rows if len(array) == len(row) else residues] for name, array in others.items()}
+    return {"offsets": ends, **cut}
 
 
 class VariantRows:
@@ -254,13 +247,10 @@ class VariantRows:
         InputError: the table or the wild type cannot be read, or they do not fit each other.
     """
 
-    sizes = ("variants", "positions")
-    """The names of the counts in `count`: rows, and the positions that they change."""
-
     def __init__(
         self, source: Path, wild_type: Path, mutant: str | None, targets: Sequence[str] | None, offset: int
     ) -> None:
-        how: dict[str, Any] = {"on_stop": "drop", "on_synonymous": "keep", "replicates": "keep"}
+        how: dict[str, Any] = {"unusable": "drop", "keep_synonymous": True, "replicates": "keep"}
         variants = read_variants(source, wild_type=wild_type, mutant=mutant, targets=targets, offset=offset, **how)
         self.source, self.notices = source, list(variants.notices)
         self.facts = {"source": source.resolve().name, "wild_type": wild_type.resolve().name}
@@ -277,28 +267,24 @@ class VariantRows:
             InputError: the rows cannot be divided by this method.
             UsageError: the limit of the training set cannot be read.
         """
-        number_N = self._number(method)
-        left = [self._names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]
-        if left:
+        if method.by == "given":
+            number_N = sets_of_rows(self._table)[self._rows]
+            check_given(number_N, self.source)
+        elif method.by == "low-to-high":
+            value_N = self._target_NT[:, 0]
+            number_N = assignment.low_to_high(value_N, self._names, self._limit(method), method.ratios, method.seed)
+        else:
+            most = method.train_max or "1"
+            if not most.isdecimal() or int(most) < 1:
+                raise UsageError(f"--train-max {most}: a number of mutations is expected, as 2")
+            options = (method.ratios, method.seed, method.folds, int(most))
+            number_N = assignment.of_variants(method.by, self._names, self._positions, *options)
+        if left := [self._names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]:
             why = "without a set" if method.by == "given" else "that change positions of several sets"
             self.notices.append(
                 f"{self.source}: left out {counted(len(left), 'variant')} {why} ({first_three(left, str)})"
             )
         return number_N
-
-    def _number(self, method: Method) -> Numbers:
-        if method.by == "given":
-            number_N = sets_of_rows(self._table, self._rows)
-            check_given(number_N, self.source)
-            return number_N
-        if method.by == "low-to-high":
-            value_N = self._target_NT[:, 0]
-            return assignment.low_to_high(value_N, self._names, self._limit(method), method.ratios, method.seed)
-        most = method.train_max or "1"
-        if not most.isdecimal() or int(most) < 1:
-            raise UsageError(f"--train-max {most}: a number of mutations is expected, as 2")
-        options = (method.ratios, method.seed, method.folds, int(most))
-        return assignment.of_variants(method.by, self._names, self._positions, *options)
 
     def _limit(self, method: Method) -> float:
         """Return the highest value to train on."""
@@ -321,9 +307,10 @@ class VariantRows:
         """Return the columns of `splits.tsv` beside the set, N cells each."""
         return {"id": self._ids, "line": [self._table.lines[row] for row in self._rows]}
 
-    def count(self, number_M: Numbers) -> list[int]:
-        """Return the sizes of a set: rows and positions."""
-        return [len(number_M), len(frozenset().union(*(self._positions[n] for n in number_M)))]
+    def count(self, number_M: Numbers) -> dict[str, int]:
+        """Return the sizes of a set."""
+        positions = frozenset().union(*(self._positions[n] for n in number_M))
+        return {"variants": len(number_M), "positions": len(positions)}
 
     def write(self, stem: Path, number_M: Numbers) -> None:
         """Write `STEM.csv`, with all columns of the table."""
@@ -332,21 +319,12 @@ class VariantRows:
             rows = [[column[self._rows[n]] for column in cells] for n in number_M.tolist()]
             write_rows(file, [[*self._table.columns], *rows])
 
-    def check(self, sets: Mapping[str, Numbers], _most: int) -> leakage.Leakage:
-        """Compare the sets with the training set; see `leakage.check_variants`."""
-        return leakage.check_variants(self._names, self._positions, sets)
+    def check(self, sets: Mapping[str, Numbers], _most: int) -> list[str]:
+        """Compare the sets with the training set; see `leakage.variant_notices`."""
+        return leakage.variant_notices(self._names, self._positions, sets)
 
 
 Data = FastaRecords | VariantRows
-
-
-@dataclass(frozen=True)
-class Division:
-    """The result of a division."""
-
-    counts: dict[str, dict[str, int]]
-    """Sizes of each set or fold; the sizes of what was left out have the name `none`."""
-    notices: list[str]
 
 
 def may_write(out: Path, overwrite: bool) -> None:
@@ -359,7 +337,7 @@ def may_write(out: Path, overwrite: bool) -> None:
 
 def divide(
     data: Data, method: Method, out: Path, overwrite: bool = False, say: Callable[[str], None] = lambda _: None
-) -> Division:
+) -> tuple[dict[str, dict[str, int]], list[str]]:
     """Divide a data set and write the files of its sets. `out` appears only when all files are complete.
 
     Args:
@@ -369,6 +347,9 @@ def divide(
         overwrite: replace an earlier split.
         say: takes a message before a step that takes long.
 
+    Returns:
+        The sizes of each set or fold, with the name `none` of what was left out; and notices.
+
     Raises:
         InputError: the data cannot be divided by this method.
         UsageError: `out` exists.
@@ -377,9 +358,9 @@ def divide(
     out.parent.mkdir(parents=True, exist_ok=True)
     number_N = data.divide(method, out.parent, say)
     names = list(SETS) if method.folds is None else [str(k) for k in range(method.folds)]
-    counts = {name: _sizes(data, np.flatnonzero(number_N == k)) for k, name in enumerate(names)}
+    counts = {name: data.count(np.flatnonzero(number_N == k)) for k, name in enumerate(names)}
     if (number_N == LEFT_OUT).any():
-        counts["none"] = _sizes(data, np.flatnonzero(number_N == LEFT_OUT))
+        counts["none"] = data.count(np.flatnonzero(number_N == LEFT_OUT))
     notices = list(data.notices)
     with whole_directory(out, sync=False) as work:
         if method.folds is None:
@@ -399,7 +380,7 @@ def divide(
         made_by = {"esmshard": version("esmshard"), **data.facts}
         facts = {**made_by, "method": options, "counts": counts, "notices": notices}
         (work / "split.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    return Division(counts, notices)
+    return counts, notices
 
 
 def counts_table(counts: Mapping[str, Mapping[str, int]], what: str) -> str:
@@ -419,14 +400,10 @@ def counts_table(counts: Mapping[str, Mapping[str, int]], what: str) -> str:
     )
 
 
-def _sizes(data: Data, number_M: Numbers) -> dict[str, int]:
-    return dict(zip(data.sizes, data.count(number_M), strict=False))
-
-
 def _write_sets(data: Data, directory: Path, number_N: Numbers, most: int) -> list[str]:
     """Write the files of three sets, and return notices about what they have in common."""
     directory.mkdir(exist_ok=True)
     sets = {name: np.flatnonzero(number_N == k) for k, name in enumerate(SETS)}
     for name, number_M in sets.items():
         data.write(directory / name, number_M)
-    return data.check(sets, most).notices()
+    return data.check(sets, most)

@@ -154,7 +154,7 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
     if alone:
         examples.tokens = np.full(len(examples), 3, dtype=np.int32)
     if outer:
-        examples.add_tracks(protein_tracks(outer, fasta).part(first, len(wild_type)))
+        examples.add_tracks(protein_tracks(outer, fasta, slice(first, first + len(wild_type))))
     examples.notices = [*variants.notices, *notices, *examples.notices] if name == "train" else []
     return examples
 
@@ -163,16 +163,13 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
 def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
     assert data.table is not None
     assert data.wild_type is not None
-    lenient = data.unusable == "drop"
     variants = read_variants(
         remote.data_file(data.table),
         wild_type=remote.data_file(data.wild_type),
         mutant=data.mutant,
         targets=data.target or (),
         offset="auto" if data.offset is None else data.offset,
-        on_unusable="drop" if lenient else "error",
-        on_stop="drop" if lenient else "error",
-        on_synonymous="drop" if lenient else "error",
+        unusable=data.unusable or "drop",
         replicates=data.replicates or "mean",
     )
     for name in data.lower_is_better or ():
@@ -246,16 +243,13 @@ def _number(variants: Variants, names: list[str], data: DataSettings) -> Numbers
         by = "ratio" if data.split == "random" else data.split or "position"
         folds = data.folds or FOLDS
         return assignment.of_variants(by, names, variants.positions(), folds=folds, train_max=data.train_max or 1)
-    every = [row for rows in variants.rows for row in rows]
-    set_R = sets_of_rows(variants.table, every)
-    assignment.check_given(set_R, variants.table.path)
-    first = np.cumsum([0, *map(len, variants.rows)])[:-1]
-    number_N: Numbers = set_R[first]
-    wrong = np.flatnonzero(np.repeat(number_N, [len(rows) for rows in variants.rows]) != set_R)
-    if len(wrong):
+    table, set_R = variants.table, sets_of_rows(variants.table)
+    number_N: Numbers = set_R[[rows[0] for rows in variants.rows]]
+    assignment.check_given(number_N, table.path)
+    if wrong := [row for rows in variants.rows for row in rows if set_R[row] != set_R[rows[0]]]:
         raise InputError(
-            f"{variants.table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
-            f"({first_three([every[n] for n in wrong], variants.table.at)}); give it one"
+            f"{table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
+            f"({first_three(wrong, table.at)}); give it one"
         )
     return number_N
 

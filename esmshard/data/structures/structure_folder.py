@@ -90,16 +90,8 @@ def read_records(
 
 
 def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list[str]]:
-    """Read a list of records, one on each line, such as `1abc_A:B`. Empty lines and those that begin with # are passed
-    over.
-
-    Args:
-        path: the list.
-        files: structure files.
-        edits: collects the records of other files.
-
-    Returns:
-        The chains of each record, as `A:B`, by the name of the file.
+    """Read the chains of each record, as `A:B`, by the name of the file, from a list of records such as `1abc_A:B`, one on
+    each line. Empty lines and those that begin with # are passed over. `edits` collects the records of other files.
 
     Raises:
         InputError: naming the line that is no record, or if no record is of one of the files.
@@ -284,11 +276,8 @@ def to_split(
 
 
 def listed_files(source: Path, edits: Edits) -> list[Path]:
-    """Return the structure files that a path means, a directory or one file, sorted by name.
-
-    Args:
-        source: the path.
-        edits: collects what was not read.
+    """Return the structure files that a path means, a directory or one file, sorted by name. `edits` collects what was
+    not read.
 
     Raises:
         InputError: there is no such path, or no structure in the directory.

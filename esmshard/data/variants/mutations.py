@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -39,113 +39,6 @@ _FEWEST = 5  # sites for a shift without being asked: fewer fit some shift by ch
 _TOLD = 3  # sites for a shift that the user is told of
 
 
-def placed(
-    table: Table,
-    parsed: dict[int, tuple[Mutation, ...]],
-    protein: str,
-    protein_name: str,
-    offset: int | Literal["auto"],
-    notices: list[str],
-    left_out: dict[int, str],
-    most_misfits: float = 0.0,
-) -> tuple[dict[int, tuple[Mutation, ...]], int]:
-    """Renumber the variants as the wild type, check each mutation against it, and return the number added to their
-    positions too.
-
-    Args:
-        table: the table of the variants.
-        parsed: the variant in each row, in the numbering of the table.
-        protein: the wild type.
-        protein_name: name of the wild type in messages.
-        offset: number added to the positions of the table. "auto" takes the only shift that fits five sites or more.
-        notices: gets a sentence if "auto" shifts, or variants are left out.
-        left_out: gets the reason for each row that is left out.
-        most_misfits: share of the variants that may have a mutation that does not fit; these variants are left out.
-
-    Raises:
-        InputError: mutations do not fit; the message has the first three of them, or the shift that would fit.
-    """
-    counts = Counter(chain.from_iterable(parsed.values()))
-    shift = 0 if offset == "auto" else offset
-
-    def fits(mutation: Mutation, shift: int) -> bool:
-        place = mutation.position + shift
-        return 0 <= place < len(protein) and protein[place] == mutation.wild
-
-    def misfit(mutation: Mutation) -> str:
-        place = mutation.position + shift
-        inside = 0 <= place < len(protein)
-        return f"{mutation} ({f'{protein[place]} is there' if inside else 'outside'})"
-
-    def named(row: int, mutation: Mutation) -> str:
-        return f"{table.at(row)} {misfit(mutation)}"
-
-    def wrong() -> list[tuple[int, Mutation]]:
-        such = {mutation for mutation in counts if not fits(mutation, shift)}
-        return [(row, m) for row, mutations in parsed.items() for m in mutations if m in such] if such else []
-
-    total, misfits = counts.total(), wrong()
-    if misfits:
-        best, fit, sites = _best_shift(counts, protein)
-        how = "as numbered" if shift == 0 else f"with offset={shift}"
-        changed = [mutations for mutations in parsed.values() if mutations]
-        now_rows, best_rows = (
-            sum(all(map(partial(fits, shift=by), mutations)) for mutations in changed) for by in (shift, best)
-        )
-        fitting = (
-            f"{now_rows:,} of {counted(len(changed), 'row')} fit {protein_name} {how}, {best_rows:,} fit when shifted "
-            f"by {best:+d}"
-        )
-        if offset == "auto" and sites >= _FEWEST and best != shift and fit >= min(_ENOUGH, 1 - most_misfits) * total:
-            notices.append(f"{table.path}: {fitting}, which was done")
-            shift = best
-            misfits = wrong()
-        elif sites >= _TOLD and best != shift and fit > max(total - len(misfits), total / 2):
-            raise InputError(
-                f"{table.path}: {fitting}; set data.offset={best} in a recipe, pass --offset {best} to other "
-                f"commands, or fix {named(*misfits[0])}"
-            )
-    bad = {row for row, _ in misfits}
-    if misfits and len(bad) <= most_misfits * len(parsed):
-        some = first_three(misfits, lambda misfit: named(*misfit))
-        notices.append(
-            f"{table.path}: left out {counted(len(bad), 'row')} with another residue than {protein_name} has: {some}"
-        )
-        for row, mutation in reversed(misfits):  # If a row has several misfits, the first is kept.
-            left_out[row] = f"{misfit(mutation)}, another residue than the wild type has"
-        parsed = {row: mutations for row, mutations in parsed.items() if row not in bad}
-    elif misfits:
-        with_shift = f" shifted by {shift:+d}" if shift else ""
-        some = first_three(misfits, lambda misfit: named(*misfit))
-        raise InputError(
-            f"{table.path}: {len(misfits):,} of {total:,} mutations{with_shift} do not fit {protein_name} "
-            f"of {counted(len(protein), 'residue')}: {some}; correct them, the wild type or the offset"
-        )
-    if shift == 0:
-        return parsed, 0
-    return {row: renumbered(mutations, shift) for row, mutations in parsed.items()}, shift
-
-
-def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]:
-    """Return the shift that the most mutations fit, how many fit, and how many different sites these have: 0 if another
-    shift fits more than half as many sites.
-    """
-    sites: Counter[tuple[int, str]] = Counter()
-    for mutation, count in counts.items():
-        sites[mutation.position, mutation.wild] += count
-    places = {letter: np.array([k for k, c in enumerate(protein) if c == letter], np.int64) for letter in set(protein)}
-    lowest, highest = min(position for position, _ in sites), max(position for position, _ in sites)
-    mutations_S = np.zeros(highest - lowest + len(protein), np.int64)  # for shifts -highest, -highest + 1, ...
-    sites_S = np.zeros_like(mutations_S)
-    for (position, wild), count in sites.items():
-        if wild in places:
-            mutations_S[places[wild] - position + highest] += count
-            sites_S[places[wild] - position + highest] += 1
-    best = int(mutations_S.argmax())
-    others = np.delete(sites_S, best).max(initial=0)
-    return best - highest, int(mutations_S[best]), int(sites_S[best]) if 2 * others <= sites_S[best] else 0
-
-
 MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
 SEQUENCE_COLUMNS = ("mutated_sequence", "sequence")
 TARGET_COLUMNS = (
@@ -157,16 +50,17 @@ NAME_TARGET = "pass data.target=COLUMN to finetune, or --target COLUMN to score 
 """Advice for messages: how to name a column."""
 
 Replicates = Literal["error", "mean", "keep"]
-
-Refusal = Literal["error", "drop"]
+Unusable = Literal["error", "drop"]
 MOST_UNUSABLE = 0.1
 """Largest share of the rows that may be left out as unusable. If more are unusable, the file is not what its reader
 expects.
 """
-Synonymous = Literal["error", "drop", "keep"]
 
 FEW_SITES, COMBINED = 10, 0.1
 """The most sites of a combinatorial library, and the least share of its variants with several changes."""
+
+Parsed = dict[int, tuple[Mutation, ...]]
+"""The variant in each row of a table that has one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,8 +75,6 @@ class Variants:
     target_NT: npt.NDArray[np.float64]
     """Measured values, float64 [N, T]; NaN where one of several targets is missing, but never in a whole row."""
     target_names: tuple[str, ...]
-    weight_N: npt.NDArray[np.float64]
-    """Number of table rows that were averaged, float64 [N]."""
     rows: list[tuple[int, ...]]
     """Rows of `table` behind each variant."""
     table: Table
@@ -222,9 +114,8 @@ def read_variants(
     mutant: str | None = None,
     targets: Sequence[str] | None = (),
     offset: int | Literal["auto"] = 0,
-    on_unusable: Refusal = "error",
-    on_stop: Refusal = "error",
-    on_synonymous: Synonymous = "error",
+    unusable: Unusable = "error",
+    keep_synonymous: bool = False,
     replicates: Replicates = "error",
 ) -> Variants:
     """Read the variants of a table, and check each mutation against the wild type.
@@ -236,45 +127,62 @@ def read_variants(
             such a column, the one of whole mutated sequences (SEQUENCE_COLUMNS) is compared with the wild type.
         targets: columns of measured values; by default the only one with a usual name (TARGET_COLUMNS). None reads no
             values, for variants that are to be predicted.
-        offset: number added to the positions of the table. "auto" finds the shift that fits the wild type.
-        on_unusable: what to do with cells that name no substitutions, and mutations of a residue that the wild type
-            does not have there. More than a tenth of the rows is always an error.
-        on_stop: what to do with variants that have a stop codon.
-        on_synonymous: what to do with variants that have a change to the same residue; `keep` leaves the change in the
-            names and positions.
+        offset: number added to the positions of the table. "auto" takes the only shift that fits five sites or more.
+        unusable: what to do with cells that name no substitutions, and mutations of a residue that the wild type does
+            not have there, of which more than a tenth of the rows is always an error; and with variants that have a
+            stop codon or a change to the same residue.
+        keep_synonymous: whether changes to the same residue are kept, in the names and positions too.
         replicates: what to do with a variant in several rows; `mean` averages each target over the rows that have it.
 
     Raises:
         UsageError: arguments contradict each other.
         InputError: the table cannot be read or does not fit; the message has the first three lines of each problem.
     """
-    reading = _Reading(read_table(path))
-    protein = _wild_type(reading, wild_type)
-    column, whole = (mutant, False) if mutant is not None else _column(reading.table)
+    table = read_table(path)
+    reading = _Reading(table)
+    if isinstance(wild_type, str):
+        protein, protein_name = wild_type, "the wild type"
+    else:
+        protein, protein_name = protein_of(wild_type, reading.notices), str(wild_type)
+    column, whole = (mutant, False) if mutant is not None else _column(table)
     if whole and offset not in (0, "auto"):
         raise UsageError(f"{path}: offset shifts numbered mutations, but column {shown(column)} has sequences")
     target_names, target_RT = _targets(reading, targets)
-    rows = _rows_with_values(reading, target_names, target_RT)
+    rows = list(range(len(table)))
+    if target_names:
+        empty_R = np.isnan(target_RT).all(1)
+        empty, why = np.flatnonzero(empty_R).tolist(), f"without a value in {' or '.join(map(shown, target_names))}"
+        reading.note(empty, why, "left out")
+        reading.left_out.update(dict.fromkeys(empty, why))
+        rows = np.flatnonzero(~empty_R).tolist()
+    cells, read_cell = table.column(column), parse_variant
     if whole:
-        parsed, shift = _parsed(reading, column, rows, partial(compare, wild_type=protein.sequence), on_unusable), 0
-    else:
-        parsed, shift = _numbered(reading, column, rows, protein, offset, on_unusable)
-    stops = _having(parsed, lambda mutation: mutation.mutant == STOP)
-    parsed = _without(reading, parsed, stops, "a stop codon", on_stop)
-    same = _having(parsed, lambda mutation: mutation.mutant == mutation.wild)
-    parsed = _without(reading, parsed, same, "a synonymous change", on_synonymous)
+        read_cell = partial(compare, wild_type=protein)
+    elif without_wild_type_letters([cells[row] for row in rows]):
+        offset = 0 if offset == "auto" else offset
+        read_cell = partial(parse_with_wild_type, wild_type=protein, shift=offset)
+        reading.notices.append(
+            f"{path}: column {shown(column)} has no letters of the wild type, so that they were taken from "
+            f"{protein_name}, and the numbering could not be compared with it"
+        )
+    parsed, shift = _parsed(reading, column, rows, read_cell, unusable), 0
+    if not whole:
+        most = MOST_UNUSABLE if unusable == "drop" else 0.0
+        parsed, shift = _placed(reading, parsed, protein, protein_name, offset, most)
+    parsed = _without(reading, parsed, lambda mutation: mutation.mutant == STOP, "a stop codon", unusable)
+    if not keep_synonymous:
+        parsed = _without(reading, parsed, lambda m: m.mutant == m.wild, "a synonymous change", unusable)
     if not parsed:
         reasons = "; ".join(notice.removeprefix(f"{path}: ") for notice in reading.notices)
-        raise InputError(f"{path}: no variant is left of {counted(len(reading.table), 'row')} ({reasons})")
-    groups = grouped(reading.table, parsed, replicates, reading.notices)
+        raise InputError(f"{path}: no variant is left of {counted(len(table), 'row')} ({reasons})")
+    groups = _grouped(reading, parsed, replicates)
     return Variants(
-        wild_type=protein.sequence,
+        wild_type=protein,
         mutations=[mutations for mutations, _ in groups],
-        target_NT=averaged(target_RT, [rows for _, rows in groups]),
+        target_NT=_averaged(target_RT, [rows for _, rows in groups]),
         target_names=target_names,
-        weight_N=np.array([len(rows) for _, rows in groups], np.float64),
         rows=[rows for _, rows in groups],
-        table=reading.table,
+        table=table,
         notices=reading.notices,
         offset=shift,
         left_out=reading.left_out,
@@ -300,61 +208,22 @@ class _Reading:
     notices: list[str] = field(default_factory=list)
     left_out: dict[int, str] = field(default_factory=dict)
 
-    def note(self, rows: Sequence[int], what: str, verb: str = "left out") -> None:
+    def note(self, rows: Sequence[int], what: str, verb: str) -> None:
         """Add a notice about these rows, if there are any."""
         if rows:
             named = first_three(rows, self.table.at)
             self.notices.append(f"{self.table.path}: {verb} {counted(len(rows), 'row')} {what} ({named})")
 
+    def leave_out(self, reason_of: dict[int, str], what: str) -> None:
+        """Leave out these rows, each for its own reason."""
+        if reason_of:
+            count = counted(len(reason_of), "row")
+            self.notices.append(f"{self.table.path}: left out {count} {what}: {self.reasons(reason_of)}")
+            self.left_out.update(reason_of)
 
-class _Protein(NamedTuple):
-    """The wild type."""
-
-    sequence: str
-    name: str
-    """Name of the wild type in messages."""
-
-
-def _rows_with_values(reading: _Reading, target_names: Sequence[str], target_RT: npt.NDArray[np.float64]) -> list[int]:
-    """Return the rows that have a value of some target; all rows if no target is read."""
-    if not target_names:
-        return list(range(len(reading.table)))
-    empty_R = np.isnan(target_RT).all(1)
-    empty, why = np.flatnonzero(empty_R).tolist(), f"without a value in {' or '.join(map(shown, target_names))}"
-    reading.note(empty, why)
-    reading.left_out.update(dict.fromkeys(empty, why))
-    with_values: list[int] = np.flatnonzero(~empty_R).tolist()
-    return with_values
-
-
-def _numbered(
-    reading: _Reading,
-    column: str,
-    rows: list[int],
-    protein: _Protein,
-    offset: int | Literal["auto"],
-    on_unusable: Refusal,
-) -> tuple[dict[int, tuple[Mutation, ...]], int]:
-    """Read the mutations in each row, numbered as the wild type; also return the number added to positions."""
-    table, read_cell = reading.table, parse_variant
-    cells = table.column(column)
-    if without_wild_type_letters([cells[row] for row in rows]):
-        offset = 0 if offset == "auto" else offset
-        read_cell = partial(parse_with_wild_type, wild_type=protein.sequence, shift=offset)
-        reading.notices.append(
-            f"{table.path}: column {shown(column)} has no letters of the wild type, so that they were taken from "
-            f"{protein.name}, and the numbering could not be compared with it"
-        )
-    parsed = _parsed(reading, column, rows, read_cell, on_unusable)
-    most = MOST_UNUSABLE if on_unusable == "drop" else 0.0
-    return placed(table, parsed, *protein, offset, reading.notices, reading.left_out, most)
-
-
-def _wild_type(reading: _Reading, wild_type: Path | str) -> _Protein:
-    """Read the wild type from a FASTA file, or take the sequence that was passed."""
-    if isinstance(wild_type, str):
-        return _Protein(wild_type, "the wild type")
-    return _Protein(protein_of(wild_type, reading.notices), str(wild_type))
+    def reasons(self, reason_of: dict[int, str]) -> str:
+        """Return the first three rows with their reasons."""
+        return first_three(list(reason_of), lambda row: f"{self.table.at(row)} {reason_of[row]}")
 
 
 def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
@@ -420,86 +289,141 @@ def _parsed(
     column: str,
     rows: list[int],
     read: Callable[[str], tuple[Mutation, ...]],
-    on_unusable: Refusal,
-) -> dict[int, tuple[Mutation, ...]]:
+    unusable: Unusable,
+) -> Parsed:
     """Read the variant in each row whose cell can be read."""
     table, cells = reading.table, reading.table.column(column)
-    parsed: dict[int, tuple[Mutation, ...]] = {}
-    refused: list[tuple[int, str]] = []
+    parsed: Parsed = {}
+    refused: dict[int, str] = {}
     for row in rows:
         try:
             parsed[row] = read(cells[row])
         except RefusedVariant as error:
-            refused.append((row, str(error)))
-    if refused:
-        named = first_three(refused, lambda case: f"{table.at(case[0])} {case[1]}")
-        if on_unusable == "error" or len(refused) > MOST_UNUSABLE * len(rows):
-            raise InputError(
-                f"{table.path}: {len(refused):,} of {counted(len(rows), 'cell')} of column {shown(column)} cannot be "
-                f"used: {named}; {HOW}"
-            )
-        what = f"whose {shown(column)} names no substitutions"
-        reading.notices.append(f"{table.path}: left out {counted(len(refused), 'row')} {what}: {named}")
-        reading.left_out.update(refused)
+            refused[row] = str(error)
+    if refused and (unusable == "error" or len(refused) > MOST_UNUSABLE * len(rows)):
+        raise InputError(
+            f"{table.path}: {len(refused):,} of {counted(len(rows), 'cell')} of column {shown(column)} cannot be "
+            f"used: {reading.reasons(refused)}; {HOW}"
+        )
+    reading.leave_out(refused, f"whose {shown(column)} names no substitutions")
     return parsed
 
 
-def _having(parsed: dict[int, tuple[Mutation, ...]], test: Callable[[Mutation], bool]) -> set[int]:
-    """Return the rows with such a mutation. The test runs once for each mutation, not for each of many more rows."""
-    such = {mutation for mutation in set(chain.from_iterable(parsed.values())) if test(mutation)}
-    return {row for row, mutations in parsed.items() if not such.isdisjoint(mutations)} if such else set()
+def _placed(
+    reading: _Reading,
+    parsed: Parsed,
+    protein: str,
+    protein_name: str,
+    offset: int | Literal["auto"],
+    most_misfits: float,
+) -> tuple[Parsed, int]:
+    """Renumber the variants as the wild type, and check each mutation against it. Variants with a misfit are left out
+    if they are at most the share `most_misfits` of all. The number added to the positions is returned too.
+
+    Raises:
+        InputError: mutations do not fit; the message has the first three of them, or the shift that would fit.
+    """
+    path, counts = reading.table.path, Counter(chain.from_iterable(parsed.values()))
+    shift, total = 0 if offset == "auto" else offset, counts.total()
+
+    def residue(mutation: Mutation) -> str:
+        place = mutation.position + shift
+        return protein[place] if 0 <= place < len(protein) else ""
+
+    def misfits() -> dict[int, list[Mutation]]:
+        wrong = {mutation for mutation in counts if residue(mutation) != mutation.wild}
+        return {row: bad for row, variant in parsed.items() if (bad := [m for m in variant if m in wrong])}
+
+    def reasons() -> dict[int, str]:
+        has = {row: residue(bad[0]) or "no such position" for row, bad in wrong.items()}
+        return {row: f"{bad[0]} (the wild type has {has[row]})" for row, bad in wrong.items()}
+
+    wrong = misfits()
+    if wrong:
+        best, fit, sites = _best_shift(counts, protein)
+        how = "as numbered" if shift == 0 else f"with offset={shift}"
+        fitting = total - sum(map(len, wrong.values()))
+        shifted = (
+            f"{path}: {fitting:,} of {counted(total, 'mutation')} fit {protein_name} {how}, {fit:,} fit when shifted "
+            f"by {best:+d}"
+        )
+        if offset == "auto" and sites >= _FEWEST and best != shift and fit >= min(_ENOUGH, 1 - most_misfits) * total:
+            reading.notices.append(f"{shifted}, which was done")
+            shift = best
+            wrong = misfits()
+        elif sites >= _TOLD and best != shift and fit > max(fitting, total / 2):
+            raise InputError(
+                f"{shifted}; set data.offset={best} in a recipe, pass --offset {best} to other commands, or fix "
+                f"{reading.reasons(reasons())}"
+            )
+    if len(wrong) > most_misfits * len(parsed):
+        with_shift = f" shifted by {shift:+d}" if shift else ""
+        raise InputError(
+            f"{path}: {sum(map(len, wrong.values())):,} of {total:,} mutations{with_shift} do not fit {protein_name} "
+            f"of {counted(len(protein), 'residue')}: {reading.reasons(reasons())}; correct them, the wild type or the "
+            "offset"
+        )
+    reading.leave_out(reasons(), f"with another residue than {protein_name} has")
+    return {row: renumbered(variant, shift) for row, variant in parsed.items() if row not in wrong}, shift
+
+
+def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]:
+    """Return the shift that the most mutations fit, how many fit, and how many different sites these have: 0 if another
+    shift fits more than half as many sites.
+    """
+    sites: Counter[tuple[int, str]] = Counter()
+    for mutation, count in counts.items():
+        sites[mutation.position, mutation.wild] += count
+    places = {letter: np.array([k for k, c in enumerate(protein) if c == letter], np.int64) for letter in set(protein)}
+    lowest, highest = min(position for position, _ in sites), max(position for position, _ in sites)
+    mutations_S = np.zeros(highest - lowest + len(protein), np.int64)  # for shifts -highest, -highest + 1, ...
+    sites_S = np.zeros_like(mutations_S)
+    for (position, wild), count in sites.items():
+        if wild in places:
+            mutations_S[places[wild] - position + highest] += count
+            sites_S[places[wild] - position + highest] += 1
+    best = int(mutations_S.argmax())
+    others = np.delete(sites_S, best).max(initial=0)
+    return best - highest, int(mutations_S[best]), int(sites_S[best]) if 2 * others <= sites_S[best] else 0
 
 
 def _without(
-    reading: _Reading,
-    parsed: dict[int, tuple[Mutation, ...]],
-    rows: set[int],
-    what: str,
-    policy: Synonymous,
-) -> dict[int, tuple[Mutation, ...]]:
-    """Leave out these rows, which have `what`, or refuse them, as the policy says."""
-    if policy == "keep" or not rows:
-        return parsed
-    if policy == "error":
+    reading: _Reading, parsed: Parsed, test: Callable[[Mutation], bool], what: str, unusable: Unusable
+) -> Parsed:
+    """Leave out or refuse the rows with a mutation that has `what`."""
+    # The test runs once for each mutation, not for each of many more rows.
+    such = {mutation for mutation in set(chain.from_iterable(parsed.values())) if test(mutation)}
+    rows = sorted(row for row, mutations in parsed.items() if not such.isdisjoint(mutations))
+    if rows and unusable == "error":
         table = reading.table
-        named = first_three(sorted(rows), lambda row: f"{table.at(row)} {shown(name_of(parsed[row]))}")
+        named = first_three(rows, lambda row: f"{table.at(row)} {shown(name_of(parsed[row]))}")
         share = f"{len(rows):,} of {counted(len(parsed), 'variant')}"
         raise InputError(f"{table.path}: {what} in {share}: {named}; remove these rows, or set data.unusable=drop")
-    reading.note(sorted(rows), f"with {what}")
+    reading.note(rows, f"with {what}", "left out")
     reading.left_out.update(dict.fromkeys(rows, what))
-    return {row: mutations for row, mutations in parsed.items() if row not in rows}
+    return {row: mutations for row, mutations in parsed.items() if row not in reading.left_out}
 
 
-def grouped(
-    table: Table, parsed: dict[int, tuple[Mutation, ...]], replicates: Replicates, notices: list[str]
+def _grouped(
+    reading: _Reading, parsed: Parsed, replicates: Replicates
 ) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
-    """Return each variant with its rows: all rows of the same mutations, unless replicates are kept apart.
-
-    Args:
-        table: the table of the variants.
-        parsed: the variant in each row.
-        replicates: what happens to a variant in several rows.
-        notices: gets a sentence about such variants.
-
-    Raises:
-        InputError: there are such variants, and `replicates` is `error`.
-    """
-    groups = defaultdict[tuple[Mutation, ...], list[int]](list)
+    """Return each variant with its rows: all rows of the same mutations, unless replicates are kept apart."""
+    table, groups = reading.table, defaultdict[tuple[Mutation, ...], list[int]](list)
     for row, mutations in parsed.items():
         groups[mutations].append(row)
     several = [mutations for mutations, rows in groups.items() if len(rows) > 1]
     if several:
         named = first_three(several, lambda key: f"{shown(name_of(key))} in {first_three(groups[key], table.at)}")
-        found = f"{counted(len(several), 'variant')} in several rows: {named}"
+        rows_of = f"{counted(len(several), 'variant')} in several rows: {named}"
         if replicates == "error":
-            raise InputError(f"{table.path}: {found}; set data.replicates=mean, or remove all but one row")
-        notices.append(f"{table.path}: {'averaged' if replicates == 'mean' else 'kept apart'} {found}")
+            raise InputError(f"{table.path}: {rows_of}; set data.replicates=mean, or remove all but one row")
+        reading.notices.append(f"{table.path}: {'averaged' if replicates == 'mean' else 'kept apart'} {rows_of}")
     if replicates == "keep":
         return [(mutations, (row,)) for row, mutations in parsed.items()]
     return [(mutations, tuple(rows)) for mutations, rows in groups.items()]
 
 
-def averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:
+def _averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:
     """Average each target over the rows of each variant that have it, float64 [N, T]; NaN if no row has it."""
     group_R = np.repeat(np.arange(len(rows_N)), [len(rows) for rows in rows_N])
     values_RT = target_RT[[row for rows in rows_N for row in rows]]

@@ -1,0 +1,669 @@
+"""Chains of structure files, through PDB and mmCIF, and folders of structures as splits."""
+
+import bz2
+import gzip
+import lzma
+import math
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from packed import zstd
+from structure_texts import (
+    OTHER,
+    SEQ,
+    Line,
+    chain,
+    cif,
+    expected_cb,
+    nucleic,
+    pdb,
+    three,
+    water,
+    write,
+)
+
+from esmshard.data.labels.coordinates import UNRESOLVED, contact_labels
+from esmshard.data.structures import structure_folder
+from esmshard.data.structures.chains import Chain, read_chains, virtual_cb
+from esmshard.data.structures.structure_folder import (
+    cached_split,
+    notices,
+    read_records,
+    to_split,
+)
+from esmshard.errors import InputError, UsageError
+from esmshard.io.symbols import Edits
+
+Read = Callable[..., list[Chain]]
+SHORT, THIRD = "MKTAY", "AVILMFYWSTNQ"
+
+
+@pytest.fixture(params=["pdb", "cif"])
+def read(request: pytest.FixtureRequest, tmp_path: Path) -> Read:
+    """Writes lines as a file of one form and reads it; what was changed is in `read.edits`."""
+    form: str = request.param
+
+    def run(
+        lines: list[Line],
+        sequences: Mapping[str, Sequence[str]] | None = None,
+        *,
+        modres: Mapping[str, str] | None = None,
+        kinds: Mapping[str, str] | None = None,
+        **options: object,
+    ) -> list[Chain]:
+        path = tmp_path / f"1ABC.{form}"
+        if form == "pdb":
+            path.write_text(pdb(lines, sequences, modres))
+        else:
+            path.write_text(cif(lines, sequences, kinds, modres=modres))
+        run.edits = Edits()  # type: ignore[attr-defined]
+        return read_chains(path, edits=run.edits, **options)  # type: ignore[attr-defined, arg-type]
+
+    return run
+
+
+def changes(read: Read) -> list[str]:
+    return read.edits.notices()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_a_whole_chain(read: Read) -> None:
+    (found,) = read(chain(SEQ), {"A": three(SEQ)})
+    assert (found.id, found.sequence) == ("1abc_A", SEQ)
+    assert found.cb_L3.dtype == np.float32
+    np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
+    assert changes(read) == []
+
+
+def test_virtual_cb_of_one_residue_by_hand() -> None:
+    """N on the x axis, C in the plane z = 0: from CA, cos of the angle along N, and the dihedral turns about it."""
+    cb_L3 = virtual_cb(np.array([[1.46, 0, 0]]), np.zeros((1, 3)), np.array([[-0.55, 1.42, 0]]))
+    x, radius = 1.522 * math.cos(1.927), 1.522 * math.sin(1.927)
+    np.testing.assert_allclose(cb_L3[0], [x, radius * math.cos(2.143), radius * math.sin(2.143)], atol=1e-12)
+    np.testing.assert_allclose(cb_L3[0], [-0.5307, -0.7726, 1.1992], atol=1e-3)
+
+
+@pytest.mark.parametrize("along", [(1.5, 0.0, 0.0), (0.3, 0.7, 1.1), (0.1, 0.2, 0.3), (0.0, 0.0, 0.0)])
+def test_atoms_on_a_line_give_no_cb(read: Read, along: tuple[float, float, float]) -> None:
+    """Rounding leaves some of these a hair beside the line, where any direction might come out."""
+    x, y, z = along
+    flat = {"N": (0.0, 0.0, 0.0), "CA": along, "C": (3 * x, 3 * y, 3 * z), "CB": (1.5, 1.5, 0.0)}
+    lines = [replace(a, xyz=flat[a.name]) if a.seq == 7 else a for a in chain(SEQ)]
+    (found,) = read(lines, {"A": three(SEQ)})
+    assert np.flatnonzero(np.isnan(found.cb_L3).any(1)).tolist() == [6]
+
+
+def test_insertion_codes_are_residues_of_their_own(read: Read) -> None:
+    numbers = {3: (2, "A"), 4: (2, "B"), 5: (3, "")}
+    lines = [replace(x, number=numbers.get(x.seq or 0, (x.number, ""))[0]) for x in chain(SEQ)]
+    lines = [replace(x, ins=numbers.get(x.seq or 0, (0, ""))[1]) for x in lines]
+    lines = [replace(x, number=int(x.number) - 2) if (x.seq or 0) > 5 else x for x in lines]
+    for sequences in ({"A": three(SEQ)}, None):
+        (found,) = read(lines, sequences)
+        assert found.sequence == SEQ
+        np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "taken"),
+    [((0.4, "A"), (0.6, "B"), "B"), ((0.6, "A"), (0.4, "B"), "A"), ((0.5, "B"), (0.5, "A"), "B")],
+)
+def test_the_alternative_location_of_highest_occupancy(
+    read: Read, first: tuple[float, str], second: tuple[float, str], taken: str
+) -> None:
+    """All atoms of a residue come from one alternative; of equals from the first."""
+    lines, move = [], {first[1]: 0.0, second[1]: 5.0}
+    for x in chain(SEQ):
+        if x.seq == 4:
+            for occupancy, alt in (first, second):
+                xyz = (x.xyz[0] + move[alt], x.xyz[1], x.xyz[2])
+                lines.append(replace(x, alt=alt, occupancy=occupancy, xyz=xyz))
+        else:
+            lines.append(x)
+    expected = expected_cb(14)
+    expected[3, 0] += move[taken]
+    (found,) = read(lines, {"A": three(SEQ)})
+    np.testing.assert_allclose(found.cb_L3, expected, atol=2e-5)
+    assert changes(read) == ["1 residue with alternative locations, read at that of highest occupancy (1abc_A)"]
+
+
+def test_atoms_without_an_alternative_go_with_any(read: Read) -> None:
+    lines = []
+    for x in chain(SEQ):
+        if x.seq == 4 and x.name == "C":
+            moved = (x.xyz[0], x.xyz[1], x.xyz[2] + 1)
+            lines += [replace(x, alt="A", occupancy=0.3, xyz=moved), replace(x, alt="B", occupancy=0.7)]
+        else:
+            lines.append(x)
+    (found,) = read(lines, {"A": three(SEQ)})
+    np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
+
+
+def test_only_the_first_model_is_read(read: Read) -> None:
+    lines = chain(SEQ) + chain(SEQ, shift=30, model=2) + chain(SEQ, shift=60, model=3)
+    (found,) = read(lines, {"A": three(SEQ)})
+    np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
+    assert changes(read)[0].startswith("1 file with several models, of which the first was read (1ABC.")
+
+
+def test_nucleic_acids_waters_and_ligands_are_left_out(read: Read) -> None:
+    calcium = [Line("CA", "CA", "A", 300, (1.0, 1.0, 1.0), None, "D", het=True, element="CA")]
+    free = [replace(x, number=400, seq=None, asym="E", het=True) for x in chain("E")]
+    lines = chain(SEQ) + nucleic("B") + water("A", "C") + calcium + free
+    sequences = {"A": three(SEQ), "B": ["DA", "DG", "DC", "DT"] * 4}
+    (found,) = read(lines, sequences, kinds={"B": "polydeoxyribonucleotide"})
+    assert (found.id, found.sequence) == ("1abc_A", SEQ)
+    np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
+    assert len(changes(read)) == 1
+    assert changes(read)[0].startswith("1 chain of no protein left out (1ABC.")
+    (bare,) = read(lines, None)
+    assert (bare.id, bare.sequence) == ("1abc_A", SEQ)
+
+
+def test_without_a_sequence_the_residues_with_atoms_are_it(read: Read) -> None:
+    (found,) = read(chain(SEQ, missing=[3, 4, 8]), None)
+    assert found.sequence == "MKTIAKRGGLV"
+    np.testing.assert_allclose(found.cb_L3, np.delete(expected_cb(14), [3, 4, 8], 0), atol=2e-5)
+    assert changes(read) == [
+        "1 chain without SEQRES or _entity_poly_seq, read as the residues with atoms (1abc_A)",
+        "2 gaps in residue numbers, where the sequence is shorter than the protein's (1abc_A)",
+    ]
+
+
+def test_residues_under_a_plddt_lose_their_coordinates(read: Read) -> None:
+    lines = [replace(x, b={2: 69.99, 9: 12.0, 4: 70.0}.get(x.seq or 0, 91.0)) for x in chain(SEQ)]
+    (found,) = read(lines, {"A": three(SEQ)}, min_plddt=70)
+    np.testing.assert_allclose(found.cb_L3, expected_cb(14, missing=[1, 8]), atol=2e-5)
+    assert changes(read) == ["2 residues left without coordinates for a pLDDT under 70 (1abc_A)"]
+    (whole,) = read(lines, {"A": three(SEQ)})
+    assert not np.isnan(whole.cb_L3).any()
+
+
+def test_pdb_and_mmcif_of_one_entry_give_equal_maps(tmp_path: Path) -> None:
+    """Everything at once: a gap, alternatives, insertion codes, a modified residue, a ligand, water, two models."""
+    comps = [*three("MKTAY"), "MSE", *three("IAKQRGGLVNDECHW"), "SEP", *three("FP")]
+    lines = []
+    for x in chain(comps, first=-2, missing=[0, 9, 10, 23]):
+        ins = {12: "A", 13: "B"}.get(x.seq or 0, "")
+        lines.append(replace(x, number=7 if x.seq in (11, 12, 13) else x.number, ins=ins))
+        if x.seq == 5:
+            lines[-1:] = [replace(x, alt="A", occupancy=0.5), replace(x, alt="B", occupancy=0.5, xyz=(1.0, 2.0, 3.0))]
+    lines += water("A", "B") + chain(comps, model=2, shift=5)
+    (tmp_path / "x.pdb").write_text(pdb(lines, {"A": comps}, {"SEP": "SER"}))
+    (tmp_path / "x.cif").write_text(cif(lines, {"A": comps}, modres={"SEP": "SER"}))
+    (a,) = read_chains(tmp_path / "x.pdb")
+    (b,) = read_chains(tmp_path / "x.cif")
+    assert a.sequence == b.sequence == "MKTAYMIAKQRGGLVNDECHWSFP"
+    np.testing.assert_array_equal(a.cb_L3, b.cb_L3)
+    labels_LL = contact_labels(b.cb_L3)
+    assert labels_LL.tolist() == contact_labels(a.cb_L3).tolist()
+    assert np.flatnonzero(labels_LL.diagonal() < 0).tolist() == [0, 9, 10, 23]
+    assert labels_LL[1, 4:9].tolist() == [1, 1, 0, 0, 0]  # a helix: i + 4 at 6.2 A, i + 5 at 8.4 A
+
+
+@pytest.mark.parametrize(("atom", "is_there"), [("N", False), ("CA", False), ("C", False), ("CB", True)])
+def test_a_missing_atom(read: Read, atom: str, is_there: bool) -> None:
+    (found,) = read([x for x in chain(SEQ) if not (x.seq == 5 and x.name == atom)], {"A": three(SEQ)})
+    assert found.sequence == SEQ
+    assert np.flatnonzero(np.isnan(found.cb_L3).any(1)).tolist() == ([] if is_there else [4])
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    st.text(alphabet="ACDEFGHIKLMNPQRSTVWY", min_size=12, max_size=30) | st.sampled_from(["MAAAAAAAAAAAAAAAK"]),
+    st.integers(-50, 9000),
+    st.data(),
+)
+def test_residues_without_atoms_keep_their_place(
+    tmp_path: Path, sequence: str, first: int, data: st.DataObject
+) -> None:
+    """Whatever the first number. Unresolved ends are left out here, since a repeat would leave them open in PDB."""
+    inner = data.draw(st.sets(st.integers(1, len(sequence) - 2), max_size=4))
+    for form, as_text in {"cif": cif, "pdb": pdb}.items():
+        text = as_text(chain(sequence, first=first, missing=inner), {"A": three(sequence)})
+        (found,) = read_chains(write(tmp_path / f"x.{form}", text))
+        assert found.sequence == sequence
+        np.testing.assert_allclose(found.cb_L3, expected_cb(len(sequence), missing=list(inner)), atol=2e-5)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_modified_residues(read: Read, listed: bool) -> None:
+    """The parent of SEP is in gemmi's table, that of XYZ may be in the file."""
+    comps = [*three("MKTA"), "MSE", "SEC", "PYL", "ASX", "GLX", "UNK", "SEP", "XYZ", "MSE", *three("GV")]
+    (found,) = read(chain(comps), {"A": comps} if listed else None)
+    assert found.sequence == "MKTAMUOBZXSXMGV"
+    np.testing.assert_allclose(found.cb_L3, expected_cb(15), atol=2e-5)
+    assert "modified residues read as the standard parent" in "".join(changes(read))
+
+
+def test_two_chains(read: Read) -> None:
+    lines = chain(SEQ, "A") + chain(OTHER, "b", shift=40)
+    found = read(lines, {"A": three(SEQ), "b": three(OTHER)})
+    assert [(c.id, c.sequence) for c in found] == [("1abc_A", SEQ), ("1abc_b", OTHER)]
+    np.testing.assert_allclose(found[1].cb_L3, expected_cb(12) + 40, atol=2e-5)
+    assert changes(read) == []
+    assert [c.id for c in read(lines, {"A": three(SEQ), "b": three(OTHER)}, chains=["b"])] == ["1abc_b"]
+    with pytest.raises(InputError, match="no protein chain 'B'; it has A, b"):
+        read(lines, {"A": three(SEQ), "b": three(OTHER)}, chains=["A", "B"])
+
+
+def test_residues_that_differ_from_the_sequence(read: Read) -> None:
+    """A few are counted, many are refused."""
+    (found,) = read(chain("MKTAYIAWQRGWLV", missing=[3]), {"A": three(SEQ)})
+    assert found.sequence == SEQ
+    np.testing.assert_allclose(found.cb_L3, expected_cb(14, missing=[3]), atol=2e-5)
+    assert [notice.split()[0] for notice in changes(read)] == ["2"]
+    for atoms, sequence in (("MKTAYIAWQRWWLV", SEQ), (SEQ, "W" * 16), (SEQ, SEQ[:10])):
+        with pytest.raises(InputError, match="sequence"):
+            read(chain(atoms), {"A": three(sequence)})
+
+
+def test_antibody_numbers_that_skip_where_the_chain_does_not(tmp_path: Path) -> None:
+    lines = [replace(x, number=int(x.number) + (3 if (x.seq or 0) > 6 else 0)) for x in chain(SEQ)]
+    (found,) = read_chains(write(tmp_path / "x.pdb", pdb(lines, {"A": three("GG" + SEQ + "LL")})))
+    np.testing.assert_allclose(found.cb_L3[2:16], expected_cb(14), atol=2e-5)
+    assert np.isnan(found.cb_L3[[0, 1, 16, 17]]).all()
+
+
+def test_a_chain_goes_on_after_a_ter_in_its_middle(tmp_path: Path) -> None:
+    lines = pdb(chain(SEQ), ter=False).split("\n")
+    lines.insert(20, "TER")
+    (found,) = read_chains(write(tmp_path / "x.pdb", "\n".join(lines)))
+    assert found.sequence == SEQ
+
+
+def test_a_chain_without_a_name_and_one_with_two_letters(tmp_path: Path) -> None:
+    (found,) = read_chains(write(tmp_path / "model_1.pdb", pdb(chain(SEQ, " "))))
+    assert found.id == "model_1"
+    found, other = read_chains(write(tmp_path / "x.ent", pdb(chain(SEQ, "A") + chain(OTHER, "BA"))))
+    assert (found.id, other.id) == ("x_A", "x_BA")
+
+
+def alternatives(place: int, *comps: str) -> list[Line]:
+    """A chain with alternative residues at one place, counted on by label_seq_id; the last one is the most frequent."""
+    lines, more = list[Line](), 0
+    for x in chain(SEQ):
+        seq = (x.seq or 0) + more
+        if x.seq != place:
+            lines.append(replace(x, seq=seq))
+            continue
+        for k, comp in enumerate(comps):
+            het = comp == "MSE"
+            of_alternative = {"comp": comp, "alt": "ABC"[k], "occupancy": 0.2 + 0.1 * k, "het": het}
+            lines.append(replace(x, seq=None if het else seq + k, **of_alternative))  # type: ignore[arg-type]
+        more = len(comps) - 1 if x.name == "CB" else 0
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("place", "comps", "letter"), [(4, ("PRO", "SER", "VAL"), "V"), (4, ("LEU", "MSE"), "M"), (14, ("MSE", "LEU"), "L")]
+)
+def test_alternative_residues_at_one_place_are_one_residue(
+    tmp_path: Path, place: int, comps: tuple[str, ...], letter: str
+) -> None:
+    """Without a listed sequence. `MSE` is written as HETATM, without a number."""
+    lines = alternatives(place, *comps)
+    for file in (write(tmp_path / "x.pdb", pdb(lines)), write(tmp_path / "y.cif", cif(lines))):
+        (read,) = read_chains(file)
+        assert read.sequence == SEQ[: place - 1] + letter + SEQ[place:], file
+        np.testing.assert_allclose(read.cb_L3, expected_cb(14), atol=2e-3)
+
+
+def test_a_coordinate_that_is_not_there(tmp_path: Path) -> None:
+    first = chain(SEQ)[4]
+    text = cif(chain(SEQ), {"A": three(SEQ)}).replace(f"{first.xyz[0]:.3f} {first.xyz[1]:.3f}", "? ?")
+    (found,) = read_chains(write(tmp_path / "x.cif", text))
+    assert np.flatnonzero(np.isnan(found.cb_L3[:, 0])).tolist() == [1]
+
+
+def test_a_chain_name_that_no_id_can_have(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.cif", cif(chain(SEQ, "A B", asym="A"), {"A": three(SEQ)}))
+    with pytest.raises(InputError, match="chain name 'A B' has characters"):
+        read_chains(path)
+
+
+# Files that are packed, damaged, misnamed or something else
+
+_ATOM = "ATOM      1  N   MET A   1       1.458   "
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.fasta", ">a\nMKT\n", "by its name"),
+        ("x.pdb", "", "no atoms"),
+        ("x.cif", " \n\n", "mmCIF"),
+        ("x.pdb", "HEADER    NOTHING\nEND\n", "no atoms"),
+        ("x.cif", "data_x\n_entry.id x\n", "no atoms"),
+        ("x.pdb", f"{_ATOM}0.000   0.0\n", "too short"),
+        ("x.pdb", f"\n{_ATOM}0.0x0   0.000\n", r"x\.pdb:2: .* no coordinate"),
+        ("x.cif", cif(chain(SEQ), {"A": three(SEQ)}).replace("MET A 1 1 ?", "MET A 1 15 ?"), "outside its sequence"),
+        ("x.cif", cif(chain(SEQ), {"A": three(SEQ)}).replace("1.458 0.000", "1e300 0.000"), "beyond"),
+    ],
+)
+def test_what_is_no_structure(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        read_chains(write(tmp_path / name, text))
+    assert str(tmp_path / name) in str(raised.value)
+
+
+PACKERS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+def test_compressed_files(tmp_path: Path, ending: str) -> None:
+    for kind, text in (("PDB", pdb(chain(SEQ))), ("cif", cif(chain(SEQ), {"A": three(SEQ)}))):
+        packed = PACKERS[ending](text.encode())
+        path = tmp_path / f"Entry.1.{kind}.{ending}"
+        path.write_bytes(packed)
+        (found,) = read_chains(path)
+        assert (found.id, found.sequence) == ("entry.1_A", SEQ)
+        path.write_bytes(packed[: len(packed) // 2])
+        with pytest.raises(InputError, match="cannot be read to its end"):
+            read_chains(path)
+        path.write_text(text)
+        with pytest.raises(InputError, match="cannot be read to its end"):
+            read_chains(path)
+
+
+@pytest.mark.parametrize("name", ["a\nb.pdb", "a\x1b[31mb.pdb", "\udcff.pdb", ".pdb", ">a.pdb"])
+def test_a_file_name_that_no_id_can_have(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, pdb(chain(SEQ)))
+    with pytest.raises(InputError, match="the file name becomes the chains' id") as raised:
+        read_chains(path)
+    assert str(raised.value).isprintable()
+
+
+WORDS = ("", "?", ".", "-1", "0", "99999", "1e9", "nan", "'", '"', ";", "#", "loop_", "data_x", "_a.b", "\xb5", "\t")
+
+
+def damaged(text: str, rng: random.Random) -> bytes:
+    lines = text.split("\n")
+    for _ in range(rng.randint(1, 4)):
+        k = rng.randrange(len(lines))
+        words = lines[k].split(" ")
+        kind = rng.randrange(6)
+        if kind == 0:
+            lines[k] = lines[k][: rng.randint(0, len(lines[k]))]
+        elif kind == 1:
+            del lines[k : k + rng.randint(1, 5)]
+        elif kind == 2:
+            rng.shuffle(words)
+            lines[k] = " ".join(words)
+        elif kind == 3:
+            words[rng.randrange(len(words))] = rng.choice(WORDS)
+            lines[k] = " ".join(words)
+        elif kind == 4:
+            lines = lines[: rng.randint(1, len(lines))]
+        else:
+            lines[k] = "".join(rng.choice("0123456789") if c.isdigit() and rng.random() < 0.5 else c for c in lines[k])
+        lines = lines or [""]
+    return "\n".join(lines).encode("latin-1")
+
+
+def test_damaged_files_give_one_sentence_or_a_whole_chain(tmp_path: Path) -> None:
+    comps = [*three("MKTAY"), "MSE", *three("IAKQRGGLV")]
+    lines = chain(comps, missing=[3]) + water("A", "D")
+    lines = [y for x in lines for y in ((replace(x, alt="A"), replace(x, alt="B")) if x.seq == 9 else (x,))]
+    texts = {"x.pdb": [pdb(lines, {"A": comps}), pdb(chain(SEQ))], "x.cif": [cif(lines, {"A": comps}), cif(chain(SEQ))]}
+    rng = random.Random(1)
+    whole, messages = 0, list[str]()
+    for k in range(400):
+        name = ("x.pdb", "x.cif")[k % 2]
+        (tmp_path / name).write_bytes(damaged(rng.choice(texts[name]), rng))
+        try:
+            found = read_chains(tmp_path / name)
+        except InputError as error:
+            messages.append(str(error))
+            continue
+        whole += 1
+        for one in found:
+            assert one.cb_L3.shape == (len(one.sequence), 3)
+            assert set(one.sequence) <= set("ACDEFGHIKLMNPQRSTVWYXBUZO")
+            assert (np.isnan(one.cb_L3).all(1) == np.isnan(one.cb_L3).any(1)).all()
+    assert [m for m in messages if not m.isprintable() or len(m) > 700] == []
+    assert min(whole, len(messages)) > 40
+
+
+# Folders as splits
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three entries: one with a gap, two chains of which one is a copy, one compressed."""
+    path = tmp_path / "set"
+    path.mkdir()
+    (path / "2abc.pdb").write_text(pdb(chain(SEQ, missing=[4]), {"A": three(SEQ)}))
+    both = chain(OTHER, "A") + chain(OTHER, "B", shift=20) + chain(THIRD, "C", shift=-700)
+    (path / "1ABC.cif").write_text(cif(both, {name: three(s) for name, s in zip("ABC", (OTHER, OTHER, THIRD))}))  # noqa: B905
+    (path / "3abc.ent.gz").write_bytes(gzip.compress(pdb(chain(THIRD, "X", missing=[0, 11])).encode()))
+    return path
+
+
+def write_split(folder: Path) -> tuple[Path, list[str]]:
+    fasta = folder.parent / "out.fasta"
+    return fasta, to_split(folder, fasta, fasta.with_suffix(".npz"))
+
+
+def ids(fasta: Path) -> list[str]:
+    return [line[1:] for line in fasta.read_text().splitlines() if line.startswith(">")]
+
+
+def test_the_pair_of_files(folder: Path) -> None:
+    fasta, said = write_split(folder)
+    assert fasta.read_text() == f">1abc_A\n{OTHER}\n>1abc_C\n{THIRD}\n>2abc_A\n{SEQ}\n>3abc_X\n{THIRD[1:-1]}\n"
+    assert said == [
+        "1 chain left out with the sequence of another chain of the file (1abc_B)",
+        "1 chain without SEQRES or _entity_poly_seq, read as the residues with atoms (3abc_X)",
+    ]
+    with np.load(fasta.with_suffix(".npz"), allow_pickle=False) as file:
+        assert set(file.files) == {"names", "seqs", "offsets", "cb_dA"}
+        names, seqs, offsets, cb_dA = (file[name] for name in ("names", "seqs", "offsets", "cb_dA"))
+    assert names.tolist() == ["1abc_A", "1abc_C", "2abc_A", "3abc_X"]
+    assert seqs.tolist() == [OTHER, THIRD, SEQ, THIRD[1:-1]]
+    assert offsets.tolist() == [0, 12, 24, 38, 48]
+    assert (offsets.dtype, cb_dA.dtype, cb_dA.shape) == (np.int32, np.uint16, (48, 3))
+    assert (cb_dA[24 + 4] == UNRESOLVED).all()
+    assert (cb_dA == UNRESOLVED).sum() == 3
+    cb = expected_cb(12)
+    for rows in (cb_dA[:12], cb_dA[12:24]):  # each chain from its own corner, wherever it lies
+        np.testing.assert_allclose(rows / 10, cb - cb.min(0), atol=0.0501)
+        assert rows.min(0).tolist() == [0, 0, 0]
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["out.fasta", "out.npz", "set"]
+
+
+def test_what_is_no_structure_is_counted(folder: Path) -> None:
+    (folder / "inner").mkdir()
+    (folder / "inner" / "9abc.pdb").write_text("not read")
+    for name in ("README.md", "a.fasta", "._2abc.pdb", "list\x1b.txt"):
+        (folder / name).write_text("x")
+    _, said = write_split(folder)
+    assert said[:2] == [
+        "4 files not read, as the name is not that of a structure (._2abc.pdb, README.md, a.fasta, ...)",
+        "1 inner folder not read (inner)",
+    ]
+
+
+def test_two_chains_of_one_id(folder: Path) -> None:
+    (folder / "1abc.pdb").write_text(pdb(chain(SEQ, "A")))
+    with pytest.raises(InputError, match=r"set/1abc\.pdb: chain '1abc_A' comes from .*set/1ABC\.cif too") as raised:
+        write_split(folder)
+    assert "\n" not in str(raised.value)
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["set"]
+
+
+def test_a_chain_wider_than_can_be_stored(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    moved = [replace(x, xyz=(x.xyz[0] + 7000 * (x.seq == 14), x.xyz[1], x.xyz[2])) for x in chain(SEQ)]
+    (tmp_path / "set" / "x.cif").write_text(cif(moved, {"A": three(SEQ)}))
+    with pytest.raises(InputError, match=r"x\.cif: chain 'x_A' is .* A wide"):
+        write_split(tmp_path / "set")
+
+
+def test_nothing_to_write(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    with pytest.raises(InputError, match=r"set: has no structure file; names ending in \.pdb, \.ent"):
+        write_split(tmp_path / "set")
+    (tmp_path / "set" / "x.pdb").write_text(pdb(chain("MKTAY")))
+    with pytest.raises(InputError, match=r"set: has no protein chain with 10 residues .*1 record left out with fewer"):
+        write_split(tmp_path / "set")
+    with pytest.raises(InputError, match="none: no such file or directory"):
+        write_split(tmp_path / "none")
+    (tmp_path / "set" / "y.pdb").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"y\.pdb: not a file, or a link that leads nowhere"):
+        write_split(tmp_path / "set")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["set"]
+
+
+def test_nothing_is_written_over(folder: Path) -> None:
+    for name in ("out.fasta", "out.npz"):
+        (folder.parent / name).write_text("mine")
+        with pytest.raises(UsageError, match=f"{name}: exists already"):
+            write_split(folder)
+        assert (folder.parent / name).read_text() == "mine"
+        (folder.parent / name).unlink()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """Sources that were read, one entry a time."""
+    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
+    done: list[Path] = []
+
+    def counted(source: Path, *rest: Path, complexes: str | None) -> list[str]:
+        done.append(source)
+        return to_split(source, *rest, complexes=complexes)
+
+    monkeypatch.setattr(structure_folder, "to_split", counted)
+    return done
+
+
+def test_a_folder_is_read_once(folder: Path, reads: list[Path]) -> None:
+    fasta = cached_split(folder)
+    assert ids(fasta) == ["1abc_A", "1abc_C", "2abc_A", "3abc_X"]
+    assert fasta.with_suffix(".npz").is_file()
+    assert notices(fasta)[0] == "1 chain left out with the sequence of another chain of the file (1abc_B)"
+    assert cached_split(folder) == fasta
+    assert cached_split(Path(f"{folder}/../set")) == fasta
+    assert len(reads) == 1
+    assert not [p for p in fasta.parent.parent.iterdir() if p.name.startswith(".tmp")]
+
+
+def test_a_changed_folder_is_read_anew(folder: Path, reads: list[Path]) -> None:
+    seen = {cached_split(folder)}
+    os.utime(folder / "2abc.pdb", ns=(1, 1))
+    seen.add(cached_split(folder))
+    (folder / "2abc.pdb").rename(folder / "4abc.pdb")
+    seen.add(cached_split(folder))
+    (folder / "4abc.pdb").unlink()
+    seen.add(cached_split(folder))
+    assert len(reads) == len(seen) == 4
+
+
+# Records of several chains
+
+
+@pytest.fixture
+def complexes(tmp_path: Path) -> Path:
+    """A dimer of two proteins with a peptide and DNA, a dimer of one protein twice, and a monomer."""
+    path = tmp_path / "set"
+    path.mkdir()
+    lines = chain(SEQ, "A", missing=[3]) + chain(OTHER, "B", shift=4) + chain(SHORT, "P", shift=30) + nucleic("D")
+    kinds = {"D": "polydeoxyribonucleotide"}
+    poly = {"A": three(SEQ), "B": three(OTHER), "P": three(SHORT), "D": ["DA", "DG", "DC", "DT"] * 4}
+    write(path / "1ABC.cif", cif(lines, poly, kinds))
+    write(path / "2abc_model.pdb", pdb(chain(SEQ, "H") + chain(SEQ, "L", shift=5)))
+    write(path / "3abc.pdb", pdb(chain(OTHER, "A")))
+    return path
+
+
+def split(source: Path, chains: str) -> tuple[dict[str, str], dict[str, np.ndarray], list[str]]:
+    """Sequences and coordinates in 0.1 A by id, and what was said."""
+    fasta, npz = source.parent / "out.fasta", source.parent / "out.npz"
+    said = to_split(source, fasta, npz, complexes=chains)
+    with np.load(npz) as file:
+        ends = file["offsets"]
+        rows = {str(name): file["cb_dA"][ends[k] : ends[k + 1]] for k, name in enumerate(file["names"])}
+        sequences = {str(name): str(sequence) for name, sequence in zip(file["names"], file["seqs"], strict=True)}
+    assert fasta.read_text() == "".join(f">{name}\n{sequence}\n" for name, sequence in sequences.items())
+    fasta.unlink()
+    npz.unlink()
+    return sequences, rows, said
+
+
+def test_all_chains_of_a_file_are_one_record(complexes: Path) -> None:
+    """Peptides and second copies belong to a complex, DNA does not."""
+    sequences, rows, said = split(complexes, "all")
+    assert sequences == {
+        "1abc_A:B:P": f"{SEQ}:{OTHER}:{SHORT}",
+        "2abc_model_H:L": f"{SEQ}:{SEQ}",
+        "3abc_A": OTHER,
+    }
+    assert {name: len(cb) for name, cb in rows.items()} == {"1abc_A:B:P": 31, "2abc_model_H:L": 28, "3abc_A": 12}
+    assert "2 records of several chains of a file (1abc_A:B:P, 2abc_model_H:L)" in said
+    assert not [sentence for sentence in said if "sequence of another chain" in sentence]
+
+
+def test_coordinates_of_joined_chains_keep_their_distances(complexes: Path) -> None:
+    """Each chain alone is shifted to its own corner; joined chains are shifted together."""
+    _, rows, _ = split(complexes, str(write(complexes.parent / "list", "1abc_A:B\n")))
+    first, second = expected_cb(len(SEQ), missing=[3]), expected_cb(len(OTHER)) + 4
+    assert (rows["1abc_A:B"][3] == 65535).all()
+    for i in (0, 5, 13):
+        for j in (0, 7, 11):
+            found = math.dist(rows["1abc_A:B"][i].tolist(), rows["1abc_A:B"][14 + j].tolist()) / 10
+            assert found == pytest.approx(math.dist(first[i], second[j]), abs=0.2)
+
+
+def test_a_list_names_the_records(complexes: Path) -> None:
+    """The longest name of a file counts. Other files are not read."""
+    (complexes / "3abc.pdb").write_text("<html>")
+    path = write(complexes.parent / "pairs.txt", "# my pairs\n\n1ABC_B:A\n2abc_model_H:L\n9xyz_A:B\n8xyz_A:B\n")
+    sequences, _, said = split(complexes, str(path))
+    assert sequences == {"1abc_B:A": f"{OTHER}:{SEQ}", "2abc_model_H:L": f"{SEQ}:{SEQ}"}
+    assert "2 records of pairs.txt left out, as there is no such file here (9xyz_A:B, 8xyz_A:B)" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1abc_A:B\n1abc\n", r"pairs\.txt:2: '1abc' is no record"),
+        ("1abc_A:\n", r"pairs\.txt:1: '1abc_A:' is no record"),
+        ("1abc_A:B\n\n1abc_A:B\n", r"pairs\.txt:3: '1abc_A:B' stands in line 1 too"),
+        ("1abc_A:A\n", r"pairs\.txt:1: '1abc_A:A' has a chain twice"),
+        ("7abc_A:B\n", r"pairs\.txt: has no record of the 3 structure files here"),
+        ("1abc_A:D\n", r"1ABC\.cif: has no protein chain 'D'; it has A, B, P"),
+    ],
+)
+def test_a_wrong_list_is_refused(complexes: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        split(complexes, str(write(complexes.parent / "pairs.txt", text)))
+
+
+def test_molecules_that_share_a_chain_name_cannot_be_joined(tmp_path: Path) -> None:
+    lines = [replace(line, asym="AA") for line in chain(SEQ, "A")]
+    lines += [replace(line, asym="AB") for line in chain(OTHER, "A", first=30)] + chain(OTHER, "B", asym="B")
+    path = write(tmp_path / "1abc.cif", cif(lines, {"AA": three(SEQ), "AB": three(OTHER), "B": three(OTHER)}))
+    with pytest.raises(InputError, match=r"has several molecules with the chain name 'A' \(1abc_A_AA, 1abc_A_AB\)"):
+        read_records(path, ["A:B"])
+    assert [one.id for one in read_records(path, "all")] == ["1abc_A_AA:A_AB:B"]
+
+
+def test_a_folder_is_kept_for_each_way_of_joining(
+    complexes: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
+    path = write(tmp_path / "pairs.txt", "1abc_A:B\n")
+    found = [cached_split(complexes, how) for how in (None, "all", str(path))]
+    assert [fasta.read_text().count(">") for fasta in found] == [4, 3, 1]
+    assert cached_split(complexes) == found[0]
+    assert "2 records of several chains of a file (1abc_A:B:P, 2abc_model_H:L)" in notices(found[1])
+    path.write_text("1abc_B:A\n")
+    assert cached_split(complexes, str(path)).read_text().startswith(">1abc_B:A\n")
+    assert found[2].read_text().startswith(">1abc_A:B\n")
