@@ -533,7 +533,7 @@ def forecast(asked: EmbedRequest, fasta: Path, reuse: Path | None = None) -> str
         InputError: if the output cannot fit on the disk, or the input cannot be read.
         UsageError: if the request cannot be carried out.
     """
-    in_bucket, long = remote.is_remote(asked.out), asked.spec.long
+    in_bucket, long = remote.address(asked.out) is not None, asked.spec.long
     place = None if in_bucket else next(one for one in asked.out.absolute().parents if one.is_dir())
     with (
         tempfile.TemporaryDirectory(prefix=".esmshard-dry-run-", dir=place, ignore_cleanup_errors=True) as name,

@@ -248,7 +248,7 @@ def request(
     if fmt not in (*FORMATS, PARTS):
         known = ", ".join([*FORMATS, f"{PARTS} (a directory)"])
         raise UsageError(f"{out}: no format '{fmt}'; there are {known} (by ending, or --format)")
-    if fmt != PARTS and remote.is_remote(out):
+    if fmt != PARTS and remote.address(out) is not None:
         raise UsageError(
             f"{remote.address(out)}: embed writes a directory of parts into a bucket; leave the ending out, and let "
             "`esmshard embeddings merge` make one file of it"
