@@ -28,7 +28,7 @@ from esmshard.report import charts
 from esmshard.report.charts import Values, chart
 from esmshard.tasks.base import BEFORE, MAIN
 from esmshard.tasks.metrics import Interval, spearman_within
-from esmshard.tasks.registry import new_task, traits
+from esmshard.tasks.registry import new_task
 from esmshard.train.cross_validation import CURVE, SUMMARY
 from esmshard.train.evaluate import comparison, strongest, without_interval
 from esmshard.train.run_dir import METRICS, SWEEP, goodput, is_step, metrics_of, read_status
@@ -43,7 +43,7 @@ MOST_POSITIONS = 1000
 BEST = 20
 """The number of rows of the table of ranked variants."""
 MOST_TRIALS = 50
-"""The most rows of the table of trials. sweep.csv has all of them."""
+"""The most rows of the table of trials. sweep.json has all of them."""
 
 
 def report(run: Path, out: Path | None = None) -> Path:
@@ -80,7 +80,7 @@ def report(run: Path, out: Path | None = None) -> Path:
     with reading(f"{run}: one of its JSON or CSV files", "remove it, or repeat the command that wrote it"):
         if (run / SWEEP).is_file():
             name, values = "sweep", sweep_page(run)
-        elif not (run / "recipe.yaml").is_file() and traits(_json(run / SUMMARY).get("task", "")).reads_table:
+        elif "joint" in _json(run / SUMMARY):
             name, values = "variants", variants_page(run)
         else:
             name, values = "run", run_page(run)
@@ -395,7 +395,8 @@ def _learning_curve(path: Path) -> dict[str, Any] | None:
 def sweep_page(out: Path) -> dict[str, Any]:
     """Return the values of `sweep.html.jinja`, from the files of a sweep, which may be unfinished."""
     sweep = _json(out / SWEEP)
-    summary = _json(out / SUMMARY) if sweep["state"] == "done" else {}
+    summary = _json(out / "best" / SUMMARY)
+    tested = summary or _json(out / "best" / "evaluation.json")  # of several seeds, or of one
     keys, trials, lower = list(sweep["sweep"]["space"]), sweep["trials"], sweep["lower_is_better"]
     order = {"complete": 0, "running": 1, "pruned": 2, "failed": 3}
 
@@ -411,6 +412,7 @@ def sweep_page(out: Path) -> dict[str, Any]:
     return {
         "sweep": sweep,
         "summary": summary,
+        "verdict": tested.get("verdict", "The best settings are not tested yet."),
         "best": best and best | {"settings": sweep_file.shown(best["values"])},
         "counts": {state: sum(trial["state"] == state for trial in trials) for state in order},
         "tested": {m: {c: _mean(found) for c, found in row.items()} for m, row in summary.get("metrics", {}).items()},
