@@ -147,7 +147,7 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
         for n, run in enumerate(to_do):  # the launcher handles signals itself
             if run.overrides:
                 say(" ".join(run.overrides))
-            with launch.environment({NOTICES_PRINTED: "1"} if n and of_table else {}):
+            with launch.environment({NOTICES_PRINTED: "1"} if n else {}):
                 arguments = ["-m", "esmshard", "finetune", recipe, *overrides, *run.overrides, *flags]
                 code = launch.run_local(arguments, processes, max_restarts=options.max_restarts)
             if code:

@@ -30,7 +30,7 @@ from esmshard.tasks.base import BEFORE, MAIN
 from esmshard.tasks.metrics import Interval, spearman_within
 from esmshard.tasks.registry import new_task
 from esmshard.train.cross_validation import CURVE, SUMMARY
-from esmshard.train.evaluate import comparison, strongest, without_interval
+from esmshard.train.evaluate import Comparison
 from esmshard.train.run_dir import METRICS, SWEEP, goodput, is_step, metrics_of, read_status
 
 RANKED = "ranked.csv"
@@ -140,7 +140,7 @@ def _evaluation(path: Path) -> dict[str, Any] | None:
     values, gains = (
         {method: row[headline] for method, row in rows.items() if headline in row} for rows in (metrics, differences)
     )
-    best = strongest(values, gains, lower_is_better=lower)
+    comparison = Comparison(headline, values, gains, lower)
     return raw | {
         "metrics": metrics,
         "differences": differences,
@@ -150,9 +150,9 @@ def _evaluation(path: Path) -> dict[str, Any] | None:
             for method, row in of_group["metrics"].items()
         },
         "name": name,
-        "best": best,
-        "how": best and comparison(gains[best], lower_is_better=lower),
-        "few": without_interval(raw.get("without_interval", {})),
+        "best": comparison.best,
+        "how": comparison.how,
+        "few": raw.get("without_interval", []),
         "chart": chart(charts.intervals, values, name, headline, height=0.9 + 0.3 * len(values)),
     }
 
@@ -254,7 +254,8 @@ def variants_page(run: Path) -> dict[str, Any]:
     joint, folds = summary["joint"], summary["folds"]
     metrics, gains = intervals(joint["metrics"]), intervals(joint["differences"])
     recall, chosen = intervals(joint["best"]["recall"]), intervals(joint["best"]["mean_of_chosen"])
-    best = strongest(metrics, gains, lower_is_better=False)
+    comparison = Comparison("Spearman", metrics, gains)
+    best = comparison.best
     targets, mutations, measured_NT, predicted_NT, fold_N = _out_of_fold(run / OUT_OF_FOLD)
     targets = targets or [joint["targets"]]
     pairs = dict(zip(targets, zip(measured_NT.T, predicted_NT.T, strict=True), strict=True))
@@ -266,7 +267,7 @@ def variants_page(run: Path) -> dict[str, Any]:
         "metrics": metrics,
         "best": best,
         "gain": best and gains[best],
-        "how": best and comparison(gains[best], lower_is_better=False),
+        "how": comparison.how,
         "recall": recall[MAIN],
         "chart": chart(charts.intervals, metrics, MAIN, "Spearman", height=0.9 + 0.3 * len(metrics)),
         "compared": [

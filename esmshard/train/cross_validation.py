@@ -28,7 +28,7 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.metrics import LEAST, Interval, count_units, difference, interval, variant_units
-from esmshard.train.evaluate import aligned, in_sample, verdict
+from esmshard.train.evaluate import Comparison, aligned, in_sample
 from esmshard.train.run_dir import read_status
 
 SUMMARY = "summary.json"
@@ -124,26 +124,22 @@ def summarise(out: Path, runs: Sequence[Repeat]) -> str:
     table: dict[str, dict[str, Any]] = {method: {} for method in first["metrics"]}
     lines = [["", *first["columns"]]]
     for method, row in table.items():
+        lines.append([method])
         for metric in first["columns"]:
             of_runs = values("metrics", method, metric)
             mean = _mean(of_runs)
             deviation = float(np.std([*of_runs.values()], ddof=1)) if len(of_runs) > 1 else None
             row[metric] = {"mean": mean.value, "deviation": deviation, "low": mean.low, "high": mean.high}
             row[metric]["runs"] = of_runs
-        lines.append([method, *(_cell(row[metric]) for metric in first["columns"])])
+            lines[-1].append(str(mean))
     # Differences are paired, run by run.
     headline = first["columns"][0]
     means, gains = (
         {method: _mean(values(key, method, headline)) for method in first[key]} for key in ("metrics", "differences")
     )
     seen, records = (max(one.get(key, 0) for one in evaluations.values()) for key in ("in_sample", "records"))
-    text = in_sample(seen, records) + verdict(
-        headline,
-        means,
-        gains,
-        f"Student's t, paired over {len(runs)} runs",
-        lower_is_better=first["lower_is_better"],
-    )
+    comparison = Comparison(headline, means, gains, first["lower_is_better"])
+    text = in_sample(seen, records) + comparison.verdict(f"Student's t, paired over {len(runs)} runs")
     summary = {
         "task": first["task"],
         "recipe": first["recipe"] | {"out": str(out)},
@@ -169,12 +165,6 @@ def _mean(of_runs: Mapping[str, float]) -> Interval:
         return Interval(float(x[0]) if len(x) else math.nan, math.nan, math.nan)
     mean, half = float(x.mean()), float(stdtrit(len(x) - 1, 0.975) * x.std(ddof=1) / math.sqrt(len(x)))
     return Interval(mean, mean - half, mean + half)
-
-
-def _cell(row: Mapping[str, Any]) -> str:
-    if math.isnan(row["mean"]):
-        return "-"
-    return f"{row['mean']:.3f}" + ("" if math.isnan(row["low"]) else f" [{row['low']:.3f}, {row['high']:.3f}]")
 
 
 def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = ()) -> str:
@@ -225,7 +215,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     units, resamples = counted(count_units(len(ids), block_N), unit), len(ours) - 1
     seen = "" if recipe.data.split != "random" else "; random folds test on positions that training has seen"
     metric = "Spearman within folds" if len(set(fold_N.tolist())) > 1 else "Spearman"
-    text = verdict(metric, intervals, gains, f"paired over {units}; split {recipe.data.split}{seen}")
+    text = Comparison(metric, intervals, gains).verdict(f"paired over {units}; split {recipe.data.split}{seen}")
     best = sum(metrics.best_count(measured_NT[fold_N == fold, 0]) for fold in set(fold_N.tolist()))
     joint: dict[str, Any] = {
         "statistic": metric + (", weighted by their variants" if metric != "Spearman" else " over the test variants"),
