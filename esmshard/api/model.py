@@ -1,6 +1,5 @@
 """An opened model in Python: `esmshard.load`."""
 
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +11,10 @@ import torch
 
 from esmshard.api import sequence_inputs
 from esmshard.api.sequence_inputs import SequenceInputs, Sequences
+from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example
-from esmshard.data.batching.packing import by_length
 from esmshard.data.tracks import in_batches, require_length, track_files, unknown_entry, values_of
-from esmshard.devices import DeviceName, chosen_device, packs_at_once, side_by_side
+from esmshard.devices import DeviceName, chosen_device
 from esmshard.embed.compute import Embedder, Failed
 from esmshard.embed.spec import TORCH, Long, choose
 from esmshard.errors import InputError, UsageError
@@ -24,18 +23,15 @@ from esmshard.model import weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import family_of
 from esmshard.model.trunk import Trunk
+from esmshard.predict import heads
 from esmshard.predict.variants import predictions
 from esmshard.predict.zero_shot import Method, score
-from esmshard.tasks.base import Task, of_residues
+from esmshard.tasks.base import Task
 from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks
 from esmshard.tasks.registry import traits
 from esmshard.vocab import BETWEEN, SEPARATOR, Track, decode, join_option
 
 Array = npt.NDArray[np.float32]
-TOKENS = 4096
-"""The tokens that a head processes at once on all cores, if its output is no pair map."""
-SMALL = 1024
-"""The tokens below which a pack on one core is slower."""
 
 Tracks = Mapping[str, Any]
 """By the name of a track, what is known of the sequences: one entry for a single sequence, else a list with an entry
@@ -178,7 +174,9 @@ class Model:
             InputError: if a variant does not fit the protein, with the variant's name; or the model has no trained LM
                 head.
         """
-        asked = _protein(wild_type)
+        if not isinstance(wild_type, str):
+            raise UsageError(f"the wild type is of type {type(wild_type).__name__}; a string of residues is expected")
+        asked = sequence_inputs.sequences(wild_type, "the wild type")
         protein = decode(asked.tokens[0])
         if BETWEEN in protein:
             raise InputError("the wild type has several chains; give the one that the variants change")
@@ -200,7 +198,7 @@ class Model:
         """
         if self.tuned is None:
             raise InputError(f"{self.name}: has no fine-tuned head; fine-tune it first, or take embed or contacts")
-        task, model = self.tuned.task, self.tuned.model
+        task = self.tuned.task
         if task.settings.reads_table:
             if tracks:
                 raise UsageError("tracks: a model of variants keeps the tracks of its wild type; leave them out")
@@ -208,30 +206,22 @@ class Model:
         asked = sequence_inputs.sequences(sequences, linker=self.config.chains.tokens)
         known = self._tracks(tracks, asked)
         self._check_lengths(asked)
-        # pair maps are computed one at a time
-        most = max(TOKENS // packs_at_once(self.device), SMALL) if task.names else 1
-        groups = list(by_length([len(tokens) for tokens in asked.tokens], most))
 
-        def one(members: Sequence[int]) -> list[Array]:
-            examples = [Example(asked.names[n], asked.tokens[n], {}, tracks=known[n]) for n in members]
-            questions = [task.question(example) for example in examples]
-            outputs = zip(model.outputs(questions), questions, strict=True)
-            return [of_residues(task, task.predict(output), question.tokens[1:-1]) for output, question in outputs]
+        def question(n: int) -> Inputs:
+            return task.question(Example(asked.names[n], asked.tokens[n], {}, tracks=known[n]))
 
-        values: list[Array] = [np.empty(0, np.float32)] * len(asked.tokens)
-        for members, arrays in zip(groups, side_by_side(one, groups, self.device), strict=True):
-            for n, array in zip(members, arrays, strict=True):
-                values[n] = array
+        values: list[Array] = []
+        lengths = np.array([len(tokens) for tokens in asked.tokens])
+        for name, array in zip(asked.names, heads.predictions(self.tuned, lengths, question), strict=True):
+            if isinstance(array, str):
+                raise InputError(f"{name}: {array}")
+            values.append(array)
         if asked.single:
             return values[0]
         return np.stack(values) if task.names and not task.per_residue else values
 
     def _predict_variants(self, variants: Sequences, task: Task) -> Array:
         assert self.tuned is not None
-        if isinstance(variants, os.PathLike):
-            raise UsageError(
-                f"{variants}: a list of variants is expected; `esmshard predict MODEL TABLE` reads a table"
-            )
         names = [variants] if isinstance(variants, str) else sequence_inputs.as_list(variants, "variants")
         mutations = sequence_inputs.variants(names, str(task.facts["protein"]))
         if shift := task.facts.get("offset"):
@@ -334,12 +324,6 @@ def _dtype(dtype: Dtype | torch.dtype | None) -> torch.dtype:
     if found is None or found not in TORCH.values():
         raise UsageError(f"dtype is {dtype!r}; one of {', '.join(get_args(Dtype))} is expected")
     return found
-
-
-def _protein(wild_type: str) -> SequenceInputs:
-    if not isinstance(wild_type, str):
-        raise UsageError(f"the wild type is of type {type(wild_type).__name__}; a string of residues is expected")
-    return sequence_inputs.sequences(wild_type, "the wild type")
 
 
 def tracks_of_inputs(

@@ -130,7 +130,7 @@ def finetune(
         overwrite: replace the files of an earlier run in `out`.
         seeds: the number of runs with different seeds; 1 by default, and 3 for the best settings of a sweep.
         folds: the number of folds of a cross-validation; 5 by default for a table of variants.
-        sweep: a file with settings to search (docs/sweep.md).
+        sweep: a file with settings to search (docs/sweep.md). The result is then the run of the best settings.
         trials: the number of trials of a sweep; 20 by default, or the whole grid.
         report: draw figures and report.html at the end, if matplotlib and jinja2 are installed.
         **overrides: settings of the recipe, such as `train={"steps": 10}` or `**{"optim.lr": 1e-4}`. Relative paths are

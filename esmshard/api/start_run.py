@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from esmshard.errors import InputError, RunFailed, UsageError
 from esmshard.parallel import launch, preemption
@@ -18,6 +18,8 @@ from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 
 if TYPE_CHECKING:
+    import torch
+
     from esmshard.train.cross_validation import Repeat
 
 
@@ -83,16 +85,6 @@ class RunOptions:
                 "path of a run; leave them out, and continue with --resume auto"
             )
 
-    @property
-    def several_seeds(self) -> bool:
-        """Whether there are several runs with different seeds."""
-        return self.seeds is not None and self.seeds > 1
-
-    @property
-    def of_a_single_command(self) -> bool:
-        """Whether an option is set that only the command that starts all processes of a run can carry out."""
-        return bool(self.nproc or self.dry_run or self.max_restarts or self.several_seeds or self.folds)
-
     def flags(self, *, report: bool) -> list[str]:
         """Return the command line options for each process of a run."""
         flags = ["--device", self.device] if self.device else []
@@ -112,7 +104,8 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
         options: the options of the run apart from its recipe.
 
     Returns:
-        The directory of the run. It holds a directory for each run if there are several, or a sweep.
+        The directory of the run. It holds a directory for each run if there are several. Of a sweep it is that of the
+        best settings, or that of the whole sweep if they are not trained here.
 
     Raises:
         InputError: if recipe or data have a mistake.
@@ -136,20 +129,47 @@ def finetune(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path
                 _run_here(resolved, _as_rank(resolved, options))
                 return Path(resolved.out)
             _check_dry_run(resolved, options)
-            runs = _checked(recipe, resolved, overrides, options)
+
+            from esmshard.train.cross_validation import curve_runs, repeats
+            from esmshard.train.inputs import NOTICES_PRINTED
+            from esmshard.train.run_dir import last_word
+
+            processes, of_table = _devices(resolved, options)[0], resolved.divides_table
+            runs = repeats(resolved, options.seeds or 1, options.folds)
+            curve = curve_runs(resolved, runs)
+            to_do = _checked(recipe, resolved, overrides, options, [*runs, *curve])
             if options.dry_run:
                 return Path(resolved.out)
-            if runs.processes == 1 and not options.max_restarts and not runs.several:
+            if processes == 1 and not options.max_restarts and not runs:
                 _run_here(resolved, options)
                 return Path(resolved.out)
-        _run_in_processes(recipe, overrides, options, runs)  # the launcher handles signals itself
-        if runs.several:
-            _conclude(resolved, options, runs)
+        flags = options.flags(report=options.report and not of_table)
+        for n, run in enumerate(to_do):  # the launcher handles signals itself
+            if run.overrides:
+                say(" ".join(run.overrides))
+            with launch.environment({NOTICES_PRINTED: "1"} if n else {}):
+                arguments = ["-m", "esmshard", "finetune", recipe, *overrides, *run.overrides, *flags]
+                code = launch.run_local(arguments, processes, max_restarts=options.max_restarts)
+            if code:
+                raise RunFailed(last_word(run.out, code), code)
+        if runs:
+            _conclude(resolved, options, runs, curve)
     return Path(resolved.out)
 
 
+def _devices(recipe: Recipe, options: RunOptions) -> "tuple[int, torch.device]":
+    """Return the number of processes of a run, and the device of the first."""
+    from esmshard.devices import chosen_device
+    from esmshard.parallel.process_group import own_device, processes_of
+
+    default = 1 if recipe.adapt.method == "probe" else None
+    processes = processes_of(chosen_device(options.device), options.nproc or default)
+    return processes, own_device(0, processes, options.device)
+
+
 def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
-    """Search settings of a recipe, alone or as one of several workers, and test the best ones (docs/sweep.md).
+    """Search settings of a recipe, alone or as one of several workers (docs/sweep.md). The last worker trains the best
+    settings with new seeds, as `finetune` does, and each of these models is tested once.
 
     Everything is checked before the first trial. For a dry run, print what would be done.
     """
@@ -157,12 +177,13 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
         import optuna  # noqa: F401
     except ImportError:
         raise UsageError("--sweep needs optuna; pip install 'esmshard[sweep]'") from None
+    from filelock import FileLock, Timeout
+
     from esmshard.data.splits.variant_records import FOLDS
-    from esmshard.devices import chosen_device
-    from esmshard.parallel.process_group import is_launched, own_device, processes_of
+    from esmshard.parallel.process_group import is_launched
     from esmshard.recipe import sweep_file
     from esmshard.train.inputs import describe, notices, prepare
-    from esmshard.train.search import SEEDS_BY_DEFAULT, TRIALS_BY_DEFAULT, Search
+    from esmshard.train.search import BEST, BEST_LOCK, TRIALS_BY_DEFAULT, Search
 
     assert options.sweep is not None
     if is_launched():
@@ -180,9 +201,8 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
             say(f"trials are validated, and the best settings tested, on fold 0 of {FOLDS}: {' '.join(overrides[-2:])}")
             resolved = recipe_file.load(path, overrides)
         _check_dry_run(resolved, options)
-        probe = resolved.adapt.method == "probe"
-        processes = processes_of(chosen_device(options.device), options.nproc or (1 if probe else None))
-        job = prepare(resolved, processes, processes, own_device(0, processes, options.device))
+        processes, device = _devices(resolved, options)
+        job = prepare(resolved, processes, processes, device)
         count = options.trials or TRIALS_BY_DEFAULT
         if settings.sampler == "grid":
             count = min(options.trials or settings.cells, settings.cells)
@@ -194,7 +214,6 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
             task=job.task,
             processes=processes,
             count=count,
-            seeds=options.seeds or SEEDS_BY_DEFAULT,
             flags=replace(options, resume="auto").flags(report=False),
             max_restarts=options.max_restarts,
         )
@@ -204,9 +223,22 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
         if options.dry_run:
             print(describe(job, processes))
             print(f"trials    {count}, of {', '.join(settings.space)}; by valid {search.metric}")
-        elif search.work() and options.report:
-            _report(search.out)
-    return search.out
+            return search.out
+        is_last = search.work()
+    if not is_last:
+        return search.out
+    # The variable with the time limit of this command stays, and begins no new limit.
+    best = replace(options, sweep=None, trials=None, seeds=options.seeds or 3, resume="auto", stop_after=None)
+    try:
+        with FileLock(search.out / BEST_LOCK, timeout=0):
+            out = finetune(str(search.out / BEST), [], best)
+            search.finish()
+    except Timeout:
+        say(f"{search.out}: another worker trains the best settings")
+        return search.out
+    if options.report:
+        _report(search.out)
+    return out
 
 
 def _check_dry_run(recipe: Recipe, options: RunOptions) -> None:
@@ -215,24 +247,6 @@ def _check_dry_run(recipe: Recipe, options: RunOptions) -> None:
     name = recipe.model.name
     if options.dry_run and weights.is_far(name):
         raise UsageError(f"--dry-run opens the model, and downloads none; type esmshard download {name} first")
-
-
-@dataclass(frozen=True)
-class _Runs:
-    """The runs of one command."""
-
-    processes: int
-    """The number of processes of each run."""
-    folds: int | None
-    """The number of folds; None without cross-validation."""
-    several: "list[Repeat]"
-    """The runs over seeds and folds; empty for a single run."""
-    curve: "list[Repeat]"
-    """The runs of a learning curve, which train on parts of the variants of the first fold."""
-    to_do: list[tuple[str, ...]]
-    """The overrides of each run that is not done yet."""
-    of_table: bool
-    """Whether the runs are folds of a table of variants, whose test sets are combined at the end."""
 
 
 def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
@@ -246,7 +260,8 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
             "a launcher has started this process, which trains one fold; set data.folds=5 and data.fold, or start the "
             "cross-validation with a single command and --nproc"
         )
-    if options.of_a_single_command:
+    several = (options.seeds or 1) > 1 or options.folds
+    if options.nproc or options.dry_run or options.max_restarts or several:
         raise UsageError(
             "--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command; a launcher has "
             "started this process already: remove them, or start the command without the launcher"
@@ -266,46 +281,37 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
     return options
 
 
-def _checked(recipe: str, resolved: Recipe, overrides: Sequence[str], options: RunOptions) -> _Runs:
-    """Check everything that can be checked before processes are started. For a dry run, print what would be done."""
+def _checked(
+    recipe: str, resolved: Recipe, overrides: Sequence[str], options: RunOptions, runs: "Sequence[Repeat]"
+) -> "list[Repeat]":
+    """Check everything that can be checked before processes are started, and return the runs that are not done yet. For
+    a dry run, print what would be done.
+    """
     from esmshard.data.splits.recipe_splits import in_tokens
-    from esmshard.data.splits.variant_records import FOLDS
-    from esmshard.devices import chosen_device
-    from esmshard.parallel.process_group import own_device, processes_of
-    from esmshard.train import cross_validation as joint
-    from esmshard.train.cross_validation import curve_runs, is_done, repeats
+    from esmshard.train import cross_validation
     from esmshard.train.inputs import check_out, describe, notices, prepare
     from esmshard.train.resume import check_start
 
-    of_table, probe = resolved.divides_table, resolved.adapt.method == "probe"
-    processes = processes_of(chosen_device(options.device), options.nproc or (1 if probe else None))
-    device = own_device(0, processes, options.device)
-    folds = options.folds
-    if of_table and resolved.data.split not in ("mutations", "given"):
-        folds = folds or FOLDS
-    several = repeats(resolved, options.seeds or 1, folds) if options.several_seeds or folds or of_table else []
-    # The learning curve of a table of variants trains on parts of the first fold.
-    curve = curve_runs(resolved, several[0]) if of_table and not probe else []
-    if several and options.resume not in (None, "auto"):
-        raise UsageError("--seeds and --folds need --resume auto, because a path names a single run")
-    to_do: list[tuple[str, ...]] = [()]
-    if several:
-        joint.check_out(Path(resolved.out))
-        steps, going_on = resolved.train.steps, options.resume == "auto"
-        to_do = [run.overrides for run in [*several, *curve] if not going_on or not is_done(run.out, steps)]
-    for n, own in enumerate(to_do or [several[-1].overrides]):
-        one = recipe_file.load(recipe_file.resolve(recipe), [*overrides, *own])
-        check_out(Path(one.out), options.resume, options.overwrite)
+    to_do = [*runs] or [cross_validation.Repeat(Path(resolved.out))]
+    if runs:
+        if options.resume not in (None, "auto"):
+            raise UsageError("--seeds and --folds need --resume auto, because a path names a single run")
+        cross_validation.check_out(Path(resolved.out))
+        if options.resume == "auto":
+            to_do = [run for run in runs if not cross_validation.is_done(run.out, resolved.train.steps)]
+    for n, run in enumerate(to_do or runs[-1:]):
+        of_run = recipe_file.load(recipe_file.resolve(recipe), [*overrides, *run.overrides])
+        check_out(run.out, options.resume, options.overwrite)
         if n == 0:
-            job = prepare(one, processes, processes, device)
+            processes, device = _devices(resolved, options)
+            job = prepare(of_run, processes, processes, device)
         if options.dry_run:
-            here = replace(job, recipe=in_tokens(one, job.train), out=Path(one.out))
-            check_start(here, options.resume)
+            check_start(replace(job, recipe=in_tokens(of_run, job.train), out=run.out), options.resume)
     if options.dry_run:
         for notice in notices(job):
             say(notice)
-        print(describe(job, processes) + (f"\nruns      {len(to_do)}" if several else ""))
-    return _Runs(processes, folds, several, curve, to_do, of_table)
+        print(describe(job, processes) + (f"\nruns      {len(to_do)}" if runs else ""))
+    return to_do
 
 
 def _allocator() -> dict[str, str]:
@@ -325,53 +331,36 @@ def _run_here(recipe: Recipe, options: RunOptions) -> None:
     """Train in this process, alone or as one of several ranks."""
     from esmshard.train import finetune as training
 
-    resume, overwrite = options.resume, options.overwrite
-    how: dict[str, Any] = {
-        "take_over": options.take_over,
-        "started": options.started,
-        "device": options.device,
-    }
-    run = training.run(recipe, resume, overwrite, options.profile, **how)
+    run = training.run(
+        recipe,
+        options.resume,
+        options.overwrite,
+        options.profile,
+        take_over=options.take_over,
+        started=options.started,
+        device=options.device,
+    )
     if run is not None and options.report:
         _pictures(run, recipe, options.device)
 
 
-def _run_in_processes(recipe: str, overrides: Sequence[str], options: RunOptions, runs: _Runs) -> None:
-    """Train one run after the other, each in new processes.
-
-    Raises:
-        RunFailed: if a process has failed.
-    """
-    from esmshard.parallel.launch import run_local
-    from esmshard.train.inputs import NOTICES_PRINTED
-    from esmshard.train.run_dir import last_word
-
-    flags = options.flags(report=options.report and not runs.of_table)
-    for n, own in enumerate(runs.to_do):
-        if runs.several:
-            say(" ".join(own))
-        with launch.environment({NOTICES_PRINTED: "1"} if runs.several and n and runs.of_table else {}):
-            arguments = ["-m", "esmshard", "finetune", recipe, *overrides, *own, *flags]
-            code = run_local(arguments, runs.processes, max_restarts=options.max_restarts)
-        if code:
-            one = recipe_file.load(recipe_file.resolve(recipe), [*overrides, *own])
-            raise RunFailed(last_word(Path(one.out), code), code)
-
-
-def _conclude(recipe: Recipe, options: RunOptions, runs: _Runs) -> None:
+def _conclude(recipe: Recipe, options: RunOptions, runs: "Sequence[Repeat]", curve: "Sequence[Repeat]") -> None:
     """Summarise several runs. For a table of variants, also rank all single substitutions."""
     from esmshard.train.cross_validation import conclude, summarise
 
     out = Path(recipe.out)
-    summary = summarise(out, runs.several, runs.folds)
-    print(conclude(recipe, runs.several, runs.curve) if runs.of_table else summary)
-    if runs.of_table:
-        from esmshard.predict.variants import rank
+    summary = summarise(out, runs)
+    if not recipe.divides_table:
+        print(summary)
+        return
+    print(conclude(recipe, runs, curve))
 
-        count = rank(str(out), None, out / "ranked.csv", device=options.device, overwrite=True)
-        say(f"all {count:,} single substitutions, best first, in {out / 'ranked.csv'}")
-        if options.report:
-            _pictures(out, recipe, options.device)
+    from esmshard.predict.variants import rank
+
+    count = rank(str(out), None, out / "ranked.csv", device=options.device, overwrite=True)
+    say(f"all {count:,} single substitutions, best first, in {out / 'ranked.csv'}")
+    if options.report:
+        _pictures(out, recipe, options.device)
 
 
 def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:

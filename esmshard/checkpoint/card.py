@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,9 @@ def _training(about: Mapping[str, Any]) -> str:
         rows.append(["head", "fitted by scikit-learn on what the frozen model says"])
     else:
         # The learning rate of an extended run followed the earlier number of steps until the step of the extension.
-        extended = [f"; planned as {e['steps_before']:,} until step {e['after']:,}" for e in about.get("extended", ())]
+        starts = pairwise(about.get("history", ()))
+        changes = [(a["steps"], b["after"]) for a, b in starts if a["steps"] != b["steps"]]
+        extended = [f"; planned as {steps:,} until step {after:,}" for steps, after in changes]
         rows += [
             ["steps", f"{about['step']:,} of {recipe['train']['steps'] or about['step']:,}{''.join(extended)}"],
             ["tokens a step, at most", f"{recipe['batch']['global_tokens']:,}"],

@@ -282,7 +282,7 @@ def _open_run(source: Path | str, to: str | None, warn: Callable[[str], None], b
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `esmshard.json` holds of a run."""
-    keys = ("step", "recipe", "facts", "config", "data", "world_size", "versions", "unlearned", "base", "extended")
+    keys = ("step", "recipe", "facts", "config", "data", "world_size", "versions", "unlearned", "base", "history")
     about = {"format": FORMAT, "version": VERSION, "esmshard": __version__}
     return about | {key: state[key] for key in keys if key in state}
 

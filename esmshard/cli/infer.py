@@ -381,8 +381,7 @@ def evaluate(
     for notice in examples.notices:
         say(f"{examples.path}: {notice}")
     out.mkdir(parents=True, exist_ok=True)
-    given: dict[str, Any] = {"labels": labels, "tracks": tracks, "complexes": complexes, "device": device}
-    print(evaluation.report(model, examples, out, say, **given))
+    print(evaluation.report(model, found, examples, out, labels, tracks, complexes))
     if png is not None:
         draw_maps(found, examples, png)
         say(f"maps in {png}: predictions are above the diagonal, true contacts below it")

@@ -119,9 +119,10 @@ def status(
     """
     from esmshard.train import run_dir
 
-    found = run_dir.standings(run)
-    print(run_dir.status_json(found) if as_json else run_dir.status_text(found))
-    if code := run_dir.EXIT_CODES[run_dir.joint_state(found)]:
+    runs = run_dir.standings(run)
+    state = run_dir.joint_state(runs)
+    print(json.dumps({"state": state, "runs": runs}, indent=1) if as_json else run_dir.status_text(runs))
+    if code := run_dir.EXIT_CODES[state]:
         raise SystemExit(code)
 
 

@@ -3,7 +3,7 @@
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,7 +154,7 @@ def predict(
             _writer(out, task, facts, store) as writer,
             Progress("predict", len(store)) as progress,
         ):
-            for n, values in enumerate(_predictions(found, examples)):
+            for n, values in enumerate(predictions(found, examples.tokens, lambda n: task.question(examples.get(n)))):
                 record_id, sequence = store.id(n), store.residues(n)
                 each = [end - start for start, end in chain_spans(sequence)]
                 several = each if len(each) > 1 else []
@@ -311,16 +311,23 @@ def rows_of(task: Task, record_id: str, values: Array, residues: str) -> dict[st
     return cells | dict(zip(named, values_RC.T.tolist(), strict=True))
 
 
-def _predictions(found: FineTuned, examples: Examples) -> Iterator[Array | str]:
+def predictions(
+    found: FineTuned, tokens_N: npt.NDArray[np.integer[Any]], question: Callable[[int], Inputs]
+) -> Iterator[Array | str]:
     """Yield one array for each record in order, or the reason why there is none. Within a window records are packed by
     length, so that packs are evenly full.
+
+    Args:
+        found: the model with its task.
+        tokens_N: the number of tokens of each record.
+        question: called with the number of a record; returns the inputs of the model (`Task.question`).
     """
     task, device, limit = found.task, found.model.device, found.model.trunk.config.most_tokens
     pairs = not task.names
     most = GPU_TOKENS if device.type == "cuda" and not pairs else TOKENS
     if not pairs:  # Of pair maps, one pack at a time is computed on all cores, since the maps fill the memory.
         most = max(most // packs_at_once(device), LEAST)
-    cost_N = examples.tokens.astype(np.int64)
+    cost_N = tokens_N.astype(np.int64)
     cost_N = np.maximum(cost_N, cost_N**2 // PAIR) if pairs else cost_N
 
     def values(inputs: Sequence[Inputs]) -> list[Array] | str:
@@ -333,7 +340,7 @@ def _predictions(found: FineTuned, examples: Examples) -> Iterator[Array | str]:
             return f"memory does not suffice: {error}"[:300]
 
     for window in _windows(cost_N.tolist(), most):
-        inputs_of = {n: task.question(examples.get(n)) for n in window}
+        inputs_of = {n: question(n) for n in window}
         short = [n for n in window if limit is None or inputs_of[n].longest <= limit]
         too_long = f"the model has learned positions for {(limit or 0) - 2} residues"
         done: dict[int, Array | str] = dict.fromkeys(window, too_long)

@@ -28,9 +28,9 @@ from esmshard.report import charts
 from esmshard.report.charts import Values, chart
 from esmshard.tasks.base import BEFORE, MAIN
 from esmshard.tasks.metrics import Interval, spearman_within
-from esmshard.tasks.registry import new_task, traits
+from esmshard.tasks.registry import new_task
 from esmshard.train.cross_validation import CURVE, SUMMARY
-from esmshard.train.evaluate import comparison, strongest, without_interval
+from esmshard.train.evaluate import Comparison
 from esmshard.train.run_dir import METRICS, SWEEP, goodput, is_step, metrics_of, read_status
 
 RANKED = "ranked.csv"
@@ -43,7 +43,7 @@ MOST_POSITIONS = 1000
 BEST = 20
 """The number of rows of the table of ranked variants."""
 MOST_TRIALS = 50
-"""The most rows of the table of trials. sweep.csv has all of them."""
+"""The most rows of the table of trials. sweep.json has all of them."""
 
 
 def report(run: Path, out: Path | None = None) -> Path:
@@ -80,7 +80,7 @@ def report(run: Path, out: Path | None = None) -> Path:
     with reading(f"{run}: one of its JSON or CSV files", "remove it, or repeat the command that wrote it"):
         if (run / SWEEP).is_file():
             name, values = "sweep", sweep_page(run)
-        elif not (run / "recipe.yaml").is_file() and traits(_json(run / SUMMARY).get("task", "")).reads_table:
+        elif "joint" in _json(run / SUMMARY):
             name, values = "variants", variants_page(run)
         else:
             name, values = "run", run_page(run)
@@ -140,7 +140,7 @@ def _evaluation(path: Path) -> dict[str, Any] | None:
     values, gains = (
         {method: row[headline] for method, row in rows.items() if headline in row} for rows in (metrics, differences)
     )
-    best = strongest(values, gains, lower_is_better=lower)
+    comparison = Comparison(headline, values, gains, lower)
     return raw | {
         "metrics": metrics,
         "differences": differences,
@@ -150,9 +150,9 @@ def _evaluation(path: Path) -> dict[str, Any] | None:
             for method, row in of_group["metrics"].items()
         },
         "name": name,
-        "best": best,
-        "how": best and comparison(gains[best], lower_is_better=lower),
-        "few": without_interval(raw.get("without_interval", {})),
+        "best": comparison.best,
+        "how": comparison.how,
+        "few": raw.get("without_interval", []),
         "chart": chart(charts.intervals, values, name, headline, height=0.9 + 0.3 * len(values)),
     }
 
@@ -254,7 +254,8 @@ def variants_page(run: Path) -> dict[str, Any]:
     joint, folds = summary["joint"], summary["folds"]
     metrics, gains = intervals(joint["metrics"]), intervals(joint["differences"])
     recall, chosen = intervals(joint["best"]["recall"]), intervals(joint["best"]["mean_of_chosen"])
-    best = strongest(metrics, gains, lower_is_better=False)
+    comparison = Comparison("Spearman", metrics, gains)
+    best = comparison.best
     targets, mutations, measured_NT, predicted_NT, fold_N = _out_of_fold(run / OUT_OF_FOLD)
     targets = targets or [joint["targets"]]
     pairs = dict(zip(targets, zip(measured_NT.T, predicted_NT.T, strict=True), strict=True))
@@ -266,7 +267,7 @@ def variants_page(run: Path) -> dict[str, Any]:
         "metrics": metrics,
         "best": best,
         "gain": best and gains[best],
-        "how": best and comparison(gains[best], lower_is_better=False),
+        "how": comparison.how,
         "recall": recall[MAIN],
         "chart": chart(charts.intervals, metrics, MAIN, "Spearman", height=0.9 + 0.3 * len(metrics)),
         "compared": [
@@ -395,7 +396,8 @@ def _learning_curve(path: Path) -> dict[str, Any] | None:
 def sweep_page(out: Path) -> dict[str, Any]:
     """Return the values of `sweep.html.jinja`, from the files of a sweep, which may be unfinished."""
     sweep = _json(out / SWEEP)
-    summary = _json(out / SUMMARY) if sweep["state"] == "done" else {}
+    summary = _json(out / "best" / SUMMARY)
+    tested = summary or _json(out / "best" / "evaluation.json")  # of several seeds, or of one
     keys, trials, lower = list(sweep["sweep"]["space"]), sweep["trials"], sweep["lower_is_better"]
     order = {"complete": 0, "running": 1, "pruned": 2, "failed": 3}
 
@@ -411,6 +413,7 @@ def sweep_page(out: Path) -> dict[str, Any]:
     return {
         "sweep": sweep,
         "summary": summary,
+        "verdict": tested.get("verdict", "The best settings are not tested yet."),
         "best": best and best | {"settings": sweep_file.shown(best["values"])},
         "counts": {state: sum(trial["state"] == state for trial in trials) for state in order},
         "tested": {m: {c: _mean(found) for c, found in row.items()} for m, row in summary.get("metrics", {}).items()},

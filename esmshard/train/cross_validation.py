@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.splits.assignment import LEFT_OUT
-from esmshard.data.splits.variant_records import LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
+from esmshard.data.splits.variant_records import FOLDS, LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
 from esmshard.data.variants.substitutions import name_of, parse_variant
 from esmshard.errors import UsageError
 from esmshard.io.paths import read_json, replace_json, replacing
@@ -27,44 +27,61 @@ from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.metrics import LEAST, Interval, count_units, difference, draws, interval, variant_units
-from esmshard.train.evaluate import aligned, in_sample, verdict
+from esmshard.tasks.metrics import LEAST, Interval, count_units, difference, interval, variant_units
+from esmshard.train.evaluate import Comparison, aligned, in_sample
 from esmshard.train.run_dir import read_status
 
 SUMMARY = "summary.json"
 CURVE = "learning_curve.json"
 JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.csv.json", "report.html")
 """The files that are written beside the directories of several runs when all runs are done."""
+SHARES = (0.25, 0.5)
+"""The shares of the training variants at the points of a learning curve. All training variants are a further point."""
+SPEARMAN, RECALL, CHOSEN = "Spearman", "recall", "mean of chosen"
+
+Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Repeat:
     """One of the runs."""
 
-    name: str
-    """The name of the run's directory, such as `seed-0-fold-2`."""
     out: Path
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
     """The settings of the recipe that this run changes, as `KEY=VALUE`."""
 
 
-def repeats(recipe: Recipe, seeds: int, folds: int | None) -> list[Repeat]:
-    """Return one run for each seed and fold. Seeds count up from the recipe's seed. The folds are the same for each
-    seed.
+def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Repeat]:
+    """Return one run for each seed and fold; none if the recipe is a single run. A table of variants has 5 folds by
+    default. Seeds count up from the recipe's seed. The folds are the same for each seed.
 
     Raises:
         UsageError: if the recipe already names one fold.
     """
-    if recipe.data.folds is not None:
-        raise UsageError("--seeds and --folds make runs of the whole recipe, and it has data.folds; remove that key")
+    if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
+        folds = folds or FOLDS
+    if seeds == 1 and not folds and not recipe.divides_table:
+        return []
+    if folds and recipe.data.folds is not None:
+        raise UsageError("--folds makes runs of the whole recipe, and it has data.folds; remove that key")
     runs: list[Repeat] = []
     for seed in range(recipe.train.seed, recipe.train.seed + seeds):
-        for fold in [None] if folds is None else range(folds):
-            name = f"seed-{seed}" + ("" if fold is None else f"-fold-{fold}")
+        for fold in range(folds) if folds else [None]:
+            out = Path(recipe.out) / (f"seed-{seed}" + ("" if fold is None else f"-fold-{fold}"))
             of_fold = () if fold is None else (f"data.folds={folds}", f"data.fold={fold}")
-            out = Path(recipe.out) / name
-            runs.append(Repeat(name, out, (f"train.seed={seed}", f"out={out}", *of_fold)))
+            runs.append(Repeat(out, (f"train.seed={seed}", f"out={out}", *of_fold)))
     return runs
+
+
+def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
+    """Return the runs of the learning curve of a table of variants: like the first run, each with a share of the
+    training variants. A probe and other recipes have none.
+    """
+    if not recipe.divides_table or recipe.adapt.method == "probe":
+        return []
+    others = [option for option in runs[0].overrides if not option.startswith("out=")]
+    outs = {share: Path(recipe.out) / f"curve-{share:g}" for share in SHARES}
+    return [Repeat(out, (*others, f"out={out}", f"data.train_share={share:g}")) for share, out in outs.items()]
 
 
 def is_done(run: Path, steps: int | None = None) -> bool:
@@ -88,7 +105,7 @@ def check_out(out: Path) -> None:
         )
 
 
-def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
+def summarise(out: Path, runs: Sequence[Repeat]) -> str:
     """Write `summary.json` to `out`, and return its table as text: each metric of each run, mean, deviation and
     interval.
 
@@ -97,7 +114,7 @@ def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
     Runs of different folds share training records, so their interval is somewhat too narrow (Bengio and Grandvalet
     2004, JMLR 5:1089).
     """
-    evaluations = {run.name: read_json(out / run.name / "evaluation.json") for run in runs}
+    evaluations = {run.out.name: read_json(run.out / "evaluation.json") for run in runs}
     first = next(iter(evaluations.values()))
 
     def values(table: str, method: str, metric: str) -> dict[str, float]:
@@ -107,31 +124,27 @@ def summarise(out: Path, runs: Sequence[Repeat], folds: int | None) -> str:
     table: dict[str, dict[str, Any]] = {method: {} for method in first["metrics"]}
     lines = [["", *first["columns"]]]
     for method, row in table.items():
+        lines.append([method])
         for metric in first["columns"]:
             of_runs = values("metrics", method, metric)
             mean = _mean(of_runs)
             deviation = float(np.std([*of_runs.values()], ddof=1)) if len(of_runs) > 1 else None
             row[metric] = {"mean": mean.value, "deviation": deviation, "low": mean.low, "high": mean.high}
             row[metric]["runs"] = of_runs
-        lines.append([method, *(_cell(row[metric]) for metric in first["columns"])])
+            lines[-1].append(str(mean))
     # Differences are paired, run by run.
     headline = first["columns"][0]
     means, gains = (
         {method: _mean(values(key, method, headline)) for method in first[key]} for key in ("metrics", "differences")
     )
     seen, records = (max(one.get(key, 0) for one in evaluations.values()) for key in ("in_sample", "records"))
-    text = in_sample(seen, records) + verdict(
-        headline,
-        means,
-        gains,
-        f"Student's t, paired over {len(runs)} runs",
-        lower_is_better=first["lower_is_better"],
-    )
+    comparison = Comparison(headline, means, gains, first["lower_is_better"])
+    text = in_sample(seen, records) + comparison.verdict(f"Student's t, paired over {len(runs)} runs")
     summary = {
         "task": first["task"],
         "recipe": first["recipe"] | {"out": str(out)},
-        "runs": [run.name for run in runs],
-        "folds": folds,
+        "runs": [*evaluations],
+        "folds": first["recipe"].get("data", {}).get("folds"),
         "columns": first["columns"],
         "lower_is_better": first["lower_is_better"],
         "interval": "95% interval of the mean over runs (Student's t)" if len(runs) > 1 else "no interval of one run",
@@ -152,27 +165,6 @@ def _mean(of_runs: Mapping[str, float]) -> Interval:
         return Interval(float(x[0]) if len(x) else math.nan, math.nan, math.nan)
     mean, half = float(x.mean()), float(stdtrit(len(x) - 1, 0.975) * x.std(ddof=1) / math.sqrt(len(x)))
     return Interval(mean, mean - half, mean + half)
-
-
-def _cell(row: Mapping[str, Any]) -> str:
-    if math.isnan(row["mean"]):
-        return "-"
-    return f"{row['mean']:.3f}" + ("" if math.isnan(row["low"]) else f" [{row['low']:.3f}, {row['high']:.3f}]")
-
-
-SHARES = (0.25, 0.5)
-"""The shares of the training variants at the points of a learning curve. All training variants are a further point."""
-
-Array = npt.NDArray[np.float64]
-
-
-def curve_runs(recipe: Recipe, first: Repeat) -> list[Repeat]:
-    """Return runs like the first run, each with a share of the training variants."""
-    others = [option for option in first.overrides if not option.startswith("out=")]
-    outs = {share: Path(recipe.out) / f"curve-{share:g}" for share in SHARES}
-    return [
-        Repeat(out.name, out, (*others, f"out={out}", f"data.train_share={share:g}")) for share, out in outs.items()
-    ]
 
 
 def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = ()) -> str:
@@ -211,19 +203,19 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     block_N, unit = variant_units(variants)
     lower = names[0] in (recipe.data.lower_is_better or ())
     samples = {method: _samples(mean_NT, measured_NT, fold_N, block_N, lower) for method, mean_NT in mean.items()}
-    intervals = {method: interval(values) for method, (values, _, _) in samples.items()}
-    recall, chosen = ({method: interval(values[k]) for method, values in samples.items()} for k in (1, 2))
-    gains = {
-        method: difference(samples[MAIN][0], values) for method, (values, _, _) in samples.items() if method != MAIN
-    }
+    intervals, recall, chosen = (
+        {method: interval(values[key]) for method, values in samples.items()} for key in (SPEARMAN, RECALL, CHOSEN)
+    )
+    ours = samples[MAIN][SPEARMAN]
+    gains = {method: difference(ours, values[SPEARMAN]) for method, values in samples.items() if method != MAIN}
     each = {
         method: [_spearman(predicted_NT, measured_NT, fold_N) for predicted_NT in predicted_SNT]
         for method, predicted_SNT in predicted.items()
     }
-    units, resamples = counted(count_units(len(ids), block_N), unit), len(samples[MAIN][0]) - 1
+    units, resamples = counted(count_units(len(ids), block_N), unit), len(ours) - 1
     seen = "" if recipe.data.split != "random" else "; random folds test on positions that training has seen"
     metric = "Spearman within folds" if len(set(fold_N.tolist())) > 1 else "Spearman"
-    text = verdict(metric, intervals, gains, f"paired over {units}; split {recipe.data.split}{seen}")
+    text = Comparison(metric, intervals, gains).verdict(f"paired over {units}; split {recipe.data.split}{seen}")
     best = sum(metrics.best_count(measured_NT[fold_N == fold, 0]) for fold in set(fold_N.tolist()))
     joint: dict[str, Any] = {
         "statistic": metric + (", weighted by their variants" if metric != "Spearman" else " over the test variants"),
@@ -322,18 +314,17 @@ def _samples(
     fold_N: npt.NDArray[np.int64],
     block_N: npt.NDArray[np.int64],
     lower_is_better: bool,
-) -> tuple[list[float], list[float], list[float]]:
-    """Return Spearman, and of the first target recall and mean of the chosen: of all variants, and of each resample of
-    blocks.
-    """
+) -> dict[str, list[float]]:
+    """Call `bootstrap` for Spearman, and for recall and mean of the chosen of the first target."""
     sign = -1 if lower_is_better else 1
-    rows = []
-    for draw in (np.arange(len(block_N)), *draws(len(block_N), block_N)):
+
+    def scores(rows: Sequence[int]) -> dict[str, float]:
+        draw = np.array(rows)
         x_NT, y_NT, of_fold_N = predicted_NT[draw], measured_NT[draw], fold_N[draw]
         recall, chosen = metrics.top_of_list(sign * x_NT[:, 0], sign * y_NT[:, 0], of_fold_N)
-        rows.append((_spearman(x_NT, y_NT, of_fold_N), recall, sign * chosen))
-    spearman, recalls, means = zip(*rows, strict=True)
-    return list(spearman), list(recalls), list(means)
+        return {SPEARMAN: _spearman(x_NT, y_NT, of_fold_N), RECALL: recall, CHOSEN: sign * chosen}
+
+    return metrics.bootstrap(scores, range(len(block_N)), block_N=block_N)
 
 
 def _as_text(
@@ -398,7 +389,7 @@ def _write_curve(path: Path, runs: Sequence[_Predictions]) -> None:
         variants = [parse_variant(name) for name in run.ids]
         block_N, fold_N = variant_units(variants)[0], np.zeros(len(variants), dtype=np.int64)
         samples = {
-            method: interval(_samples(predicted_NT, run.measured_NT, fold_N, block_N, False)[0])
+            method: interval(_samples(predicted_NT, run.measured_NT, fold_N, block_N, False)[SPEARMAN])
             for method, predicted_NT in run.predicted.items()
         }
         points.append({"variants": run.trained, "metrics": {m: asdict(one) for m, one in samples.items()}})

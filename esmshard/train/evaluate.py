@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.batching.packing import SCORED_TOKENS, assign
 from esmshard.data.splits.leakage import CLASSES, ComparedRecords, hashes, key
 from esmshard.data.variants.substitutions import parse_variant
-from esmshard.devices import DeviceName
 from esmshard.errors import InputError
 from esmshard.io.paths import found_place, is_hub_name, replace_json, replacing, shared_place
 from esmshard.io.tables import counted, write_rows
@@ -25,12 +24,12 @@ from esmshard.model.config import SHIPPED
 from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shared_calls
-from esmshard.progress import Progress
+from esmshard.progress import Progress, say
 from esmshard.recipe.data_section import EVERY
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import BEFORE, MAIN, Task, collate
-from esmshard.tasks.finetuned import load_base, load_finetuned, without_tracks
+from esmshard.tasks.finetuned import FineTuned, load_base, without_tracks
 from esmshard.tasks.metrics import (
     BIASED,
     LEAST,
@@ -58,6 +57,8 @@ LONGEST_PROFILE, MOST_RESIDUES = 1000, 2000
 TRAINED_ON, MOST_TRAINED_ON = "training sequences", 1_000_000
 """The name of the hashes of the training sequences among the arrays of BASELINES, and the most of them that are kept.
 """
+ALONE = World(0, 1, torch.device("cpu"), None)
+"""The rank of a model that this process has for itself, undivided and in single precision."""
 
 
 def validate(
@@ -99,9 +100,7 @@ def validate(
     return loss / count if count else float("nan"), [everyone[n] for n in range(len(data))]
 
 
-def fit_baselines(
-    task: Task, train: Examples, base: FineTuner, ranks: World | None = None
-) -> dict[str, npt.NDArray[Any]]:
+def fit_baselines(task: Task, train: Examples, base: FineTuner, ranks: World) -> dict[str, npt.NDArray[Any]]:
     """Fit the task's baselines on training records. The ranks divide the passes through the model, and the first rank
     fits.
 
@@ -109,27 +108,27 @@ def fit_baselines(
         task: the task.
         train: the training split.
         base: the model before the first step.
-        ranks: the ranks that share the model, all of which call this; None for a model of this process alone.
+        ranks: the ranks that share the model, all of which call this, or ALONE.
 
     Returns:
         The arrays that the baselines have learned, by name, on every rank.
     """
     examples = [train.get(n) for n in range(0, len(train), -(-len(train) // task.baseline_records))]
-    if ranks is None:
-        task.look_ahead(examples, range(len(examples)), base)
-        known = task.baselines(examples, base)
-    else:
-        with shared_calls(base, ranks):
-            task.look_ahead(examples, range(ranks.data_rank, len(examples), ranks.data_size), base)
-        for remembered in ranks.gather_on_first(base.remembered):
-            for name, outputs in remembered.items():
-                base.remembered[name].update(outputs)
-        patient = ranks.patient()
-        with shared_calls(base, patient):  # Ranks that compute a layer together with the first one must do the same.
-            known = task.baselines(examples, base) if ranks.data_rank == 0 else {}
-        known = patient.gather(known if ranks.is_first else None)[0]
+    with _together(base, ranks):
+        task.look_ahead(examples, range(ranks.data_rank, len(examples), ranks.data_size), base)
+    for remembered in ranks.gather_on_first(base.remembered):
+        for name, outputs in remembered.items():
+            base.remembered[name].update(outputs)
+    patient = ranks.patient()
+    with _together(base, patient):  # Ranks that compute a layer together with the first one must do the same.
+        known = task.baselines(examples, base) if ranks.data_rank == 0 else {}
     base.remembered.clear()
-    return known
+    of_first: dict[str, npt.NDArray[Any]] = patient.gather(known if ranks.is_first else None)[0]
+    return of_first
+
+
+def _together(model: FineTuner | None, ranks: World) -> AbstractContextManager[None]:
+    return nullcontext() if model is None or ranks is ALONE else shared_calls(model, ranks)
 
 
 def sequence_hashes(data: Examples) -> npt.NDArray[np.uint64]:
@@ -138,18 +137,18 @@ def sequence_hashes(data: Examples) -> npt.NDArray[np.uint64]:
 
 
 def seen_before(
-    model: str, about: Mapping[str, Any], trained: npt.NDArray[np.uint64] | None, data: Examples
+    model: str, trained_on: Mapping[str, Any], trained: npt.NDArray[np.uint64] | None, data: Examples
 ) -> tuple[list[str], int]:
     """Return a sentence on the records of a split that a model was trained on, and their number; nothing if its
     training is unknown.
 
     Args:
         model: its name.
-        about: its `esmshard.json`.
+        trained_on: what its `esmshard.json` says of the data of each split.
         trained: the hashes of its training sequences, if they are kept.
         data: the split.
     """
-    digests = {split: facts.get("tokens_sha256") for split, facts in about.get("data", {}).items()}
+    digests = {split: facts.get("tokens_sha256") for split, facts in trained_on.items()}
     if data.digest in (digests.get("train"), digests.get("valid")):
         sentence = f"leakage: {model} was trained on these records, or chosen by them, so scores on them are no test"
         return [sentence], len(data)
@@ -159,7 +158,7 @@ def seen_before(
         return [f"leakage: {same:,} of {len(data):,} records are training records of {model}; {meaning}"], same
     if "train" not in digests or data.digest == digests.get("test"):
         return [], 0
-    train = about["data"]["train"]
+    train = trained_on["train"]
     return [
         f"leakage: {model} was trained on {train['records']} records of {Path(train['path']).name}, with which these "
         f"{len(data):,} were not compared; scores on records that are among them are no test"
@@ -183,7 +182,7 @@ def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
         return dict(file)
 
 
-def score(model: FineTuner, task: Task, data: Examples, ranks: World | None = None) -> list[Row]:
+def score(model: FineTuner, task: Task, data: Examples, ranks: World = ALONE) -> list[Row]:
     """Compute a row of metrics for each record, in the order of the split.
 
     Args:
@@ -205,7 +204,7 @@ def score_baselines(
     data: Examples,
     known: Mapping[str, npt.NDArray[Any]],
     base: FineTuner | None,
-    ranks: World | None = None,
+    ranks: World = ALONE,
 ) -> dict[str, list[Row]]:
     """Compute a row of metrics for each record and each baseline of the task.
 
@@ -236,49 +235,46 @@ def _of_each_record(
     model: FineTuner | None,
     task: Task,
     data: Examples,
-    ranks: World | None,
+    ranks: World,
     compute: Callable[[Sequence[Example]], Sequence[R]],
 ) -> list[R]:
     """Compute something for each record of a split, in packs that are the same for every number of ranks."""
     each = max(1, SCORED_TOKENS // int(data.tokens.max())) if task.names else 1
     firsts = range(0, len(data), each)
-    rank, size, shows = (0, 1, True) if ranks is None else (ranks.data_rank, ranks.data_size, ranks.is_first)
     mine: dict[int, Sequence[R]] = {}
-    together = nullcontext() if ranks is None or model is None else shared_calls(model, ranks)
-    with Progress(title, len(data), show=shows) as progress, together:
-        for first in firsts[rank::size]:
+    with Progress(title, len(data), show=ranks.is_first) as progress, _together(model, ranks):
+        for first in firsts[ranks.data_rank :: ranks.data_size]:
             examples = [data.get(n) for n in range(first, min(first + each, len(data)))]
             mine[first] = compute(examples)
-            progress.update(min(first + each * size, len(data)), "")
-    everyone = mine if ranks is None else dict(pair for part in ranks.gather(mine) for pair in part.items())
+            progress.update(min(first + each * ranks.data_size, len(data)), "")
+    everyone = dict(pair for part in ranks.gather(mine) for pair in part.items())
     return [of_record for first in firsts for of_record in everyone[first]]
 
 
 def report(
     model: str,
+    tuned: FineTuned,
     data: Examples,
     out: Path,
-    warn: Callable[[str], None],
-    device: DeviceName = None,
     labels: str | None = None,
     tracks: Mapping[str, str] | None = None,
     complexes: str | None = None,
 ) -> str:
     """Score a consolidated model on a split, beside the model before fine-tuning and the task's baselines.
 
-    Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text of `write`.
+    Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text of `write`. What is left out, and what
+    the model was trained on, is printed.
 
     Args:
         model: a directory that `consolidate` wrote.
+        tuned: the model in it.
         data: the split.
         out: the directory for the results.
-        warn: called with a sentence for each thing that is left out, and on what the model was trained on.
-        device: see `chosen_device`.
         labels: the file of the labels, for `evaluation.json`, if they do not lie beside the records.
         tracks: the paths of the tracks of the split, for `evaluation.json`, if they are not those of the recipe.
         complexes: which chains of structures were joined, for `evaluation.json`.
     """
-    tuned, base, why = load_finetuned(model, device), None, ""
+    base, why = None, ""
     shown_name = model if model in SHIPPED else Path(model).name  # without the directory, since results are shared
     # Without `tracks` the data are a split of the model's own recipe, with the tracks of the recipe.
     left_out = [] if data.tracks and tracks is None else without_tracks(model, tracks or ())
@@ -291,7 +287,7 @@ def report(
         why = f"{shown_name} comes without the model that it was fine-tuned from"
     else:
         try:
-            base = load_base(recipe, tuned.task, device)
+            base = load_base(recipe, tuned.task, tuned.model.device)
         except InputError as error:
             why = f"the model that {shown_name} was fine-tuned from cannot be read ({error})"
     if why and tuned.task.of_base:
@@ -302,9 +298,9 @@ def report(
         left_out.append(
             f"baselines left out of the table: all that learn from training records; no {shown_name}/{BASELINES}"
         )
-    leakage, seen = seen_before(shown_name, tuned.about, known.pop(TRAINED_ON, None), data)
+    leakage, seen = seen_before(shown_name, tuned.about.get("data", {}), known.pop(TRAINED_ON, None), data)
     for sentence in [*left_out, *leakage]:
-        warn(sentence)
+        say(sentence)
     table = {MAIN: score(tuned.model, tuned.task, data), **score_baselines(tuned.task, data, known, base)}
     about = described(model, tuned.about, data, out) | {
         "device": str(tuned.model.device),
@@ -378,21 +374,20 @@ def write(
         if method != MAIN
     }
     counts = {metric: _units(table[MAIN], metric, block_N) for metric in columns}
-    without = {
-        metric: f"{counted(count, unit)} with a value; an interval takes {LEAST}"
-        for metric, count in counts.items()
-        if count < LEAST
-    }
+    without_interval = []
+    for few in dict.fromkeys(count for count in counts.values() if count < LEAST):
+        named = ", ".join(metric for metric in columns if counts[metric] == few)
+        without_interval.append(
+            f"No interval for {named}: {counted(few, unit)} with a value; an interval takes {LEAST}."
+        )
     of_groups = _groups(task, table, block_N, groups)
-    headline = task.columns[0]
-    text = in_sample(about.get("in_sample", 0), len(data)) + verdict(
-        headline,
-        {method: row[headline] for method, row in intervals.items() if headline in row},
-        {method: row[headline] for method, row in differences.items() if headline in row},
-        f"paired over {counted(counts[headline], unit)}",
-        lower_is_better=task.lower_is_better,
-    )
-    text += _other_metrics(task, columns, intervals, differences)
+    comparisons = []
+    for metric in columns:
+        values, gains = ({m: row[metric] for m, row in t.items() if metric in row} for t in (intervals, differences))
+        lower = task.lower_is_better if metric == columns[0] else metric in LOWER_IS_BETTER
+        comparisons.append(Comparison(metric, values, gains, lower))
+    basis = f"paired over {counted(counts[columns[0]], unit)}"
+    text = in_sample(about.get("in_sample", 0), len(data)) + comparisons[0].verdict(basis) + _others(comparisons)
     if name != MAIN:
         text = text.replace("Fine-tuning", f"The training of {name}").replace("the fine-tuned model", name)
     numbers = _numbers(table[MAIN])
@@ -410,14 +405,13 @@ def write(
             c: sum(math.isnan(float(row.get(c, math.nan))) for row in table[MAIN]) for c in columns if c in numbers
         },
         "interval": _method(unit, {column: intervals[name][column] for column in columns}),
-        "without_interval": without,
+        "without_interval": without_interval,
         "verdict": text,
         "metrics": {method: {c: asdict(i) for c, i in row.items()} for method, row in intervals.items()},
         "differences": {method: {c: asdict(i) for c, i in row.items()} for method, row in differences.items()},
         "facts": task.facts,
         "groups": of_groups,
-        "calibration": _calibration(table[MAIN], scaling),
-        "confusion": _confusion(table[MAIN], task),
+        **_summed(table[MAIN], task, scaling),
         **_profiles(table[MAIN], data, task),
     }
     replace_json(directory / "evaluation.json", evaluation)
@@ -428,7 +422,7 @@ def write(
         if found["metrics"]
     }
     lines = [[method, *(str(row[c]) if c in row else "-" for c in columns)] for method, row in rows.items()]
-    notes = [*without_interval(without), *([scaling] if scaling else [])]
+    notes = [*without_interval, *([scaling] if scaling else [])]
     return "\n".join([aligned([["", *columns], *lines]), *notes, text])
 
 
@@ -465,18 +459,6 @@ def _write_rows(
 def _numbers(rows: Sequence[Row]) -> list[str]:
     """Return the keys of the numbers of the rows. Records of several chains have more of them than others."""
     return [*dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, np.ndarray))]
-
-
-def without_interval(reasons: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each reason why metrics have no interval. Metrics with the same reason share a sentence.
-
-    >>> without_interval({"MCC": "2 records", "ECE": "2 records", "Q3": "3 records"})
-    ['No interval for MCC, ECE: 2 records.', 'No interval for Q3: 3 records.']
-    """
-    of: dict[str, list[str]] = {}
-    for metric, reason in reasons.items():
-        of.setdefault(reason, []).append(metric)
-    return [f"No interval for {', '.join(metrics)}: {reason}." for reason, metrics in of.items()]
 
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
@@ -517,57 +499,27 @@ def _method(unit: str, found: Mapping[str, Interval]) -> str:
     return f"95% percentile bootstrap over {unit}s{of_biased}; of differences, paired"
 
 
-def _other_metrics(
-    task: Task,
-    columns: Sequence[str],
-    intervals: Mapping[str, Mapping[str, Interval]],
-    differences: Mapping[str, Mapping[str, Interval]],
-) -> str:
-    """Return a sentence on the other metrics in which the model clearly differs from the best baseline, where the
-    headline does not show it; empty if there are none. ECE is left out: predicting the frequencies has the best one.
-    """
-    clear: dict[str, list[str]] = {"better than": [], "worse than": []}
-    of_headline = ""
-    for metric in columns:
-        lower = task.lower_is_better if metric == columns[0] else metric in LOWER_IS_BETTER
-        values, gains = (
-            {method: row[metric] for method, row in rows.items() if metric in row} for rows in (intervals, differences)
-        )
-        best = strongest(values, gains, lower_is_better=lower)
-        how = "" if best is None else comparison(gains[best], lower_is_better=lower)
-        if metric == columns[0]:
-            of_headline = how
-        elif best is not None and how in clear and how != of_headline and metric != "ECE":
-            gain = gains[best]
-            clear[how].append(f"{metric} ({gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] against {best})")
-    parts = [f"clearly {how} the best baseline in {listed(metrics)}" for how, metrics in clear.items() if metrics]
-    return f" In other metrics it is {', and '.join(parts)}." if parts else ""
-
-
 def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]:
     """Return what a report draws of tasks with a value for each residue: `profiles`, those of the records with the
     best, the median and the worst score; and of numbers `residues`, observed and predicted values of an even sample.
     """
-    if "profile" not in rows[0]:
-        return {}
     score = next((column for column in task.columns if column in rows[0]), None)
-    if score is None:
+    if "profile" not in rows[0] or score is None:
         return {}
+    profile_of = [np.asarray(row["profile"], np.float64).round(5) for row in rows]  # [2, L] each
     value_N = np.array([row[score] for row in rows], dtype=np.float64)
     usable = np.isfinite(value_N) & (np.array([data.length(n) for n in range(len(data))]) <= LONGEST_PROFILE)
     order = sorted(np.flatnonzero(usable).tolist(), key=lambda n: -value_N[n])
-    profiles = []
+    drawn: dict[str, Any] = {"profiles": []}
     for n in dict.fromkeys(order[:1] + order[len(order) // 2 :][:1] + order[-1:]):
-        observed, predicted = np.asarray(rows[n]["profile"], np.float64).round(5).tolist()
-        profiles.append(
-            {"id": data.id(n), "score": score, "value": value_N[n], "observed": observed, "predicted": predicted}
-        )
-    if task.one_of_names:
-        return {"profiles": profiles}
-    every_2M = np.concatenate([np.asarray(row["profile"], np.float64) for row in rows], axis=1)
-    every_2M = every_2M[:, ~np.isnan(every_2M[0])]
-    some_2M = every_2M[:, :: max(1, -(-every_2M.shape[1] // MOST_RESIDUES))].round(5)
-    return {"profiles": profiles, "residues": dict(zip(("observed", "predicted"), some_2M.tolist(), strict=True))}
+        values = dict(zip(("observed", "predicted"), profile_of[n].tolist(), strict=True))
+        drawn["profiles"].append({"id": data.id(n), "score": score, "value": value_N[n], **values})
+    if not task.one_of_names:
+        every_2M = np.concatenate(profile_of, axis=1)
+        every_2M = every_2M[:, ~np.isnan(every_2M[0])]
+        some_2M = every_2M[:, :: max(1, -(-every_2M.shape[1] // MOST_RESIDUES))]
+        drawn["residues"] = dict(zip(("observed", "predicted"), some_2M.tolist(), strict=True))
+    return drawn
 
 
 def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | None:
@@ -581,26 +533,21 @@ def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | No
     return f"The probabilities are scaled by a temperature of {facts['temperature']:.2f}, from {records}: {changes}."
 
 
-def _calibration(rows: Sequence[Row], scaling: str | None) -> dict[str, Any] | None:
-    """Sum up the `calibration` [3, bins] of all rows, by bin of confidence.
-
-    The result holds for each bin the number of predictions, their mean confidence, and the share that is correct; and
-    `scaling`, a sentence on the temperature.
+def _summed(rows: Sequence[Row], task: Task, scaling: str | None) -> dict[str, Any]:
+    """Return what a report draws of tasks with classes: `confusion`, counts [C, C] with true classes on the first axis;
+    and `calibration`, for each bin of confidence the number of predictions, their mean confidence and the share that is
+    correct, and `scaling`, a sentence on the temperature.
     """
-    if "calibration" not in rows[0]:
-        return None
-    count, confidence, right = np.sum([np.asarray(row["calibration"]) for row in rows], axis=0)
-    with np.errstate(invalid="ignore"):
-        shares = {"confidence": (confidence / count).tolist(), "accuracy": (right / count).tolist()}
-    return {"edges": np.linspace(0, 1, len(count) + 1).tolist(), "count": count.tolist(), **shares, "scaling": scaling}
-
-
-def _confusion(rows: Sequence[Row], task: Task) -> dict[str, Any] | None:
-    """Sum up the `confusion` [C, C] of all rows: true classes on the first axis, predicted classes on the second."""
-    if "confusion" not in rows[0]:
-        return None
-    counts = np.sum([np.asarray(row["confusion"]) for row in rows], axis=0)
-    return {"classes": list(task.facts["classes"]), "counts": counts.tolist()}
+    summed: dict[str, Any] = {}
+    if "confusion" in rows[0]:
+        counts = np.sum([np.asarray(row["confusion"]) for row in rows], axis=0)
+        summed["confusion"] = {"classes": list(task.facts["classes"]), "counts": counts.tolist()}
+    if "calibration" in rows[0]:
+        count, confidence, right = np.sum([np.asarray(row["calibration"]) for row in rows], axis=0)
+        with np.errstate(invalid="ignore"):
+            shares = {"confidence": (confidence / count).tolist(), "accuracy": (right / count).tolist()}
+        summed["calibration"] = {"count": count.tolist(), **shares, "scaling": scaling}
+    return summed
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -613,73 +560,79 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def strongest(intervals: Mapping[str, Interval], gains: Mapping[str, Interval], *, lower_is_better: bool) -> str | None:
-    """Return the baseline with the best value of a metric; None if no baseline has a value.
+@dataclass(frozen=True)
+class Comparison:
+    """A metric of a model beside those of its baselines."""
 
-    Args:
-        intervals: the intervals of the metric, by method.
-        gains: the differences MAIN minus each baseline.
-        lower_is_better: whether lower values of the metric are better.
+    metric: str
+    values: Mapping[str, Interval]
+    """The values by method, that of MAIN included."""
+    gains: Mapping[str, Interval]
+    """The differences MAIN minus each baseline, paired."""
+    lower_is_better: bool = False
+
+    @property
+    def best(self) -> str | None:
+        """The baseline with the best value; None if no baseline has a value."""
+        sign = -1 if self.lower_is_better else 1
+        known = [name for name in self.gains if name in self.values and math.isfinite(self.values[name].value)]
+        return max(known, key=lambda name: sign * self.values[name].value, default=None)
+
+    @property
+    def how(self) -> str:
+        """The relation of the model to the best baseline: `better than`, `worse than` or `not clearly apart from`.
+        Without an interval only the sample is described: `better in this sample than`. Empty without a baseline.
+        """
+        if self.best is None:
+            return ""
+        gain, sign = self.gains[self.best], -1 if self.lower_is_better else 1
+        if math.isnan(gain.value):
+            return "not comparable with"
+        if math.isnan(gain.low):
+            how = "equal" if gain.value == 0 else "better" if sign * gain.value > 0 else "worse"
+            return f"{how} in this sample {'to' if how == 'equal' else 'than'}"
+        low, high = sorted((sign * gain.low, sign * gain.high))
+        return "better than" if low > 0 else "worse than" if high < 0 else "not clearly apart from"
+
+    def verdict(self, basis: str) -> str:
+        """Return one sentence: whether fine-tuning was better than the best of the baselines, and so worth it. `basis`
+        names the units of the intervals, as `paired over 12 positions`.
+        """
+        if not self.gains:
+            return f"There is no baseline to compare the {self.metric} of the fine-tuned model with."
+        ours = self.values[MAIN].value
+        if self.best is None or not math.isfinite(ours):
+            return f"{self.metric} is undefined for the model or for every baseline, so that they cannot be compared."
+        gain, theirs = self.gains[self.best], self.values[self.best].value
+        name = "the model before fine-tuning" if self.best == BEFORE else self.best
+        values = f"{self.metric} {ours:.3f} against {theirs:.3f}, a difference of {gain.value:+.3f}"
+        if math.isnan(gain.low):
+            return (
+                f"Fine-tuning was {self.how} the best baseline, {name}: {values}, but whether that is more than chance "
+                f"cannot be said: there is no interval ({basis}; an interval takes {LEAST})."
+            )
+        consequence = {
+            "better than": "",
+            "worse than": f"; it was not worth it, as {name} needs none and is better",
+            "not clearly apart from": f"; that it was worth it is not shown, as {name} needs none",
+        }[self.how]
+        limits = f"[{gain.low:+.3f}, {gain.high:+.3f}] (95%, {basis})"
+        verb = "beat" if self.how == "better than" else f"was {self.how}"
+        return f"Fine-tuning {verb} the best baseline, {name}: {values} {limits}{consequence}."
+
+
+def _others(comparisons: Sequence[Comparison]) -> str:
+    """Return a sentence on the metrics in which the model clearly differs from the best baseline, where the first, the
+    headline, does not show it; empty if there are none. ECE is left out: predicting the frequencies has the best one.
     """
-    sign = -1 if lower_is_better else 1
-    known = [name for name in gains if name in intervals and math.isfinite(intervals[name].value)]
-    return max(known, key=lambda name: sign * intervals[name].value, default=None)
-
-
-def comparison(gain: Interval, *, lower_is_better: bool) -> str:
-    """Say whether a difference to a baseline is for the better: `better than`, `worse than` or `not clearly apart
-    from`. Without an interval only the sample is described: `better in this sample than`.
-    """
-    sign = -1 if lower_is_better else 1
-    if math.isnan(gain.value):
-        return "not comparable with"
-    if math.isnan(gain.low):
-        how = "equal" if gain.value == 0 else "better" if sign * gain.value > 0 else "worse"
-        return f"{how} in this sample {'to' if how == 'equal' else 'than'}"
-    low, high = sorted((sign * gain.low, sign * gain.high))
-    return "better than" if low > 0 else "worse than" if high < 0 else "not clearly apart from"
-
-
-def verdict(
-    metric: str,
-    intervals: Mapping[str, Interval],
-    gains: Mapping[str, Interval],
-    basis: str,
-    *,
-    lower_is_better: bool = False,
-) -> str:
-    """Return one sentence: whether fine-tuning was better than the best of the baselines, and so worth it.
-
-    Args:
-        metric: the metric that models are chosen by.
-        intervals: its intervals, by method, MAIN included.
-        gains: the differences MAIN minus each baseline, paired.
-        basis: the units of the intervals, as `paired over 12 positions`.
-        lower_is_better: whether lower values of the metric are better.
-    """
-    if not gains:
-        return f"There is no baseline to compare the {metric} of the fine-tuned model with."
-    best = strongest(intervals, gains, lower_is_better=lower_is_better)
-    ours = intervals[MAIN].value
-    if best is None or not math.isfinite(ours):
-        return f"{metric} is undefined for the model or for every baseline, so that they cannot be compared."
-    gain = gains[best]
-    name = "the model before fine-tuning" if best == BEFORE else best
-    values = f"{metric} {ours:.3f} against {intervals[best].value:.3f}, a difference of {gain.value:+.3f}"
-    how = comparison(gain, lower_is_better=lower_is_better)
-    if math.isnan(gain.low):
-        return (
-            f"Fine-tuning was {how} the best baseline, {name}: {values}, but whether that is more than chance cannot "
-            f"be said: there is no interval ({basis}; an interval takes {LEAST})."
-        )
-    consequence = {
-        "better than": "",
-        "worse than": f"; it was not worth it, as {name} needs none and is better",
-        "not clearly apart from": f"; that it was worth it is not shown, as {name} needs none",
-    }[how]
-    limits = f"[{gain.low:+.3f}, {gain.high:+.3f}] (95%, {basis})"
-    verb = "beat" if how == "better than" else f"was {how}"
-    return f"Fine-tuning {verb} the best baseline, {name}: {values} {limits}{consequence}."
+    clear: dict[str, list[str]] = {"better than": [], "worse than": []}
+    for other in comparisons[1:]:
+        if other.best is not None and other.how in clear.keys() - {comparisons[0].how} and other.metric != "ECE":
+            gain = other.gains[other.best]
+            values = f"{gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}] against {other.best}"
+            clear[other.how].append(f"{other.metric} ({values})")
+    parts = [f"clearly {how} the best baseline in {listed(metrics)}" for how, metrics in clear.items() if metrics]
+    return f" In other metrics it is {', and '.join(parts)}." if parts else ""
 
 
 def in_sample(seen: int, records: int) -> str:

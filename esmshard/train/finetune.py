@@ -127,7 +127,7 @@ def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) 
     kept = manifest.pointed(out / "checkpoints", "BEST") if recipe.keeps_best else None
     checkpoint = kept or manifest.pointed(out / "checkpoints", "LATEST")
     assert checkpoint is not None, "training ends with a checkpoint"
-    sharing = ranks if layout.sharded or layout.precision != "fp32" else None
+    sharing = ranks if layout.sharded or layout.precision != "fp32" else evaluate.ALONE
     if ranks.is_first:
         say(f"scoring {len(job.test)} test records with {checkpoint.name}, then the baselines")
     control.note("scoring the test set")

@@ -27,6 +27,7 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task
 from esmshard.tasks.finetuned import initial_weights, new_head, tracks_of
 from esmshard.tasks.registry import new_task
+from esmshard.train.evaluate import seen_before
 from esmshard.train.run_dir import LOCK, holder, read_status
 from esmshard.train.tracking import TRACKED, check_installed
 
@@ -39,8 +40,8 @@ RUN_FILES = (
 """The files that a run writes. `--overwrite` removes these files and nothing else from the directory of an earlier run.
 """
 
-NOTICES_PRINTED = "ESMSHARD_DATA_NOTICES_PRINTED"
-"""An environment variable that is set for all runs of a cross-validation but the first, which prints the data notices.
+NOTICES_PRINTED = "ESMSHARD_NOTICES_PRINTED"
+"""An environment variable that is set for runs of one command whose notices the command or the first run has printed.
 """
 
 
@@ -225,36 +226,18 @@ def seen_in_training(job: RunInputs) -> int:
 
 
 def _of_base(job: RunInputs) -> list[str]:
-    """Return a sentence on the records that an earlier run trained the base model on, if it is known to have been
-    trained.
-    """
-    before = weights.data_of(job.weights.files)
-    train = before.get("train", {})
-    mark = job.test.digest
-    if not train:
+    """Return a sentence on what the base model was trained on, unless that is the training set of this run, too."""
+    trained_on = weights.data_of(job.weights.files)
+    if trained_on.get("train", {}).get("tokens_sha256") == job.train.digest != job.test.digest:
         return []
-    if mark == train.get("tokens_sha256"):
-        return [f"leakage: {job.weights.source} was trained on this test set, so scores on it are no test"]
-    if train.get("tokens_sha256") == job.train.digest:  # The comparison with the training set covers it.
-        return []
-    name, count = Path(str(train.get("path", "other data"))).name, train.get("records", "its")
-    task = (weights.task_of(job.weights.files) or ("unknown", {}))[0]
-    trained = f"leakage: {job.weights.source} was trained before on {count} records of {name} (task {task})"
-    same = [
-        split.name for split in (job.valid, job.test) if split.digest == before.get(split.name, {}).get("tokens_sha256")
-    ]
-    if "test" in same:
-        return [f"{trained}, by a run that had the same {' and '.join(same)} set"]
-    return [
-        f"{trained}, with which the test set was not compared; scores on test records that are among them are no test"
-    ]
+    return seen_before(str(job.weights.source), trained_on, None, job.test)[0]
 
 
 def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
     """Return notices on data and weights: what was changed or left out and, if requested, what the splits share."""
     found: dict[str, None] = {}
     for split in (job.train, job.valid, job.test):
-        for notice in split.notices if NOTICES_PRINTED not in os.environ else ():
+        for notice in split.notices:
             found[notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}"] = None
     longer = int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0
     if longer:

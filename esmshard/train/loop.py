@@ -4,7 +4,6 @@ The state of an attempt and all code that changes the state are in this file.
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from esmshard.model.attention import kernel_name
 from esmshard.model.families import family_registry
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import identity, report_altered
-from esmshard.parallel import launch
 from esmshard.parallel.load import check_optimizer, materialise
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.process_group import World, processes_per_machine
@@ -46,7 +44,7 @@ from esmshard.tasks.labels import fit_temperature
 from esmshard.train import evaluate
 from esmshard.train.inputs import RunInputs, provenance, versions
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
-from esmshard.train.resume import check_room, describe_run, extensions, kinds_of_device, resolved
+from esmshard.train.resume import check_room, describe_run, history, resolved
 from esmshard.train.run_dir import Attempt
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
 
@@ -86,8 +84,7 @@ def train(
     training = Training(job, start, replace(starting, together=job.layout.together), control, preemption, attempt)
     state = training.state
     if ranks.is_first:
-        has_notices = launch.TRIAL not in os.environ  # the command of the sweep has printed them
-        describe_run(job, training.recipe, state.step, ranks, training.facts, has_notices=has_notices)
+        describe_run(job, training.recipe, state.step, ranks, training.facts["history"])
         attempt.begin(state.step, training.is_validated)
     check_first_batch(training.ranks, training.digests_of_first_step)
     training.ranks = ranks  # from here on with the time-out of a step
@@ -172,7 +169,7 @@ class Training:
         room = int(ranks.min(RESERVED * free))
         self.largest_fitting = partial(largest_fitting, job, self.numbers, room, ranks)
         """Returns the largest micro-batch, in tokens, that fits into memory."""
-        self.tokens_per_rank = choose_tokens_per_rank(job, saved, self.largest_fitting, ranks)
+        self.tokens_per_rank = self._choose_tokens_per_rank(saved)
         self._fill(is_new=start is None)
         self.optimizer = adamw(self.model, recipe.optim)
         check_optimizer(self.model, self.optimizer)
@@ -196,15 +193,13 @@ class Training:
             "config": weights.config.recorded(),
             "world_size": ranks.size,
             "versions": versions(recipe, ranks.device),
-            "devices": kinds_of_device(saved, ranks.device),
+            "history": history(saved, job.steps, ranks.device),
             "data": provenance(job),
             "facts": dict(job.task.facts),
             "unlearned": [part for part in weights.unlearned if part != "lm_head" or not self.model.asks_logits],
             "base": None,
         }
         """The part of a checkpoint that no step changes."""
-        if longer := extensions(saved, job.steps):
-            self.facts["extended"] = longer
         if ranks.is_first and trained_only:  # the checkpoint holds only what is trained, and names the base model
             self.facts["base"] = saved["base"] if saved else identity(weights, recipe.model.name)
         is_gpu, in_background = ranks.device.type == "cuda", recipe.checkpoint.async_save
@@ -214,6 +209,30 @@ class Training:
             in_background = is_gpu
         self.saver = Saver(job.out / "checkpoints", recipe.checkpoint.keep, in_background, ranks.step_timeout)
         self.plan = StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed)
+
+    def _choose_tokens_per_rank(self, saved: Mapping[str, Any] | None) -> int:
+        """Return the recipe's number; for `auto` what fits, or the checkpoint's number where the run goes on in the
+        layout that it had. `saved` is `state.json` of the checkpoint.
+
+        A step has the same records in any micro-batches, but gradients are summed in another order, so that numbers
+        agree up to rounding.
+        """
+        job, ranks = self.job, self.ranks
+        asked = job.recipe.batch.tokens_per_rank
+        if isinstance(asked, int):
+            return asked
+        if saved is not None:
+            gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else None
+            keys = _memory_keys(Recipe.model_validate(saved["recipe"]))
+            if [saved["world_size"], saved["versions"].get("gpu"), keys] == [ranks.size, gpu, _memory_keys(job.recipe)]:
+                return int(saved["recipe"]["batch"]["tokens_per_rank"])
+        longest, fits = int(job.train.tokens.max()), self.largest_fitting()
+        if not fits and ranks.is_first:
+            say(
+                f"the longest training record, {longest} tokens, may not fit into memory; lower data.max_length, set "
+                "parallel.activation_checkpointing=full, or see `esmshard plan`"
+            )
+        return max(fits, longest)
 
     def _fill(self, *, is_new: bool) -> None:
         """Read the base model's weights into the shards, and fit the head of a probe."""
@@ -433,38 +452,6 @@ def _batches(
     for micro in mine:
         batch, targets = collate(task, [data.get(n, epoch) for n in micro.records])
         yield batch, targets, micro.is_dummy
-
-
-def choose_tokens_per_rank(
-    job: RunInputs, saved: Mapping[str, Any] | None, fitting: Callable[[], int], ranks: World
-) -> int:
-    """Return the recipe's number; for `auto` what fits (`largest_fitting`), or the checkpoint's number where the run
-    goes on in the layout that it had.
-
-    A step has the same records in any micro-batches, but gradients are summed in another order, so that numbers agree
-    up to rounding.
-
-    Args:
-        job: the run.
-        saved: `state.json` of the checkpoint that the run goes on from; None for a new run.
-        fitting: see `largest_fitting`.
-        ranks: all processes of the run.
-    """
-    asked = job.recipe.batch.tokens_per_rank
-    if isinstance(asked, int):
-        return asked
-    if saved is not None:
-        gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else None
-        then = [saved["world_size"], saved["versions"].get("gpu"), _memory_keys(Recipe.model_validate(saved["recipe"]))]
-        if then == [ranks.size, gpu, _memory_keys(job.recipe)]:
-            return int(saved["recipe"]["batch"]["tokens_per_rank"])
-    longest, fits = int(job.train.tokens.max()), fitting()
-    if not fits and ranks.is_first:
-        say(
-            f"the longest training record, {longest} tokens, may not fit into memory; lower data.max_length, set "
-            "parallel.activation_checkpointing=full, or see `esmshard plan`"
-        )
-    return max(fits, longest)
 
 
 def _memory_keys(recipe: Recipe) -> dict[str, Any]:

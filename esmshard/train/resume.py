@@ -1,7 +1,8 @@
 """The starting point of a run: a new start, or a checkpoint of the same recipe and data."""
 
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from esmshard.parallel.process_group import World
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.train.inputs import RUN_FILES, RunInputs, notices, provenance, versions
+from esmshard.train.inputs import NOTICES_PRINTED, RUN_FILES, RunInputs, notices, provenance, versions
 from esmshard.train.run_dir import METRICS
 from esmshard.train.tracking import TRACKED
 
@@ -80,8 +81,7 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
     state = sharded.read_state(start)
     then, now = Recipe.model_validate(state["recipe"]), resolved(job, job.recipe.batch.tokens_per_rank)
     changed = recipe_file.differences(then, now)
-    is_extended = extensions(state, job.steps) != state.get("extended", [])
-    free = (*_FREE, "train.steps ") if is_extended else _FREE
+    free = (*_FREE, "train.steps ") if job.steps > (then.train.steps or job.steps) else _FREE
     changed = [line for line in changed if not line.startswith(free)]
     # The order of records and the crops depend on the tokens.
     if state["data"]["train"]["tokens_sha256"] != provenance(job)["train"]["tokens_sha256"]:
@@ -96,30 +96,22 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
     return start
 
 
-def extensions(saved: Mapping[str, Any] | None, steps: int) -> list[dict[str, int]]:
-    """Return the changes of `train.steps` in the course of a run, with one more if it now has more steps than before.
+def history(saved: Mapping[str, Any] | None, steps: int, device: torch.device) -> list[dict[str, Any]]:
+    """Return the numbers of steps that a run was planned with and the kinds of device that computed it, in their order,
+    each with the step after which it began.
 
     Args:
         saved: `state.json` of the checkpoint that the run goes on from; None for a new run.
         steps: the steps of the recipe now.
+        device: the device now.
 
-    >>> extensions({"step": 30, "recipe": {"train": {"steps": 30}}}, 60)
-    [{'after': 30, 'steps_before': 30, 'steps': 60}]
+    >>> history({"step": 30, "history": [{"after": 0, "steps": 30, "device": "cpu"}]}, 60, torch.device("cpu"))
+    [{'after': 0, 'steps': 30, 'device': 'cpu'}, {'after': 30, 'steps': 60, 'device': 'cpu'}]
     """
-    if saved is None:
-        return []
-    earlier, before = saved.get("extended", []), saved["recipe"]["train"]["steps"]
-    longer = before is not None and before < steps
-    return [*earlier, {"after": saved["step"], "steps_before": before, "steps": steps}] if longer else earlier
-
-
-def kinds_of_device(saved: Mapping[str, Any] | None, device: torch.device) -> list[str]:
-    """Return the kinds of device on which a run was computed, in their order, such as `cuda` and then `cpu`.
-
-    `saved` is as for `extensions`; the run goes on with `device`.
-    """
-    before: list[str] = saved["devices"] if saved else []
-    return before if before[-1:] == [device.type] else [*before, device.type]
+    before: list[dict[str, Any]] = saved["history"] if saved else []
+    now = {"after": saved["step"] if saved else 0, "steps": steps, "device": device.type}
+    is_same = before and (before[-1]["steps"], before[-1]["device"]) == (steps, device.type)
+    return before if is_same else [*before, now]
 
 
 def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
@@ -130,37 +122,34 @@ def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
     return job.recipe.model_copy(update={"batch": batch, "parallel": parallel, "train": train})
 
 
-def describe_run(
-    job: RunInputs, recipe: Recipe, done: int, ranks: World, about: Mapping[str, Any], *, has_notices: bool = True
-) -> None:
-    """Write recipe and versions beside the results, and print notices on data and weights. One rank calls this.
+def describe_run(job: RunInputs, recipe: Recipe, done: int, ranks: World, history: Sequence[Mapping[str, Any]]) -> None:
+    """Write recipe and versions beside the results, and print notices on data and weights, unless they are printed
+    already (`NOTICES_PRINTED`). One rank calls this.
 
     Args:
         job: the prepared run.
         recipe: the recipe with the values that were chosen on this machine.
         done: the number of optimizer steps done.
         ranks: all processes of the run.
-        about: the part of its checkpoints that no step changes: `devices`, and `extended` (see `extensions`).
-        has_notices: whether notices are printed; those of a trial have been printed once for the sweep.
+        history: see the function `history`.
     """
     job.out.mkdir(parents=True, exist_ok=True)
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
     facts = {**versions(job.recipe, ranks.device), "processes": ranks.size, "data": provenance(job)}
-    replace_json(
-        job.out / "versions.json", facts | {key: about[key] for key in ("extended", "devices") if key in about}
-    )
-    for notice in notices(job, leakage=not done) if has_notices else ():
+    replace_json(job.out / "versions.json", facts | {"history": history})
+    for notice in notices(job, leakage=not done) if NOTICES_PRINTED not in os.environ else ():
         say(notice)
-    if done:
-        say(f"going on after step {done} of {job.steps}")
-        if len(devices := about["devices"]) > 1:
-            say(f"computed on {', then '.join(devices)}: the numbers of two kinds of device agree up to rounding only")
-    for change in about.get("extended", ())[-1:]:
-        if change["after"] == done:
-            say(
-                f"train.steps was {change['steps_before']} and is {job.steps}: from here on the learning rate follows "
-                f"the {recipe.optim.schedule} schedule of {job.steps} steps"
-            )
+    if not done:
+        return
+    say(f"going on after step {done} of {job.steps}")
+    if len(devices := dict.fromkeys(start["device"] for start in history)) > 1:
+        say(f"computed on {', then '.join(devices)}: the numbers of two kinds of device agree up to rounding only")
+    before, now = history[-2:][0], history[-1]
+    if now["after"] == done and before["steps"] != job.steps:
+        say(
+            f"train.steps was {before['steps']} and is {job.steps}: from here on the learning rate follows the "
+            f"{recipe.optim.schedule} schedule of {job.steps} steps"
+        )
 
 
 def check_room(directory: Path, needed: int) -> None:

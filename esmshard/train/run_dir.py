@@ -37,11 +37,6 @@ LOCK, STATUS, METRICS = "lock.json", "status.json", "metrics.jsonl"
 SWEEP = "sweep.json"
 """The state of a sweep (`esmshard.train.search`)."""
 
-MOST_IDLE = 3
-"""The number of attempts in a row without a step after which a run has failed. Otherwise a scheduler could restart it
-forever.
-"""
-
 State = Literal["running", "preempted", "done", "failed"]
 EXIT_CODES: Mapping[State, int] = {
     "failed": ExitCode.FAILED,
@@ -242,23 +237,19 @@ class Status(TypedDict):
 
     state: State
     step: int
-    """The number of optimizer steps done."""
+    """The number of optimizer steps done, of the `steps` of the recipe."""
     steps: int
-    """The number of steps of the recipe."""
     attempt: int
     """The number of attempts at this run so far."""
-    idle: int
-    """The number of attempts in a row that were asked to stop before their first step was done."""
     exit_code: int | None
     """The exit code of the command; None while it runs. torchrun returns 0 where the command returned 75."""
     message: str
-    """One sentence for people."""
     checkpoint: str | None
     """The newest complete checkpoint, such as `step_000100`."""
     started: float
     """The start of this attempt."""
     job: str | None
-    """The id of the job that wrote the file (`job_id`)."""
+    """See `job_id`."""
     host: str
     updated: float
 
@@ -322,7 +313,7 @@ class Attempt:
         self._tracking = Tracking(out, trackers)
         self._lock: Lock | None = None
         self._before: Status | None = None
-        self._step, self._number, self._idle, self._first_step, self._begun = 0, 0, 0, True, False
+        self._step, self._number, self._first_step, self._begun = 0, 0, True, False
 
     def __enter__(self) -> "Attempt":
         return self
@@ -337,7 +328,6 @@ class Attempt:
             self._before = read_status(self._out)
             if self._before is not None:
                 self._step, self._number = self._before["step"], self._before["attempt"]
-                self._idle = self._before["idle"] if self._before["state"] == "preempted" else 0
 
     def check(self) -> None:
         """Raise `InputError` if another run has taken the directory over. This run must then no longer write to it."""
@@ -376,7 +366,7 @@ class Attempt:
         self.write(**line)
         self._step = int(line["step"])
         if self._first_step:
-            self._first_step, self._idle = False, 0
+            self._first_step = False
             self.write(event="first_step", seconds=round(time.time() - self._started, 3))
 
     def report(self, state: State, message: str, exit_code: int | None = None) -> None:
@@ -390,7 +380,6 @@ class Attempt:
             "step": self._step,
             "steps": self._steps,
             "attempt": self._number,
-            "idle": self._idle,
             "exit_code": exit_code,
             "message": message,
             "checkpoint": newest.name if newest else None,
@@ -406,14 +395,6 @@ class Attempt:
     ) -> None:
         if self._lock is None:
             return
-        stopped = error
-        if isinstance(error, Preempted) and self._first_step:
-            self._idle += 1
-            if self._idle >= MOST_IDLE:
-                error = InputError(
-                    f"{self._out}: {self._idle} starts in a row were asked to stop before they had done a step (now: "
-                    f"{error}); give the job more time, then start again with --resume auto"
-                )
         ended: tuple[State, str, int]
         if error is None:
             ended = ("done", "trained and evaluated", 0)
@@ -437,8 +418,6 @@ class Attempt:
                 raise
         finally:
             self._lock.__exit__(kind, error, trace)
-        if error is not None and error is not stopped:
-            raise error from stopped
 
 
 def metrics_of(out: Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
@@ -563,29 +542,23 @@ def standings(out: Path) -> list[dict[str, Any]]:
     """
     if (out / SWEEP).is_file():
         return [_of_sweep(out)]
-    paths = [out] if (out / STATUS).exists() else sorted(path.parent for path in out.glob(f"*/{STATUS}"))
-    runs = [(path, status) for path in paths if (status := read_status(path)) is not None]
+    runs = []
+    for run in [out] if (out / STATUS).exists() else sorted(path.parent for path in out.glob(f"*/{STATUS}")):
+        if (status := read_status(run)) is not None:
+            steps = [int(line["step"]) for line in metrics_of(run, last=100) if is_step(line)]
+            if status["state"] == "running" and steps:
+                status["step"] = max(steps[-1], status["step"])
+            runs.append({"run": str(run), "unit": "step", **status, **_seen(holder(run), run / METRICS, run / STATUS)})
     if not runs:
         raise UsageError(f"{out}: no run has begun there (it has no {STATUS} of a run); give `out` of a recipe")
-    return [_standing(path, status) for path, status in runs]
-
-
-def _standing(run: Path, status: Status) -> dict[str, Any]:
-    steps = [int(line["step"]) for line in metrics_of(run, last=100) if is_step(line)]
-    if status["state"] == "running" and steps:
-        status["step"] = max(steps[-1], status["step"])
-    held = holder(run)
-    changed = max(path.stat().st_mtime for path in (run / METRICS, run / STATUS) if path.is_file())
-    seen = {"last_seen": held and changed, "holder": held and str(held)}
-    return {"run": str(run), "unit": "step", **status, **seen}
+    return runs
 
 
 def _of_sweep(out: Path) -> dict[str, Any]:
     """Return the state of a sweep, whose `step` and `steps` count trials."""
     sweep = read_json(out / SWEEP)
-    held = [path.parent for path in out.glob(f"*/**/{LOCK}") if not abandoned(path.parent)]
+    held = next((path.parent for path in out.glob(f"*/**/{LOCK}") if not abandoned(path.parent)), None)
     state: State = sweep["state"] if sweep["state"] in ("done", "failed") else "running" if held else "preempted"
-    changed = (out / SWEEP).stat().st_mtime
     return {
         "run": str(out),
         "unit": "trial",
@@ -593,9 +566,13 @@ def _of_sweep(out: Path) -> dict[str, Any]:
         "step": sum(trial["state"] != "running" for trial in sweep["trials"]),
         "steps": sweep["trials_wanted"],
         "message": sweep["message"] + ("; go on with --resume auto" if state == "preempted" else ""),
-        "last_seen": changed if held else None,
-        "holder": str(holder(held[0])) if held else None,
+        **_seen(holder(held) if held else None, out / SWEEP),
     }
+
+
+def _seen(held: Holder | None, *files: Path) -> dict[str, Any]:
+    changed = max(path.stat().st_mtime for path in files if path.is_file())
+    return {"last_seen": held and changed, "holder": held and str(held)}
 
 
 def joint_state(runs: Sequence[Mapping[str, Any]]) -> State:
@@ -603,18 +580,12 @@ def joint_state(runs: Sequence[Mapping[str, Any]]) -> State:
     return next(state for state in EXIT_CODES if any(run["state"] == state for run in runs))
 
 
-def status_json(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Format as JSON: the joint `state`, and the entries of each run."""
-    return json.dumps({"state": joint_state(runs), "runs": runs}, indent=1)
-
-
 def status_text(runs: Sequence[Mapping[str, Any]]) -> str:
     """Format as text: a line for each run, and below a single run further lines."""
-    seen = [f", last seen {duration(time.time() - run['last_seen'])} ago" if run["last_seen"] else "" for run in runs]
-    lines = [
-        f"{Path(run['run']).name}  {run['state']:11}{run['unit']} {run['step']} of {run['steps']}{when}"
-        for run, when in zip(runs, seen, strict=True)
-    ]
+    lines = []
+    for run in runs:
+        when = f", last seen {duration(time.time() - run['last_seen'])} ago" if run["last_seen"] else ""
+        lines.append(f"{Path(run['run']).name}  {run['state']:11}{run['unit']} {run['step']} of {run['steps']}{when}")
     if len(runs) == 1:
         keys = ("message", "attempt", "checkpoint", "holder")
         lines += [f"  {key}: {runs[0][key]}" for key in keys if runs[0].get(key)]

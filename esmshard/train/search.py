@@ -1,5 +1,5 @@
-"""Searches settings of a recipe with Optuna (`esmshard finetune --sweep`): each trial is a run in processes of its own,
-and the best settings are trained with new seeds and tested once.
+"""Searches settings of a recipe with Optuna (`esmshard finetune --sweep`): each trial is a run in processes of its own.
+The result is `best.yaml`, the recipe with the best settings.
 
 Workers share Optuna's study, which is a database: a file in the directory of the sweep, or a server for several
 machines. Optuna's heartbeat finds trials whose worker is gone and queues them again. Such a trial goes on in the
@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,24 +19,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from esmshard.errors import InputError, RunFailed, UsageError
-from esmshard.io.paths import replace_json, replace_text
+from esmshard.io.paths import read_json, replace_json, replace_text
 from esmshard.parallel import launch, preemption
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.sweep_file import SearchSpace, SweepSettings, override, shown
 from esmshard.tasks.base import Task
-from esmshard.train.cross_validation import Repeat, is_done, summarise
-from esmshard.train.run_dir import SWEEP, abandoned, holder, last_word, metrics_of, read_status
+from esmshard.train.inputs import NOTICES_PRINTED
+from esmshard.train.run_dir import SWEEP, last_word, metrics_of, read_status
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import Trial
 
-DATABASE, DATABASE_LOCK, TRIALS, BEST = "optuna.db", "optuna.lock", "trials", "best.yaml"
+DATABASE, DATABASE_LOCK, TRIALS = "optuna.db", "optuna.lock", "trials"
+BEST, BEST_LOCK = "best.yaml", "best.lock"
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned"}
 """The states of trials that have ended, by Optuna's names."""
-TRIALS_BY_DEFAULT, SEEDS_BY_DEFAULT = 20, 3
+TRIALS_BY_DEFAULT = 20
 HEARTBEAT, GRACE = 10, 60
 """The seconds between two signs of life of a trial, and those after which a silent trial is queued again."""
 
@@ -57,7 +58,6 @@ class Search:
         task: the task of the recipe.
         processes: the number of processes of each trial.
         count: the number of trials of all workers together.
-        seeds: the number of new seeds that the best settings are trained with.
         flags: the options of each run for the command line.
         max_restarts: see `launch.run_local`.
     """
@@ -69,7 +69,6 @@ class Search:
     task: Task
     processes: int
     count: int
-    seeds: int
     flags: Sequence[str]
     max_restarts: int
 
@@ -97,10 +96,10 @@ class Search:
             raise UsageError(f"{self.out}: exists already; {fix}choose another directory with out=DIR")
 
     def work(self) -> bool:
-        """Train trials until none is left, and then the best settings, unless another worker still trains.
+        """Train trials until none is left to begin. Return whether all have ended, also those of other workers.
 
-        Returns:
-            Whether the sweep is done.
+        Raises:
+            InputError: all have ended, and none has a validation value.
         """
         import optuna
         from filelock import FileLock
@@ -111,7 +110,7 @@ class Search:
         with FileLock(self.out / DATABASE_LOCK):  # two workers cannot make the tables of a database at once
             study = self._opened()
         while True:
-            self._write(study)
+            sweep = self.write(study)
             optuna.storages.fail_stale_trials(study)
             trials = study.get_trials(deepcopy=False)
             if len(_by_run(trials)) >= self.count and not any(trial.state.name == "WAITING" for trial in trials):
@@ -120,7 +119,15 @@ class Search:
         if running := sum(trial.state.name == "RUNNING" for trial in trials):
             say(f"no trial is left to begin; others train {running}, and the last one trains the best settings")
             return False
-        return self._conclude(study)
+        if sweep["best"] is None:
+            self.write(study, state="failed")
+            raise InputError(f"{self.out}: no trial has a validation value; {sweep['trials'][-1]['message']}")
+        print(sweep["selected"])
+        return True
+
+    def finish(self) -> None:
+        """Record that the best settings are trained and tested."""
+        replace_json(self.out / SWEEP, read_json(self.out / SWEEP) | {"state": "done"})
 
     def _opened(self) -> "Study":
         """Open the study, and make it if this is the first worker."""
@@ -189,33 +196,52 @@ class Search:
         run, which = self.out / TRIALS / name, f"trial {int(name)} of {self.count}"
         overrides = [*(override(key, value) for key, value in values.items()), f"out={run}"]
         say(f"{which}: {shown(values)}")
-        course = _Course(trial, run, self.metric)
-        with launch.environment({launch.TRIAL: "1"}):
-            code = self._run(overrides, course.is_over)
-        course.look()
-        if course.is_pruned:
+        told, looked, is_pruned = 0, 0.0, False
+
+        def look() -> None:
+            """Tell Optuna the new validations. What the pruner decides depends on values and steps only, also where the
+            run has gone on for a while before its worker looked.
+            """
+            nonlocal told, is_pruned
+            if (status := read_status(run)) is None:
+                return
+            for line in _validations(run)[told:]:
+                if is_pruned:
+                    return
+                told += 1
+                if line[self.metric] is not None:
+                    trial.report(line[self.metric], line["step"])
+                    is_pruned = line["step"] < status["steps"] and trial.should_prune()
+
+        def is_over() -> bool:
+            nonlocal looked
+            if time.monotonic() >= looked + 1:
+                looked = time.monotonic()
+                look()
+            return is_pruned
+
+        arguments = ["-m", "esmshard", "finetune", self.name, *self.overrides, *overrides, *self.flags]
+        with launch.environment({launch.TRIAL: "1", NOTICES_PRINTED: "1"}):
+            code = launch.run_local(arguments, self.processes, max_restarts=self.max_restarts, is_enough=is_over)
+        look()
+        if is_pruned:
             code = 0
         elif code == preemption.Preempted.exit_code or code in {128 + number for number in launch.TO_END}:
             trial.study.enqueue_trial(trial.params, user_attrs={"run": name})
-            self._write(trial.study)
+            self.write(trial.study)
             raise RunFailed(last_word(run, code), code)
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
-        value = math.nan if code or course.is_pruned else self._value(run, overrides)
+        value = math.nan if code or is_pruned else self._value(run, overrides)
         if math.isfinite(value):
             say(f"{which}: valid {self.metric} {value:.4g}")
             return value
-        reason = last_word(run, code) if code else f"valid {self.metric} is undefined after the last step"
-        if course.is_pruned:
+        if is_pruned:
             reason = f"pruned, as valid {self.metric} is worse than the median of other trials"
         else:
+            reason = last_word(run, code) if code else f"valid {self.metric} is undefined after the last step"
             trial.set_user_attr("failed", reason)
         say(f"{which}: {reason}")
         raise optuna.TrialPruned if code in (0, 1) else _TrialLost
-
-    def _run(self, overrides: Sequence[str], is_enough: Callable[[], bool] = lambda: False) -> int:
-        """Run `esmshard finetune` with these settings, and return its exit code."""
-        arguments = ["-m", "esmshard", "finetune", self.name, *self.overrides, *overrides, *self.flags]
-        return launch.run_local(arguments, self.processes, max_restarts=self.max_restarts, is_enough=is_enough)
 
     def _with_settings(self, overrides: Sequence[str]) -> Recipe:
         return recipe_file.load(recipe_file.resolve(self.name), [*self.overrides, *overrides])
@@ -231,40 +257,8 @@ class Search:
             chosen = min(defined, key=lambda line: sign * line[headline], default=chosen)
         return math.nan if chosen[self.metric] is None else float(chosen[self.metric])
 
-    def _conclude(self, study: "Study") -> bool:
-        """Train the best settings with several seeds, test each model once, and write and print the results."""
-        sweep = self._write(study)
-        if sweep["best"] is None:
-            self._write(study, state="failed")
-            raise InputError(f"{self.out}: no trial has a validation value; {sweep['trials'][-1]['message']}")
-        best = next(trial for trial in sweep["trials"] if trial["number"] == sweep["best"])
-        settings = [override(key, value) for key, value in best["values"].items()]
-        runs = []
-        first = self.recipe.train.seed + 1  # the seed of the trials was a part of what was selected
-        for seed in range(first, first + self.seeds):
-            out = self.out / f"best-{best['number']:03}-seed-{seed}"
-            runs.append(Repeat(out.name, out, (*settings, f"train.seed={seed}", f"out={out}")))
-        for run in runs:
-            if is_done(run.out):
-                continue
-            if not abandoned(run.out):
-                say(f"{run.out}: {holder(run.out)} trains the best settings")
-                return False
-            say(" ".join(run.overrides))
-            if code := self._run(run.overrides):
-                raise RunFailed(last_word(run.out, code), code)
-        each = ", ".join(f"{self._value(run.out, run.overrides):.4g}" for run in runs)
-        honest = (
-            f"The same settings with {len(runs)} new seed{'s' if len(runs) > 1 else ''}: valid {self.metric} {each}. "
-            "No trial has seen the test set; the test values of these runs are the result."
-        )
-        summary = summarise(self.out, runs, None)
-        self._write(study, state="done", runs=[run.name for run in runs], honest=honest)
-        print("\n".join([sweep["selected"], honest, summary]))
-        return True
-
-    def _write(self, study: "Study", **more: Any) -> dict[str, Any]:
-        """Write `sweep.json` and `best.yaml`, and return the content of the first. `more` are further entries."""
+    def write(self, study: "Study", state: str = "searching") -> dict[str, Any]:
+        """Write `sweep.json` and `best.yaml`, and return the content of the first."""
         space, trials = self.settings.space, []
         for name, trial in sorted(_by_run(study.get_trials(deepcopy=False)).items()):
             values = {key: json.loads(v) if space[key].choices is not None else v for key, v in trial.params.items()}
@@ -291,13 +285,11 @@ class Search:
             "metric": self.metric,
             "lower_is_better": self.lower_is_better,
             "trials_wanted": self.count,
-            "state": "searching",
+            "state": state,
             "message": f"{ended} of {self.count} trials have ended",
             "best": None,
             "selected": None,
             "trials": trials,
-            "runs": [],
-            **more,
         }
         if best is not None:
             sweep["best"] = best["number"]
@@ -309,40 +301,11 @@ class Search:
             )
             settings = [override(key, value) for key, value in best["values"].items()]
             head = f"# The best of {len(trials)} trials: {shown(best['values'])}\n"
-            recipe = self._with_settings([*settings, f"out={self.out / 'best'}"])
+            seed = self.recipe.train.seed + 1  # the seed of the trials was a part of what was selected
+            recipe = self._with_settings([*settings, f"train.seed={seed}", f"out={self.out / 'best'}"])
             replace_text(self.out / BEST, head + recipe_file.dump(recipe))
         replace_json(self.out / SWEEP, sweep)
         return sweep
-
-
-class _Course:
-    """The validations of a trial that is running, told to Optuna in their order.
-
-    The decision to prune depends on the values and steps only, also where the run has gone on for a while before its
-    worker looked.
-    """
-
-    def __init__(self, trial: "Trial", run: Path, metric: str) -> None:
-        self._trial, self._run, self._metric, self._told, self._looked = trial, run, metric, 0, 0.0
-        self.is_pruned = False
-
-    def is_over(self) -> bool:
-        """Return whether the pruner stops the trial, and look at most once a second."""
-        if time.monotonic() >= self._looked + 1:
-            self._looked = time.monotonic()
-            self.look()
-        return self.is_pruned
-
-    def look(self) -> None:
-        """Tell Optuna the new validations, unless it has pruned the trial."""
-        status = read_status(self._run)
-        for line in _validations(self._run)[self._told :]:
-            if self.is_pruned or status is None:
-                return
-            self._told += 1
-            if line[self._metric] is not None:
-                self._trial.report(line[self._metric], line["step"])
-                self.is_pruned = line["step"] < status["steps"] and self._trial.should_prune()
 
 
 def _validations(run: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import esmshard
 from esmshard.errors import InputError, UsageError
 from esmshard.parallel.process_group import own_device
 from esmshard.train import loop
-from esmshard.train.resume import kinds_of_device
+from esmshard.train.resume import history
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def test_everything_runs_on_the_cpu_of_a_machine_with_gpus(tmp_path: Path, tiny_
     assert esmshard.SequenceEmbedder(device="cpu").transform(["MKTAYIAK"]).shape == (1, 192)
     run = esmshard.finetune(tiny_recipe, device="cpu", out=tmp_path / "run", report=False)
     facts = json.loads((run.path / "versions.json").read_text())
-    assert (facts["device"], facts["processes"], "gpu" in facts, facts["devices"]) == ("cpu", 1, False, ["cpu"])
+    assert (facts["device"], facts["processes"], "gpu" in facts) == ("cpu", 1, False)
     assert run.evaluation["device"] == "cpu"
     with pytest.raises(UsageError, match="device cuda:1: is a single GPU"):
         esmshard.finetune(tiny_recipe, device="cuda:1", nproc=2, out=tmp_path / "two")
@@ -56,18 +56,16 @@ def test_a_run_that_changes_the_kind_of_device_says_so(
 ) -> None:
     how: dict[str, Any] = {"device": "cpu", "out": tmp_path / "run", "report": False}
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "kinds_of_device", lambda saved, device: ["cuda"])  # as if it had been computed there
+        # as if it had been computed there
+        patch.setattr(loop, "history", lambda saved, steps, device: history(saved, steps, torch.device("cuda")))
         esmshard.finetune(tiny_recipe, train={"steps": 1}, **how)
     capfd.readouterr()
     run = esmshard.finetune(tiny_recipe, train={"steps": 2}, resume="auto", **how)
     says = "computed on cuda, then cpu: the numbers of two kinds of device agree up to rounding only"
     assert says in capfd.readouterr().err
-    assert json.loads((run.path / "versions.json").read_text())["devices"] == ["cuda", "cpu"]
     state = max((run.path / "checkpoints").glob("step_*")) / "state.json"
-    assert json.loads(state.read_text())["devices"] == ["cuda", "cpu"]
-    assert kinds_of_device({"devices": ["cuda"]}, torch.device("cuda", 1)) == ["cuda"]
-    assert kinds_of_device({"devices": ["cuda"]}, CPU) == ["cuda", "cpu"]
-    assert kinds_of_device({}, CPU) == kinds_of_device(None, CPU) == ["cpu"]
+    for file in (run.path / "versions.json", state):
+        assert [start["device"] for start in json.loads(file.read_text())["history"]] == ["cuda", "cpu"]
 
 
 COMMANDS = {

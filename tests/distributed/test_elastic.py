@@ -145,7 +145,7 @@ def test_all_machines_leave_when_one_is_asked(recipe: Path, pair: Pair, unbroken
     held.go()
     assert [job.wait(600) for job in jobs] == [0, 0], said(recipe, "begun0", "begun1")
     status = json.loads((out / "status.json").read_text())
-    assert (status["state"], status["idle"], status["checkpoint"]) == ("preempted", 0, f"step_{status['step']:06}")
+    assert (status["state"], status["checkpoint"]) == ("preempted", f"step_{status['step']:06}")
     assert 5 <= status["step"] < STEPS
     jobs = start("again")
     assert [job.wait(600) for job in jobs] == [0, 0], said(recipe, "again0", "again1")

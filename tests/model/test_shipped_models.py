@@ -66,10 +66,7 @@ def test_the_contact_recipe_starts_from_a_model_that_has_seen_no_contact_and_non
     _, told = new_head(recipe, new_task(recipe.task, {}), weights.read("demo"))
     assert told is None, "its head is new"
     job = prepare(recipe, 1, 1, CPU)
-    assert leakage_notices(job)[-1] == (
-        f"leakage: {weights.place('demo')} was trained before on 52149 records of sequences.fasta.gz (task mlm), "
-        "by a run that had the same valid and test set"
-    )
+    assert not any(str(weights.place("demo")) in notice for notice in leakage_notices(job))
 
 
 def test_its_contact_regression_was_fitted(chains: Chains) -> None:

@@ -113,7 +113,6 @@ def evaluation(**changes: Any) -> dict[str, Any]:
         "facts": {},
         "leakage": ["leakage: 2 of 12 test records are identical to training records"],
         "calibration": {
-            "edges": [0.0, 0.5, 1.0],
             "count": [30, 10],
             "confidence": [0.2, 0.8],
             "accuracy": [0.1, 0.5],
@@ -194,7 +193,7 @@ def make(
         with open(run / "per_protein.csv", "w", newline="") as file:
             csv.writer(file).writerows(table)
     if state is not None:
-        numbers = {"step": 20, "steps": 40, "attempt": 1, "idle": 0, "started": 1000.0, "updated": 1100.0}
+        numbers = {"step": 20, "steps": 40, "attempt": 1, "started": 1000.0, "updated": 1100.0}
         others = {"exit_code": None, "message": "as it was", "checkpoint": None, "job": None, "host": "h"}
         (run / "status.json").write_text(json.dumps({"state": state} | numbers | others))
     return run

@@ -75,7 +75,7 @@ def planted(directory: Path, count: int = 384) -> Planted:
         (one / "evaluation.json").write_text(json.dumps(evaluation))
         (one / "versions.json").write_text(json.dumps({"data": {"train": {"records": 250}}}))
         folds.append(rows)
-        runs.append(Repeat(one.name, one, ()))
+        runs.append(Repeat(one))
     (run / "summary.json").write_text(json.dumps({"task": "variant", "folds": FOLDS}))
     return Planted(run, folds, conclude(recipe, runs))
 

@@ -94,19 +94,11 @@ def test_a_head_that_means_something_else_is_left_out(first: Run, tmp_path: Path
 def test_what_the_first_run_trained_on_is_said(first: Run, tmp_path: Path) -> None:
     resolved = second(first, tmp_path)
     job = prepare(resolved, 1, 1, torch.device("cpu"))
-    assert leakage_notices(job)[-1] == (
-        f"leakage: {first.path / 'model'} was trained before on 12 records of train.fasta (task sequence), with which "
-        "the test set was not compared; scores on test records that are among them are no test"
-    )
+    sentence = f"leakage: {first.path / 'model'} was trained on 12 records of train.fasta, with which these "
+    assert leakage_notices(job)[-1].startswith(sentence)
     earlier = recipe(first.path.parent, "")["data"]
-    for test, said in (
-        ("train", "was trained on this test set, so scores on it are no test"),
-        (
-            "test",
-            "was trained before on 12 records of train.fasta (task sequence), by a run that had the same test set",
-        ),
-    ):
+    for test, count in (("train", 1), ("test", 0)):  # the test set of the first run had no influence on it
         data = resolved.data.model_copy(update={"test": str(earlier[test])})  # type: ignore[index]
         job = prepare(resolved.model_copy(update={"data": data}), 1, 1, torch.device("cpu"))
         found = [notice for notice in leakage_notices(job) if str(first.path) in notice]
-        assert found == [f"leakage: {first.path / 'model'} {said}"]
+        assert ["was trained on these records" in notice for notice in found] == [True] * count

@@ -55,7 +55,7 @@ def test_an_evaluation_says_which_records_the_model_was_trained_on(tiny_recipe: 
 
     def seen(path: Path, kept: bool = True) -> str:
         data = Examples("test", path, ingest([path], tmp_path / f"{path.stem}{kept}"), None)
-        (sentence,), _ = evaluate.seen_before("M", about, trained if kept else None, data)
+        (sentence,), _ = evaluate.seen_before("M", about["data"], trained if kept else None, data)
         return sentence
 
     assert "was trained on these" in seen(train)

@@ -77,11 +77,11 @@ def evaluation(value: float | None, baseline: float) -> dict[str, Any]:
 
 
 def test_the_summary_has_mean_deviation_and_students_interval(tmp_path: Path, tiny_recipe: Path) -> None:
-    runs = repeats.repeats(recipe_file.load(tiny_recipe, [f"out={tmp_path}"]), 3, None)
+    runs = repeats.repeats(recipe_file.load(tiny_recipe, [f"out={tmp_path}"]), 3)
     for run, value in zip(runs, (0.5, 0.6, 0.7), strict=True):
         run.out.mkdir()
         (run.out / "evaluation.json").write_text(json.dumps(evaluation(value, 0.25)))
-    text = summarise(tmp_path, runs, None)
+    text = summarise(tmp_path, runs)
     found = json.loads((tmp_path / "summary.json").read_text())
     row = found["metrics"]["fine-tuned"]["Spearman"]
     assert (row["mean"], row["deviation"]) == pytest.approx((0.6, 0.1))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import UsageError
 from esmshard.parallel.preemption import Preempted
 from esmshard.train.run_dir import (
     EXIT_CODES,
@@ -28,7 +28,6 @@ from esmshard.train.run_dir import (
     metrics_of,
     read_status,
     standings,
-    status_json,
     status_text,
 )
 
@@ -36,7 +35,7 @@ from esmshard.train.run_dir import (
 def run(out: Path, **changes: Any) -> Path:
     """A run directory without a lock."""
     out.mkdir(parents=True, exist_ok=True)
-    facts = {"state": "running", "step": 200, "steps": 380, "attempt": 2, "idle": 0, "message": "training"}
+    facts = {"state": "running", "step": 200, "steps": 380, "attempt": 2, "message": "training"}
     facts |= {"exit_code": None, "checkpoint": "step_000190", "started": 1000.5, "job": None, "host": "h", "updated": 2}
     (out / STATUS).write_text(json.dumps(facts | changes))
     return out
@@ -91,7 +90,6 @@ def test_several_runs_and_their_exit_code(tmp_path: Path) -> None:
     ]
     run(tmp_path / "seed-2")
     assert EXIT_CODES[joint_state(standings(tmp_path))] == 1
-    assert json.loads(status_json(standings(tmp_path)))["state"] == "failed"
     with Lock(tmp_path / "seed-2"):
         assert EXIT_CODES[joint_state(standings(tmp_path))] == 3
     with pytest.raises(UsageError, match="no run has begun there"):
@@ -115,7 +113,6 @@ def test_what_an_attempt_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monk
         "step": 1,
         "steps": 6,
         "attempt": 1,
-        "idle": 0,
         "exit_code": 75,
         "message": "asked to stop",
         "checkpoint": None,
@@ -140,34 +137,6 @@ def test_a_launcher_speaks_for_killed_processes(tmp_path: Path) -> None:
     found = read_status(tmp_path)
     assert found is not None
     assert (found["state"], found["exit_code"], found["step"]) == ("failed", 137, 200)
-
-
-def test_a_run_that_never_comes_to_a_step_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three starts in a row that are stopped before a step; a step in between begins the count again."""
-    monkeypatch.delenv("RANK", raising=False)
-
-    def start(steps: int) -> None:
-        with Attempt(tmp_path, time.time()) as attempt:
-            attempt.open(True, 10)
-            attempt.begin(0)
-            for step in range(steps):
-                attempt.step_done({"step": step + 1})
-            raise Preempted("stopped by SIGUSR1")
-
-    def status() -> tuple[str, int, int]:
-        found = json.loads((tmp_path / STATUS).read_text())
-        return found["state"], found["idle"], found["exit_code"]
-
-    for steps, idle in ((0, 1), (0, 2), (1, 0), (0, 1), (0, 2)):
-        with pytest.raises(Preempted):
-            start(steps)
-        assert status() == ("preempted", idle, 75)
-    with pytest.raises(InputError, match="3 starts in a row"):
-        start(0)
-    assert status() == ("failed", 3, 1)
-    with pytest.raises(Preempted):
-        start(0)
-    assert status() == ("preempted", 1, 75), "whoever starts it again has done something about it"
 
 
 def step(n: int, time: float, step_s: float | None = 2.0) -> dict[str, Any]:

@@ -56,10 +56,9 @@ def test_the_better_value_is_found_trained_with_new_seeds_and_tested(small: Path
     assert best["value"] == min(one["value"] for one in found["trials"])
     assert "  lr: 0.003" in (out / "best.yaml").read_text()
     # The runs of the best settings have other seeds than the trials, whose seed is 3, and are tested.
-    assert found["runs"] == [f"best-{found['best']:03}-seed-{seed}" for seed in (4, 5)]
-    assert json.loads((out / "summary.json").read_text())["runs"] == found["runs"]
+    assert json.loads((out / "best" / "summary.json").read_text())["runs"] == ["seed-4", "seed-5"]
+    assert found["state"] == "done"
     assert "is optimistic" in done.stdout
-    assert "with 2 new seeds: valid " in done.stdout
     for trial in (out / "trials").iterdir():
         names = {path.name for path in trial.iterdir()}
         assert names == {"metrics.jsonl", "recipe.yaml", "status.json", "versions.json"}, "no model, no test"
@@ -83,7 +82,7 @@ def test_the_test_set_has_no_influence_on_the_search(small: Path, tmp_path: Path
     for name in ("one", "two"):
         done = sweep(small, settings, "--trials", "2", "--seeds", "1", f"out={tmp_path / name}")
         assert done.returncode == 0, done.stderr
-        found.append((read(tmp_path / name)["trials"], (tmp_path / name / "summary.json").read_text()))
+        found.append((read(tmp_path / name)["trials"], (tmp_path / name / "best" / "evaluation.json").read_text()))
         small.with_name("test.fasta").write_text(">other\nMKVLAAGICWYMKVLAAGICWYHHHHQQPNDEST\n")
     (searched, tested), (searched_again, tested_again) = found
     assert searched == searched_again

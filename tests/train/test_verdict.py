@@ -14,7 +14,7 @@ import pytest
 
 from esmshard.tasks.metrics import Interval, means
 from esmshard.train import evaluate
-from esmshard.train.evaluate import verdict
+from esmshard.train.evaluate import Comparison
 
 NAN = math.nan
 NO_INTERVAL = (NAN, NAN)
@@ -23,7 +23,7 @@ NO_INTERVAL = (NAN, NAN)
 def of(metric: str, ours: float, theirs: float, limits: tuple[float, float], **how: Any) -> str:
     intervals = {"fine-tuned": Interval(ours, 0, 1), "best": Interval(theirs, 0, 1), "none": Interval(NAN, NAN, NAN)}
     gains = {"best": Interval(ours - theirs, *limits), "none": Interval(NAN, NAN, NAN)}
-    return verdict(metric, intervals, gains, "paired over 12 records", **how)
+    return Comparison(metric, intervals, gains, **how).verdict("paired over 12 records")
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_two_proteins_have_neither_interval_nor_star(tmp_path: Path) -> None:
         assert table["P@L"]["value"] is not None
         assert (table["P@L"]["low"], table["P@L"]["high"]) == (None, None)
     assert "[" not in text.splitlines()[1]
-    assert found["without_interval"] == {
-        "P@L": "2 records with a value; an interval takes 10",
-        "rare": "0 records with a value; an interval takes 10",
-    }
+    assert found["without_interval"] == [
+        "No interval for P@L: 2 records with a value; an interval takes 10.",
+        "No interval for rare: 0 records with a value; an interval takes 10.",
+    ]
     assert found["interval"] == "none"
-    assert "No interval for P@L: 2 records with a value; an interval takes 10." in text
+    assert all(sentence in text for sentence in found["without_interval"])
     assert text.splitlines()[-1] == found["verdict"]
     assert "cannot be said" in found["verdict"]
 
@@ -116,7 +116,7 @@ def test_records_without_a_value_do_not_count(tmp_path: Path) -> None:
     assert found["metrics"]["fine-tuned"]["P@L"]["low"] is not None
     assert found["metrics"]["fine-tuned"]["rare"]["low"] is None
     assert found["differences"]["prior"]["rare"]["low"] is None
-    assert found["without_interval"] == {"rare": "3 records with a value; an interval takes 10"}
+    assert found["without_interval"] == ["No interval for rare: 3 records with a value; an interval takes 10."]
     assert found["verdict"].startswith("Fine-tuning beat the best baseline, prior: P@L 0.5")
     assert "paired over 12 records" in text.splitlines()[-1]
     with open(tmp_path / "per_protein.csv", newline="") as file:
