@@ -218,7 +218,8 @@ def _compared(split: Examples) -> ComparedRecords:
 
 def seen_in_training(job: RunInputs) -> int:
     """Count the test records whose sequence the run, or the model that it starts from, was trained on."""
-    if job.test.digest == weights.data_of(job.weights.files).get("train", {}).get("tokens_sha256"):
+    before = weights.record_of(job.weights.files).get("data", {})
+    if job.test.digest == before.get("train", {}).get("tokens_sha256"):
         return len(job.test)
     (partner_N,) = first_identical(_compared(job.train), [_compared(job.test)])
     return int((partner_N >= 0).sum())
@@ -228,7 +229,8 @@ def _of_base(job: RunInputs) -> list[str]:
     """Return a sentence on the records that an earlier run trained the base model on, if it is known to have been
     trained.
     """
-    before = weights.data_of(job.weights.files)
+    about = weights.record_of(job.weights.files)
+    before = about.get("data", {})
     train = before.get("train", {})
     mark = job.test.digest
     if not train:
@@ -238,7 +240,7 @@ def _of_base(job: RunInputs) -> list[str]:
     if train.get("tokens_sha256") == job.train.digest:  # The comparison with the training set covers it.
         return []
     name, count = Path(str(train.get("path", "other data"))).name, train.get("records", "its")
-    task = (weights.task_of(job.weights.files) or ("unknown", {}))[0]
+    task = about["recipe"]["task"]["name"]
     trained = f"leakage: {job.weights.source} was trained before on {count} records of {name} (task {task})"
     same = [
         split.name for split in (job.valid, job.test) if split.digest == before.get(split.name, {}).get("tokens_sha256")
