@@ -295,8 +295,8 @@ def load(
 
     Args:
         model: a directory of a fine-tuned model (`runs/contact/model`), a directory in `transformers`' layout, an
-            adapter's directory, a fair-esm `.pt`, `FILE@SIZE` for a file of tensors alone; a released name such as
-            `esm2_t33_650M_UR50D`, or OWNER/NAME on the Hugging Face hub, which are downloaded; or `starter` or `demo`.
+            adapter's directory, a fair-esm `.pt`; a released name such as `esm2_t33_650M_UR50D`, or OWNER/NAME on the
+            Hugging Face hub, which are downloaded; or `starter` or `demo`.
         device: `cpu`, `cuda`, `cuda:N` or `mps`; by default the first GPU, or else the CPU.
         dtype: dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
         join: how the chains of a sequence become one, as `linker:25,gap:512`; by default as the model was trained, or
@@ -306,7 +306,7 @@ def load(
         InputError: with the file and its problem; UsageError for an unknown device or dtype.
     """
     name, where, precision, chains = str(model), chosen_device(device), _dtype(dtype), join_option(join)
-    if weights.is_finetuned(weights.directory(name)):
+    if weights.record_of([weights.directory(name) / weights.ABOUT]):
         with torch.random.fork_rng(devices=[]):  # a head gets random values before its weights are read
             tuned = load_finetuned(name, where)
         tuned.model.trunk.to(precision)

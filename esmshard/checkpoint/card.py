@@ -37,17 +37,15 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
     family = family_of(recorded_config(about["config"])) if "config" in about else FAMILIES["esm2"]
     base = released_name(recipe["model"]["name"]) if recipe["init"] == "pretrained" else None
     named, paper = (base, RELEASED[base].paper) if base else (family.title, family.paper)
-    licence = _licence_of(recipe)
-    forbids_sale = re.search(r"(?<![a-z0-9])nc(?![a-z0-9])|non-?_?commercial", (licence or "").lower()) is not None
     repository, origin, terms = _origin(recipe, family, base)
     front: dict[str, Any] = {
         "tags": ["biology", "protein-language-model", "esmshard", f"{recipe['task']['name']}-prediction"]
     }
     if base:
         front["license"] = RELEASED[base].licence
-    elif forbids_sale:  # so that what is made from this model knows it
-        front |= {"license": "other", "license_name": licence}
-        terms += f" The licence of the base model, {_code(licence)}, forbids commercial use, and this holds here too."
+    elif licence := _licence_of(recipe):  # the card names it, so that what is made from this model knows it, too
+        front |= licence
+        terms += f" Its card names the licence {_code(licence.get('license_name') or licence['license'])}."
     if repository:
         front |= {"base_model": repository, "base_model_relation": "finetune"}
     if (directory / "config.json").is_file() and family.model_class:
@@ -126,7 +124,9 @@ def _use(directory: Path, recipe: Mapping[str, Any], family: Family) -> str:
         )
     text = "```\nesmshard predict MODEL proteins.fasta -o out.npz\nesmshard embed MODEL proteins.fasta -o out.h5\n```"
     if family.model_class:
-        text += f"\n\nThe language model alone, without the head, also loads in `{family.call}`."
+        options = "(DIRECTORY, trust_remote_code=True)" if family.remote_code else ""
+        call = f"transformers.{family.model_class}.from_pretrained{options}"
+        text += f"\n\nThe language model alone, without the head, also loads in `{call}`."
     return text
 
 
@@ -209,24 +209,21 @@ def _limits(about: Mapping[str, Any]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _licence_of(recipe: Mapping[str, Any]) -> str | None:
-    """Return the name of the licence of the weights that a run started from, such as `cc-by-nc-4.0`, as their card in a
-    directory or in the hub's cache names it; None if it is not known.
+def _licence_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries on the licence of the weights that a run started from, of their card in a directory or in the
+    hub's cache; empty if it is not known.
     """
     name = recipe["model"]["name"]
-    if recipe["init"] != "pretrained" or name in RELEASED:
-        return None
-    place: Path | None = Path(name).expanduser()
-    if place is not None and not place.exists():
-        place = hub.find(name) if is_hub_name(name) else None
-    if place is None or not (place / "README.md").is_file():
-        return None
+    place = Path(name).expanduser()
+    if not place.exists() and is_hub_name(name):
+        place = hub.find(name) or place
+    if recipe["init"] != "pretrained" or not (place / "README.md").is_file():
+        return {}
     try:
-        data = ModelCard.load(place / "README.md", ignore_metadata_errors=True).data
+        data = ModelCard.load(place / "README.md", ignore_metadata_errors=True).data.to_dict()
     except Exception:  # The card of somebody else may be no YAML.
-        return None
-    licence = data.get("license_name") or data.get("license")
-    return str(licence[0] if isinstance(licence, list) and licence else licence)
+        return {}
+    return {key: data[key] for key in ("license", "license_name") if data.get("license") and data.get(key)}
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

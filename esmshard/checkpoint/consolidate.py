@@ -6,7 +6,7 @@ The tensors of one file at a time are copied, so the memory needed is that of a 
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from esmshard.model import adapters, export, hub, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.export import DTYPES, MAX_FILE_BYTES, Source
 from esmshard.model.families.family import AuthorsFile
-from esmshard.model.families.family_registry import family_of, recorded_config
+from esmshard.model.families.family_registry import SIZES, family_of, recorded_config
 from esmshard.model.lora import lora_names, merged
 from esmshard.model.weight_reader import read_json
 from esmshard.recipe.recipe_file import for_others
@@ -44,6 +44,8 @@ class Opened:
     sizes: Mapping[str, torch.Size]
     """The shapes by name: our names for the trunk, and `head.*`. Tied tensors are there once."""
     read: Source
+    unlearned: Sequence[str]
+    """Parts that no training has changed: `lm_head`, `contact_head`."""
     about: dict[str, Any]
     """The content of `esmshard.json`, without a recipe for a model of another program."""
     evaluation: Mapping[str, Any] | None = None
@@ -90,9 +92,14 @@ def consolidate(
     _check_out(out, source, overwrite)
     if (best or base is not None) and _is_model(source):
         raise UsageError(f"{source}: is a model and no run; leave --best and --base out")
-    opened = _open_model(source, to, warn) if _is_model(source) else _open_run(source, to, warn, best, base)
+    opened = _open_model(source, warn) if _is_model(source) else _open_run(Path(source), warn, best, base)
     kind = _target(to, opened.config)
-    sizes = {n: s for n, s in opened.sizes.items() if kind is None or not n.startswith(kind.lacks)}
+    # A directory has no part that never learned, so that readers get an error for it. Authors' code reads whole models.
+    left_out = tuple(f"{part}." for part in opened.unlearned) if kind is None else kind.lacks
+    for part in opened.unlearned:
+        if f"{part}." not in left_out:
+            warn(f"{source}: its {part} never learned; what it says is random")
+    sizes = {name: size for name, size in opened.sizes.items() if not name.startswith(left_out)}
     with writing(out, _NO_ROOM), whole_directory(out) as work:
         try:
             parts = opened.config, sizes, opened.read, DTYPES[dtype]
@@ -174,20 +181,16 @@ def _is_model(source: Path | str) -> bool:
     path = Path(source).expanduser()
     if path.is_file() or (path / "config.json").is_file() or adapters.is_adapter(path):
         return True
-    return not path.exists() and weights.is_model(str(source))
+    return not path.exists() and (str(source) in SIZES or hub.is_name(str(source)))
 
 
-def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None]) -> Opened:
+def _open_model(source: Path | str, warn: Callable[[str], None]) -> Opened:
     """Open a model as it is, with its head and `esmshard.json`. An adapter is combined with its base model."""
     found = weights.read(str(source))
-    # A directory is written without the parts that the model lacks; files of authors' code may hold them.
-    kind = _target(to, found.config)
-    held = [part for part in ("lm_head", "contact_head") if kind and not f"{part}.".startswith(kind.lacks)]
-    for notice in [*found.lacking(*held), *found.notices]:
+    for notice in found.notices:
         warn(notice)
     head = {f"head.{name}": reader.shape for name, reader in found.head.items()}
     sizes = weights.stored_shapes(found.config) | head
-    sizes = _without(found.absent, sizes, to)
     path = weights.directory(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     record = directory / weights.ABOUT
@@ -209,7 +212,7 @@ def _open_model(source: Path | str, to: str | None, warn: Callable[[str], None])
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
         return {n: found.head[n.removeprefix("head.")]() if n.startswith("head.") else found[n] for n in names}
 
-    return Opened(found.config, sizes, read, about, evaluation, directory)
+    return Opened(found.config, sizes, read, found.absent, about, evaluation, directory)
 
 
 @dataclass(frozen=True)
@@ -242,13 +245,8 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool) -> C
     return Checkpoint(checkpoint, state, sizes, read)
 
 
-def _without(parts: Collection[str], sizes: Mapping[str, torch.Size], to: str | None) -> dict[str, torch.Size]:
-    """Leave out parts that the model lacks, so that readers get an error for them. Authors' code reads whole models."""
-    return {name: size for name, size in sizes.items() if to not in (None, "hf") or name.split(".")[0] not in parts}
-
-
-def _open_run(source: Path | str, to: str | None, warn: Callable[[str], None], best: bool, base: str | None) -> Opened:
-    found = _open_checkpoint(Path(source), warn, best)
+def _open_run(source: Path, warn: Callable[[str], None], best: bool, base: str | None) -> Opened:
+    found = _open_checkpoint(source, warn, best)
     checkpoint, state, sizes, read = found.path, found.state, found.sizes, found.read
     config = recorded_config(state["config"])
     if state.get("base"):
@@ -267,17 +265,14 @@ def _open_run(source: Path | str, to: str | None, warn: Callable[[str], None], b
         read = read_both
         about |= {"contact_regression": "head"}
         about["unlearned"] = [part for part in state["unlearned"] if part != "contact_head"]
-    sizes = _without(about.get("unlearned", ()), sizes, to)
     run = checkpoint.parent.parent
     evaluation = _evaluation(run)
     if evaluation is not None and (
         evaluation.get("step") != about["step"]
-        or not isinstance(evaluation.get("recipe"), dict)
-        or for_others(evaluation["recipe"], run) != for_others(about["recipe"], run)
         or (run / "evaluation.json").stat().st_mtime < (checkpoint / "state.json").stat().st_mtime
     ):
         evaluation = None
-    return Opened(config, sizes, read, about, evaluation, run)
+    return Opened(config, sizes, read, about.get("unlearned", ()), about, evaluation, run)
 
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:

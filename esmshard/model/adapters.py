@@ -82,8 +82,8 @@ class Adapter:
     """Tensors of a task head, without the prefix `head.`."""
     scales: Mapping[str, float]
     """The factor of B A, by the name of each weight that has a LoRA."""
-    left_out: frozenset[str]
-    """Heads of another task in the file, which nothing here reads."""
+    notices: tuple[str, ...]
+    """Sentences on heads of another task in the file, which nothing here reads."""
     files: tuple[Path, ...]
 
 
@@ -154,7 +154,7 @@ def read(
         adapted,
         {name.removeprefix("head."): reader.finite(f"{head_file}: {name}") for name, reader in head.items()},
         scales,
-        frozenset(left_out),
+        tuple(f"{file}: its {part} is of another task and left out" for part in sorted(left_out)),
         (file, *([head_file] if head else [])),
     )
 
@@ -217,7 +217,7 @@ def adapter_config(
     """
     files = family_of(config)
     # AutoPeftModel asks for the class of the base. A family that `transformers` does not have is read by esmshard only.
-    classes = {"base_model_class": files.model_class, "parent_library": files.model_module}
+    classes = {"base_model_class": files.model_class, "parent_library": "transformers"}
     paths = [matrix.path for matrix in config.matrices if matrix.target in targets]
     weights = [str(files.key(f"layers.{n}.{path}.weight")) for n in range(config.n_layers) for path in paths]
     counts = Counter(weight.removeprefix(files.prefix).removesuffix(".weight") for weight in weights)

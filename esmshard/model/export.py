@@ -4,7 +4,6 @@ The tensors of one file at a time are read and written, so that the memory neede
 whatever the model's size.
 """
 
-import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from esmshard.io.paths import is_hub_name, replace_json, sha256, size_text
 from esmshard.model import adapters, hub, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family import AuthorsFile, Family
-from esmshard.model.families.family_registry import CHAINS, RELEASED, WINDOW, family_of
+from esmshard.model.families.family_registry import CHAINS, WINDOW, family_of
 from esmshard.progress import say
 from esmshard.vocab import Chains
 
@@ -161,17 +160,16 @@ def push(model: str, name: str, *, private: bool = False, overwrite: bool = Fals
             machine only, or the hub refuses.
     """
     if not is_hub_name(name):
-        raise UsageError(f"{name}: OWNER/NAME is expected, such as me/{name.strip('/').rpartition('/')[2] or 'model'}")
+        raise UsageError(f"{name}: OWNER/NAME is expected, such as me/model")
     path = weights.place(model)
     if not path.is_dir():
         raise InputError(f"{model}: is not the directory of a model; give a run, or what `esmshard consolidate` wrote")
     if adapters.is_adapter(path):
         base = adapters.read_settings(path)["base_model_name_or_path"]
-        if not is_hub_name(base) and base not in RELEASED:
-            command = shlex.join(["esmshard", "consolidate", "RUN", "-o", str(path), "--adapter", "--base"])
+        if not hub.is_name(base):
             raise InputError(
-                f"{path}: is an adapter of {base}, which others do not have; push the whole model, or name a base on "
-                f"the hub with `{command} OWNER/NAME --overwrite`"
+                f"{path}: is an adapter of {base}, which others do not have; push the whole model, or consolidate the "
+                "run again with --adapter --base OWNER/NAME"
             )
     if changed := weights.altered(weights.read(str(path)).files):
         raise InputError(changed)

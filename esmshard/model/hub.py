@@ -7,13 +7,12 @@ huggingface_hub reads its environment variables on import, and torch is slow to 
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
-from esmshard.errors import InputError, UsageError
-from esmshard.io.paths import check_replaced, is_hub_name, read_json, sha256, size_text, whole_directory
-from esmshard.model.families.family_registry import RELEASED, transformers_config
+from esmshard.errors import InputError, UsageError, writing
+from esmshard.io.paths import check_replaced, is_hub_name, sha256, size_text, whole_directory
+from esmshard.model.families.family_registry import RELEASED
 from esmshard.progress import say
 
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
@@ -32,6 +31,11 @@ _ANSWER = 10.0
 """Most seconds until the hub's first answer."""
 
 
+def is_name(name: str) -> bool:
+    """Return whether `fetch` takes a name: that of a released model, or OWNER/NAME, which may be a path too."""
+    return name in RELEASED or is_hub_name(name)
+
+
 def check(names: Collection[str], to: Path | None = None, overwrite: bool = False) -> None:
     """Check the names and outputs of a command before anything is downloaded.
 
@@ -39,8 +43,7 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
         UsageError: names are neither in `RELEASED` nor OWNER/NAME, or outputs exist; all problems are listed.
     """
     known = f"one of {', '.join(RELEASED)}, or OWNER/NAME for a repository of the Hugging Face hub, is expected"
-    unknown = [name for name in names if name not in RELEASED and not is_hub_name(name)]
-    problems = [f"{name}: not a released model; {known}" for name in unknown]
+    problems = [f"{name}: not a released model; {known}" for name in names if not is_name(name)]
     outputs = [] if to is None else [to / name for name in names]
     if not overwrite:
         taken = filter(os.path.lexists, outputs)
@@ -52,14 +55,13 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
 
 
 def find(name: str) -> Path | None:
-    """Find a model in the local caches: fair-esm's `NAME.pt` in torch hub's cache, or a complete snapshot in the hub's
-    cache. For OWNER/NAME only the snapshot counts.
+    """Find a model in the local caches: fair-esm's `NAME.pt` in torch hub's cache, or a complete snapshot of `main` in
+    the hub's cache. For OWNER/NAME only the snapshot counts.
 
     Never uses the network. A cache that holds the tokenizer only, or lacks a shard, is not a model.
     """
     import torch
 
-    check([name])
     file = Path(torch.hub.get_dir()) / "checkpoints" / f"{name}.pt"
     return file if name in RELEASED and file.is_file() else _snapshot(name)
 
@@ -77,15 +79,14 @@ def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
 
     Raises:
         UsageError: the name is unknown or the output exists.
-        InputError: the model is not here and cannot be downloaded, or the download is not what the hub announced, or
-            the configuration of a repository is that of no model that can be read.
+        InputError: the model is not here and cannot be downloaded, or the download is not what the hub announced.
     """
     check([name], to, overwrite)
     if to is None:
         return find(name) or _download(name)
-    with _one_sentence(name), whole_directory(to / name) as work:
+    with writing(to / name, "make room, or choose another place"), whole_directory(to / name) as work:
         if cached := _snapshot(name):
-            for file in _wanted(name, _files(cached)):
+            for file in _wanted(_files(cached)):
                 (work / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(cached / file, work / file)
         else:
@@ -111,31 +112,23 @@ def authors_weights(files: Collection[str]) -> str | None:
     return of_models[0] if len(of_models) == 1 else None
 
 
-def _weights(files: Collection[str]) -> list[str]:
-    """Choose the weight files of a model among the names of files: one format, and safetensors before pickles.
-
-    The list is empty if there is no model, a shard is missing, or no configuration says what model it is.
+def _wanted(files: Collection[str]) -> list[str]:
+    """Choose the files of a model among those of a repository, the weights last: one format, safetensors before
+    pickles. The list is empty if there is no model, a shard is missing, or no configuration says what model it is.
     """
-    layout = next((layout for layout in LAYOUTS if layout in files), None)
-    if layout is None:
-        adapter = next((file for file in ADAPTERS if ADAPTER_CONFIG in files and file in files), None)
-        file = adapter or authors_weights(files)
-        return [file] if file else []
-    if _CONFIG not in files:
+    adapter = next((file for file in ADAPTERS if ADAPTER_CONFIG in files and file in files), None)
+    layout = next((file for file in LAYOUTS if file in files), adapter or authors_weights(files))
+    if layout is None or (layout in LAYOUTS and _CONFIG not in files):
         return []
-    if not layout.endswith(".index.json"):
-        return [layout]
-    whole = Path(layout.removesuffix(".index.json"))
-    shard = re.compile(rf"{whole.stem}-\d+-of-(\d+){re.escape(whole.suffix)}")
-    counts = {file: int(match[1]) for file in sorted(files) if (match := shard.fullmatch(file))}
-    return [*counts, layout] if set(counts.values()) == {len(counts)} else []
-
-
-def _wanted(name: str, files: Collection[str]) -> list[str]:
-    """Return the files of a repository to copy, the weights last. Raises `InputError` if no weights are among them."""
-    if weights := _weights(files):
-        return [*(file for file in SMALL if file in files), *weights]
-    raise InputError(f"{name}: {repository(name)} holds no complete model in a form that is read here; {_BY_HAND}")
+    weights = [layout]
+    if layout.endswith(".index.json"):
+        stem, suffix, *_ = layout.split(".")
+        shard = re.compile(rf"{stem}-\d+-of-(\d+)\.{suffix}")
+        counts = {file: int(match[1]) for file in sorted(files) if (match := shard.fullmatch(file))}
+        if set(counts.values()) != {len(counts)}:
+            return []
+        weights = [*counts, layout]
+    return [*(file for file in SMALL if file in files), *weights]
 
 
 def _files(directory: Path) -> list[str]:
@@ -143,7 +136,6 @@ def _files(directory: Path) -> list[str]:
 
 
 def _snapshot(name: str) -> Path | None:
-    """Return the snapshot of `main` in the hub's cache; None if there is none, or it holds no complete model."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -151,62 +143,41 @@ def _snapshot(name: str) -> Path | None:
         snapshot = Path(snapshot_download(repository(name), local_files_only=True))
     except LocalEntryNotFoundError:
         return None
-    return snapshot if _weights(_files(snapshot)) else None
+    return snapshot if _wanted(_files(snapshot)) else None
 
 
 def _download(name: str, directory: Path | None = None) -> Path:
     """Download the files of a model to a directory, or to the hub's cache, and compare the announced sha256."""
     from huggingface_hub import HfApi, constants, hf_hub_download
 
-    with _one_sentence(name):
+    address = f"{constants.ENDPOINT}/{repository(name)}"
+    by_hand = "give a model's path instead of its name"
+    try:
         info = HfApi().model_info(repository(name), files_metadata=True, timeout=_ANSWER)
-    announced = {sibling.rfilename: sibling for sibling in info.siblings or []}
-    files = _wanted(name, announced)
-    size = size_text(sum(announced[file].size or 0 for file in files))
-    say(f"{name}: downloading {size} from {constants.ENDPOINT}/{repository(name)}")
-    path = Path()
-    # `snapshot_download` would download in threads, for whose gigabytes Ctrl-C would wait.
-    for file in files:
-        with _one_sentence(name):
-            path = Path(hf_hub_download(repository(name), file, local_dir=directory))
+        announced = {sibling.rfilename: sibling for sibling in info.siblings or []}
+        files = _wanted(announced)
+        if not files:
+            raise InputError(f"{name}: {address} holds no complete model in a form that is read here; {by_hand}")
+        say(f"{name}: downloading {size_text(sum(announced[file].size or 0 for file in files))} from {address}")
+        # `snapshot_download` would download in threads, for whose gigabytes Ctrl-C would wait.
+        paths = [Path(hf_hub_download(repository(name), file, local_dir=directory)) for file in files]
+    except InputError:
+        raise
+    except Exception as error:  # requests, httpx and hf_xet have no common exception type.
+        raise InputError(
+            f"{name}: no such file or directory, in no cache, and not downloaded from {address} ({reason(error)}); "
+            f"check the name, the network and HF_TOKEN, or {by_hand}"
+        ) from None
+    for file, path in zip(files, paths, strict=True):
         lfs = announced[file].lfs
         if lfs is not None and sha256(path) != lfs.sha256:  # The library compares sizes only.
             path.resolve().unlink()
             path.unlink(missing_ok=True)
             raise InputError(
                 f"{name}: {file} from {constants.ENDPOINT} has not the sha256 that was announced, and it was deleted; "
-                f"try again, and if it stays so look for a proxy that alters files, or {_BY_HAND}"
+                f"try again, and if it stays so look for a proxy that alters files, or {by_hand}"
             )
-        if file == _CONFIG and name not in RELEASED and authors_weights(files) is None:
-            try:  # before the weights are downloaded
-                transformers_config(read_json(path))
-            except ValueError as error:
-                raise InputError(f"{name}: {file} is not that of a model that can be read: {error}") from None
-    return path.parents[len(Path(files[-1]).parts) - 1]
-
-
-_BY_HAND = "give a model's path instead of its name"
-
-
-@contextmanager
-def _one_sentence(name: str) -> Iterator[None]:
-    """Turn a failure of the network, the hub or the disk into one sentence. The library retries if this may help."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # requests, httpx and hf_xet have no common exception type.
-        from huggingface_hub import constants
-        from huggingface_hub.errors import RepositoryNotFoundError
-
-        if isinstance(error, RepositoryNotFoundError):  # The hub gives this answer for private repositories, too.
-            what = f"{constants.ENDPOINT} has no repository {repository(name)}, or asks for a token (HF_TOKEN)"
-        else:
-            what = f"the model could not be downloaded from {constants.ENDPOINT} ({reason(error)})"
-        raise InputError(
-            f"{name}: no such file or directory, and no complete copy is in {constants.HF_HUB_CACHE}; {what}: try "
-            f"again, or {_BY_HAND}"
-        ) from None
+    return paths[-1].parents[len(Path(files[-1]).parts) - 1]
 
 
 def reason(error: BaseException) -> str:

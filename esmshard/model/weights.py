@@ -11,7 +11,7 @@ import math
 import re
 import shlex
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, lru_cache, partial
@@ -23,12 +23,12 @@ import torch
 from esmshard.devices import chosen_device
 from esmshard.errors import InputError, UsageError, reading
 from esmshard.io import remote
-from esmshard.io.paths import found_place, is_hub_name, read_json, remembered_sha256, shipped
+from esmshard.io.paths import found_place, read_json, remembered_sha256, shipped
 from esmshard.model import adapters, hub, weight_reader
 from esmshard.model.config import SHIPPED, ModelConfig
 from esmshard.model.families import family_registry
-from esmshard.model.families.family import Piece
-from esmshard.model.families.family_registry import RELEASED, SIZES
+from esmshard.model.families.family import is_computed
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.trunk import Trunk
 from esmshard.model.weight_reader import ALL, WeightReader
 from esmshard.progress import say
@@ -50,8 +50,8 @@ class Weights:
     """Tensors of a fine-tuned task head, without the prefix `head.`."""
     absent: tuple[str, ...] = ()
     """Parts that the file does not have and that were drawn at random: `lm_head`, `contact_head`."""
-    left_out: tuple[str, ...] = ()
-    """Heads of another task in the file, which nothing here reads, such as `classifier` of `transformers`."""
+    notices: tuple[str, ...] = ()
+    """Sentences on what the files hold and nothing here reads, such as `classifier`, a head of `transformers`."""
     files: tuple[Path, ...] = ()
     """The weight files, for `identity` and `altered`; none for fresh weights."""
     seed: int | None = None
@@ -65,11 +65,6 @@ class Weights:
         train.
         """
         return self.absent if self.seed is None else ("lm_head", "contact_head")
-
-    @property
-    def notices(self) -> list[str]:
-        """Sentences that the user should read about this file, whatever is computed."""
-        return [f"{self.source}: its {part} is of another task and left out" for part in self.left_out]
 
     def lacking(self, *parts: str) -> list[str]:
         """Return sentences about those of these parts that the file does not have, for a caller that uses them."""
@@ -159,28 +154,14 @@ def directory(model: str | Path) -> Path:
         InputError: the repository cannot be downloaded.
     """
     path = place(model)
-    return hub.fetch(str(model)) if not path.exists() and is_hub_name(str(model)) else path
-
-
-def _file_and_size(model: str) -> tuple[Path, str] | None:
-    """Split `FILE@SIZE`; None if there is no such file. Whether the size is known is not checked."""
-    file, at, size = model.rpartition("@")
-    path = Path(file).expanduser()
-    return (path, size) if at and size and path.is_file() else None
+    return hub.fetch(str(model)) if not path.exists() and hub.is_name(str(model)) else path
 
 
 def is_far(model: str) -> bool:
     """Return whether a model would be read from a bucket or downloaded from the hub. Nothing is asked for."""
     if remote.address(model) is not None:
         return True
-    released = family_registry.released_name(model)
-    of_hub = (released is not None or is_hub_name(model)) and not place(model).exists()
-    return of_hub and hub.find(released or model) is None
-
-
-def is_model(name: str) -> bool:
-    """Return whether a name means a model although no file or directory has it: a size, FILE@SIZE, or OWNER/NAME."""
-    return name in SIZES or is_hub_name(name) or _file_and_size(name) is not None
+    return hub.is_name(model) and not place(model).exists() and hub.find(model) is None
 
 
 def read(model: str) -> Weights:
@@ -188,8 +169,8 @@ def read(model: str) -> Weights:
 
     Args:
         model: a file of the authors' own code; a directory in `transformers`' layout, a run, or an adapter's directory;
-            `FILE@SIZE` for a file of tensors alone; a released name, or OWNER/NAME of the Hugging Face hub; the address
-            of a file or directory in a bucket; or `starter` or `demo`. See docs/models.md.
+            a released name, or OWNER/NAME of the Hugging Face hub; the address of a file or directory in a bucket; or
+            `starter` or `demo`. See docs/models.md.
 
     Raises:
         InputError: the model cannot be read; the message names the file and what is wrong.
@@ -199,9 +180,7 @@ def read(model: str) -> Weights:
         return _read_directory(path)
     if path.is_file():
         return _read_file(path)
-    if (split := _file_and_size(model)) is not None:
-        return _read_tensors(*split)
-    if model in RELEASED or is_hub_name(model):
+    if hub.is_name(model):
         opened = read(str(hub.fetch(model)))
         name = family_registry.released_name(model)
         if name is None:
@@ -211,14 +190,11 @@ def read(model: str) -> Weights:
         return replace(opened, config=SIZES[name])  # The name says the window, too.
     if model in SIZES:
         raise InputError(f"{model}: a size without trained weights; give a trained model's path, or init: random")
+    nearest = ", ".join(get_close_matches(model, SIZES, n=5, cutoff=0.0))
     raise InputError(
-        f"{model}: no such file or directory, and no name of a model, of which {_nearest(model)} are the nearest, or "
+        f"{model}: no such file or directory, and no name of a model, of which {nearest} are the nearest, or "
         "OWNER/NAME on the Hugging Face hub; `esmshard finetune` writes the model of a run to OUT/model"
     )
-
-
-def _nearest(size: str) -> str:
-    return ", ".join(get_close_matches(size, SIZES, n=5, cutoff=0.0))
 
 
 def _has_config(path: Path) -> bool:
@@ -276,75 +252,36 @@ def _read_file(path: Path) -> Weights:
             f"{path}: not a model; expected a fair-esm .pt file, a .safetensors file with its config.json beside it, "
             "or a directory in transformers' layout"
         )
-    data = weight_reader.read_pickle(path)
-    state = _state_dict(data)
     try:
         # Files of the authors name their sizes beside the weights, or have names from which sizes follow.
-        opened = family_registry.read_pickle(data, path) if state is None or state is data else None
+        opened = family_registry.read_pickle(weight_reader.read_pickle(path), path)
     except InputError:
         raise
     except ValueError as error:
         raise InputError(f"{path}: not a model that can be read: {error}") from None
-    if opened is not None:
-        config, readers, files = opened
-        return replace(_complete(config, str(path), readers, {}), files=files)
-    if state is not None:
-        raise InputError(f"{path}: holds tensors only and does not say the size of their model; give it as FILE@SIZE")
-    titles = ", ".join(family.title for family in family_registry.FAMILIES.values() if family.reads_pickles)
-    raise InputError(f"{path}: not a model file of the authors' code of {titles} (a 'model' holds no weights)")
-
-
-_AROUND = ("state_dict", "model_state_dict", "model")
-"""Keys under which training programs, such as Lightning, put the tensors. Beside them lies what is not read here."""
-_WRAPPERS = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+")
-"""Prefixes of DataParallel, of a Lightning module that holds the model, and of `torch.compile`."""
-
-
-def _state_dict(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the tensors of a file that says nothing about sizes; None if it holds something else.
-
-    They are the content itself if it is tensors only, else what lies under a key of training programs.
-    """
-    kinds = (torch.Tensor, WeightReader)
-    places = [data] if "cfg" in data or "args" in data else [data, *(data.get(key) for key in _AROUND)]
-    for state in places:  # A file of fair-esm, which has cfg or args, says its sizes.
-        if isinstance(state, dict) and state and all(isinstance(value, kinds) for value in state.values()):
-            return state
-    return None
-
-
-def _read_tensors(path: Path, size: str) -> Weights:
-    """Read `FILE@SIZE`: a file of tensors alone, by our names, which are fair-esm's, or by those of `transformers`."""
-    if size not in SIZES:
-        raise InputError(f"{path}@{size}: {size} is no model size, of which {_nearest(size)} are the nearest")
-    state = _state_dict(
-        weight_reader.read_safetensors(path) if path.suffix == ".safetensors" else weight_reader.read_pickle(path)
-    )
-    if state is None:
-        raise InputError(f"{path}: is no file of tensors alone, so that it says its sizes itself; leave @{size} out")
-    plain = {_WRAPPERS.sub("", str(key)): value for key, value in state.items()}
-    readers = weight_reader.tensors(plain) | {k: v for k, v in plain.items() if isinstance(v, WeightReader)}
-    return _by_our_names(SIZES[size], str(path), readers, [path], shapes(SIZES[size]))
+    if opened is None:
+        raise InputError(
+            f"{path}: not a model file of any authors' code; a state dict does not say its sizes: load it into its "
+            "class of transformers, and give the directory that save_pretrained writes"
+        )
+    config, readers, files = opened
+    return replace(_complete(config, str(path), readers, {}), files=files)
 
 
 def _by_our_names(
-    config: ModelConfig,
-    source: str,
-    readers: Mapping[str, WeightReader],
-    files: Sequence[Path],
-    ours: Collection[str] = (),
+    config: ModelConfig, source: str, readers: Mapping[str, WeightReader], files: Sequence[Path]
 ) -> Weights:
-    """Sort the tensors of files into trunk and heads. `ours` are keys that are names of ours already."""
+    """Sort the tensors of files into trunk and heads."""
     head = {key.removeprefix("head."): reader for key, reader in readers.items() if key.startswith("head.")}
-    left_out = tuple(sorted({key.split(".")[0] for key in readers if key.startswith("classifier.")}))
-    pieces = family_registry.family_of(config).pieces
+    of_others = any(key.startswith("classifier.") for key in readers)
+    notices = (f"{source}: its classifier is of another task and left out",) if of_others else ()
     trunk = {
         piece.name: reader.part(piece.rows)
         for key, reader in readers.items()
         if not key.startswith(("head.", "classifier."))
-        for piece in ((Piece(key),) if key in ours else pieces(key, config))
+        for piece in family_registry.family_of(config).pieces(key, config)
     }
-    return replace(_complete(config, source, trunk, head), left_out=left_out, files=tuple(files))
+    return replace(_complete(config, source, trunk, head), notices=notices, files=tuple(files))
 
 
 def _complete(
@@ -362,8 +299,7 @@ def _complete(
         raise InputError(f"{source}: {some(unexpected)} do not belong to a model of {config.n_layers} such layers")
     missing = sorted(wanted.keys() - readers.keys())
     absent = {part for part in ("lm_head", "contact_head") if not any(name.startswith(f"{part}.") for name in readers)}
-    computed = family_registry.family_of(config).computed
-    if lost := [name for name in missing if not computed(name) and name.split(".")[0] not in absent]:
+    if lost := [name for name in missing if not is_computed(name) and name.split(".")[0] not in absent]:
         raise InputError(f"{source}: {some(lost)} are missing; the file is not a complete model")
     for name, reader in readers.items():
         if reader.shape != wanted[name]:
@@ -399,13 +335,12 @@ def _read_adapter(path: Path) -> Weights:
     else:
         fix = f"put it there, or write where it lies as base_model_name_or_path into {path / hub.ADAPTER_CONFIG}"
         places = (found_place(name, path), name, str(path / name))
-        here = next((each for each in places if place(each).exists() or _file_and_size(each)), None)
-        released = family_registry.released_name(name)
-        if here is None and released is None and not is_hub_name(name):
+        base_name = next((each for each in places if place(each).exists()), family_registry.released_name(name) or name)
+        if not place(base_name).exists() and not hub.is_name(base_name):
             raise InputError(f"{path}: adapts {name}, which is not there; {fix}")
-        if directory(here or released or name).resolve() == path.resolve():
+        if directory(base_name).resolve() == path.resolve():
             raise InputError(f"{path}: is named as its own base model; {fix}")
-        base = read(here or released or name)
+        base = read(base_name)
         if known:
             check(identity(base, name), known, str(path), fix)
     adapter = adapters.read(path, settings, base.config, base.read, tied(base.config))
@@ -416,7 +351,7 @@ def _read_adapter(path: Path) -> Weights:
         read=adapter.read,
         head=adapter.head,
         absent=base.unlearned if unlearned is None else tuple(unlearned),
-        left_out=tuple(sorted({*base.left_out, *adapter.left_out})),
+        notices=(*base.notices, *adapter.notices),
         files=(*base.files, *adapter.files),
         seed=None,
         made=hashlib.sha256(origin.encode()).hexdigest(),
@@ -487,13 +422,8 @@ def altered(files: Sequence[Path]) -> str | None:
     """
     for folder, known in _records(files):
         here = [file for file in files if file.parent == folder]
-        if isinstance(known.get("files"), dict):
-            wrong = [file for file in here if known["files"].get(file.name) != remembered_sha256(file)]
-        elif isinstance(known.get("weights_sha256"), str):  # A shipped model's record has the hash of its only file.
-            wrong = here[:1] if known["weights_sha256"] != remembered_sha256(here[0]) else []
-        else:
-            continue
-        if wrong:
+        recorded = known.get("files", {})
+        if wrong := [file for file in here if recorded and recorded.get(file.name) != remembered_sha256(file)]:
             return (
                 f"{wrong[0]}: is not the file that {folder / ABOUT} records (its sha256 is another), so that the model "
                 "may say something else than it did; copy it again, or consolidate the run again"
@@ -507,26 +437,9 @@ def report_altered(files: Sequence[Path]) -> None:
         say(sentence)
 
 
-def is_finetuned(folder: Path) -> bool:
-    """Return whether a model directory records a recipe, and not only the sha256 of a model that was converted."""
-    return (folder / ABOUT).is_file() and "recipe" in weight_reader.read_json(folder / ABOUT)
-
-
-def task_of(files: Sequence[Path]) -> tuple[str, dict[str, Any]] | None:
-    """Return the name of the task that weight files with a head were trained for, and the facts of its labels.
-
-    None if no `esmshard.json` beside the files says it, as for weights that another program wrote.
-    """
-    for _, about in _records(files):
-        if "recipe" in about:
-            with reading(str(files[0].with_name(ABOUT)), "consolidate the run again"):
-                return about["recipe"]["task"]["name"], about.get("facts", {})
-    return None
-
-
-def data_of(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Return what the `esmshard.json` beside weight files says of the data of each split; empty if there is nothing."""
-    return next((about["data"] for _, about in _records(files) if "data" in about), {})
+def record_of(files: Sequence[Path]) -> dict[str, Any]:
+    """Return the `esmshard.json` beside the weight files of a fine-tuned model; empty for those of other programs."""
+    return next((about for _, about in _records(files) if "recipe" in about), {})
 
 
 def _records(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:

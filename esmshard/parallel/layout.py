@@ -1,8 +1,6 @@
 """The meaning of a recipe's `parallel` section for a number of processes, checked before anything is loaded. No torch.
 
-`shard` carries a `Layout` out, and the planner computes with it. The registry STRATEGIES holds the names known from
-FSDP. Each name answers the two questions of FSDP2: how many ranks share one copy of the weights, and whether a layer's
-gathered weights are freed after its forward pass.
+`shard` carries a `Layout` out, and the planner computes with it. The names of strategies are those known from FSDP.
 """
 
 from collections import Counter
@@ -34,25 +32,14 @@ def kept_products(matrices: Sequence[Matrix], tensor: int) -> Counter[tuple[int,
     return Counter((matrix.columns, matrix.rows // tensor) for matrix in matrices if matrix.target not in left_out)
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """One way to divide a model over ranks."""
-
-    copies: Literal["one", "one a group", "one a rank"]
-    """The number of copies of weights, gradients and optimizer state, over all ranks."""
-    free: bool
-    """Whether a layer's gathered weights are freed after its forward pass, and gathered again for the backward pass."""
-    zero: str
-    """The name of this strategy in DeepSpeed."""
-
-
-STRATEGIES: dict[str, Strategy] = {
-    "full_shard": Strategy("one", free=True, zero="ZeRO 3"),
-    "shard_grad_op": Strategy("one", free=False, zero="ZeRO 2"),
-    "hybrid_shard": Strategy("one a group", free=True, zero="ZeRO 3 with MiCS"),
-    # The weights are freed here, too: gathering from the rank itself costs a copy in its memory, and no communication.
-    "no_shard": Strategy("one a rank", free=True, zero="ZeRO 0"),
+STRATEGIES: dict[str, Literal["one", "one a group", "one a rank"]] = {
+    "full_shard": "one",  # ZeRO 3
+    "shard_grad_op": "one",  # ZeRO 2: a layer's gathered weights stay until its backward pass
+    "hybrid_shard": "one a group",  # ZeRO 3 with MiCS
+    # ZeRO 0. The weights are freed here, too: gathering from the rank itself costs a copy, and no communication.
+    "no_shard": "one a rank",
 }
+"""The number of copies of weights, gradients and optimizer state over all ranks, by the name of the strategy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +72,7 @@ class Layout:
         """Set `group`. `UsageError` if there is no such strategy, or the group is not what the strategy means."""
         if self.strategy not in STRATEGIES:
             raise UsageError(f"Layout: there is no strategy {self.strategy!r}; choose {', '.join(STRATEGIES)}")
-        ranks, copies = self.world_size // self.tensor, STRATEGIES[self.strategy].copies
+        ranks, copies = self.world_size // self.tensor, STRATEGIES[self.strategy]
         group = 1 if ranks == 1 else {"one": ranks, "one a rank": 1}.get(copies, self.group)
         if not group or ranks % group or self.group not in (0, group):
             fix = (
@@ -97,7 +84,7 @@ class Layout:
     @property
     def frees_layers(self) -> bool:
         """Whether a layer's gathered weights are freed after its forward pass. Those of the root are kept."""
-        return STRATEGIES[self.strategy].free
+        return self.strategy != "shard_grad_op"
 
     @property
     def sharded(self) -> bool:
@@ -183,7 +170,7 @@ def check_tensor(
 
 def _group(settings: ParallelSettings, world_size: int, per_machine: int) -> int:
     """Return the number of ranks that divide one copy. Groups of one rank or of all ranks are other strategies."""
-    copies, size = STRATEGIES[settings.strategy].copies, settings.group_size
+    copies, size = STRATEGIES[settings.strategy], settings.group_size
     if copies != "one a group" or world_size == 1:
         if size is not None and copies != "one a group":
             raise UsageError(

@@ -50,7 +50,7 @@ WINDOW = 20
 LEAST = 0.03
 """The seconds of a step below which no rank counts as slow, because a machine's noise on small models is that large."""
 LISTED = 64
-"""The most ranks whose values are written one by one."""
+"""The most ranks whose own values are written at each step."""
 
 _LOST = re.compile(r"gloo|nccl|timed out|timeout|connection (closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
 
@@ -384,7 +384,8 @@ class Watch:
         }
         line: dict[str, Any] = {"step_s": _number(seconds)}
         line |= {name: _number(joined.get(name, max)(values)) for name, values in of_ranks.items()}
-        line["ranks"] = {name: spread([_number(value) for value in values]) for name, values in of_ranks.items()}
+        if len(ranks) <= LISTED:
+            line["ranks"] = {name: [_number(value) for value in values] for name, values in of_ranks.items()}
         return line, [*self._slow_ranks(), *self._full_ranks(ranks)]
 
     def _slow_ranks(self) -> Iterator[str]:
@@ -413,23 +414,6 @@ class Watch:
                 "set parallel.activation_checkpointing"
             )
         self._full |= full
-
-
-def spread(values: Sequence[float | None]) -> list[float | None] | dict[str, float | None]:
-    """Return one value for each rank as a list; for many ranks the extremes, their ranks, and the median.
-
-    >>> spread([3, 1, 2])
-    [3, 1, 2]
-    >>> spread([5, *range(100)])
-    {'min': 0, 'min_rank': 1, 'median': 49, 'max': 99, 'max_rank': 100}
-    """
-    if len(values) <= LISTED:
-        return list(values)
-    known = [value for value in values if value is not None]
-    if not known:
-        return dict.fromkeys(("min", "min_rank", "median", "max", "max_rank"))
-    ends = {"min": min(known), "min_rank": values.index(min(known))}
-    return {**ends, "median": median(known), "max": max(known), "max_rank": values.index(max(known))}
 
 
 def _mean(values: Sequence[float]) -> float:

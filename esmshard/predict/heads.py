@@ -243,8 +243,10 @@ def read_input(
         linker = (chains or found.config.chains).tokens
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))
         store.check_linker(linker, read)
-    about = weights.task_of(found.files)
-    examples = Examples("input", fasta, store, None, apart=about is not None and traits(about[0]).pairs)
+    about = weights.record_of(found.files)
+    examples = Examples(
+        "input", fasta, store, None, apart=bool(about) and traits(about["recipe"]["task"]["name"]).pairs
+    )
     sentences = [f"{fasta}: {notice}" for notice in (*(notices(read) if structures else ()), *examples.notices)]
     if files:
         of_store = len(examples.notices)

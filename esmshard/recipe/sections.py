@@ -24,8 +24,8 @@ class ModelSettings(Settings):
     name: str
     """`starter` or `demo` (small models that come with the package; no ESM-2), a released name (`esm2_t6_8M_UR50D` ...
     `esm2_t48_15B_UR50D`), OWNER/NAME for a repository of the Hugging Face hub, or the path of trained weights: a
-    fair-esm `.pt` file, a directory in the layout of `transformers`, or `FILE@SIZE` for a file of tensors alone. With
-    `init: random`, any of these names, and `mini`, gives the shape only.
+    fair-esm `.pt` file, or a directory in the layout of `transformers`. With `init: random`, any of these names, and
+    `mini`, gives the shape only.
     """
     quantize: Literal["nf4", "int8"] | None = None
     """How the frozen matrices of the layers are kept in the memory of an NVIDIA GPU, for `adapt.method` lora, head and

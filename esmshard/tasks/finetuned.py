@@ -126,7 +126,9 @@ def start_values(task: Task, head: nn.Module, found: Weights) -> str | None:
     start = getattr(head, "start", lambda weights: None)
     if not found.head or not head.state_dict():
         return start(found)  # type: ignore[no-any-return]
-    of_task, facts = weights.task_of(found.files) or (task.settings.name, task.facts)
+    about = weights.record_of(found.files)
+    of_task = about["recipe"]["task"]["name"] if about else task.settings.name
+    facts = about.get("facts", {}) if about else task.facts
     name, shapes = task.settings.name, {name: tensor.shape for name, tensor in head.state_dict().items()}
     same = of_task == name and all(facts.get(key) == task.facts.get(key) for key in ("targets", "classes"))
     if not same:

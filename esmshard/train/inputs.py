@@ -219,7 +219,8 @@ def _compared(split: Examples) -> ComparedRecords:
 
 def seen_in_training(job: RunInputs) -> int:
     """Count the test records whose sequence the run, or the model that it starts from, was trained on."""
-    if job.test.digest == weights.data_of(job.weights.files).get("train", {}).get("tokens_sha256"):
+    before = weights.record_of(job.weights.files).get("data", {})
+    if job.test.digest == before.get("train", {}).get("tokens_sha256"):
         return len(job.test)
     (partner_N,) = first_identical(_compared(job.train), [_compared(job.test)])
     return int((partner_N >= 0).sum())
@@ -227,7 +228,7 @@ def seen_in_training(job: RunInputs) -> int:
 
 def _of_base(job: RunInputs) -> list[str]:
     """Return a sentence on what the base model was trained on, unless that is the training set of this run, too."""
-    trained_on = weights.data_of(job.weights.files)
+    trained_on = weights.record_of(job.weights.files).get("data", {})
     if trained_on.get("train", {}).get("tokens_sha256") == job.train.digest != job.test.digest:
         return []
     return seen_before(str(job.weights.source), trained_on, None, job.test)[0]

@@ -139,17 +139,16 @@ def test_another_repository_is_named_and_its_licence_holds_on(model: Path) -> No
     assert "It holds no weights of others." in text
 
 
-NON_COMMERCIAL = {
-    "license: cc-by-nc-sa-4.0": "cc-by-nc-sa-4.0",
-    "tags: [x]\nlicense: other\nlicense_name: cambrian-non-commercial": "cambrian-non-commercial",
-    "license:\n- CC-BY-NC-4.0": "CC-BY-NC-4.0",
+LICENCES: dict[str, dict[str, Any]] = {
+    "cc-by-nc-sa-4.0": {"license": "cc-by-nc-sa-4.0"},
+    "cambrian-non-commercial": {"license": "other", "license_name": "cambrian-non-commercial"},
 }
 
 
 @pytest.mark.parametrize("kind", ["repository", "directory"])
-@pytest.mark.parametrize("front", NON_COMMERCIAL)
-def test_a_licence_that_forbids_commercial_use_is_said(
-    front: str, kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("licence", LICENCES)
+def test_the_licence_of_the_base_is_named(
+    licence: str, kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, name = tmp_path / "base", "lab/esm2_mine"
     if kind == "repository":
@@ -162,24 +161,15 @@ def test_a_licence_that_forbids_commercial_use_is_said(
     base.mkdir(parents=True)
     for file in ("config.json", "model.safetensors"):
         (base / file).write_text("{}")
-    (base / "README.md").write_text(f"---\n{front}\n---\n# A model\nlicense: mit\n")
+    front = "".join(f"{key}: {value}\n" for key, value in LICENCES[licence].items())
+    (base / "README.md").write_text(f"---\n{front}---\n# A model\nlicense: mit\n")
     known, text = written(model, about(model__name=name))
-    sentence = f"The licence of the base model, `{NON_COMMERCIAL[front]}`, forbids commercial use, and this holds here"
-    assert text.count(sentence) == 1
-    assert (known["license"], known["license_name"]) == ("other", NON_COMMERCIAL[front])
+    sentence = f"Its card names the licence `{licence}`."
+    assert sentence in text
+    assert known.items() >= LICENCES[licence].items()
     again, of_this = written(model, about(model__name=str(model)))
-    assert again["license_name"] == known["license_name"], "what is made from this model says it, too"
+    assert again.items() >= LICENCES[licence].items(), "what is made from this model says it, too"
     assert sentence in of_this
-
-
-def test_other_licences_are_not_said_to_forbid_it(model: Path, tmp_path: Path) -> None:
-    card_of_base = "---\nlicense: apache-2.0\n---\n"
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "README.md").write_text(card_of_base)
-    known, text = written(model, about(model__name=str(tmp_path / "base")))
-    assert "license" not in known
-    assert "commercial" not in text
-    assert "commercial" not in written(model, about())[1], "the released one is MIT"
 
 
 def test_scores_stand_beside_their_baselines(model: Path) -> None:

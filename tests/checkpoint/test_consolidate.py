@@ -165,7 +165,6 @@ def test_scores_of_the_same_model_go_along(tmp_path: Path) -> None:
 
     assert scored(run)
     assert not scored(run, step=6)
-    assert not scored(run, recipe={})
     model = consolidate(run, run / "model")
     assert not scored(model), "of other weights"
     same = {"weights_sha256": json.loads((model / "esmshard.json").read_text())["weights_sha256"]}

@@ -25,7 +25,7 @@ HEAD = {"out.weight": torch.arange(6.0).view(2, 3), "out.bias": torch.ones(2)}
 def same(reference: FairEsm, model: str | Path, dtype: torch.dtype = torch.float32) -> None:
     """Every tensor of a model as we read it, and no other."""
     found, expected = weights.read(str(model)), reference.state_dict()
-    assert found.absent == found.left_out == ()
+    assert found.absent == found.notices == ()
     assert found.read.keys() | {"lm_head.weight"} == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name].float(), (tensor if "inv_freq" in name else tensor.to(dtype)).float()), name
@@ -196,7 +196,7 @@ def test_what_a_model_lacks_is_said_and_not_made_up(part: str, tmp_path: Path) -
     assert said == [], "nothing random was written"
     assert weights.read(str(out)).absent == (part,)
     consolidate(directory, tmp_path / "esm2_it", to="fair-esm", warn=said.append)
-    assert said == [f"{directory}: has no {part}; what it says is random"]
+    assert said == [f"{directory}: its {part} never learned; what it says is random"]
     by_fair_esm(tmp_path / "esm2_it" / "esm2_it.pt")
 
 

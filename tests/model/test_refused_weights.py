@@ -256,7 +256,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
         {"args": argparse.Namespace(arch="protein_bert_base"), "model": {}},
         "architecture is 'protein_bert_base'",
     ),
-    "no model": (fair_esm_settings(TINY), "'model' holds no weights"),
+    "no model": (fair_esm_settings(TINY), "not a model file of any"),
     "a list": ([1, 2], "not a dictionary"),
 }
 

@@ -22,11 +22,10 @@ from transformers import AutoTokenizer, EsmConfig, EsmForMaskedLM, EsmTokenizer
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint.consolidate import consolidate
-from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.adapters import adapter_config, write_adapter
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.family_registry import SIZES, n_parameters, released_name, transformers_config
+from esmshard.model.families.family_registry import SIZES, build, n_parameters, released_name, transformers_config
 from esmshard.model.families.saprot import FAMILY, SaprotConfig
 from esmshard.model.lora import add_lora
 from esmshard.model.trunk import ABSENT, Trunk
@@ -244,7 +243,7 @@ def test_an_adapter_loads_in_peft(saved: Saved, tmp_path: Path) -> None:
     assert (other.hidden_states[-1][saved.mask.bool()] - layers[-1]).abs().max() < TOLERANCE
 
 
-def test_the_authors_file_gives_the_numbers_of_fair_esm(tmp_path: Path) -> None:
+def test_the_authors_weights_give_the_numbers_of_fair_esm() -> None:
     """`load_esm_saprot` of `utils/esm_loader.py`: fair-esm's model with another alphabet."""
     alphabet = Alphabet(VOCABULARY, prepend_toks=[], append_toks=[], prepend_bos=True, append_eos=True)
     alphabet.all_toks = alphabet.all_toks[:-2]
@@ -254,11 +253,8 @@ def test_the_authors_file_gives_the_numbers_of_fair_esm(tmp_path: Path) -> None:
     torch.manual_seed(0)
     theirs = FairEsm(2, 32, 4, alphabet).eval()
     perturb(theirs, deviation=0.1)
-    sizes = {"num_layers": 2, "embed_dim": 32, "attention_heads": 4, "token_dropout": True}
-    torch.save({"config": sizes, "model": theirs.state_dict()}, tmp_path / "SaProt.pt")
-    with pytest.raises(InputError, match=r"give it as FILE@SIZE"):
-        weights.read(str(tmp_path / "SaProt.pt"))
-    mine = weights.load_model(f"{tmp_path / 'SaProt.pt'}@saprot_nano")
+    mine = build(SIZES["saprot_nano"]).eval()
+    mine.load_state_dict(theirs.state_dict())
     for residues, structure in PAIRS.values():
         pairs = map("".join, zip(text(residues, structure)[::2], structure, strict=True))
         block = torch.tensor([[0, *(VOCABULARY.index(pair) for pair in pairs), 2]])

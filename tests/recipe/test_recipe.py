@@ -294,7 +294,7 @@ def test_a_repository_of_the_hub_stays_a_name_unless_a_path_has_it(path: Path) -
     edit(path, "name: mini", "name: lab/esm2_mine")
     assert load(path).model.name == "lab/esm2_mine"
     assert load(path, ["model.name=facebook/esm2_t6_8M_UR50D"]).model.name == "facebook/esm2_t6_8M_UR50D"
-    assert load(path, ["model.name=lab/w.pt@mini"]).model.name == str(Path.cwd() / "lab" / "w.pt@mini")
+    assert load(path, ["model.name=lab/w.pt"]).model.name == str(Path.cwd() / "lab" / "w.pt")
     assert load(path, ["data.train=lab/train"]).data.train == str(Path.cwd() / "lab" / "train"), "of models only"
     (path.parent / "lab" / "esm2_mine").mkdir(parents=True)
     assert load(path).model.name == str(path.parent / "lab" / "esm2_mine")

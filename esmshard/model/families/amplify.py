@@ -143,7 +143,6 @@ class AmplifyFamily(Family):
     window = 2046
     model_types = ("AMPLIFY",)
     model_class = "AutoModel"
-    model_module = "transformers"
     remote_code = True
     names = Names(
         block="transformer_encoder.",
@@ -213,9 +212,8 @@ class AmplifyFamily(Family):
 
     def write_tokenizer(self, directory: Path) -> None:
         """Write the files from which `transformers.AutoTokenizer` makes a tokenizer of AMPLIFY."""
-        settings = {f"{role}_token": f"<{role}>" for role in ("pad", "unk", "mask", "bos", "eos")}
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        write_tokenizer(directory, VOCABULARY, VOCABULARY[:5], ("<bos>", "A", "B", "<eos>"), settings)
+        roles = {role: f"<{role}>" for role in ("pad", "unk", "mask", "bos", "eos")}
+        write_tokenizer(directory, VOCABULARY, roles, "PreTrainedTokenizerFast")
 
 
 FAMILY = AmplifyFamily()

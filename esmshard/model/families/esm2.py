@@ -223,7 +223,6 @@ class EsmFamily(Family):
     config: ClassVar[type[EsmConfig]]
     model_types = ("esm",)
     model_class = "EsmForMaskedLM"
-    model_module = "transformers.models.esm.modeling_esm"
     prefix = "esm."
     names = Names(
         block="esm.encoder.layer.",
@@ -422,7 +421,6 @@ class Esm2Family(EsmFamily):
     corruption = Corruption(random=0.1, unchanged=0.1, letters=20)
     vocab_size = VOCAB_SIZE
     pickles: ClassVar[Mapping[str, AuthorsFile]] = {"fair-esm": FAIR_ESM}
-    reads_pickles = True
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
         """Read a model that fair-esm published.

@@ -241,7 +241,6 @@ class Esm3Family(Family):
         Track(STRUCTURE, "structure tokens", "codes", STRUCTURE_MASK, n_codes=STRUCTURE_TOKENS),
     )
     encoders: ClassVar[Mapping[str, Encoder]] = {STRUCTURE: structure_tokens}
-    reads_pickles = True
     pickles: ClassVar[Mapping[str, AuthorsFile]] = {"esm3-pth": Esm3File()}
     model_types = ("esm3",)
     names = Names(

@@ -301,52 +301,42 @@ def authors_sizes(keys: Iterable[str], table: str, shape: Sequence[int]) -> dict
     return {"n_layers": max(layers, default=0) + 1, "dim": shape[1], "n_heads": shape[1] // HEAD}
 
 
-def write_tokenizer(
-    directory: Path,
-    vocabulary: Sequence[str],
-    special: Iterable[str],
-    pair: Iterable[str],
-    settings: Mapping[str, str],
-) -> None:
+def write_tokenizer(directory: Path, vocabulary: Sequence[str], roles: Mapping[str, str], name: str) -> None:
     """Write the files from which `transformers.AutoTokenizer` makes a tokenizer of single letters.
 
     Args:
         directory: where to write them.
         vocabulary: the tokens in the order of their rows.
-        special: those that stand for no residue.
-        pair: what two sequences become: tokens, and the sequences A and B.
-        settings: the content of `tokenizer_config.json`, with the tokens before and after a sequence.
+        roles: the tokens that stand for no residue, by the names of `transformers`; `bos` and `eos` are added to a
+            sequence.
+        name: the class of the tokenizer.
     """
-    rows = {name: n for n, name in enumerate(vocabulary)}
-    ends = [settings[f"{role}_token"] for role in ("bos", "eos")]
+    rows = {token: n for n, token in enumerate(vocabulary)}
+    special = sorted(set(roles.values()), key=rows.__getitem__)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-
-    def template(parts: Iterable[str]) -> list[dict[str, Any]]:
-        return [
-            {"Sequence": {"id": part, "type_id": "AB".index(part)}}
-            if part in "AB"
-            else {"SpecialToken": {"id": part, "type_id": 0}}
-            for part in parts
-        ]
-
+    first, last = ({"SpecialToken": {"id": roles[role], "type_id": 0}} for role in ("bos", "eos"))
+    a, b = ({"Sequence": {"id": sequence, "type_id": n}} for n, sequence in enumerate("AB"))
     tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": rows[name], "content": name, **flags, "special": True} for name in special],
+        "added_tokens": [{"id": rows[token], "content": token, **flags, "special": True} for token in special],
         "normalizer": None,
         "pre_tokenizer": None,
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": template([ends[0], "A", ends[1]]),
-            "pair": template(pair),
-            "special_tokens": {name: {"id": name, "ids": [rows[name]], "tokens": [name]} for name in ends},
+            "single": [first, a, last],
+            "pair": [first, a, b, last],
+            "special_tokens": {
+                token: {"id": token, "ids": [rows[token]], "tokens": [token]} for token in (roles["bos"], roles["eos"])
+            },
         },
         "decoder": None,
         "model": {"type": "BPE", "unk_token": "<unk>", "vocab": rows, "merges": []},
     }
     replace_json(directory / "tokenizer.json", tokenizer)
-    replace_json(directory / "tokenizer_config.json", dict(settings))
+    settings = {f"{role}_token": token for role, token in roles.items()} | {"tokenizer_class": name}
+    replace_json(directory / "tokenizer_config.json", settings)
 
 
 class ESMC(GatedTrunk):
@@ -380,10 +370,8 @@ class EsmcFamily(Family):
     }
     paper = _CANDIDO
     window = 2046
-    reads_pickles = True
     model_types = ("esmc", "ESMplusplus")
     model_class = "EsmcForMaskedLM"
-    model_module = "transformers.models.esmc.modeling_esmc"
     prefix = "esmc."
     names = Names(
         block="esmc.layers.",
@@ -463,9 +451,7 @@ class EsmcFamily(Family):
         names = [*TOKENS]
         names[SEPARATOR] = "|"
         roles = {"bos": CLS, "cls": CLS, "eos": EOS, "mask": MASK, "pad": PAD, "unk": UNK, "chain_break": SEPARATOR}
-        settings = {f"{role}_token": names[n] for role, n in roles.items()} | {"tokenizer_class": "EsmcTokenizer"}
-        special = [names[n] for n in (CLS, PAD, EOS, UNK, SEPARATOR, MASK)]
-        write_tokenizer(directory, names, special, "AB", settings)
+        write_tokenizer(directory, names, {role: names[n] for role, n in roles.items()}, "EsmcTokenizer")
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
         """Read a `.pth` file in which ESM-C was published in 2024-12: tensors alone, without sizes."""

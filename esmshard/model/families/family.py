@@ -121,6 +121,11 @@ class Opened(NamedTuple):
     """All files that hold them."""
 
 
+def is_computed(name: str) -> bool:
+    """Return whether a tensor follows from the architecture, so that a file may lack it. Rotary frequencies do."""
+    return name.endswith("inv_freq")
+
+
 class Family(ABC):
     """A family of models: shapes, files, initial values, and what may be said about its models.
 
@@ -150,8 +155,6 @@ class Family(ABC):
     """Functions that compute a track of codes, by the name of the track."""
     pickles: ClassVar[Mapping[str, AuthorsFile]] = {}
     """The files of the authors' own code that can be written, by their word in `consolidate --to`."""
-    reads_pickles: ClassVar[bool] = False
-    """Whether the authors' own code has files, which `read_pickle` reads."""
 
     # Directories in the layout of `transformers`.
     model_types: ClassVar[tuple[str, ...]]
@@ -165,8 +168,6 @@ class Family(ABC):
     model_class: ClassVar[str] = ""
     """The class of `transformers` that reads what is written. Empty for a family that `transformers` does not have:
     only esmshard reads its directories."""
-    model_module: ClassVar[str] = ""
-    """The module of this class."""
     remote_code: ClassVar[bool] = False
     """Whether the class is code in a repository on the hub, which `auto_map` in `config.json` names."""
 
@@ -175,21 +176,11 @@ class Family(ABC):
         """The name in checkpoints and in `FAMILIES`."""
         return self.config.family
 
-    @property
-    def call(self) -> str:
-        """The call that reads what is written, for texts."""
-        more = "(DIRECTORY, trust_remote_code=True)" if self.remote_code else ""
-        return f"transformers.{self.model_class}.from_pretrained{more}"
-
-    def computed(self, name: str) -> bool:
-        """Return whether a tensor follows from the architecture, so that a file may lack it. Rotary frequencies do."""
-        return name.endswith("inv_freq")
-
     def initial(self, config: Any, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
         """Draw a tensor of a new model: matrices and embeddings are normal with deviation 0.02, biases 0, and weights
         of norms 1.
         """
-        if name.endswith("inv_freq"):
+        if is_computed(name):
             return inverse_frequencies(config.head_dim)
         if name.endswith("bias"):
             return torch.zeros(shape)
@@ -224,7 +215,7 @@ class Family(ABC):
         follows from the architecture. Tensors with the same key are joined, one below the other in the order of
         `pieces`.
         """
-        return None if self.computed(name) else self.names.theirs(name)
+        return None if is_computed(name) else self.names.theirs(name)
 
     def write_tokenizer(self, directory: Path) -> None:  # noqa: B027  # ESM3 has none
         """Write the files from which `transformers` makes its tokenizer to a directory."""
