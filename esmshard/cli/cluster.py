@@ -78,7 +78,8 @@ def launch(
     else:
         job = jobs.finetune_job(what, given, options, site)
     text = jobs.render(job, site, target, template)
-    say(f"site profile: {sites.found() or f'none at {sites.path()}; all its keys have their defaults'}")
+    none = "" if sites.path().is_file() else "none at "
+    say(f"site profile: {none}{sites.path()}{none and '; all its keys have their defaults'}")
     for path in job.reads if target == "slurm" else ():
         if not Path(path).exists():
             say(f"{path}: is not on this machine; make sure that the nodes have it")

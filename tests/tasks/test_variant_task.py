@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from label_files import recorded_fits
 from scipy import stats
-from sklearn.linear_model import RidgeCV
 from torch import nn
 
 from esmshard.batch import pack
@@ -404,14 +404,7 @@ def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, pool: str, monkeypatch
     found = model(trunk, made)
     rng = np.random.default_rng(0)
     examples = [example(name, *rng.normal(size=2)) for name in SEEN]
-    fits: list[Any] = []
-    old = RidgeCV.fit
-
-    def fit(self: Any, x: Any, *rest: Any) -> Any:
-        fits.append((old(self, x, *rest), x))
-        return self
-
-    monkeypatch.setattr(RidgeCV, "fit", fit)
+    fits = recorded_fits(monkeypatch)
     made.probe(found.head, examples, found, seed=0)
     x = fits[0][1]
     assert x.shape[1] == found.head.out.in_features + 1  # type: ignore[union-attr]
