@@ -15,7 +15,7 @@ from random_models import SHORT
 
 from esmshard.model.families.family_registry import SIZES
 from esmshard.parallel.layout import Layout
-from esmshard.tasks.variant_features import Pool
+from esmshard.tasks.variants import Pool
 from esmshard.vocab import encode
 
 WORK = ("embed", "mlm", "contacts", "fixed", "variants")

@@ -33,7 +33,7 @@ from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.variant_features import Pool, VariantHead
+from esmshard.tasks.variants import Pool, VariantHead
 from esmshard.vocab import MASK, PAD, STANDARD, TOKENS
 
 Tokens = npt.NDArray[np.uint8]

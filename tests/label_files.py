@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+from sklearn import linear_model
+
 from esmshard.data.batching.loader import Examples
 from esmshard.io.store import ingest
 from esmshard.recipe.data_section import DataSettings
@@ -30,3 +33,16 @@ class LabelFiles:
         fasta, store = self.split("train", text)
         train = Examples("train", fasta, store, task.labels(fasta, store, data(**given)))
         return task.learn(train), train
+
+
+def recorded_fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """Return a list of the models that scikit-learn fits from now on, each with its features."""
+    fits: list[tuple[Any, Any]] = []
+    for kind in (linear_model.RidgeCV, linear_model.LogisticRegression):
+
+        def fit(self: Any, x: Any, *rest: Any, old: Any = kind.fit, **more: Any) -> Any:
+            fits.append((old(self, x, *rest, **more), x))
+            return self
+
+        monkeypatch.setattr(kind, "fit", fit)
+    return fits

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Context, Option
 
-from esmshard.cli.options import AsJson, Overrides, Overwrite, SweepFile, SweepTrials, recipes
+from esmshard.cli.options import AsJson, Overrides, Overwrite, recipes
 
 
 def launch(
@@ -37,10 +37,8 @@ def launch(
     ] = None,
     array: Annotated[
         int | None,
-        Option(min=1, max=1_000_000, metavar="N", help="Workers of embed or --sweep; or runs, each with a seed."),
+        Option(min=1, max=1_000_000, metavar="N", help="Workers of embed, which share the output."),
     ] = None,
-    sweep: SweepFile = None,
-    trials: SweepTrials = None,
     name: Annotated[str | None, Option(metavar="NAME", help="Name of the job; by default that of the recipe.")] = None,
     out: Annotated[
         Path | None, Option("-o", "--out", help="File to write; by default NAME.sbatch or NAME.job.yaml.")
@@ -63,8 +61,6 @@ def launch(
         nproc=nproc,
         time=time_limit,
         array=array,
-        sweep=sweep,
-        trials=trials,
         name=name,
     )
     site = sites.load()
@@ -82,7 +78,8 @@ def launch(
     else:
         job = jobs.finetune_job(what, given, options, site)
     text = jobs.render(job, site, target, template)
-    say(f"site profile: {sites.found() or f'none at {sites.path()}; all its keys have their defaults'}")
+    none = "" if sites.path().is_file() else "none at "
+    say(f"site profile: {none}{sites.path()}{none and '; all its keys have their defaults'}")
     for path in job.reads if target == "slurm" else ():
         if not Path(path).exists():
             say(f"{path}: is not on this machine; make sure that the nodes have it")
@@ -90,7 +87,7 @@ def launch(
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         return
     file = out or jobs.default_file(job, target)
-    jobs.write(text, file, overwrite, job.reads)
+    jobs.write(text, file, overwrite)
     print(file)
     print(jobs.submit(file, target))
 

@@ -298,8 +298,8 @@ def score(
         bool, Option("--all-singles", help="Score every single substitution, without a table.")
     ] = False,
     method: Annotated[
-        Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity", "one-pass", "both"] | None,
-        Option(help="Of variants one of the first three (the first), of sequences of the last three (the third)."),
+        Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity", "one-pass"] | None,
+        Option(help="Of variants one of the first three (the first), of sequences of the last two (the third)."),
     ] = None,
     ensemble: Annotated[
         list[str] | None, Option(metavar="MODEL", help="A further model, to average the scores; may be given again.")

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -33,10 +34,7 @@ ANSWER = 30.0
 """The seconds in which nvidia-smi must answer. It hangs where a GPU does."""
 START = 120
 """The seconds for which processes wait for each other."""
-DRIVERS = {"12.6": "525.60.13", "12.8": "525.60.13", "13.0": "580", "13.2": "580"}
-"""The oldest Linux driver for each CUDA that torch is built for, by minor version compatibility (NVIDIA CUDA Toolkit
-Release Notes, "Minimum Required Driver Version for CUDA Minor Version Compatibility")."""
-FIELDS = "name,driver_version,compute_cap,memory.total,memory.free"
+FIELDS = "name,driver_version,memory.total,memory.free"
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class Card:
 
     name: str
     driver: str
-    capability: tuple[int, int]
     total: int
     free: int
 
@@ -114,7 +111,11 @@ def _machine(recipe: Recipe | None, processes: int, out: Path | None) -> Iterato
         yield Finding("gpus", "error", f"nvidia-smi failed: {str(error).strip()}", fix)
     yield from _packages()
     yield from _cuda(cards)
-    yield from _gpus(cards)
+    for n, card in enumerate(cards):
+        busy = card.total - card.free > 0.1 * card.total
+        fix = "wait for its programs or end them (nvidia-smi), or choose GPUs with CUDA_VISIBLE_DEVICES" if busy else ""
+        found = f"GPU {n}: {card.name}, {memory_text(card.free)} of {memory_text(card.total)} free"
+        yield Finding("gpus", "warning" if busy else "ok", found, fix)
     cores, shared = cpu_limits.cores(), Path("/dev/shm")  # noqa: S108
     few = cores < processes
     fix = "give the job more (--cpus-per-task, --cpus), or start fewer processes" if few else ""
@@ -155,35 +156,22 @@ def _cuda(cards: Sequence[Card]) -> Iterator[Finding]:
     """Check whether driver, build of torch, NCCL and GPUs work together."""
     import torch
 
-    cuda, driver = torch.version.cuda, cards[0].driver if cards else None
     if not cards:
-        yield Finding(
-            "gpus", "ok" if cuda is None else "note", f"no NVIDIA GPU; torch is built for {cuda or 'the CPU'}"
-        )
+        found = f"no NVIDIA GPU; torch is built for {torch.version.cuda or 'the CPU'}"
+        yield Finding("gpus", "note" if torch.version.cuda else "ok", found)
         return
-    build = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/"
-    if cuda is None:
-        fix = build + ("cu130" if _numbers(cards[0].driver) >= (580,) else "cu126")
-        yield Finding("versions", "error", f"{len(cards)} x {cards[0].name}, but torch is built without CUDA", fix)
+    there = f"{len(cards)} x {cards[0].name}, driver {cards[0].driver}"
+    build = "install a torch for this driver and these GPUs, as https://pytorch.org/get-started/locally shows"
+    if torch.version.cuda is None:
+        yield Finding("versions", "error", f"{there}, but torch is built without CUDA", build)
         return
-    least = DRIVERS.get(cuda, DRIVERS["13.0"] if cuda.startswith("13") else DRIVERS["12.6"])
-    if driver and _numbers(driver) < _numbers(least):
-        found = f"driver {driver} is too old for CUDA {cuda}, for which this torch is built: it needs {least}"
-        yield Finding("versions", "error", found, f"update the driver, or {build}cu126")
-        return
-    if not torch.cuda.is_available():
-        fix = (
-            "unset CUDA_VISIBLE_DEVICES if it is empty; else see what python -c 'import torch; torch.cuda.init()' says"
-        )
-        yield Finding("versions", "error", f"the driver reports {len(cards)} GPUs, but torch cannot use CUDA", fix)
-        return
-    built = {(int(a), int(b)) for a, b in re.findall(r"(?:sm|compute)_(\d+)(\d)", " ".join(torch.cuda.get_arch_list()))}
-    for card in {card.name: card for card in cards}.values():
-        if not any(major == card.capability[0] and minor <= card.capability[1] for major, minor in built):
-            found = f"{card.name} has compute capability {card.capability}, and this torch has code for {sorted(built)}"
-            yield Finding("versions", "error", found, build + ("cu126" if card.capability < (7, 5) else "cu130"))
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    yield Finding("versions", "ok", f"driver {driver}, CUDA {cuda}, NCCL {nccl}")
+    try:
+        torch.ones(1, device="cuda").sum().item()  # a driver or a build that is too old fails here, and says so
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        yield Finding("versions", "ok", f"{there}, CUDA {torch.version.cuda}, NCCL {nccl}")
+    except (RuntimeError, AssertionError) as error:
+        fix = f"unset CUDA_VISIBLE_DEVICES if it is empty; update the driver, or {build}"
+        yield Finding("versions", "error", f"{there}, but torch cannot use CUDA: {str(error).splitlines()[0]}", fix)
 
 
 def nvidia_smi(*arguments: str) -> str:
@@ -201,40 +189,31 @@ def gpus() -> list[Card]:
         return []
     cards = []
     for line in nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits").splitlines():
-        name, driver, capability, total, free = [cell.strip() for cell in line.split(", ")]
-        major, minor = _numbers(capability)[:2] or (0, 0)
-        total_bytes, free_bytes = [int(cell) << 20 if cell.isdecimal() else 0 for cell in (total, free)]
-        cards.append(Card(name, driver, (major, minor), total_bytes, free_bytes))
+        name, driver, *memory = [cell.strip() for cell in line.split(", ")]
+        total, free = [int(cell) << 20 if cell.isdecimal() else 0 for cell in memory]
+        cards.append(Card(name, driver, total, free))
     return cards
-
-
-def _gpus(cards: Sequence[Card]) -> Iterator[Finding]:
-    for n, card in enumerate(cards):
-        used, room = card.total - card.free, f"{memory_text(card.free)} of {memory_text(card.total)} free"
-        busy = used > 0.1 * card.total
-        fix = "wait for its programs or end them (nvidia-smi), or choose GPUs with CUDA_VISIBLE_DEVICES" if busy else ""
-        yield Finding("gpus", "warning" if busy else "ok", f"GPU {n}: {card.name}, {room}", fix)
 
 
 def _disks(out: Path, needed: int) -> Iterator[Finding]:
     """Check that the directories of results, caches and temporary files can be written and have room."""
-    temporary, cache = Path(tempfile.gettempdir()), cache_directory()
-    for role, path, wanted in (("out", out, needed), ("cache", cache, 0), ("TMPDIR", temporary, 0)):
+    fixes = {"out": "choose another directory with out=DIR", "cache": "set ESMSHARD_CACHE", "TMPDIR": "set TMPDIR"}
+    places = (("out", out, needed), ("cache", cache_directory(), 0), ("TMPDIR", Path(tempfile.gettempdir()), 0))
+    for role, path, wanted in places:
         absolute = path.expanduser().absolute()
         here = next(one for one in (absolute, *absolute.parents) if one.is_dir())
-        fix = {"out": "choose another directory with out=DIR", "cache": "set ESMSHARD_CACHE"}.get(role, "set TMPDIR")
         try:
             with tempfile.TemporaryDirectory(prefix=".esmshard-doctor-", dir=here):
                 pass
         except OSError as error:
-            yield Finding("disks", "error", f"{role}: {here} cannot be written ({error})", fix)
+            yield Finding("disks", "error", f"{role}: {here} cannot be written ({error})", fixes[role])
             continue
         free = shutil.disk_usage(here).free
         found = f"{role}: {here} has {size_text(free)} free" + (
             f", and the run writes {size_text(wanted)}" if wanted else ""
         )
         level: Level = "error" if free < wanted else "warning" if free < max(1 << 30, 1.5 * wanted) else "ok"
-        yield Finding("disks", level, found, "" if level == "ok" else f"remove old files, or {fix}")
+        yield Finding("disks", level, found, "" if level == "ok" else f"remove old files, or {fixes[role]}")
 
 
 def _written_bytes(recipe: Recipe) -> int:
@@ -263,15 +242,14 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
 
     name = recipe.model.name
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # the first fold of several
-        data = recipe.data.model_copy(update={"folds": FOLDS, "fold": 0})
-        recipe = recipe.model_copy(update={"data": data})
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"folds": FOLDS, "fold": 0})})
     of_hub = recipe.init != "random" and (name in RELEASED or is_hub_name(name)) and not weights.place(name).exists()
     if of_hub and hub.find(name) is None:
-        level: Level = "error" if constants.HF_HUB_OFFLINE else "note"
-        found = f"{name} is in no cache" + (
-            ", and HF_HUB_OFFLINE is set" if level == "error" else ": the run downloads it"
-        )
-        yield Finding("recipe", level, found, f"esmshard download {name}, where there is internet")
+        fix = f"esmshard download {name}, where there is internet"
+        if constants.HF_HUB_OFFLINE:
+            yield Finding("recipe", "error", f"{name} is in no cache, and HF_HUB_OFFLINE is set", fix)
+        else:
+            yield Finding("recipe", "note", f"{name} is in no cache: the run downloads it", fix)
         return
     nodes = max(1, int(os.environ.get("WORLD_SIZE", processes)) // max(1, processes_per_machine(processes)))
     try:
@@ -284,19 +262,11 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
         sheet = data_sheet(first.name, first.total) or replace(GPUS["A100-40GB"], name=first.name)
         machines = Machines(replace(sheet, memory_bytes=first.total), len(cards), nodes)
         planned, wanted = plan(recipe, machines), recipe.parallel
-        fits = [
-            option
-            for option in planned.options
-            if option.fits
-            and all(
-                getattr(option.layout, key) == getattr(wanted, key)
-                for key in ("strategy", "activation_checkpointing", "cpu_offload", "tensor")
-            )
-        ]
+        keys = attrgetter("strategy", "activation_checkpointing", "cpu_offload", "tensor")
+        fits = [option for option in planned.options if option.fits and keys(option.layout) == keys(wanted)]
         if fits:
-            yield Finding(
-                "recipe", "ok", f"fits on {machines}: {wanted.strategy}, {fits[0].tokens:,} tokens a rank at once"
-            )
+            found = f"fits on {machines}: {wanted.strategy}, {fits[0].tokens:,} tokens a rank at once"
+            yield Finding("recipe", "ok", found)
         else:
             fix = f"pass {' '.join(planned.keys)}" if planned.best else planned.reason
             yield Finding("recipe", "error", f"{wanted.strategy} does not fit on {machines}", fix)
@@ -365,15 +335,6 @@ def _together(own: Sequence[Finding]) -> list[Finding] | None:
 
 
 _NETWORK = re.compile(r"NCCL INFO Using network (.*\S)")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version.
-
-    >>> _numbers("535.104.05")
-    (535, 104, 5)
-    """
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))
 
 
 def _show(findings: Sequence[Finding], as_json: bool) -> int:

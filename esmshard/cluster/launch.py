@@ -23,7 +23,7 @@ from esmshard.cluster.site import Site
 from esmshard.data.tracks import named_tracks
 from esmshard.errors import InputError, UsageError
 from esmshard.parallel.layout import layout
-from esmshard.recipe import recipe_file, sweep_file
+from esmshard.recipe import recipe_file
 from esmshard.recipe.data_section import INSIDE
 
 Target = Literal["slurm", "kubernetes"]
@@ -43,14 +43,13 @@ Under torchrun the processes have all of these seconds.
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job of a scheduler: a run on some nodes, or an array of independent workers."""
+    """One job of a scheduler: a run on some nodes, or an array of workers of `embed`."""
 
     name: str
     """The name that the scheduler shows; any text."""
     kind: Literal["finetune", "embed", "doctor"]
-    """The kind of job. `finetune` and `doctor` run on all nodes together (in an array of runs, each run on its own).
-    `embed` is `array` workers on one node each, which share an output.
-    """
+    """`finetune` and `doctor` run on all nodes together. `embed` is `array` workers on one node each, which share an
+    output."""
     arguments: tuple[str, ...]
     """Arguments of `esmshard`, without those that the scheduler sets: ("finetune", "/my.yaml", "--resume", "auto").
     For Kubernetes the recipe is its name, or its path in the pods.
@@ -73,11 +72,7 @@ class Job:
     Otherwise the scheduler starts each process.
     """
     array: int = 1
-    """The number of workers of `embed` or of a sweep, or of runs of `finetune`."""
-    first_seed: int | None = None
-    """For an array of runs, which differ in their seeds, the first seed. Each run has its own directory `seed-N` in
-    `out`. None for a single run.
-    """
+    """The number of workers of `embed`."""
     time: str | None = None
     """The time limit; None for that of the site."""
     recipe_text: str | None = None
@@ -95,8 +90,6 @@ class Options:
     nproc: int | None = None
     time: str | None = None
     array: int | None = None
-    sweep: Path | None = None
-    trials: int | None = None
     name: str | None = None
 
 
@@ -108,17 +101,11 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
     """
     path = recipe_file.resolve(recipe)
     resolved = recipe_file.load(path, overrides)
-    slurm, array, sweep = options.target == "slurm", options.array, options.sweep
+    slurm = options.target == "slurm"
     least, most = _nodes(options.nodes)
     on_each_fold = resolved.divides_table
     for refused, why in (
-        (sweep is None and options.trials is not None, "--trials is for a sweep; pass --sweep FILE, too"),
-        (sweep and (not slurm or options.nodes), "--sweep is for Slurm, and a worker has one node; pass --array N"),
-        (array and not slurm, "--array for a recipe is for Slurm only; launch each run with train.seed=N and out=DIR"),
-        (
-            array and on_each_fold and not sweep,
-            "--array: a table of variants is cross-validated by one job; leave it out, or set data.folds and data.fold",
-        ),
+        (options.array, "--array is for embed; launch each run by itself, with train.seed=N and out=DIR"),
         (
             slurm and least != most,
             f"--nodes {options.nodes}: Slurm gives a job a fixed number of nodes; type --nodes {most}",
@@ -132,19 +119,13 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
             raise UsageError(why)
     gpus = _gpus(options, site)
     nproc = options.nproc or (1 if resolved.adapt.method == "probe" else max(1, gpus))
-    starts_processes = on_each_fold or sweep is not None
-    for nodes in () if starts_processes else sorted({least, most}):
+    for nodes in () if on_each_fold else sorted({least, most}):
         layout(resolved.parallel, nodes * nproc, nproc, "fp32")  # raises for a division that cannot be
     shipped = recipe in recipe_file.names() and not Path(recipe).expanduser().is_file()
     data = resolved.data
     reads = [data.train, data.valid, data.test, data.labels, data.mask, data.clusters, data.table, data.wild_type]
     reads += [*(data.tracks or {}).values(), resolved.model.name, None if shipped else _absolute(str(path))]
     arguments = ["finetune", recipe if shipped else _absolute(str(path)), *overrides]
-    if sweep is not None:
-        sweep_file.load(sweep, path, overrides)
-        arguments += ["--sweep", _absolute(str(sweep))]
-        arguments += [] if options.trials is None else ["--trials", str(options.trials)]
-        reads.append(_absolute(str(sweep)))
     text = None
     if not slurm and not shipped:  # The paths in the recipe are relative to the volume.
         text = path.read_text(encoding="utf-8")
@@ -161,9 +142,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         min_nodes=least,
         gpus_per_node=gpus,
         nproc=nproc,
-        starts_processes=starts_processes,
-        array=array or 1,
-        first_seed=None if array is None or sweep is not None else resolved.train.seed,
+        starts_processes=on_each_fold,
         time=_time(options),
         recipe_text=text,
     )
@@ -183,7 +162,6 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
     """
     out: Path | None = parsed["out"]
     for refused, why in (
-        (options.sweep or options.trials, "--sweep and --trials are for a recipe; leave them out"),
         (options.nodes, "--nodes: workers of embed are independent of each other; pass their number as --array N"),
         (out is None, "-o: name the file to write, or the directory, after the --, such as -o my.h5"),
         (str(parsed["fasta"]) == "-", "-: a job has no standard input; name the FASTA file or the store"),
@@ -226,8 +204,8 @@ def doctor_job(arguments: Sequence[str], options: Options, site: Site) -> Job:
         UsageError: if an option is wrong.
     """
     least, most = _nodes(options.nodes)
-    if options.sweep or options.trials or options.array:
-        raise UsageError("--sweep, --trials and --array are not for doctor; pass the number of nodes as --nodes N")
+    if options.array:
+        raise UsageError("--array is for embed; pass the number of nodes to check as --nodes N")
     if least != most:
         raise UsageError(f"--nodes {options.nodes}: doctor checks a fixed number of nodes; pass --nodes {most}")
     gpus = _gpus(options, site)
@@ -276,17 +254,15 @@ def render(job: Job, site: Site, target: Target, template: Path | None = None) -
         raise UsageError(f"{path}:{getattr(error, 'lineno', 1)}: {error}") from None
 
 
-def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
-    """Write the file. Another file there needs `overwrite`; what the job `reads` is never replaced.
+def write(text: str, path: Path, overwrite: bool) -> None:
+    """Write the file. Another file there needs `overwrite`, unless it is the same.
 
     Raises:
-        UsageError: if another file exists there, or the job reads it.
+        UsageError: if another file exists there.
         InputError: if the file cannot be written.
     """
     raw = text.encode("utf-8", "surrogateescape")  # names of files need not be UTF-8
     try:
-        if path.exists() and any(Path(read).exists() and path.samefile(read) for read in reads):
-            raise UsageError(f"{path}: is what the job reads; choose another file with -o")
         if path.exists() and path.read_bytes() != raw and not overwrite:
             raise UsageError(f"{path}: exists already; choose another one with -o, or pass --overwrite")
         path.write_bytes(raw)
@@ -329,15 +305,12 @@ def _slurm(job: Job, site: Site) -> dict[str, Any]:
     if job.gpus_per_node and site.slurm.cpus_per_gpu is not None:
         cores = max(1, site.slurm.cpus_per_gpu * job.gpus_per_node // tasks)
     arguments = [quote(argument) for argument in job.arguments]
-    if job.first_seed is not None:
-        arguments += ['train.seed="$seed"', f'out={quote(job.out)}/seed-"$seed"']
     if job.nodes * tasks == 1:  # one command without ranks
         arguments += ["--nproc", str(job.nproc)]
     places = [*container.mounts, *([job.directory] if job.directory != "/" else [])]
     mounts = [place if ":" in place else f"{place}:{place}" for place in places]
     return {
         "name": _file_name(job.name),
-        "is_array": job.kind == "embed" or job.first_seed is not None or job.array > 1,
         "tasks": tasks,
         "cores": cores,
         "gpus": site.slurm.gpus.replace("{n}", str(job.gpus_per_node)) if job.gpus_per_node else None,

@@ -145,28 +145,16 @@ def path() -> Path:
     return (Path(home) if home else Path.home() / ".config") / "esmshard" / "site.yaml"
 
 
-def found() -> Path | None:
-    """Return the profile that `load` reads; None if there is none.
-
-    Raises:
-        UsageError: if $ESMSHARD_SITE names a file that does not exist.
-    """
-    place = path()
-    if place.is_file():
-        return place
-    if os.environ.get(VARIABLE):
-        raise UsageError(f"{place}: no such file; {VARIABLE} names it as the site profile")
-    return None
-
-
 def load() -> Site:
     """Load the site profile; without a file all values are defaults.
 
     Raises:
         UsageError: with one sentence for each problem, as `site.yaml:4:3: slurm.partitoin: unknown key; did you mean
-            'partition'?`.
+            'partition'?`; or $ESMSHARD_SITE names a file that does not exist.
     """
-    place = found()
-    if place is None:
+    place = path()
+    if not place.is_file():
+        if os.environ.get(VARIABLE):
+            raise UsageError(f"{place}: no such file; {VARIABLE} names it as the site profile")
         return Site()  # type: ignore[call-arg]
     return read(place, "a site profile", Site, may_be_empty=True).checked(Site)

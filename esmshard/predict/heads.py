@@ -20,7 +20,7 @@ from esmshard.data.tracks import record_tracks, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device, is_out_of_memory, packs_at_once, side_by_side
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.io.array_formats import FORMATS, About, FormatWriter, Output, Pool, Row
-from esmshard.io.paths import replace_json, replacing, without_directories
+from esmshard.io.paths import replace_json, replace_text, without_directories
 from esmshard.io.store import TokenStore, ingest, is_store, linker_of
 from esmshard.io.symbols import Rules
 from esmshard.io.writers import (
@@ -49,9 +49,9 @@ one pack: TOKENS on the CPU and for pair maps, GPU_TOKENS for other tasks on a G
 """
 LEAST = 1024
 """The tokens of a pack below which smaller packs are only slower."""
-WINDOW, PACKS = 512, 64
-"""The most records that are sorted by length together, and most packs that they make. Their predictions stay in memory
-until the window is done. 64 packs of pair maps are at most 256 MiB, unless single records are longer than a pack.
+WINDOW, MAPS = 512, 32
+"""The records that are sorted by length together, and those with pair maps. Their predictions stay in memory until the
+window is done.
 """
 PAIR = 256
 """The tokens of a record from which on the pair map uses more memory than the trunk. A pack of 4,096 tokens of shorter
@@ -172,7 +172,11 @@ def predict(
                 residues += sum(each)
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
             # These files come first: an output is never there without them.
-            _write_failures(out, failed)
+            failures_file(out).unlink(missing_ok=True)
+            if failed:
+                # Ids have no white space; reasons come from libraries, and may have any.
+                lines = (f"{one.id}\t{one.length}\t{' '.join(one.reason.split())}\n" for one in failed)
+                replace_text(failures_file(out), "id\tlength\treason\n" + "".join(lines))
             write_chains(out, chains, found.model.trunk.config.chains.text)
             if len(failed) == len(store):
                 raise InputError(
@@ -180,17 +184,6 @@ def predict(
                 )
             replace_json(facts_file(out), facts | {"records": len(store) - len(failed), "failed": len(failed)})
         return len(store) - len(failed), failed
-
-
-def _write_failures(out: Path, failures: Sequence[Failure]) -> None:
-    """Write `OUT.failed.tsv`, in the order of the input. If nothing failed, remove the file of an earlier run."""
-    path = failures_file(out)
-    path.unlink(missing_ok=True)
-    if failures:
-        with replacing(path) as file:
-            file.write("id\tlength\treason\n")
-            # Ids have no white space; reasons come from libraries, and may have any.
-            file.writelines(f"{one.id}\t{one.length}\t{' '.join(one.reason.split())}\n" for one in failures)
 
 
 def _check_out(out: Path, png: Path | None, overwrite: bool) -> None:
@@ -341,7 +334,8 @@ def predictions(
                 raise
             return f"memory does not suffice: {error}"[:300]
 
-    for window in _windows(cost_N.tolist(), most):
+    size = MAPS if pairs else WINDOW
+    for window in (range(n, min(n + size, len(cost_N))) for n in range(0, len(cost_N), size)):
         inputs_of = {n: question(n) for n in window}
         short = [n for n in window if limit is None or inputs_of[n].longest <= limit]
         too_long = f"the model has learned positions for {(limit or 0) - 2} residues"
@@ -363,20 +357,3 @@ def predictions(
         for n in window:
             array = done.pop(n)
             yield array if isinstance(array, str) or np.isfinite(array).all() else NOT_FINITE
-
-
-def _windows(costs: Sequence[int], most: int) -> Iterator[range]:
-    """Yield all records in order, WINDOW of them at a time, or as many as make PACKS packs of `most` tokens; at least
-    one.
-
-    Args:
-        costs: the tokens of a pack that each record uses.
-        most: the tokens of a pack.
-    """
-    first = total = 0
-    for n, cost in enumerate(costs):
-        if n > first and (n - first == WINDOW or total + cost > PACKS * most):
-            yield range(first, n)
-            first, total = n, 0
-        total += cost
-    yield range(first, len(costs))

@@ -30,8 +30,7 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks.finetuned import FineTuned, load_base, load_finetuned
 from esmshard.tasks.metrics import LEAST, Interval, variant_spearman
 from esmshard.tasks.registry import traits
-from esmshard.tasks.variant_features import PACKED
-from esmshard.tasks.variants import FROZEN, ONE_HOT, SHORT, VariantTask, fit_scale
+from esmshard.tasks.variants import FROZEN, ONE_HOT, PACKED, SHORT, VariantTask, fit_scale
 from esmshard.vocab import STANDARD
 
 Array = npt.NDArray[np.float64]
@@ -182,8 +181,6 @@ class Known:
     """The predictions of the T targets by the models that were not trained on the variant."""
     fold: Mapping[str, int]
     """The fold of each variant with such a prediction."""
-    baselines: Mapping[str, Mapping[str, float]]
-    """The predictions of the first target by each baseline, by the baseline's name."""
     seen: frozenset[str] | None
     """The variants that at least one model was trained on or selected by; None if this is not recorded."""
     verdict: str | None
@@ -229,43 +226,42 @@ def _summary(run: Path) -> dict[str, Any]:
     return summary
 
 
-def read_known(run: Path, models: Sequence[Path], targets: Sequence[str]) -> Known:
+def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method: str = "predicted") -> Known:
     """Read what a run and its models have recorded of variants.
 
     Args:
         run: the directory of a cross-validation, of a single run, or of a model.
         models: the models of the run.
         targets: names of the targets.
+        method: whose predictions out of fold are read: the models', or those of a baseline for the first target.
     """
-    summary = _summary(run)
     files = [model / SEEN_FILE for model in models]
     seen = None
     if all(file.is_file() for file in files):
         seen = frozenset(name for file in files for name in file.read_text(encoding="utf-8").split())
-    rows = _rows_of_run(run / OUT_OF_FOLD_FILE)
-    keys = [f" {name}" for name in targets] if len(targets) > 1 else [""]
-    tested = [row for row in rows if any(row.get(f"predicted{key}") for key in keys)]
+    rows = rows_of_run(run)
+    columns = [f"{method} {name}" if len(targets) > 1 else method for name in targets]
+    columns = columns if method == "predicted" else columns[:1]
+    tested = [row for row in rows if any(row.get(column) for column in columns)]
     return Known(
         {row["variant"]: row["measured"] for row in rows if row["measured"]},
-        {row["variant"]: [float(row[f"predicted{key}"] or "nan") for key in keys] for row in tested},
-        {row["variant"]: int(row["fold"]) for row in tested},
-        {
-            method: {row["variant"]: float(cell) for row in rows if (cell := row.get(f"{method}{keys[0]}"))}
-            for method in summary.get("joint", {}).get("differences", ())
-        },
+        {row["variant"]: [float(row[column] or "nan") for column in columns] for row in tested},
+        {row["variant"]: int(row["fold"]) for row in tested if row["fold"]},
         seen,
-        summary.get("verdict"),
+        _summary(run).get("verdict"),
     )
 
 
-def _rows_of_run(path: Path) -> list[dict[str, str]]:
-    """Read the columns of `variants.csv` that a run added, of the rows with a variant."""
-    if not path.is_file():
+def rows_of_run(run: Path) -> list[dict[str, str]]:
+    """Read the columns of `variants.csv` that a run added, of the rows with a variant; none if there is no such file.
+
+    The columns of the user's table come first. If one of them has the name of an added column, all added columns have a
+    prefix.
+    """
+    if not (path := run / OUT_OF_FOLD_FILE).is_file():
         return []
     with open(path, encoding="utf-8", newline="") as file:
         head, *body = csv.reader(file)
-    # The columns of the user's table come first. If one of them has the name of an added column, all added columns
-    # have a prefix.
     prefix = ""
     while f"esmshard {prefix}variant" in head:
         prefix += "esmshard "
@@ -314,7 +310,7 @@ def rank(
     and how far it can be trusted.
 
     The first columns are those of `table`, or `mutant` and `measured`; then the names in the other numbering, if table
-    and wild type are numbered differently; then those of `_Ranking.columns`; for a table also `not ranked because`.
+    and wild type are numbered differently; then those of `_columns`; for a table also `not ranked because`.
     Rows of the table that cannot be used are at the end, without these values. If the wild type was measured, a row
     that is the wild type (`WT`, or a synonymous change) is not predicted, since its value is known.
 
@@ -357,14 +353,14 @@ def rank(
         raise UsageError(f"--propose needs several models, and {run} has one; pass the run of a cross-validation")
     task = models[0].task
     assert isinstance(task, VariantTask)
-    known = read_known(Path(run), paths, task.names)
+    known = read_known(Path(run), paths, task.names, method or "predicted")
     if table is not None:
         rows = _of_table(task, known, table, mutant, offset)
     elif all_singles:
         rows = _of_protein(task, known, single_substitutions(task.facts["protein"]))
     else:
-        variants, notice = _candidates(task, known, sites, method)
-        rows = _of_protein(task, known, variants)
+        candidates, notice = _candidates(task, known, sites, method)
+        rows = _of_protein(task, known, candidates)
         rows.notices.append(notice)
     for notice in rows.notices:
         say(notice)
@@ -373,38 +369,45 @@ def rank(
         check_finite(np.moveaxis(values_MNT, 1, -1), run)
     else:
         values_MNT = _by_baseline(method, models[0], known, [*rows.mutations, ()], device)[None, :, None]
-        of_baseline = {name: [value] for name, value in known.baselines.get(method, {}).items()}
-        known = replace(known, out_of_fold=of_baseline, baselines={})
-    low, high, interval = interval_of(known)
+    values_MNT, wild_type = values_MNT[:, :-1], float(values_MNT[:, -1, 0].mean())
+    mean_N = np.asarray(values_MNT.mean(0)[:, 0], np.float64)
     sign = -1.0 if task.names[0] in task.facts["lower_is_better"] else 1.0
-    ranking = _Ranking(known, rows, task.names, values_MNT[:, :-1], sign, (low, high))
+    best_first: list[int] = np.argsort(-sign * mean_N, kind="stable").tolist()
+    limits, interval, coverage = interval_of(known)
     facts: dict[str, Any] = {"run": run, "models": len(models), "target": task.names[0], "lower_is_better": sign < 0}
     facts |= {"table": None if table is None else str(table), "offset": rows.offset, "verdict": known.verdict}
     facts |= {"device": str(models[0].model.device), "ranked_by": method or "fine-tuned models", "interval": interval}
     measured = float(known.measured.get(name_of(()), "nan"))
-    facts["wild_type"] = {"measured": measured, "predicted": float(values_MNT[:, -1, 0].mean())}
+    facts["wild_type"] = {"measured": measured, "predicted": wild_type}
     if propose is None:
-        order, left, messages = ranking.order_N, sorted(rows.left_out), list[str]()
+        order, left, messages = best_first, sorted(rows.left_out), list[str]()
         if rows.table is not None and (target := task.names[0]) in rows.columns:
             names = [name_of(one) for one in rows.mutations]
-            facts["compared"], messages = compared(known, names, ranking.mean_N, rows.measured(target), target)
+            facts["compared"], messages = compared(known, names, mean_N, rows.measured(target), target)
     else:
         allowed = _allowed(task, known, sites, rows.offset)
-        order, candidates = ranking.proposed(propose, allowed, kappa, diversity)
+        free = _proposable(known, rows, propose, allowed)
+        chosen = proposals.choose(
+            sign * values_MNT[:, free, 0], [rows.mutations[n] for n in free], propose, kappa, diversity
+        )
+        order = [free[k] for k in chosen]
         left = []
-        facts["proposed"] = {"count": propose, "kappa": kappa, "diversity": diversity, "candidates": candidates}
+        facts["proposed"] = {"count": propose, "kappa": kappa, "diversity": diversity, "candidates": len(free)}
         facts["proposed"]["sites"] = [place + 1 - rows.offset for place in sorted(allowed)]
         trust = known.verdict or "not known, as the run has not been concluded"
         messages = [f"how far to trust these proposals: {trust}"]
         if method is not None:
             messages.append(f"these proposals are by {method}, a single model, so that --kappa has no effect")
     places = [*(rows.rows[n] for n in order), *left]
-    new = {name: [*cells, *[""] * len(left)] for name, cells in ranking.columns(order).items()}
+    rank_of = {n: str(place) for place, n in enumerate(best_first, 1)}
+    variants, values = [rows.mutations[n] for n in order], values_MNT[:, order]
+    new = _columns(known, variants, [rank_of[n] for n in order], task.names, values, limits)
+    new = {name: [*cells, *[""] * len(left)] for name, cells in new.items()}
     if table is not None:
         new[NOT_RANKED] = [rows.left_out.get(row, "") for row in places]
     facts |= {"rows": len(places), "ranked": len(order), "notices": rows.notices}
     write_table(out, {name: [cells[row] for row in places] for name, cells in rows.columns.items()}, new, facts)
-    messages.append(_coverage(interval))
+    messages.append(coverage)
     if method is None and (short := better_baseline(_summary(Path(run)))):
         name = SHORT[short]
         messages.append(
@@ -495,92 +498,73 @@ def _inside(task: VariantTask, variant: Variant) -> bool:
     return all(first <= mutation.position < first + length for mutation in variant)
 
 
-@dataclass(frozen=True)
-class _Ranking:
-    """Predictions of M models, or of one baseline, for the N variants of a table, float32 [M, N, T]."""
+def _columns(
+    known: Known,
+    variants: Sequence[Variant],
+    ranks: list[str],
+    targets: Sequence[str],
+    values_MNT: npt.NDArray[np.float32],
+    limits: tuple[float, float],
+) -> dict[str, list[str]]:
+    """Return the new columns of N variants.
 
-    known: Known
-    rows: VariantRows
-    names: Sequence[str]
-    """The names of the targets. A baseline predicts the first alone, so that T is 1."""
-    values_MNT: npt.NDArray[np.float32]
-    sign: float
-    """-1 if lower values of the first target are better, else 1."""
-    limits: tuple[float, float]
-    """What is added to a prediction to get the limits of its interval."""
+    They are `prediction` (mean over the models, in the unit of the target), the limits of its interval, `disagreement
+    of models` and `rank`; then `out-of-fold prediction` (by the models that had not seen the variant), `seen in
+    training` and `sites varied in training` (yes or no). With several targets, the names of prediction columns end with
+    the target's, and rank and interval are those of the first.
 
-    @property
-    def mean_N(self) -> Array:
-        """The first target, mean over the models."""
-        return np.asarray(self.values_MNT.mean(0)[:, 0], np.float64)
-
-    @property
-    def order_N(self) -> list[int]:
-        """The numbers of the variants, best first."""
-        order: list[int] = np.argsort(-self.sign * self.mean_N, kind="stable").tolist()
-        return order
-
-    def columns(self, order: Sequence[int]) -> dict[str, list[str]]:
-        """Return the new columns of some variants.
-
-        They are `prediction` (mean over the models, in the unit of the target), the limits of its interval,
-        `disagreement of models` and `rank`; then `out-of-fold prediction` (by the models that had not seen the
-        variant), `seen in training` and `sites varied in training` (yes or no). With several targets, the names of
-        prediction columns end with the target's, and rank and interval are those of the first.
-        """
-        known, variants = self.known, [self.rows.mutations[n] for n in order]
-        names, varied = [name_of(one) for one in variants], [known.varied(one) for one in variants]
-        most = max(map(len, known.variants), default=0)
-        like = [is_varied and len(one) <= most for is_varied, one in zip(varied, variants, strict=True)]
-        mean_NT = self.values_MNT[:, order].mean(0)
-        many = len(self.values_MNT) > 1
-        sd_NT = self.values_MNT[:, order].std(0, ddof=1) if many else np.full_like(mean_NT, np.nan)
-        new: dict[str, list[str]] = {}
-        keys = [f" {name}" if len(self.names) > 1 else "" for name in self.names][: mean_NT.shape[1]]
-        for t, key in enumerate(keys):
-            new[f"prediction{key}"] = list(map(text, mean_NT[:, t]))
-            for limit, by in zip((LOW, HIGH), self.limits, strict=True) if t == 0 else ():
-                means = zip(mean_NT[:, 0].tolist(), like, strict=True)
-                new[f"{limit}{key}"] = [text(mean + by) if is_like else "" for mean, is_like in means]
-            new[f"{DISAGREEMENT}{key}"] = list(map(text, sd_NT[:, t]))
-        rank_of = {n: str(place) for place, n in enumerate(self.order_N, 1)}
-        new["rank"] = [rank_of[n] for n in order]
-        for t, key in enumerate(keys):
-            values = [known.out_of_fold[name][t] if name in known.out_of_fold else np.nan for name in names]
-            new[f"{OUT_OF_FOLD}{key}"] = list(map(text, values))
-        new[SEEN] = ["" if known.seen is None else "yes" if name in known.seen else "no" for name in names]
-        new[VARIED] = ["" if not known.sites else "yes" if is_varied else "no" for is_varied in varied]
-        return new
-
-    def proposed(self, count: int, allowed: Collection[int], kappa: float, diversity: float) -> tuple[list[int], int]:
-        """Choose variants that were not measured, in the order of choice, and return from how many; see
-        `proposals.choose`.
-
-        Args:
-            count: the number of variants.
-            allowed: the positions, from 0, that they may change.
-            kappa: see there.
-            diversity: see there.
-        """
-        numbers = {one: n for n, one in reversed(list(enumerate(self.rows.mutations)))}  # Rows may have equal variants.
-        new = [one for one in numbers if one and name_of(one) not in self.known.measured]
-        free = sorted(numbers[one] for one in new if all(mutation.position in allowed for mutation in one))
-        if len(free) < count:
-            raise UsageError(
-                f"--propose {count}: only {len(free):,} of the variants at these sites have not been measured; pass "
-                f"--propose {len(free)} at most, other variants, or --sites all"
-            )
-        if len(free) < len(new):
-            say(f"not proposed: {counted(len(new) - len(free), 'variant')} at other sites; --sites names others")
-        better_MN = self.sign * self.values_MNT[:, free, 0]
-        chosen = proposals.choose(better_MN, [self.rows.mutations[n] for n in free], count, kappa, diversity)
-        return [free[k] for k in chosen], len(free)
+    Args:
+        known: the facts of the run.
+        variants: the N variants.
+        ranks: their ranks.
+        targets: the names of the targets. A baseline predicts the first alone, so that T is 1.
+        values_MNT: predictions of M models, or of one baseline.
+        limits: what is added to a prediction to get the limits of its interval; see `interval_of`.
+    """
+    names, varied = [name_of(one) for one in variants], [known.varied(one) for one in variants]
+    most = max(map(len, known.variants), default=0)
+    like = [is_varied and len(one) <= most for is_varied, one in zip(varied, variants, strict=True)]
+    mean_NT = values_MNT.mean(0)
+    sd_NT = values_MNT.std(0, ddof=1) if len(values_MNT) > 1 else np.full_like(mean_NT, np.nan)
+    new: dict[str, list[str]] = {}
+    keys = [f" {name}" if len(targets) > 1 else "" for name in targets][: mean_NT.shape[1]]
+    for t, key in enumerate(keys):
+        new[f"prediction{key}"] = list(map(text, mean_NT[:, t]))
+        for limit, by in zip((LOW, HIGH), limits, strict=True) if t == 0 else ():
+            means = zip(mean_NT[:, 0].tolist(), like, strict=True)
+            new[f"{limit}{key}"] = [text(mean + by) if is_like else "" for mean, is_like in means]
+        new[f"{DISAGREEMENT}{key}"] = list(map(text, sd_NT[:, t]))
+    new["rank"] = ranks
+    for t, key in enumerate(keys):
+        values = [known.out_of_fold[name][t] if name in known.out_of_fold else np.nan for name in names]
+        new[f"{OUT_OF_FOLD}{key}"] = list(map(text, values))
+    new[SEEN] = ["" if known.seen is None else "yes" if name in known.seen else "no" for name in names]
+    new[VARIED] = ["" if not known.sites else "yes" if is_varied else "no" for is_varied in varied]
+    return new
 
 
-def interval_of(known: Known) -> tuple[float, float, dict[str, Any]]:
-    """Return what is added to a prediction of the first target to get the limits of its interval, and facts about them:
-    NaN if there are too few predictions out of fold (split conformal; Vovk et al. 2005, Algorithmic Learning in a
-    Random World).
+def _proposable(known: Known, rows: VariantRows, count: int, allowed: Collection[int]) -> list[int]:
+    """Return the numbers of the variants that were not measured and change the `allowed` positions only.
+
+    `UsageError` if there are fewer than `count`.
+    """
+    numbers = {one: n for n, one in reversed(list(enumerate(rows.mutations)))}  # Rows may have equal variants.
+    new = [one for one in numbers if one and name_of(one) not in known.measured]
+    free = sorted(numbers[one] for one in new if all(mutation.position in allowed for mutation in one))
+    if len(free) < count:
+        raise UsageError(
+            f"--propose {count}: only {len(free):,} of the variants at these sites have not been measured; pass "
+            f"--propose {len(free)} at most, other variants, or --sites all"
+        )
+    if len(free) < len(new):
+        say(f"not proposed: {counted(len(new) - len(free), 'variant')} at other sites; --sites names others")
+    return free
+
+
+def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]:
+    """Return what is added to a prediction of the first target to get the limits of its interval, facts about them, and
+    what they are worth in a sentence: NaN if there are too few predictions out of fold (split conformal; Vovk et al.
+    2005, Algorithmic Learning in a Random World).
 
     The limits are the 5% and 95% quantiles of the errors out of fold, with the correction for their number. They are
     meant for variants like the measured ones. Their coverage is measured: the limits of each fold are made of the
@@ -597,14 +581,18 @@ def interval_of(known: Known) -> tuple[float, float, dict[str, Any]]:
             f"intervals take {RESIDUALS} measured variants that were predicted out of fold, in two folds or more; "
             f"there are {counted(len(error_N), 'variant')} in {counted(len(folds), 'fold')}"
         )
-        return np.nan, np.nan, facts
+        return (np.nan, np.nan), facts, f"no {LOW} and {HIGH}: {facts['why']}"
     held_N = np.zeros(len(error_N), dtype=bool)
     for fold in folds:
         low, high = _error_limits(error_N[fold_N != fold])
         held_N[fold_N == fold] = (low <= error_N[fold_N == fold]) & (error_N[fold_N == fold] <= high)
     facts["coverage"] = float(held_N.mean())
-    facts["coverage_of_each_fold"] = {str(fold): float(held_N[fold_N == fold].mean()) for fold in folds}
-    return *_error_limits(error_N), facts
+    each = facts["coverage_of_each_fold"] = {str(fold): float(held_N[fold_N == fold].mean()) for fold in folds}
+    sentence = (
+        f"{LOW} and {HIGH}: made from the other folds, they held {held_N.mean():.0%} of {len(error_N):,} measured "
+        f"values ({min(each.values()):.0%} to {max(each.values()):.0%} of a fold)"
+    )
+    return _error_limits(error_N), facts, sentence
 
 
 def _error_limits(error_N: Array) -> tuple[float, float]:
@@ -613,17 +601,6 @@ def _error_limits(error_N: Array) -> tuple[float, float]:
     above = min(int(np.ceil((count + 1) * (1 + LEVEL) / 2)), count)
     sorted_N = np.sort(error_N)
     return float(sorted_N[count - above]), float(sorted_N[above - 1])
-
-
-def _coverage(interval: Mapping[str, Any]) -> str:
-    """Say what intervals are worth, or why there are none."""
-    if interval["coverage"] is None:
-        return f"no {LOW} and {HIGH}: {interval['why']}"
-    each, count = interval["coverage_of_each_fold"].values(), interval["predictions_out_of_fold"]
-    return (
-        f"{LOW} and {HIGH}: made from the other folds, they held {interval['coverage']:.0%} of {count:,} measured "
-        f"values ({min(each):.0%} to {max(each):.0%} of a fold)"
-    )
 
 
 # Predictions
@@ -707,8 +684,8 @@ def _examples(task: VariantTask, variants: Sequence[Variant]) -> Examples:
 def compared(
     known: Known, names: Sequence[str], predicted_N: Array, measured_N: Array, target: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Compare predictions with the measured values of a table, separately for variants that training has seen and
-    others.
+    """Compare predictions with the measured values of a table. Variants that training has seen are compared by their
+    out-of-fold predictions, within folds, since each fold is predicted by models of its own.
 
     Args:
         known: the facts of the run.
@@ -721,62 +698,37 @@ def compared(
         Facts for a JSON file, and messages for the user.
     """
     has_N = ~np.isnan(measured_N)
+    rows = counted(int(has_N.sum()), "row")
     facts: dict[str, Any] = {"target": target, "rows_with_values": int(has_N.sum())}
     facts |= {"seen_in_training": None, "unseen": None}
     if known.seen is None:
         facts["why"] = (
-            f"Spearman with {target}: not given, because it is not recorded beside these models which of the "
-            f"{counted(int(has_N.sum()), 'row')} with a value they were trained on"
+            f"Spearman with {target}: not given, as it is not recorded which of the {rows} trained the models"
         )
         return facts, [facts["why"]]
-    seen_N, messages = np.array([name in known.seen for name in names], dtype=bool), []
-    if rows_K := np.flatnonzero(seen_N & has_N).tolist():
-        facts["seen_in_training"], sentence = _of_seen(known, [names[n] for n in rows_K], measured_N[rows_K], target)
-        messages.append(sentence)
-    if rows_K := np.flatnonzero(~seen_N & has_N).tolist():
+
+    def spearman(rows_K: list[int], values_K: Array, fold_K: npt.NDArray[np.int64] | None) -> tuple[Any, str]:
         variants = [parse_variant(names[n]) for n in rows_K]
+        rho, unit = variant_spearman(values_K, measured_N[rows_K], variants, fold_K)
+        return asdict(rho), f"{spearman_sentence(rho, target, unit)} over {counted(len(rows_K), 'row')}"
+
+    messages, seen_N = list[str](), np.array([name in known.seen for name in names], dtype=bool)
+    if seen_K := np.flatnonzero(seen_N & has_N).tolist():
+        tested = [n for n in seen_K if not np.isnan(known.out_of_fold.get(names[n], [np.nan])[0])]
+        values, sentence = None, f"Spearman with {target}: no prediction out of fold"
+        if tested:
+            out_of_fold = np.array([known.out_of_fold[names[n]][0] for n in tested])
+            values, sentence = spearman(tested, out_of_fold, np.array([known.fold[names[n]] for n in tested]))
+        messages.append(f"{sentence} of {len(seen_K):,} that the models were trained on, out of fold and within folds")
+        facts["seen_in_training"] = {"rows": len(seen_K), "rows_out_of_fold": len(tested)}
+        facts["seen_in_training"]["spearman_out_of_fold"] = values
+    if new_K := np.flatnonzero(~seen_N & has_N).tolist():
         trained = {mutation.position for name in known.seen for mutation in parse_variant(name)}
-        varied = sum(all(mutation.position in trained for mutation in one) for one in variants)
-        rho, unit = variant_spearman(predicted_N[rows_K], measured_N[rows_K], variants)
-        facts["unseen"] = {"rows": len(variants), "rows_at_varied_sites": varied, "spearman": asdict(rho)}
-        messages.append(
-            f"{spearman_sentence(rho, target, unit)} over {counted(len(variants), 'row')} that no model was trained "
-            f"on; {varied:,} of them change only sites that training has varied"
-        )
+        varied = sum(all(mutation.position in trained for mutation in parse_variant(names[n])) for n in new_K)
+        values, sentence = spearman(new_K, predicted_N[new_K], None)
+        messages.append(f"{sentence} that no model was trained on; {varied:,} change only sites that training varied")
+        facts["unseen"] = {"rows": len(new_K), "rows_at_varied_sites": varied, "spearman": values}
     return facts, messages
-
-
-def _of_seen(known: Known, names: Sequence[str], measured_N: Array, target: str) -> tuple[dict[str, Any], str]:
-    """Compare rows of variants that training has seen: their out-of-fold predictions, beside those of the best
-    baseline. Each fold is predicted by models of its own, so that variants are compared within their fold.
-    """
-    tested = [n for n, name in enumerate(names) if not np.isnan(known.out_of_fold.get(name, [np.nan])[0])]
-    facts: dict[str, Any] = {"rows": len(names), "rows_out_of_fold": len(tested)}
-    facts |= {"spearman_out_of_fold": None, "best_baseline": None}
-    trained = f"{counted(len(names), 'row')} that the models were trained on"
-    if not tested:
-        return facts, (
-            f"Spearman with {target}: not given for {trained}, as there are no predictions of them by models that had "
-            "not seen them"
-        )
-    names, measured_N = [names[n] for n in tested], measured_N[tested]
-    variants, fold_N = [parse_variant(name) for name in names], np.array([known.fold[name] for name in names])
-    rho, unit = variant_spearman(np.array([known.out_of_fold[name][0] for name in names]), measured_N, variants, fold_N)
-    facts["spearman_out_of_fold"] = asdict(rho)
-    sentence = (
-        f"{spearman_sentence(rho, target, unit)} out of fold over {len(tested):,} of {trained}, within folds, each "
-        "predicted by the models that had not seen it"
-    )
-    baselines = {
-        method: variant_spearman(np.array([values[name] for name in names]), measured_N, variants, fold_N)[0]
-        for method, values in known.baselines.items()
-        if values.keys() >= set(names)
-    }
-    defined = [method for method, theirs in baselines.items() if not np.isnan(theirs.value)]
-    if best := max(defined, key=lambda method: baselines[method].value, default=""):
-        facts["best_baseline"] = {"name": best, "spearman_out_of_fold": asdict(baselines[best])}
-        sentence += f"; the best baseline there, {best}, has {baselines[best]}"
-    return facts, sentence
 
 
 def spearman_sentence(rho: Interval, target: str, unit: str) -> str:

@@ -44,16 +44,13 @@ from esmshard.predict.variants import (
 from esmshard.progress import say
 from esmshard.tasks.finetuned import without_tracks
 from esmshard.tasks.marginals import Tracks, log_probabilities, pseudo_log_likelihoods, scored_residues
-from esmshard.tasks.metrics import spearman, variant_spearman
+from esmshard.tasks.metrics import variant_spearman
 from esmshard.vocab import RESIDUES, TOKENS, Chains, encode, is_residue, join_option
 
 Method = Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity"]
 METHODS = get_args(Method)
-SequenceMethod = Literal["pseudo-perplexity", "one-pass", "both"]
-MASKED, ONE_PASS, BOTH = get_args(SequenceMethod)
-PREFIX = {MASKED: "", ONE_PASS: "one_pass_"}
-"""What the names of the columns of a method begin with."""
-MEAN = "mean_log_p"
+SequenceMethod = Literal["pseudo-perplexity", "one-pass"]
+MASKED, ONE_PASS = get_args(SequenceMethod)
 NOT_SCORED = "not scored because"
 """The last column of a table of variants: why a row has no score."""
 
@@ -314,7 +311,7 @@ def score_sequences(
         fasta: see `heads.predict`.
         out: a `.csv` or `.parquet` file.
         method: `pseudo-perplexity` masks each residue in turn, in a pass of its own; `one-pass` estimates the same from
-            one pass for each window (`marginals.as_masked`); `both` writes both, and the message says how they differ.
+            one pass for each window (`marginals.as_masked`).
         ensemble: further models.
         window: residues of a longer record that the model sees at once; by default as many as the models saw in
             training, the fewest of all.
@@ -329,10 +326,9 @@ def score_sequences(
     """
     if method not in get_args(SequenceMethod):
         raise UsageError(
-            f"--method {method}: sequences without variants are scored by {MASKED}, {ONE_PASS} or {BOTH}; for variants "
-            "of one protein give a table, or --all-singles"
+            f"--method {method}: sequences without variants are scored by {MASKED} or {ONE_PASS}; for variants of one "
+            "protein give a table, or --all-singles"
         )
-    methods = [MASKED, ONE_PASS] if method == BOTH else [method]
     if out.suffix not in (".csv", ".parquet"):
         raise UsageError(f"{out}: scores of sequences are written as .csv or .parquet; give the file that ending")
     if out.suffix == ".parquet":
@@ -340,7 +336,7 @@ def score_sequences(
     check(out, facts_file(out), overwrite=overwrite)
     names, tracks, computing = [model, *ensemble], tracks or {}, chosen_device(device)
     opened, window = _open(names, window, tracks, join_option(join))
-    for name, one in zip(names, opened, strict=True) if ONE_PASS in methods else ():
+    for name, one in zip(names, opened, strict=True) if method == ONE_PASS else ():
         if family_of(one.config).corruption is None:  # Its training does not say what it makes of visible residues.
             known = ", ".join(family.title for family in FAMILIES.values() if family.corruption)
             raise UsageError(
@@ -354,20 +350,14 @@ def score_sequences(
         further = [notice for name in ensemble for notice in without_tracks(name, tracks)]
         for notice in further:
             say(notice)
-        columns = _columns(opened, computing, examples, methods, window)
-        scored_N = columns["length"] > columns["not_scored"]
-        if nothing := int((~scored_N).sum()):
+        columns = _columns(opened, computing, examples, method, window)
+        if nothing := int((columns["length"] == columns["not_scored"]).sum()):
             further.append(f"{counted(nothing, 'record')} without a score, as no residue is one of the 20 amino acids")
             say(further[-1])
-        compared = None
-        if method == BOTH and scored_N.any():
-            one_pass_K, masked_K = columns[PREFIX[ONE_PASS] + MEAN][scored_N], columns[MEAN][scored_N]
-            difference, rho = np.abs(one_pass_K - masked_K).mean(), spearman(one_pass_K, masked_K)
-            compared = f"{ONE_PASS}: mean absolute difference {difference:.3f} of {MEAN}, Spearman {rho:.3f}"
         facts: dict[str, Any] = {"model": model, "ensemble": list(ensemble), "device": str(computing)}
         facts |= {"sequences": str(fasta), "method": method, "window": window, "tracks": dict(tracks)}
         facts |= {} if linker_of(examples.store.manifest) is None else {"join": chains.text}
-        facts |= {"records": len(examples), "notices": [*notices, *further], "compared": compared}
+        facts |= {"records": len(examples), "notices": [*notices, *further]}
         facts = without_directories(facts)
         about = {"facts": json.dumps(facts), "versions": json.dumps({"esmshard": version("esmshard")})}
         types = {"id": "string"} | {name: str(values_N.dtype) for name, values_N in columns.items()}
@@ -378,30 +368,28 @@ def score_sequences(
                 numbers = {name: values_N[start : rows.stop] for name, values_N in columns.items()}
                 writer.add({"id": [examples.id(n) for n in rows], **numbers})
             replace_json(facts_file(out), facts)
-    return f"{out}: {counted(len(examples), 'record')}" + (f"; {compared}" if compared else "")
+    return f"{out}: {counted(len(examples), 'record')}"
 
 
 def _columns(
-    opened: Sequence[Weights], device: torch.device, examples: Examples, methods: Sequence[str], window: int
+    opened: Sequence[Weights], device: torch.device, examples: Examples, method: str, window: int
 ) -> dict[str, npt.NDArray[Any]]:
     """Compute all columns of numbers, int64 or float64 [N] each."""
     records = map(examples.store.residues, range(len(examples)))
     length_N, scored_N = np.array([(is_residue(one).sum(), len(scored_residues(one))) for one in records]).T
 
-    def sums(esm: Trunk, method: str) -> Array:
+    def sums(esm: Trunk) -> Array:
         visible = family_of(esm.config).corruption if method == ONE_PASS else None
         proteins = ((one.tokens, one.tracks) for one in map(examples.get, range(len(examples))))
         return pseudo_log_likelihoods(esm, proteins, scored_N, window=window, visible=visible)
 
-    sums_MKN = _of_each(opened, device, lambda esm: [sums(esm, method) for method in methods])
-    check_finite(sums_MKN, ", ".join(one.source for one in opened))
+    sum_MN = _of_each(opened, device, sums)
+    check_finite(sum_MN, ", ".join(one.source for one in opened))
+    sum_MN = np.where(scored_N, sum_MN, np.nan)
+    mean_MN, prefix = sum_MN / np.maximum(scored_N, 1), "one_pass_" if method == ONE_PASS else ""
     columns: dict[str, npt.NDArray[Any]] = {"length": length_N, "not_scored": length_N - scored_N}
     columns["window"] = np.minimum(examples.store.lengths, window).astype(np.int64)
-    for k, method in enumerate(methods):
-        sum_MN, prefix = sums_MKN[:, k] * np.where(scored_N, 1.0, np.nan), PREFIX[method]
-        mean_MN = sum_MN / np.maximum(scored_N, 1)
-        columns |= {f"{prefix}pseudo_log_likelihood": sum_MN.mean(0), f"{prefix}{MEAN}": mean_MN.mean(0)}
-        if len(mean_MN) > 1:
-            columns[f"{prefix}{MEAN}_sd"] = mean_MN.std(0, ddof=1)
-        columns[f"{prefix}pseudo_perplexity"] = np.exp(-mean_MN.mean(0))
-    return columns
+    columns |= {f"{prefix}pseudo_log_likelihood": sum_MN.mean(0), f"{prefix}mean_log_p": mean_MN.mean(0)}
+    if len(mean_MN) > 1:
+        columns[f"{prefix}mean_log_p_sd"] = mean_MN.std(0, ddof=1)
+    return columns | {f"{prefix}pseudo_perplexity": np.exp(-mean_MN.mean(0))}

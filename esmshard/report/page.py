@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from esmshard import __version__
-from esmshard.data.splits.variant_records import OUT_OF_FOLD
 from esmshard.data.variants.substitutions import Mutation, parse_variant
 from esmshard.errors import InputError, reading, writing
 from esmshard.io.paths import memory_text, read_json, replace_text, without_directories
 from esmshard.io.tables import counted
-from esmshard.predict.variants import better_baseline
+from esmshard.predict.variants import better_baseline, rows_of_run
 from esmshard.progress import duration, rate
 from esmshard.recipe import recipe_file, sweep_file
 from esmshard.report import charts
@@ -256,7 +255,7 @@ def variants_page(run: Path) -> dict[str, Any]:
     recall, chosen = intervals(joint["best"]["recall"]), intervals(joint["best"]["mean_of_chosen"])
     comparison = Comparison("Spearman", metrics, gains)
     best = comparison.best
-    targets, mutations, measured_NT, predicted_NT, fold_N = _out_of_fold(run / OUT_OF_FOLD)
+    targets, mutations, measured_NT, predicted_NT, fold_N = _out_of_fold(run)
     targets = targets or [joint["targets"]]
     pairs = dict(zip(targets, zip(measured_NT.T, predicted_NT.T, strict=True), strict=True))
     ranked = _ranked(run / RANKED)
@@ -297,24 +296,20 @@ def _seeds(seeds: Sequence[int]) -> list[str]:
     return ["--seeds", str(len(seeds))] if len(seeds) > 1 else []
 
 
-def _out_of_fold(path: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Values, Values, Any]:
+def _out_of_fold(run: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Values, Values, Any]:
     """Read `variants.csv`: names of several targets, and of each variant with a prediction, once, its mutations,
     measured and predicted values, and its fold.
     """
-    head, *body = _rows(path)
-    # The columns of the user's table come first. If one of them has a name of ours, all our columns have a prefix.
-    prefix = "esmshard " if "esmshard variant" in head else ""
-    first = len(head) - 1 - head[::-1].index(f"{prefix}variant")
-    place = {name.removeprefix(prefix): first + n for n, name in enumerate(head[first:])}
-    targets = [name.removeprefix("predicted ") for name in place if name.startswith("predicted ")]
+    rows = rows_of_run(run)
+    targets = [name.removeprefix("predicted ") for name in rows[0] if name.startswith("predicted ")] if rows else []
     of = [f" {name}" for name in targets] or [""]
     # A variant that was measured in several rows has the same values in each of them.
-    once = {row[first]: row for row in body if any(row[place[f"predicted{name}"]] for name in of)}
+    once = {row["variant"]: row for row in rows if any(row[f"predicted{name}"] for name in of)}
     measured_NT, predicted_NT = (
-        np.array([[number(row[place[f"{what}{name}"]]) for name in of] for row in once.values()]).reshape(-1, len(of))
+        np.array([[number(row[f"{what}{name}"]) for name in of] for row in once.values()]).reshape(-1, len(of))
         for what in ("measured", "predicted")
     )
-    fold_N = np.array([int(row[place["fold"]]) for row in once.values()], dtype=np.int64)
+    fold_N = np.array([int(row["fold"]) for row in once.values()], dtype=np.int64)
     return targets, [parse_variant(name) for name in once], measured_NT, predicted_NT, fold_N
 
 

@@ -1,7 +1,8 @@
 """Measured values of variants of one protein: its substitutions, one or several at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -13,27 +14,35 @@ from pydantic import Field
 from scipy.special import ndtri
 from torch import nn
 
-from esmshard.batch import Inputs
+from esmshard.batch import Inputs, TokenBatch, batch_of, pack_variants
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels
+from esmshard.devices import packs_at_once, side_by_side
 from esmshard.errors import InputError
 from esmshard.io.store import TokenStore
 from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
+from esmshard.model.dropout import of_changes
 from esmshard.model.finetuner import FineTuner
+from esmshard.model.weights import Weights
+from esmshard.progress import Progress
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.section_base import Clash
 from esmshard.recipe.task_section import TaskSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import Facts, LossSum, Outputs, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.baselines import apply, copy_to, fit_numbers
+from esmshard.tasks.labels import LabelHead
 from esmshard.tasks.marginals import log_probabilities
 from esmshard.tasks.metrics import Row
-from esmshard.tasks.variant_features import PACKED, Pool, VariantHead, frozen, seen_by
-from esmshard.vocab import RESIDUES, STANDARD, decode, encode
+from esmshard.vocab import RESIDUES, STANDARD, VOCAB_SIZE, decode, encode
+
+Pool = Literal["wild_type", "sites", "difference", "mean"]
 
 KNOTS = 200
 """The number of pairs of value and normal score that a rank scale keeps. It interpolates between them."""
+FAR = 1000.0
+"""The deviations that a rank scale continues beyond the training values."""
 THRESHOLDS, SHARPNESS = 15, 2.0
 """For the ranking loss, the number of quantiles that divide the training values, and the slope of the logistic function
 at each quantile, in standard deviations of normal scores."""
@@ -44,6 +53,14 @@ SHORT = {"one-hot": ONE_HOT, "zero-shot": SCORE, "augmented": AUGMENTED, "embedd
 LIGHT = 10.0
 """The zero-shot score as a feature beside one-hot letters is scaled up so much that the penalty hardly touches it, as
 in Hsu et al. 2022."""
+AMINO_ACIDS = encode(STANDARD)[1:-1].tolist()
+"""Tokens of the 20."""
+
+PACKED = 4096
+"""Tokens that go through the model at once."""
+ZERO_SHOT = 0.1
+"""Weight that a new head gives to a unit of the zero-shot score, in standard deviations of the target: scores of single
+substitutions deviate by 2 to 4 and explain a part of it, so that a new head ranks as the language model does."""
 
 
 DEFAULTS: dict[str, Any] = {
@@ -71,7 +88,7 @@ class VariantSettings(TaskSettings):
     instead_of_crop: ClassVar[str] = "full or window"
     reads_table: ClassVar[bool] = True
 
-    pool: Literal["wild_type", "sites", "difference", "mean"] = "wild_type"
+    pool: Pool = "wild_type"
     """The input of the head. `wild_type`: the wild type's representation at each mutated residue, and both letters; one
     forward pass of the wild type serves all variants of a step. `sites`: in addition, the difference between the
     representations of variant and wild type at this residue, which takes a forward pass for each variant. `difference`:
@@ -99,26 +116,26 @@ class VariantSettings(TaskSettings):
 
     def suit(self, data: DataSettings) -> DataSettings:
         """Return the data section with the defaults of the keys that only this task reads."""
-        if self.loss == "ranking" and data.transform == "log":
-            raise Clash("transform", "log has no effect on task.loss ranking, which uses ranks; remove it")
-        for key in ("table", "wild_type"):
-            if getattr(data, key) is None:
-                raise Clash(key, "this key is required")
-        for key in ("train", "valid", "test", "clusters"):
-            if getattr(data, key) is not None:
-                reason = "is for the other tasks, and the recipe has variant, which divides data.table; remove it"
-                raise Clash(key, reason)
+        other = "is for the other tasks, and the recipe has variant, which divides data.table; remove it"
+        clashes = [(key, "this key is required") for key in ("table", "wild_type") if getattr(data, key) is None]
+        clashes += [(key, other) for key in ("train", "valid", "test", "clusters") if getattr(data, key) is not None]
         if data.long not in ("full", "window"):
-            reason = f"{data.long} leaves variants out; choose full, or window for a part of a long protein"
-            raise Clash("long", reason)
+            clashes.append(
+                ("long", f"{data.long} leaves variants out; choose full, or window for a part of a long protein")
+            )
+        if self.loss == "ranking" and data.transform == "log":
+            clashes.append(("transform", "log has no effect on task.loss ranking, which uses ranks; remove it"))
         data = data.model_copy(update={key: value for key, value in DEFAULTS.items() if getattr(data, key) is None})
         if data.split in ("mutations", "given") and data.folds is not None:
             reason = f"divides the table, and data.split {data.split} does so in another way; remove one of them"
-            raise Clash("folds", reason)
+            clashes.append(("folds", reason))
         if data.split != "mutations" and data.train_max is not None:
-            raise Clash("train_max", f"is for data.split mutations, and the recipe has {data.split}; remove it")
+            clashes.append(("train_max", f"is for data.split mutations, and the recipe has {data.split}; remove it"))
         if data.target and (foreign := set(data.lower_is_better or ()) - set(data.target)):
-            raise Clash("lower_is_better", f"{min(foreign)} is no target; data.target names {', '.join(data.target)}")
+            named = ", ".join(data.target)
+            clashes.append(("lower_is_better", f"{min(foreign)} is no target; data.target names {named}"))
+        if clashes:
+            raise Clash(*clashes[0])
         return data
 
 
@@ -126,28 +143,29 @@ class VariantSettings(TaskSettings):
 class Scale:
     """A scale of mean 0 and deviation 1 over the training values themselves (`none`), their logarithms (`log`), or the
     normal scores of their ranks (`rank`).
+
+    Beyond the training values a rank scale continues as a straight line, so that the best of a list do not all get the
+    same value.
     """
 
     kind: str
     mean: float
     deviation: float
     values: tuple[float, ...] = ()
-    """For `rank`, some training values in ascending order."""
+    """For `rank`, some training values in ascending order, after and before one that is FAR beyond them."""
     scores: tuple[float, ...] = ()
     """The normal scores of these values."""
 
     def to(self, value: float) -> float:
         """Convert from the unit of the table; NaN stays NaN."""
         if self.kind == "rank":
-            return _interpolate(value, self.values, self.scores, 1 / self.deviation)
+            return float(np.interp(value, self.values, self.scores))
         return (float(np.log(value) if self.kind == "log" else value) - self.mean) / self.deviation
 
     def back(self, score: float) -> float:
-        """Convert into the unit of the table. Beyond the training values a rank scale continues as a straight line, so
-        that the best of a list do not all get the same value.
-        """
+        """Convert into the unit of the table."""
         if self.kind == "rank":
-            return _interpolate(score, self.scores, self.values, self.deviation)
+            return float(np.interp(score, self.scores, self.values))
         value = float(score) * self.deviation + self.mean
         return float(np.exp(value)) if self.kind == "log" else value
 
@@ -158,21 +176,173 @@ def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
     >>> fit_scale(np.array([1.0, 3.0]), "none").to(5.0)
     3.0
     """
+    x = np.log(values) if kind == "log" else values
+    mean, deviation = float(x.mean()), float(x.std())
     if kind != "rank":
-        x = np.log(values) if kind == "log" else values
-        return Scale(kind, float(x.mean()), float(x.std()))
+        return Scale(kind, mean, deviation)
     distinct, counts = np.unique(values, return_counts=True)
-    middle = (np.cumsum(counts) - counts / 2) / len(values)
+    scores = ndtri((np.cumsum(counts) - counts / 2) / len(values))
     at = np.unique(np.linspace(0, len(distinct) - 1, KNOTS).round().astype(np.int64))
-    scores = ndtri(middle)
-    kept = (tuple(distinct[at].tolist()), tuple(scores[at].tolist()))
-    return Scale(kind, float(values.mean()), float(values.std()), *kept)
+    far = np.array([-FAR, FAR])
+    return Scale(kind, mean, deviation, *(
+        (float(x_K[0] + low), *x_K[at].tolist(), float(x_K[-1] + high))
+        for x_K, (low, high) in ((distinct, far * deviation), (scores, far))
+    ))  # fmt: skip
 
 
-def _interpolate(x: float, xs: tuple[float, ...], ys: tuple[float, ...], slope: float) -> float:
-    """Interpolate linearly between the points, and continue with that slope beyond them."""
-    inside = float(np.interp(x, xs, ys))
-    return inside + slope * (min(x - xs[0], 0.0) + max(x - xs[-1], 0.0))
+class VariantHead(LabelHead):
+    """A head that makes a vector of each changed residue, applies one or two linear layers, and sums over the changes
+    of a variant.
+
+    The sum makes changes additive as far as the trunk, which sees all of them at once (but for `wild_type`), has not
+    changed their vectors; the wild type is where the sum is empty. The vector, by `pool`:
+
+    - `wild_type`: LayerNorm of the wild type's representation, which knows what the site is like; both letters; and
+      with `zero_shot` the probabilities of the 20 amino acids there.
+    - `sites`: what the variant's own representation there differs by, and the same.
+    - `difference`: the first of these alone.
+    - `mean`: no changes, but the mean over all residues of the variant.
+
+    Args:
+        dim: width of the model.
+        hidden: of the layer before the last; 0 for none.
+        sign_T: of each target, 1, or -1 if lower is better.
+        pool: see above.
+        dropout: share that is dropped.
+        zero_shot: add the language model's score of the changes, read from the wild type's logits.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, sign_T: npt.NDArray[np.float32], pool: Pool, dropout: float, *, zero_shot: bool
+    ) -> None:
+        super().__init__(dim, width(dim, pool, zero_shot=zero_shot), hidden, len(sign_T), dropout)
+        self.pool, self.reads_logits = pool, zero_shot
+        self.zero_shot = nn.Parameter(ZERO_SHOT * torch.from_numpy(sign_T)) if zero_shot else None
+
+    def start(self, found: Weights) -> None:
+        """Check that the model has an LM head, if its zero-shot score is a part of the head."""
+        if self.reads_logits and "lm_head" in found.unlearned:
+            raise InputError(
+                f"{found.source}: has no trained LM head, whose zero-shot score is a part of the head for variants; "
+                "set task.zero_shot=false, or train it first (task mlm, adapt.method head)"
+            )
+
+    def forward(
+        self, x_TD: torch.Tensor, batch: TokenBatch, logits_MV: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Return [T] for each variant."""
+        draw_M = batch.draw_N if self.pool == "mean" else of_changes(batch)
+        h_NF = self.features(self.norm(x_TD), batch, logits_MV, partial(self._hidden, draw_M=draw_M))
+        out_NT = self.out(self.hidden_dropout(h_NF, batch.draw_N))
+        if self.zero_shot is not None:
+            assert logits_MV is not None
+            out_NT = out_NT.float() + log_odds(logits_MV, batch)[:, None] * self.zero_shot
+        return list(out_NT)
+
+    def _hidden(self, x_MF: torch.Tensor, draw_M: torch.Tensor | None) -> torch.Tensor:
+        return x_MF if self.hidden is None else F.gelu(self.hidden(self.dropout(x_MF, draw_M)))
+
+    def features(
+        self,
+        x_TD: torch.Tensor,
+        batch: TokenBatch,
+        logits_MV: torch.Tensor | None,
+        each: Callable[[torch.Tensor], torch.Tensor] = lambda x_MF: x_MF,
+    ) -> torch.Tensor:
+        """Return what is seen of each variant, [N, F]. `each` is applied to the vector of a change before these are
+        summed.
+        """
+        if self.pool == "mean":
+            residues = batch.residues(x_TD)[: batch.n_records]
+            return each(torch.stack([x_LD.mean(0) for x_LD in residues]))
+        assert batch.changes_4M is not None
+        record_M, letter_M, mutant_M, wild_M = batch.changes_4M
+        parts = [] if self.pool == "wild_type" else [x_TD[mutant_M] - x_TD[wild_M]]
+        if self.pool != "difference":
+            letters = [F.one_hot(at_M, VOCAB_SIZE).to(x_TD) for at_M in (batch.tokens_T[wild_M], letter_M)]
+            parts += [x_TD[wild_M], *letters]
+            if self.reads_logits:
+                assert logits_MV is not None
+                parts.append(logits_MV[:, AMINO_ACIDS].float().log_softmax(-1).to(x_TD))
+        seen_MF = each(torch.cat(parts, 1))
+        return seen_MF.new_zeros(batch.n_records, seen_MF.shape[1]).index_add(0, record_M, seen_MF)
+
+
+def width(dim: int, pool: Pool, *, zero_shot: bool) -> int:
+    """Return the width of the vector of a change."""
+    if pool in ("difference", "mean"):
+        return dim
+    return dim * (1 if pool == "wild_type" else 2) + 2 * VOCAB_SIZE + (len(STANDARD) if zero_shot else 0)
+
+
+def log_odds(logits_MV: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """Sum log p(mutant) - log p(wild type) over the changes of each variant, float32 [N]: wild-type marginals.
+
+    Only of changes between two of the 20 amino acids: any of them is far likelier than X or U, whatever it does there.
+    """
+    assert batch.changes_4M is not None
+    record_M, letter_M, _, wild_M = batch.changes_4M
+    both_M2 = torch.stack([letter_M, batch.tokens_T[wild_M]], 1)
+    mutant, wild = logits_MV.float().gather(1, both_M2).unbind(1)  # the softmax has the same divisor in both
+    # The tokens of the 20 follow each other.
+    known_M = ((both_M2 >= min(AMINO_ACIDS)) & (both_M2 <= max(AMINO_ACIDS))).all(1)
+    return mutant.new_zeros(batch.n_records).index_add(0, record_M, (mutant - wild) * known_M)
+
+
+def frozen(
+    base: FineTuner,
+    wild_type: npt.NDArray[np.uint8],
+    variants: Sequence[npt.NDArray[np.uint8]],
+    pool: Pool,
+    tracks: Mapping[str, npt.NDArray[Any]] | None = None,
+) -> npt.NDArray[np.float32]:
+    """Compute the vectors of `VariantHead` without its LayerNorm and without probabilities, float32 [N, F].
+
+    They are kept in `base.remembered`, by pool and tokens.
+
+    Args:
+        base: the model before the first step.
+        wild_type: tokens of the protein, `<cls> ... <eos>`.
+        variants: of each variant.
+        pool: `sites` or `mean`.
+        tracks: of the wild type and of each variant, [L + 2, ...] by name.
+    """
+    known, alone = base.remembered[pool], base.trunk.shared_on is None
+    names = [variant.tobytes() for variant in variants]
+    new = [n for n, name in enumerate(names) if name not in known]
+    head = VariantHead(base.trunk.config.dim, 0, np.ones(1, np.float32), pool, 0.0, zero_shot=False)
+    each = max(1, PACKED // len(wild_type))
+    parts = [new[n : n + each] for n in range(0, len(new), each)]
+
+    def one(part: list[int]) -> npt.NDArray[np.float32]:
+        batch = pack_variants([variants[n] for n in part], wild_type, tracks=tracks).to(base.device)
+        x_TD = base.trunk(batch).representations[base.trunk.config.n_layers].float()
+        x_NF: npt.NDArray[np.float32] = head.features(x_TD, batch, None).cpu().numpy()
+        return x_NF
+
+    at_once = max(1, 4 * packs_at_once(base.device))
+    with Progress("frozen model", len(new), show=alone and bool(new)) as progress:
+        for first in range(0, len(parts), at_once):
+            some = parts[first : first + at_once]
+            for part, x_NF in zip(some, side_by_side(one, some, base.device, threads=alone), strict=True):
+                known |= {names[n]: x_F for n, x_F in zip(part, x_NF, strict=True)}
+            progress.update(min(len(new), (first + at_once) * each), "")
+    return np.stack([known[name] for name in names])
+
+
+def seen_by(head: VariantHead, base: FineTuner, inputs: Sequence[Inputs]) -> npt.NDArray[np.float32]:
+    """Compute what the layers of a linear head see of some variants, [N, F], with the zero-shot score as the last
+    column.
+    """
+    with torch.no_grad():
+        batch = batch_of(inputs).to(base.device)
+        said = base.trunk(batch, logits_at=batch.logits_at_P)
+        x_TD = head.norm(said.representations[base.trunk.config.n_layers].float())
+        x_NF = head.features(x_TD, batch, said.logits_PV)
+        if said.logits_PV is not None:
+            x_NF = torch.cat([x_NF, log_odds(said.logits_PV, batch)[:, None]], 1)
+        found: npt.NDArray[np.float32] = x_NF.cpu().numpy()
+    return found
 
 
 class VariantTask(Task):

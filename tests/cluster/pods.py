@@ -77,7 +77,6 @@ def environment(container: dict[str, Any], index: int) -> dict[str, str]:
     """Variables of a pod's container, in which each may name those before it."""
     fields = {
         "metadata.labels['batch.kubernetes.io/controller-uid']": "0f5c-77",
-        "metadata.labels['jobset.sigs.k8s.io/jobset-uid']": "1e2d-88",
         "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
         "status.podIP": f"10.0.0.{index + 1}",
     }

@@ -1,10 +1,10 @@
-"""Stand-ins for sbatch, srun, scontrol, scancel and apptainer, that start real processes. `slurm_programs.py NAME ARGS`
+"""Stand-ins for sbatch, srun, scontrol and scancel, that start real processes. `slurm_programs.py NAME ARGS`
 
 They do what Slurm 22.05 was seen to do. Signals reach every process of a step, whatever its session. After a task that
 fails srun sends SIGTERM to the others, and SIGKILL after a while; its exit code is the highest of all. A job that is
 cancelled is COMPLETING, its shell, srun and tasks get SIGTERM, and `scontrol requeue` brings even that one to life.
-What they do not know they refuse, as the real ones do. $STAND_IN is the directory of their state; its `config.json` has
-`nodes`, and `namespaces` (of the network, one a node) or null.
+What they do not know they refuse, as the real ones do. $STAND_IN is the directory of their state. Nodes are addresses
+of this machine.
 """
 
 import contextlib
@@ -21,15 +21,13 @@ from typing import Any, NoReturn
 
 STATE = Path(os.environ.get("STAND_IN", "."))
 KILL_WAIT = 600.0
+NODES = ("127.0.0.1", "127.0.0.2")
 
 DIRECTIVES = {
     *("job-name", "array", "partition", "account", "time", "nodes", "ntasks-per-node", "mem-per-gpu"),
     *("gpus-per-node", "cpus-per-task", "output", "open-mode", "signal", "requeue", "mail-type"),
 }
-SRUN = {
-    *("mpi", "cpu-bind", "ntasks", "ntasks-per-node", "cpus-per-task", "kill-on-bad-exit", "wait"),
-    *("container-image", "container-mounts", "container-workdir", "no-container-mount-home", "container-env"),
-}
+SRUN = {"mpi", "cpu-bind", "cpus-per-task", "kill-on-bad-exit", "wait"}
 
 
 def install(folder: Path, names: tuple[str, ...]) -> None:
@@ -43,11 +41,6 @@ def install(folder: Path, names: tuple[str, ...]) -> None:
 
 def refuse(message: str) -> NoReturn:
     sys.exit(f"stand-in: {message}")
-
-
-def config() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((STATE / "config.json").read_text())
-    return found
 
 
 def note(kind: str, what: Any) -> None:
@@ -111,8 +104,7 @@ def sbatch(arguments: list[str]) -> None:
     first = 4001 + len(list(jobs.iterdir()))
     tasks = [None]
     if "array" in options:
-        low, high = map(int, options["array"].split("-"))
-        tasks = list(range(low, high + 1))  # type: ignore[arg-type]
+        tasks = list(range(int(options["array"].removeprefix("0-")) + 1))  # type: ignore[arg-type]
     for n, task in enumerate(tasks):
         job = Job(f"{first}_{task}" if task is not None else str(first))
         job.folder.mkdir()
@@ -129,7 +121,7 @@ def sbatch(arguments: list[str]) -> None:
 
 
 def _run_job(job: Job, options: dict[str, str], first: int, task: int | None, n: int) -> None:
-    nodes = config()["nodes"][: int(options["nodes"])]
+    nodes = NODES[: int(options["nodes"])]
     output = options["output"].replace("%j", job.number).replace("%A", str(first)).replace("%a", str(task))
     variables = {
         "SLURM_JOB_ID": str(first + n),
@@ -144,8 +136,8 @@ def _run_job(job: Job, options: dict[str, str], first: int, task: int | None, n:
         variables["SLURM_CPUS_PER_TASK"] = options["cpus-per-task"]
     if task is not None:
         variables |= {"SLURM_ARRAY_JOB_ID": str(first), "SLURM_ARRAY_TASK_ID": str(task)}
-        lowest, highest = (int(number) for number in options["array"].split("-"))
-        variables |= {"SLURM_ARRAY_TASK_MIN": str(lowest), "SLURM_ARRAY_TASK_COUNT": str(highest - lowest + 1)}
+        count = int(options["array"].removeprefix("0-")) + 1
+        variables |= {"SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_COUNT": str(count)}
     for restart in range(20):
         if restart:
             variables["SLURM_RESTART_COUNT"] = str(restart)
@@ -170,25 +162,22 @@ def _run_job(job: Job, options: dict[str, str], first: int, task: int | None, n:
 
 
 def srun(arguments: list[str]) -> None:
-    options, command = _options(arguments, SRUN, "srun")
+    options: dict[str, str] = {}
+    while arguments[0].startswith("--"):
+        name, _, value = arguments.pop(0)[2:].partition("=")
+        options[name] = value
+        if name not in SRUN:
+            refuse(f"srun: unrecognized option --{name}")
     number, nodes = os.environ["STAND_IN_JOB"], os.environ["SLURM_JOB_NODELIST"].split(",")
-    job, each = Job(number), int(options.get("ntasks-per-node", os.environ["SLURM_NTASKS_PER_NODE"]))
-    size = int(options.get("ntasks", os.environ["SLURM_NTASKS"]))
-    if size != each * len(nodes):
-        refuse(f"srun: {size} tasks, but {each} on each of {len(nodes)} nodes")
-    if "container-image" in options:
-        places = [mount.split(":") for mount in options["container-mounts"].split(",")]
-        _check_places([place[0] for place in places], [place[1] for place in places], options["container-workdir"])
+    job, each, size = Job(number), int(os.environ["SLURM_NTASKS_PER_NODE"]), int(os.environ["SLURM_NTASKS"])
     step = len([one for one in noted("srun") if one["job"] == number])
-    note("srun", {"options": options, "command": command, "job": number})
+    note("srun", {"options": options, "job": number})
     came: list[int] = []
     for heard in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(heard, lambda number, frame: came.append(number))
-    spaces = config()["namespaces"]
     tasks: list[subprocess.Popen[bytes]] = []
     for rank in range(size):
         node = rank // each
-        inside = ["ip", "netns", "exec", spaces[node]] if spaces else []
         environment = {
             **{key: value for key, value in os.environ.items() if key != "STAND_IN_JOB"},
             "STAND_IN_STEP": number,
@@ -201,8 +190,7 @@ def srun(arguments: list[str]) -> None:
             "SLURM_LOCALID": str(rank % each),
             "SLURMD_NODENAME": nodes[node],
         }
-        at = options.get("container-workdir")
-        tasks.append(subprocess.Popen([*inside, *command], env=environment, cwd=at, start_new_session=True))
+        tasks.append(subprocess.Popen(arguments, env=environment, start_new_session=True))
     ended = _ended(job, tasks, came, options)
     for rank, code in enumerate(ended):
         if code:
@@ -258,37 +246,6 @@ def scancel(arguments: list[str]) -> None:
             job.signal("STEP", signal.SIGTERM)
         case _:
             refuse(f"scancel {arguments}")
-
-
-def apptainer(arguments: list[str]) -> None:
-    if arguments[:1] != ["exec"]:
-        refuse(f"apptainer {arguments[:1]}")
-    options, (image, *command) = _options(arguments[1:], {"nv", "bind", "pwd"}, "apptainer")
-    places = [place.split(":") for place in options["bind"].split(",")]
-    _check_places([place[0] for place in places], [place[1] for place in places], options["pwd"])
-    if not Path(image).is_file():
-        refuse(f"apptainer: no image {image}")
-    note("apptainer", {"options": options, "image": image, "command": command})
-    os.chdir(options["pwd"])
-    os.execvp(command[0], command)
-
-
-def _options(arguments: list[str], known: set[str], program: str) -> tuple[dict[str, str], list[str]]:
-    options: dict[str, str] = {}
-    while arguments and arguments[0].startswith("--"):
-        name, _, value = arguments.pop(0)[2:].partition("=")
-        if name not in known:
-            refuse(f"{program}: unrecognized option --{name}")
-        options[name] = f"{options[name]}\0{value}" if name in options else value
-    return options, arguments
-
-
-def _check_places(sources: list[str], targets: list[str], working: str) -> None:
-    for source in sources:
-        if not Path(source).is_dir():
-            refuse(f"cannot mount {source}: no such directory")
-    if not any(Path(working).is_relative_to(target) for target in targets):
-        refuse(f"no such directory in the container: {working}")
 
 
 if __name__ == "__main__":

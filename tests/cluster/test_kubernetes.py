@@ -5,10 +5,8 @@ tests/cluster/test_kubernetes.py` runs these, and writes the examples anew.
 """
 
 import json
-import re
 import socket
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -22,15 +20,17 @@ from typer.testing import CliRunner
 
 from esmshard.cli.app import app
 from esmshard.cluster.launch import GRACE, TEMPLATES, Job, render
-from esmshard.cluster.site import Site
+from esmshard.cluster.site import KubernetesSite, Site
 from esmshard.errors import UsageError
+from esmshard.parallel.launch import END_TIMEOUT, STOP_TIMEOUT
 from esmshard.recipe import recipe_file as recipe
+from esmshard.train import run_dir
 
 sys.path.insert(0, str(Path(__file__).parent))
 import pods
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "kubernetes"
-VERSIONS = ("1.31", "1.34", "1.37")
+VERSION = "1.31"
 OWN = "task: {name: mlm}\n\n# a comment\ndata: {train: 'a b.fasta'}  # $(HOME)\nout: runs/é\n"
 
 
@@ -50,14 +50,11 @@ VARIANTS = {
     "two nodes": (pods.run(), pods.BARE),
     "two nodes, everything": (pods.run(), pods.FULL),
     "two nodes, an odd directory": (pods.run(out="/mnt/team/$(id): a #1"), pods.FULL),
-    "not elastic": (pods.run(nodes=16, min_nodes=16), pods.BARE),
     "one node": (pods.run(**ALONE), pods.BARE),
     "on CPUs": (pods.run(**ALONE | {"gpus_per_node": 0}), pods.BARE),
     "a recipe of one's own": (pods.run(arguments=("finetune", "/work/my own.yaml"), recipe_text=OWN), pods.BARE),
-    "the same, everything": (pods.run(arguments=("finetune", "/mnt/team/my.yaml"), recipe_text=OWN), pods.FULL),
     "embed": (Job(**EMBED), pods.BARE),
     "embed, everything": (Job(**EMBED), pods.FULL),
-    "embed, one worker": (Job(**EMBED | {"array": 1}), pods.BARE),
     "doctor": (pods.run(**DOCTOR), pods.FULL),
     "doctor, one node": (pods.run(**DOCTOR | ALONE), pods.BARE),
 }
@@ -100,21 +97,10 @@ def kubernetes_validate() -> ModuleType:
     return import_module("kubernetes_validate")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_objects_are_valid(kubernetes_validate: ModuleType, variant: str, version: str) -> None:
+def test_objects_are_valid(kubernetes_validate: ModuleType, variant: str) -> None:
     for document in pods.objects(*VARIANTS[variant]).values():
-        assert kubernetes_validate.validate(document, version, strict=True) == version
-
-
-def test_the_validation_finds_mistakes(kubernetes_validate: ModuleType) -> None:
-    job = pods.objects(*VARIANTS["two nodes"])["Job"]
-    job["spec"]["template"]["spec"]["containers"][0]["argz"] = []
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(job, VERSIONS[0], strict=True)
-    job["kind"] = "Jop"
-    with pytest.raises(kubernetes_validate.SchemaNotFoundError):
-        kubernetes_validate.validate(job, VERSIONS[0], strict=True)
+        assert kubernetes_validate.validate(document, VERSION, strict=True) == VERSION
 
 
 @pytest.mark.parametrize(
@@ -132,13 +118,6 @@ def test_the_validation_finds_mistakes(kubernetes_validate: ModuleType) -> None:
             "embed",
             "esmshard embed esm2_t33_650M_UR50D proteins.fasta.gz -o embeddings --engine array --nproc=1 --worker=1/4",
         ),
-        (
-            "doctor",
-            "torchrun_wrapper.sh  python -m torch.distributed.run --nnodes=2:2 --nproc-per-node=8 --max-restarts=0 "
-            "--rdzv-backend=c10d --rdzv-endpoint=doctor-0.doctor.protein-models.svc:30001 --rdzv-id=doctor "
-            "--local-addr=10.0.0.2 -m esmshard doctor",
-        ),
-        ("doctor, one node", "esmshard doctor --nproc=1"),
     ],
 )
 def test_commands(variant: str, command: str) -> None:
@@ -157,27 +136,20 @@ def test_an_odd_directory_is_the_same_for_the_run_and_the_wrapper() -> None:
     assert recipe.load(recipe.resolve("contact"), [words[-1]]).out == out
 
 
-@pytest.mark.parametrize("variant", ["two nodes", "two nodes, everything", "not elastic", "doctor"])
+@pytest.mark.parametrize("variant", ["two nodes, everything", "doctor"])
 def test_names_of_pods_resolve(variant: str) -> None:
     """A pod's record is HOSTNAME.SUBDOMAIN.NAMESPACE.svc, if SUBDOMAIN is a headless Service that selects the pod."""
     found = pods.objects(*VARIANTS[variant])
     job, service = found["Job"], found["Service"]
-    name = job["metadata"]["name"]
+    name, of_job = job["metadata"]["name"], {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}  # a label that the controller sets
-    for index in range(job["spec"]["completions"]):
-        command = _command(job, index)
-        (endpoint,) = [word for word in command if word.startswith("--rdzv-endpoint=")]
-        host, port = endpoint.partition("=")[2].split(":")
-        assert host == f"{name}-0.{name}.{service['metadata']['namespace']}.svc"
-        assert [int(port)] == [entry["port"] for entry in service["spec"]["ports"]]
-
-
-def test_only_pods_of_the_job_may_connect() -> None:
-    spec = pods.objects(*VARIANTS["two nodes"])["NetworkPolicy"]["spec"]
-    same = {"podSelector": {"matchLabels": {"batch.kubernetes.io/job-name": "contact"}}}
-    assert spec == {**same, "policyTypes": ["Ingress"], "ingress": [{"from": [same]}]}
+    assert service["spec"]["selector"] == of_job  # a label that the controller sets
+    (port,) = [entry["port"] for entry in service["spec"]["ports"]]
+    endpoint = f"--rdzv-endpoint={name}-0.{name}.{service['metadata']['namespace']}.svc:{port}"
+    assert all(endpoint in _command(job, index) for index in range(job["spec"]["completions"]))
+    same = {"podSelector": {"matchLabels": of_job}}
+    assert found["NetworkPolicy"]["spec"] == {**same, "policyTypes": ["Ingress"], "ingress": [{"from": [same]}]}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -190,123 +162,68 @@ def test_how_pods_are_replaced(variant: str) -> None:
     assert "activeDeadlineSeconds" not in spec
     assert [_action(job, code) for code in (75, 143, 2, 1, 137)] == ["Ignore", "Ignore", "FailJob", "Count", "Count"]
     assert [_action(job, code, disrupted=True) for code in (75, 2, 1, 137)] == ["Ignore", "FailJob", "Ignore", "Ignore"]
-    assert spec["backoffLimit"] == (0 if job["metadata"]["name"] == "doctor" else 3 * spec["completions"])
-
-
-def test_pods_have_the_time_that_the_launcher_gives_its_processes() -> None:
-    from esmshard.parallel.launch import END_TIMEOUT, STOP_TIMEOUT
-
-    pod = pods.objects(*VARIANTS["two nodes"])["Job"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == GRACE >= STOP_TIMEOUT + END_TIMEOUT
+    assert spec["backoffLimit"] == (0 if job["metadata"]["name"] == "doctor" else 3 * spec["completions"])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pods_may_do_nothing_but_work(variant: str) -> None:
     """The Pod Security Standard `restricted`, but for RDMA's capability; and files only on the volumes."""
-    user = 4321 if VARIANTS[variant][1] is pods.FULL else 1000
+    everything = VARIANTS[variant][1] is pods.FULL
     pod = pods.objects(*VARIANTS[variant])["Job"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert pod["securityContext"] == {
-        "runAsNonRoot": True,
-        "runAsUser": user,
-        "runAsGroup": user,
-        "fsGroup": user,
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
+    security = pod["securityContext"]
+    assert (security["runAsNonRoot"], security["runAsUser"]) == (True, 4321 if everything else 1000)
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    capabilities = {"drop": ["ALL"]} | ({"add": ["IPC_LOCK"]} if everything else {})
     assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]} | ({"add": ["IPC_LOCK"]} if user == 4321 else {}),
-    }
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": capabilities
+    }  # fmt: skip
     assert (pod["automountServiceAccountToken"], pod["enableServiceLinks"]) == (False, False)
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
-    assert not any("hostPath" in volume for volume in pod["volumes"])
     writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
-    assert writable == {"/mnt/team" if user == 4321 else "/work", "/tmp", "/dev/shm"}
-    environment = pods.environment(pod["containers"][0], 0)
-    assert environment["HOME"] == "/tmp"
-    assert environment["ESMSHARD_CACHE"] == ("/work/cache" if user == 4321 else "/tmp/esmshard")
+    assert writable == {"/mnt/team" if everything else "/work", "/tmp", "/dev/shm"}
 
 
-def test_every_key_of_the_profile() -> None:
+def test_every_key_of_the_profile_has_an_effect() -> None:
+    whole = render(pods.run(), Site.model_validate(pods.FULL), "kubernetes")
+    for key in KubernetesSite.model_fields:
+        kept = {name: value for name, value in pods.FULL["kubernetes"].items() if name != key or name == "claim"}
+        kept |= {"claim": "other"} if key == "claim" else {}
+        assert render(pods.run(), Site.model_validate(pods.FULL | {"kubernetes": kept}), "kubernetes") != whole, key
     job = pods.objects(*VARIANTS["two nodes, everything"])["Job"]
-    pod = job["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    labels = {"kueue.x-k8s.io/queue-name": "team-a"}
-    labels |= {"app.kubernetes.io/name": "esmshard", "app.kubernetes.io/component": "finetune"}
-    assert job["metadata"]["labels"] == job["spec"]["template"]["metadata"]["labels"] == labels
-    assert container["image"] == "registry.example.org:5000/team/esmshard:1.2"
-    assert container["workingDir"] == "/mnt/team"
-    assert container["envFrom"] == [{"secretRef": {"name": "tracker-keys"}}]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["resources"] == {"limits": {"cpu": "96", "memory": "512Gi", "rdma/hca": "1", "amd.com/gpu": "8"}}
-    assert pod["imagePullSecrets"] == [{"name": "registry"}]
-    assert pod["nodeSelector"] == {"zone": "on"}
-    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}]
-    assert {"name": "work", "persistentVolumeClaim": {"claimName": "team-data"}} in pod["volumes"]
-    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "32Gi"}} in pod["volumes"]
-    assert pods.environment(pod["containers"][0], 0)["NCCL_SOCKET_IFNAME"] == "ib0"
+    environment = pods.environment(container, 0)
+    assert (environment["NCCL_SOCKET_IFNAME"], environment["ESMSHARD_CACHE"]) == ("ib0", "/work/cache")
     assert len({variable["name"] for variable in container["env"]}) == len(container["env"])
 
 
-def test_pods_get_cores_and_memory_for_each_gpu() -> None:
-    site = pods.BARE | {"kubernetes": {"claim": "data", "cpus_per_gpu": 12, "memory_per_gpu": "90Gi"}}
-    pod = pods.objects(pods.run(gpus_per_node=2, nproc=4), site)["Job"]["spec"]["template"]["spec"]
-    limits = {"cpu": "24", "memory": "180Gi", "nvidia.com/gpu": "2"}
-    assert pod["containers"][0]["resources"] == {"limits": limits}
-    assert pods.environment(pod["containers"][0], 0)["OMP_NUM_THREADS"] == "6"
-
-
 def test_the_job_id_is_that_of_the_job_for_all_its_pods() -> None:
-    from esmshard.train.run_dir import job_id
-
-    pod = pods.objects(*VARIANTS["two nodes"])["Job"]["spec"]["template"]["spec"]
-    assert [job_id(pods.environment(pod["containers"][0], index)) for index in (0, 1)] == ["contact-0f5c-77"] * 2
-    exported = pods.BARE | {"exports": {"ESMSHARD_JOB_ID": "mine"}}
-    pod = pods.objects(pods.run(), exported)["Job"]["spec"]["template"]["spec"]
-    assert job_id(pods.environment(pod["containers"][0], 0)) == "mine"
-    assert [variable["name"] for variable in pod["containers"][0]["env"]].count("ESMSHARD_JOB_ID") == 1
+    for profile, job_id in ((pods.BARE, "contact-0f5c-77"), (pods.BARE | {"exports": {"ESMSHARD_JOB_ID": "x"}}, "x")):
+        (container,) = pods.objects(pods.run(), profile)["Job"]["spec"]["template"]["spec"]["containers"]
+        assert [run_dir.job_id(pods.environment(container, index)) for index in (0, 1)] == [job_id] * 2
 
 
 def test_a_recipe_of_ones_own_lies_where_the_command_looks() -> None:
-    found = pods.objects(*VARIANTS["a recipe of one's own"])
-    (container,) = found["Job"]["spec"]["template"]["spec"]["containers"]
+    (container,) = pods.objects(*VARIANTS["a recipe of one's own"])["Job"]["spec"]["template"]["spec"]["containers"]
     (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "recipe"]
-    (volume,) = [v for v in found["Job"]["spec"]["template"]["spec"]["volumes"] if v["name"] == "recipe"]
-    assert volume["configMap"] == {"name": found["ConfigMap"]["metadata"]["name"]}
-    assert found["ConfigMap"]["immutable"] is True
-    assert found["ConfigMap"]["data"] == {mount["subPath"]: OWN}
-    assert mount["mountPath"] == "/work/my own.yaml"
-    assert container["args"][container["args"].index("finetune") + 1] == mount["mountPath"]
+    assert (mount["mountPath"], mount["subPath"]) == ("/work/my own.yaml", "recipe.yaml")
 
 
 NASTY = [
-    "x; rm -rf /",
-    "$(touch /tmp/pwned)",
-    "$(HOME)",
-    "$$(HOME)",
-    "cost=5$",
-    "$HOME `id`",
-    "$$$",
-    "$é",
-    "$(open",
-    "two\nlines\n",
-    "a: b # c\n---\nkind: Secret\n",
-    "- x\n  - y \n\ttab\r\n",
-    "yes",
-    "null",
-    "",
-    "1e3",
-    "12:30:45",
-    "=",
-    "!!python/object:os.system",
-    "{a: [1]}",
-    "'\"\\",
-    "蛋白质 🧬 é",
-    "\u2028\x85\ufeff\x07",
-    "%" + "long " * 400,
-    "trailing \nblanks \n",
-    "a form feed\x0c\n",
+    *("x; rm -rf /", "$(touch /tmp/pwned)", "$(HOME)", "$$(HOME)", "cost=5$", "$HOME `id`", "$$$", "$é", "$(open"),
+    *("two\nlines\n", "a: b # c\n---\nkind: Secret\n", "- x\n  - y \n\ttab\r\n", "yes", "null", "", "1e3", "12:30:45"),
+    *(
+        "=",
+        "!!python/object:os.system",
+        "{a: [1]}",
+        "'\"\\",
+        "蛋白质 🧬 é",
+        "\u2028\x85\ufeff\x07",
+        "%" + "long " * 400,
+    ),
+    *("trailing \nblanks \n", "a form feed\x0c\n"),
 ]
 
 
@@ -324,38 +241,31 @@ def test_every_value_arrives_as_it_is(text: str) -> None:
         assert config["data"]["recipe.yaml"] == text
 
 
-@pytest.mark.parametrize(
-    ("text", "nodes", "name"),
-    [
+def test_names() -> None:
+    for text, nodes, name in (
         ("Contact, LR=1e-4 (second try)", 2, "contact-lr-1e-4-second-try"),
         ("650M", 2, "esmshard-650m"),
-        ("--a_b..c--", 2, "a-b-c"),
         ("***", 1, "esmshard"),
         ("a" * 70, 10, "a" * 61),
         ("a" * 70, 11, "a" * 60),
-    ],
-)
-def test_names(text: str, nodes: int, name: str) -> None:
-    job = pods.objects(pods.run(name=text, nodes=nodes), pods.BARE)["Job"]
-    assert job["metadata"]["name"] == name
-    assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name)
-    assert len(f"{name}-{nodes - 1}") <= 63
+    ):
+        job = pods.objects(pods.run(name=text, nodes=nodes), pods.BARE)["Job"]
+        assert job["metadata"]["name"] == name
+        assert len(f"{name}-{nodes - 1}") <= 63
 
 
 @pytest.mark.parametrize(
-    ("site", "changes", "sentence"),
+    ("site", "changes", "token"),
     [
         ({"kubernetes": {"claim": "data"}}, {}, "container.image"),
         ({"container": {"image": "/images/esmshard.sqsh"}, "kubernetes": {"claim": "data"}}, {}, "of a registry"),
         ({"container": {"image": "esmshard"}}, {}, "kubernetes.claim"),
-        (pods.BARE, {"arguments": ("finetune", "contact", "out=\udcff")}, r"'out=\udcff': holds a character"),
+        (pods.BARE, {"arguments": ("finetune", "contact", "out=\udcff")}, "holds a character"),
     ],
 )
-def test_what_cannot_be_rendered_is_one_sentence(site: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UsageError) as error:
+def test_what_cannot_be_rendered(site: dict[str, Any], changes: dict[str, Any], token: str) -> None:
+    with pytest.raises(UsageError, match=token):
         render(pods.run(**changes), Site.model_validate(site), "kubernetes")
-    (problem,) = error.value.problems
-    assert sentence in problem
 
 
 def test_examples_are_what_is_rendered(kubernetes_validate: ModuleType) -> None:
@@ -364,16 +274,13 @@ def test_examples_are_what_is_rendered(kubernetes_validate: ModuleType) -> None:
     for name, text in examples.items():
         assert (EXAMPLES / name).read_text(encoding="utf-8") == text, f"run: python {Path(__file__).name}"
     claim = YAML(typ="safe").load((EXAMPLES / "claim.yaml").read_text())
-    assert kubernetes_validate.validate(claim, VERSIONS[0], strict=True) == VERSIONS[0]
-    job = list(pyyaml.safe_load_all(examples["embed.yaml"]))[-1]
-    assert job["metadata"]["namespace"] == claim["metadata"]["namespace"]
-    claims = [v["persistentVolumeClaim"]["claimName"] for v in job["spec"]["template"]["spec"]["volumes"][:1]]
-    assert claims == [claim["metadata"]["name"]]
+    assert kubernetes_validate.validate(claim, VERSION, strict=True) == VERSION
     cluster = pyyaml.safe_load((EXAMPLES / "embed-rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": group["template"]["spec"]}
-        assert kubernetes_validate.validate(pod, VERSIONS[0], strict=True) == VERSIONS[0]
-        assert pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claims[0]
+        assert kubernetes_validate.validate(pod, VERSION, strict=True) == VERSION
+        claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"]["volumes"][:1]]
+        assert claims == [claim["metadata"]["name"]]
 
 
 def _start(job: dict[str, Any], index: int, work: Path) -> pods.Pod:
@@ -429,25 +336,6 @@ def test_two_pods_train_are_preempted_and_go_on(tiny_recipe: Path, monkeypatch: 
     assert after["job"] == before["job"] == "tiny-0f5c-77"
     steps = [json.loads(line).get("step") for line in metrics.read_text().splitlines() if '"loss"' in line]
     assert sorted(set(steps)) == list(range(1, 41))
-
-
-def test_a_pod_that_waits_for_the_others_leaves_when_it_is_asked(tiny_recipe: Path) -> None:
-    found = _tiny(tiny_recipe)
-    (port,) = [entry["port"] for entry in found["Service"]["spec"]["ports"]]
-    pod = _start(found["Job"], 0, tiny_recipe.parent)
-    end = time.monotonic() + 600
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            break
-        except ConnectionRefusedError:
-            assert pod.process.poll() is None, pod.output
-            assert time.monotonic() < end
-            time.sleep(0.1)
-    pod.process.terminate()
-    assert pod.end() == 143, pod.output
-    assert _action(found["Job"], 143) == "Ignore"
-    assert not (tiny_recipe.parent / "run").exists()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from ruamel.yaml import YAML
 from esmshard.cluster.launch import Job, Options, doctor_job, embed_job, finetune_job, render
 from esmshard.cluster.site import KubernetesSite, Site
 from esmshard.errors import UsageError
-from esmshard.recipe import recipe_file
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +48,6 @@ def test_a_recipe_becomes_a_run_that_goes_on(here: Path, tiny_recipe: Path) -> N
     )
 
 
-def test_a_shipped_recipe_goes_by_its_name() -> None:
-    job = finetune_job("contact", [], slurm(gpus_per_node=1), site())
-    assert (job.arguments, job.reads) == (("finetune", "contact", "--resume", "auto"), ())
-    assert "contact" in recipe_file.names()
-
-
 @pytest.mark.parametrize(
     ("options", "profile", "gpus", "nproc"),
     [
@@ -68,7 +62,9 @@ def test_options_come_before_the_profile(
     options: dict[str, int], profile: dict[str, int], gpus: int, nproc: int
 ) -> None:
     job = finetune_job("contact", [], slurm(**options), site(**profile))
-    assert (job.gpus_per_node, job.nproc) == (gpus, nproc)
+    assert (job.gpus_per_node, job.nproc, job.starts_processes) == (gpus, nproc, False)
+    assert (job.arguments, job.reads) == (("finetune", "contact", "--resume", "auto"), ()), "it goes by its name"
+    assert finetune_job("variants", [], slurm(nproc=2), site()).starts_processes, "a cross-validation"
 
 
 def test_the_time_comes_before_that_of_the_profile() -> None:
@@ -81,57 +77,20 @@ def test_the_time_comes_before_that_of_the_profile() -> None:
             doctor_job([], options, profile)
 
 
-@pytest.mark.parametrize(("overrides", "alone"), [([], True), (["data.folds=5", "data.fold=1"], False)])
-def test_a_cross_validation_starts_its_processes_itself(overrides: list[str], alone: bool) -> None:
-    job = finetune_job("variants", overrides, slurm(nproc=2), site())
-    assert (job.starts_processes, job.nproc) == (alone, 2)
-
-
 @pytest.mark.parametrize(
     ("recipe", "overrides", "options", "problem"),
     [
-        ("contact", ["optim.lrr=1"], {"gpus_per_node": 1}, "optim.lrr=1: optim.lrr: unknown key; did you mean 'lr'?"),
-        ("kontact", [], {"gpus_per_node": 1}, "kontact: neither a file nor a shipped recipe"),
-        ("contact", [], {}, "the number of GPUs of a node is not known; pass --gpus-per-node N"),
-        ("contact", [], {"gpus_per_node": 1, "nodes": "2:1"}, "--nodes 2:1: a number of nodes such as 2 is expected"),
-        (
-            "contact",
-            [],
-            {"gpus_per_node": 1, "nodes": "1:4"},
-            "--nodes 1:4: Slurm gives a job a fixed number of nodes",
-        ),
-        ("contact", [], {"gpus_per_node": 1, "nodes": "x"}, "--nodes x: a number of nodes"),
-        (
-            "variants",
-            [],
-            {"gpus_per_node": 1, "array": 3},
-            "--array: a table of variants is cross-validated by",
-        ),
-        ("variants", [], {"nproc": 2, "nodes": "2"}, "--nodes: a table of variants is cross-validated on one node"),
-        ("contact", [], {"nproc": 2, "trials": 2}, "--trials is for a sweep"),
+        ("contact", ["optim.lrr=1"], {"gpus_per_node": 1}, "did you mean 'lr'?"),
+        ("kontact", [], {"gpus_per_node": 1}, "neither a file nor a shipped recipe"),
+        ("contact", [], {}, "--gpus-per-node N"),
+        *(("contact", [], {"gpus_per_node": 1, "nodes": nodes}, f"--nodes {nodes}: ") for nodes in ("2:1", "1:4", "x")),
+        ("contact", [], {"gpus_per_node": 1, "array": 3}, "--array is for embed"),
+        ("variants", [], {"nproc": 2, "nodes": "2"}, "cross-validated on one node"),
     ],
 )
 def test_what_cannot_run_is_refused(recipe: str, overrides: list[str], options: dict[str, int], problem: str) -> None:
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError, match=re.escape(problem)):
         finetune_job(recipe, overrides, slurm(**options), site())
-    assert str(error.value).startswith(problem)
-
-
-def test_workers_of_a_sweep_are_an_array_on_one_directory(here: Path) -> None:
-    file = here / "sweep.yaml"
-    file.write_text("space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-3, log: true}\n")
-    job = finetune_job("contact", [], slurm(gpus_per_node=1, array=3, sweep=file, trials=9), site())
-    text = " ".join(render(job, site(python="/opt/python"), "slurm").replace("\\\n", " ").split())
-    assert "#SBATCH --array=0-2 " in text
-    assert f" finetune contact --sweep {file} --trials 9 --resume auto --nproc 1 " in text
-    assert "train.seed" not in text, "all trials have the seed of the recipe"
-    with pytest.raises(UsageError, match="--sweep is for Slurm, and a worker has one node"):
-        finetune_job("contact", [], slurm(gpus_per_node=1, nodes="2", sweep=file), site())
-    file.write_text("space:\n  optim.lrr: {choices: [1, 2]}\n")
-    with pytest.raises(UsageError, match=r"sweep\.yaml:2:.*did you mean 'lr'"):
-        finetune_job("contact", [], slurm(gpus_per_node=1, sweep=file), site())
-    with pytest.raises(UsageError, match="--sweep"):
-        doctor_job([], slurm(gpus_per_node=1, sweep=file), site())
 
 
 def test_a_doctor_looks_at_all_nodes(here: Path) -> None:
@@ -164,35 +123,12 @@ def test_the_command_writes_the_file_and_says_how_to_submit_it(here: Path, monke
     ]
     assert (here / "my-run.sbatch").read_text() == printed.stdout
     assert "#SBATCH --gpus-per-node=2" in printed.stdout.splitlines()
-    assert done.stderr == (
-        f"site profile: none at {os.environ['XDG_CONFIG_HOME']}/esmshard/site.yaml; all its keys have their defaults\n"
-    )
+    assert "site profile: none at" in done.stderr
     assert esmshard(*command, cwd=here).returncode == 0, "the same again"
     refused = esmshard(*command, "--time", "1:00", cwd=here)
-    assert (refused.returncode, refused.stderr.splitlines()[-1]) == (
-        2,
-        "error: my-run.sbatch: exists already; choose another one with -o, or pass --overwrite",
-    )
+    assert (refused.returncode, "my-run.sbatch: exists already" in refused.stderr) == (2, True)
     assert esmshard(*command, "--time", "1:00", "--overwrite", cwd=here).returncode == 0
     assert "#SBATCH --time=1:00" in (here / "my-run.sbatch").read_text()
-
-
-def test_the_job_file_never_replaces_the_recipe(tiny_recipe: Path) -> None:
-    text = tiny_recipe.read_text()
-    done = esmshard(
-        "launch",
-        "tiny.yaml",
-        "--target",
-        "slurm",
-        "--gpus-per-node",
-        "1",
-        "-o",
-        "tiny.yaml",
-        "--overwrite",
-        cwd=tiny_recipe.parent,
-    )
-    assert (done.returncode, tiny_recipe.read_text()) == (2, text)
-    assert "is what the job reads" in done.stderr
 
 
 def test_what_sbatch_objects_to_is_printed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,25 +139,22 @@ def test_what_sbatch_objects_to_is_printed(here: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
     done = esmshard("launch", "contact", "--target", "slurm", "--nproc", "1", "-o", "-x.sbatch", cwd=here)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
-        "error: -x.sbatch: sbatch refuses it: sbatch: error: invalid partition specified: ./-x.sbatch"
-    )
+    assert "sbatch refuses it: sbatch: error: invalid partition specified: ./-x.sbatch" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("starter", "a.fasta", "-o", "x.h5", "--pol", "mean"), "No such option: --pol"),
-        (("starter", "a.fasta", "--nproc", "none", "-o", "x.h5"), "Invalid value for '--nproc'"),
-        (("starter",), "Missing argument 'fasta'"),
-        (("starter", "a.fasta"), "error: -o: name the file to write, or the directory, after the --, such as -o my.h5"),
-        (("starter", "-", "-o", "x.h5"), "error: -: a job has no standard input"),
-        (("starter", "a.fasta", "-o", "x.h5", "--overwrite"), "error: --overwrite: lets each worker remove the"),
-        (("starter", "a.fasta", "-o", "x.h5", "--dry-run"), "error: --dry-run: is for a single command; leave it out"),
+        ("starter a.fasta -o x.h5 --pol mean", "No such option: --pol"),
+        ("starter", "Missing argument 'fasta'"),
+        ("starter a.fasta", "error: -o: name the file"),
+        ("starter - -o x.h5", "error: -: a job has no standard input"),
+        ("starter a.fasta -o x.h5 --overwrite", "error: --overwrite"),
+        ("starter a.fasta -o x.h5 --dry-run", "error: --dry-run"),
     ],
 )
-def test_mistakes_in_embeds_own_arguments_show_at_once(arguments: tuple[str, ...], problem: str, here: Path) -> None:
-    done = esmshard("launch", "embed", "--target", "slurm", "--array", "4", "--", *arguments, cwd=here)
+def test_mistakes_in_embeds_own_arguments_show_at_once(arguments: str, problem: str, here: Path) -> None:
+    done = esmshard("launch", "embed", "--target", "slurm", "--array", "4", "--", *arguments.split(), cwd=here)
     assert done.returncode == 2
     assert problem in done.stderr
     assert list(here.iterdir()) == []
@@ -240,13 +173,7 @@ def test_workers_of_embed_share_the_output(here: Path) -> None:
     assert "is not here" not in done.stderr
     (here / "a.fasta").unlink()
     done = esmshard("launch", "embed", "--target", "slurm", "--dry-run", *given, cwd=here)
-    assert (
-        done.returncode,
-        f"{here}/a.fasta: is not on this machine; make sure that the nodes have it\n" in done.stderr,
-    ) == (
-        0,
-        True,
-    )
+    assert f"{here}/a.fasta: is not on this machine" in done.stderr
 
 
 def test_tracks_are_among_what_the_job_reads(here: Path) -> None:

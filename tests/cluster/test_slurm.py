@@ -41,7 +41,6 @@ JOBS = {
     "weird": dataclasses.replace(JOB, name=WEIRD, arguments=("finetune", WEIRD), out=f"/shared/{WEIRD}"),
     "embed": EMBED,
     "doctor": DOCTOR,
-    "seeds": dataclasses.replace(JOB, array=3, first_seed=7, nodes=2, min_nodes=2),
 }
 SITES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -90,6 +89,10 @@ def test_sbatch_gets_what_the_job_and_the_profile_say() -> None:
         *("open-mode=append", "signal=B:USR1@180", "requeue"),
     ]
     assert not {"requeue", "signal=B:USR1@180"} & set(directives(render(DOCTOR, site())))
+    gpus = {"gpus": "--gres=gpu:a100:{n}"}
+    assert "gres=gpu:a100:4" in directives(render(JOB, site(slurm=gpus)))
+    assert not [line for line in directives(render(JOBS["cpu"], site(slurm=gpus))) if "gpu" in line]
+    assert {"array=0-2", "output=contact-%A_%a.out"} <= set(directives(render(EMBED, site())))
 
 
 def step(script: str) -> list[str]:
@@ -118,12 +121,6 @@ def test_each_process_is_a_task_unless_one_command_starts_them(
     assert ("--nproc" in words, words[-1] == nproc) == (nproc is not None, nproc is not None)
 
 
-def test_gpus_are_asked_for_in_the_words_of_the_site() -> None:
-    keys = {"gpus": "--gres=gpu:a100:{n}"}
-    assert "gres=gpu:a100:4" in directives(render(JOB, site(slurm=keys)))
-    assert not [line for line in directives(render(JOBS["cpu"], site(slurm=keys))) if "gpu" in line]
-
-
 def test_what_the_site_sets_up_comes_first_and_as_it_stands(tmp_path: Path) -> None:
     """In a shell that stops at a failure, but accepts a variable that is not set. What it exports is there later."""
     lines = ["module use /apps/modules", 'export SEEN="a $USER_NOT_SET b"; ulimit -c 0']
@@ -138,19 +135,9 @@ def test_what_the_site_sets_up_comes_first_and_as_it_stands(tmp_path: Path) -> N
     assert subprocess.run(["bash", place], check=False, capture_output=True).returncode == 1
 
 
-def test_an_array_of_runs_differs_in_seed_and_directory() -> None:
-    script = render(JOBS["seeds"], site())
-    assert {"array=0-2", "output=contact-%A_%a.out"} <= set(directives(script))
-    assert "seed=$((7 + SLURM_ARRAY_TASK_ID))" in script
-    assert "job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID\n" in script
-    assert step(script)[-2:] == ['train.seed="$seed"', 'out=/shared/runs/contact/seed-"$seed"']
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [(WEIRD, "a-b-c-d-e-f-g-h-i-j-k"), ("..", "esmshard"), ("x" * 90, "x" * 64)]
-)
-def test_a_name_is_one_for_files_and_slurm(name: str, expected: str) -> None:
-    assert str(default_file(dataclasses.replace(JOB, name=name), "slurm")) == f"{expected}.sbatch"
+def test_a_name_is_one_for_files_and_slurm() -> None:
+    for name, expected in ((WEIRD, "a-b-c-d-e-f-g-h-i-j-k"), ("..", "esmshard"), ("x" * 90, "x" * 64)):
+        assert str(default_file(dataclasses.replace(JOB, name=name), "slurm")) == f"{expected}.sbatch"
 
 
 def test_an_operators_own_template(tmp_path: Path) -> None:
@@ -163,28 +150,19 @@ def test_an_operators_own_template(tmp_path: Path) -> None:
         launch.render(JOB, site(), "slurm", template)
 
 
-@pytest.mark.parametrize(
-    ("job", "profile", "problem"),
-    [
-        (JOB, {"container": {"runtime": "pyxis"}}, "container.runtime is pyxis; set container.image"),
-        (
-            dataclasses.replace(JOB, directory="/a b"),
-            {"container": {"runtime": "pyxis", "image": "x"}},
-            "/a b: a container cannot mount",
-        ),
-        (dataclasses.replace(JOB, arguments=("a\0b",)), {}, "'a\\x00b': holds a character"),
-    ],
-)
-def test_what_cannot_be_said_is_refused(job: Job, profile: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UsageError, match=f"^{re.escape(problem)}"):
-        render(job, site(**profile))
-
-
-def test_a_container_sees_the_mounts_of_the_site_and_the_working_directory() -> None:
+def test_containers() -> None:
     profile = {"runtime": "pyxis", "image": "x", "mounts": ["/data:/data:ro", "/shared"]}
     script = render(JOB, site(container=profile))
     mounts = re.search(r"--container-mounts='?([^' ]*)", script)[1]  # type: ignore[index]
     assert mounts.split(",") == ["/data:/data:ro", "/shared:/shared", "/shared/work:/shared/work"]
+    odd = dataclasses.replace(JOB, directory="/a b")
+    for job, keys, problem in (
+        (JOB, {"container": {"runtime": "pyxis"}}, "container.image"),
+        (odd, {"container": {"runtime": "pyxis", "image": "x"}}, "cannot mount"),
+        (dataclasses.replace(JOB, arguments=("a\0b",)), {}, "holds a character"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            render(job, site(**keys))
 
 
 def test_the_examples_are_what_the_command_writes(tmp_path: Path) -> None:

@@ -95,11 +95,7 @@ class Wrapper:
 
 def test_shellcheck_is_content() -> None:
     shellcheck = shutil.which("shellcheck") or str(Path(sys.executable).with_name("shellcheck"))
-    if not Path(shellcheck).exists():
-        pytest.skip("needs shellcheck")
-    checked = subprocess.run(
-        [shellcheck, "--shell=sh", "--severity=style", WRAPPER], check=False, capture_output=True, text=True
-    )
+    checked = subprocess.run([shellcheck, "--shell=sh", WRAPPER], check=False, capture_output=True, text=True)
     assert (checked.returncode, checked.stdout) == (0, "")
 
 
@@ -122,12 +118,9 @@ def test_exit_codes(tmp_path: Path, code: int, state: str | None, expected: int)
     assert Wrapper(tmp_path, f"exit {code}").end() == expected
 
 
-@pytest.mark.parametrize("code", [0, 1])
-def test_a_command_without_a_status_keeps_its_code(tmp_path: Path, code: int) -> None:
-    assert Wrapper(tmp_path, f"exit {code}", status="").end() == code
-
-
-def test_a_torchrun_that_a_signal_ends(tmp_path: Path) -> None:
+def test_a_command_without_a_status_keeps_its_code(tmp_path: Path) -> None:
+    assert Wrapper(tmp_path, "exit 0", status="").end() == 0
+    assert Wrapper(tmp_path, "exit 1", status="").end() == 1
     assert Wrapper(tmp_path, "kill -KILL $$").end() == 128 + signal.SIGKILL
 
 
@@ -160,22 +153,9 @@ def test_the_status_of_this_start_counts(tmp_path: Path, before: str, ended: str
     assert wrapper.end() == expected
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_before_there_are_ranks_torchrun_ends(tmp_path: Path, shell: str) -> None:
-    (tmp_path / "status.json").write_text(_status("done"))  # of an earlier start
-    program = "trap 'echo asked >> torchrun; exit 1' TERM\necho started >> torchrun\nwhile :; do :; done"
-    wrapper = Wrapper(tmp_path, program, shell)
-    wrapper.wait_for(lambda: bool(wrapper.read("torchrun")))
-    wrapper.process.terminate()
-    assert wrapper.end() == 143
-    assert wrapper.read("torchrun") == ["started", "asked"]
-
-
-@pytest.mark.parametrize("before", [None, "done"])
-def test_before_training_begins_torchrun_ends(tmp_path: Path, before: str | None) -> None:
+def test_before_training_begins_torchrun_ends(tmp_path: Path) -> None:
     """A rank that left alone would have torchrun close the rendezvous to the pod that comes next."""
-    if before is not None:
-        (tmp_path / "status.json").write_text(_status(before))
+    (tmp_path / "status.json").write_text(_status("done"))
     wrapper = Wrapper(tmp_path, TORCHRUN)
     wrapper.wait_for(lambda: bool(wrapper.read("rank-0") and wrapper.read("rank-1")))
     wrapper.process.terminate()
@@ -200,14 +180,9 @@ def test_a_torchrun_that_waits_in_vain_for_the_others_is_ended(tmp_path: Path) -
     assert wrapper.read("torchrun") == ["asked"]
 
 
-@pytest.mark.parametrize(
-    ("variables", "conf"),
-    [
-        ({"PET_RDZV_CONF": "read_timeout=9", "JOB_COMPLETION_INDEX": "0"}, "read_timeout=9,is_host=1"),
-        ({"PET_RDZV_CONF": "read_timeout=9", "JOB_COMPLETION_INDEX": "10"}, "read_timeout=9,is_host=0"),
-    ],
-)
-def test_the_first_pod_hosts_the_rendezvous(tmp_path: Path, variables: dict[str, str], conf: str) -> None:
-    wrapper = Wrapper(tmp_path, 'echo "conf:$PET_RDZV_CONF" > seen', status="", **variables)
-    assert wrapper.end() == 0
-    assert wrapper.read("seen") == [f"conf:{conf}"]
+def test_the_first_pod_hosts_the_rendezvous(tmp_path: Path) -> None:
+    for index, host in (("0", 1), ("10", 0)):
+        variables = {"PET_RDZV_CONF": "read_timeout=9", "JOB_COMPLETION_INDEX": index}
+        wrapper = Wrapper(tmp_path, 'echo "conf:$PET_RDZV_CONF" > seen', status="", **variables)
+        assert wrapper.end() == 0
+        assert wrapper.read("seen") == [f"conf:read_timeout=9,is_host={host}"]

@@ -22,7 +22,6 @@ from model_files import SMALL, TINY, fair_esm, ours, perturb, tokenise, write_tr
 from safetensors import safe_open
 from structure_texts import chain, pdb
 
-from esmshard import __version__
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.errors import InputError, UsageError
@@ -139,9 +138,8 @@ def test_a_record_says_the_same_in_every_pack(
     name: str, tokens: int, fasta: Path, sequences: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, among a few and all together, in windows of 5: the values of the module called with each record alone."""
-    monkeypatch.setattr(heads, "WINDOW", 5)
-    monkeypatch.setattr(heads, "LEAST", 1)
-    monkeypatch.setattr(heads, "TOKENS", tokens)
+    for limit, value in (("WINDOW", 5), ("MAPS", 5), ("LEAST", 1), ("TOKENS", tokens)):
+        monkeypatch.setattr(heads, limit, value)
     out = fasta.parent / "out" / "x.npz"
     model = write_model(tmp_path / "model", name)
     packs = failing(monkeypatch, lambda batch: None)
@@ -225,23 +223,14 @@ def test_csv_and_parquet_have_the_same_rows(
     if "prediction" in of_what:
         best = np.concatenate(wanted).argmax(1)
         assert columns[len(of_what) - 1] == [numbers[k] for k in best]
+    about = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+    assert (about["format"], about["version"], about["model"]) == ("esmshard-predictions", "1", Path(model).name)
+    assert json.loads(about["task"])["name"] == TASKS_TRIED[name][0].name
     groups = pq.ParquetFile(out / "x.parquet").metadata
     sizes = [groups.row_group(k).num_rows for k in range(groups.num_row_groups)]
     assert sum(sizes) == len(rows)
     assert max(sizes) <= 50
     assert len(sizes) > 1 or not per_residue
-
-
-def test_a_parquet_file_says_what_it_is_of(fasta: Path, tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", "fold")
-    predict(model, fasta, tmp_path / "x.parquet")
-    about = {k.decode(): v.decode() for k, v in pq.read_schema(tmp_path / "x.parquet").metadata.items()}
-    assert (about["format"], about["version"], about["model"]) == ("esmshard-predictions", "1", Path(model).name)
-    task = json.loads(about["task"])
-    assert (task["name"], task["kind"]) == ("sequence", "class")
-    versions = json.loads(about["versions"])
-    assert versions["esmshard"] == __version__
-    assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"] == torch.__version__
 
 
 Forward = Callable[[FineTuner, TokenBatch], list[torch.Tensor]]
@@ -305,16 +294,6 @@ def test_a_record_may_fail_and_the_others_are_there(
             assert np.abs(file[record_id] - values).max() <= 1e-5
 
 
-def test_what_does_not_fit_together_is_computed_alone(
-    fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = write_model(tmp_path / "model", "fold")
-    seen = failing(monkeypatch, lambda batch: cuda_out(batch) if len(batch) > 1 else None)
-    assert predict(model, fasta, fasta.parent / "out" / "x.csv") == (len(LENGTHS), [])
-    assert sorted(seen, key=len) == [*([n] for n in sorted(LENGTHS.values())), sorted(LENGTHS.values())]
-    assert left(fasta) == {"x.csv"}
-
-
 def test_packs_that_do_not_fit_get_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """30 tokens do: of three windows of four records of 12, one is tried whole and the others by halves."""
     monkeypatch.setattr(heads, "WINDOW", 4)
@@ -354,18 +333,13 @@ def test_what_was_done_to_the_records_lies_beside_the_output(ending: str, fasta:
 
 
 def test_a_run_without_any_result_fails(fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = write_model(tmp_path / "model", "fold")
-    failing(monkeypatch, cuda_out)
-    with pytest.raises(InputError, match=r"no record could be predicted, see .*x\.csv\.failed\.tsv"):
-        predict(model, fasta, fasta.parent / "out" / "x.csv")
-    assert left(fasta) == {"x.csv.failed.tsv"}
-
-
-def test_a_list_of_failures_is_not_left_over(fasta: Path, tmp_path: Path) -> None:
-    """That of an earlier run is refused like its output, and goes when nothing fails any more."""
+    """And a list of failures is refused like its output, and goes when nothing fails any more."""
     model, out = write_model(tmp_path / "model", "fold"), fasta.parent / "out" / "x.csv"
-    listed = out.with_name("x.csv.failed.tsv")
-    listed.write_text("id\tlength\treason\nsp|P1|N\t90\tmemory\n")
+    with monkeypatch.context() as patch:
+        failing(patch, cuda_out)
+        with pytest.raises(InputError, match=r"no record could be predicted, see .*x\.csv\.failed\.tsv"):
+            predict(model, fasta, out)
+    assert left(fasta) == {"x.csv.failed.tsv"}
     with pytest.raises(UsageError, match=r"x\.csv\.failed\.tsv: exists already"):
         predict(model, fasta, out)
     predict(model, fasta, out, overwrite=True)
@@ -419,22 +393,15 @@ def test_colours_are_of_probabilities_and_not_of_the_highest() -> None:
         png = pictures.draw(probability_LL.astype(np.float32), "x")
         return np.round(imread(io.BytesIO(png))[:, :, :3] * 255).astype(int).reshape(-1, 3)
 
-    half = pixels(np.repeat([0.0, 0.5], 20)[:, None].repeat(40, axis=1))
     middle, dark = (np.array(pictures.colours()(value)[:3]) * 255 for value in (0.5, 1.0))
+    half = pixels(np.repeat([0.0, 0.5], 20)[:, None].repeat(40, axis=1))
     assert (np.abs(half - middle).max(1) <= 3).mean() > 0.2
-    assert tuple(pictures.colours()(0.0)) == (1, 1, 1, 1), "nothing is predicted, nothing is drawn"
-    # Five pairs on either side of the diagonal are no contacts that a head learns.
-    near, none = (
-        (np.abs(pixels(x) - dark).max(1) <= 3).sum() for x in (np.tri(40) - np.tri(40, k=-6), np.zeros((40, 40)))
-    )
-    assert near == none
     contact = np.zeros((95, 95))
     contact[3, 90] = 1
-    for side in (2400, 10):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pictures, "SIDE", side)
-            found = [int((np.abs(pixels(x) - dark).max(1) <= 2).sum()) for x in (contact, np.zeros((95, 95)))]
-        assert found[0] > found[1], side
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "SIDE", 10)
+        counts = [int((np.abs(pixels(x) - dark).max(1) <= 2).sum()) for x in (contact, 0 * contact)]
+    assert counts[0] > counts[1]
 
 
 def test_a_structure_file_is_predicted_from_its_sequence(tmp_path: Path) -> None:
@@ -451,48 +418,24 @@ def test_a_structure_file_is_predicted_from_its_sequence(tmp_path: Path) -> None
 
 
 def test_pictures_are_refused_where_they_do_not_belong(fasta: Path, tmp_path: Path) -> None:
-    contact, fold = write_model(tmp_path / "contact", "contact"), write_model(tmp_path / "fold", "fold")
     out = fasta.parent / "out"
-    with pytest.raises(UsageError, match=r"--png .*maps: is for pair maps"):
-        predict(fold, fasta, out / "x.csv", png=out / "maps")
+    with pytest.raises(UsageError, match="--png"):
+        predict(write_model(tmp_path / "fold", "fold"), fasta, out / "x.csv", png=out / "maps")
     (out / "maps").mkdir()
     (out / "maps" / "mine.txt").write_text("mine")
-    (out / "maps" / "zeta.png").write_text("old")
     with pytest.raises(UsageError, match="maps: is not empty"):
-        predict(contact, fasta, out / "x.npz", png=out / "maps")
-    assert left(fasta) == {"maps", "maps/mine.txt", "maps/zeta.png"}
-    predict(contact, fasta, out / "x.npz", png=out / "maps", overwrite=True)
-    assert (out / "maps" / "mine.txt").read_text() == "mine"
-    assert (out / "maps" / "zeta.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(InputError, match=r"x\.npz: is a file"):
-        predict(contact, fasta, out / "y.npz", png=out / "x.npz")
+        predict(write_model(tmp_path / "contact", "contact"), fasta, out / "x.npz", png=out / "maps")
+    assert left(fasta) == {"maps", "maps/mine.txt"}
+    with pytest.raises(InputError, match="is a file"):
+        pictures.check(fasta, overwrite=False)
 
 
-@pytest.mark.parametrize(
-    ("package", "out", "png", "extra"),
-    [("matplotlib", "x.npz", "maps", "plots"), ("pyarrow", "x.parquet", None, "tables")],
-)
-def test_a_missing_package_is_said_before_anything_is_read(
-    package: str, out: str, png: str | None, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the model nor the sequences are there, which would be said otherwise."""
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UsageError, match=rf"needs {package}; pip install 'esmshard\[{extra}\]'") as caught:
-        predict("nowhere", tmp_path / "no.fasta", tmp_path / out, png=None if png is None else tmp_path / png)
-    assert "\n" not in str(caught.value)
+def test_a_missing_package_is_said_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, out, png in (("matplotlib", "x.npz", tmp_path / "maps"), ("pyarrow", "x.parquet", None)):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(UsageError, match=rf"needs {package}; pip install"):
+            predict("nowhere", tmp_path / "no.fasta", tmp_path / out, png=png)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_windows_end_before_maps_fill_the_memory() -> None:
-    """64 packs of 4,096 tokens, however many records are in one; a record that is longer than all of them is alone."""
-
-    def sizes(*costs: int) -> list[int]:
-        return [len(window) for window in heads._windows(costs, 4096)]
-
-    assert sizes(*[4096] * 130) == [64, 64, 2]
-    assert sizes(*[1024] * 130) == [130]
-    assert sizes(*[100] * 1000) == [512, 488]
-    assert sizes(100, 6_250_000, 6_250_000, 100) == [1, 1, 1, 1]
 
 
 # What is refused
@@ -510,9 +453,8 @@ def test_an_existing_file_is_replaced_only_when_asked_to(fasta: Path, tmp_path: 
         predict(model, fasta, out.with_suffix(".npy"))
 
 
-@pytest.mark.parametrize("text", ["", ">a\nMKT\n>b\nM*K\n"])
-def test_a_bad_fasta_leaves_nothing_behind(fasta: Path, text: str, tmp_path: Path) -> None:
-    fasta.write_text(text)
+def test_a_bad_fasta_leaves_nothing_behind(fasta: Path, tmp_path: Path) -> None:
+    fasta.write_text(">a\nMKT\n>b\nM*K\n")
     with pytest.raises(InputError, match=r"input\.fasta"):
         predict(write_model(tmp_path / "model", "fold"), fasta, fasta.parent / "out" / "x.npz")
     assert left(fasta) == set()
@@ -558,9 +500,6 @@ def test_residues_are_counted_in_each_chain(tmp_path: Path, ending: str, chains:
         [name, *([chain] if chains else []), place, letter] for name, chain, place, letter in LINES
     ]
     assert table["y"].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.1])
-
-
-def test_a_target_with_the_name_of_a_column_is_called_predicted() -> None:
     task: Any = SimpleNamespace(**vars(TASK) | {"names": ["H", "id"]})
     assert list(columns_of(task, chains=False)) == ["id", "position", "residue", "H", "id (predicted)"]
 

@@ -13,7 +13,7 @@ from esmshard.batch import pack
 from esmshard.data.variants.substitutions import parse_variant
 from esmshard.io.writers import facts_file
 from esmshard.model.trunk import Trunk
-from esmshard.predict.zero_shot import METHODS, score, score_table
+from esmshard.predict.zero_shot import METHODS, score
 from esmshard.vocab import MASK, RESIDUES, TOKENS, encode
 
 SEQUENCE, LETTERS = random_pairs({"wt": 40})["wt"]
@@ -75,15 +75,3 @@ def test_a_table_with_letters(trained: tuple[str, Trunk], tmp_path: Path) -> Non
     assert about["wild_type"] == "wt.fasta"
     assert "structure letters (3Di) of 40 of 40 residues of the wild type" in str(about["notices"])
     assert "40 of 40 residues of the wild type" in done.stderr
-
-
-def test_a_model_of_tracks_without_them(trained: tuple[str, Trunk], tmp_path: Path) -> None:
-    (tmp_path / "wt.fasta").write_text(f">wt\n{SEQUENCE}\n")
-    about = Path(trained[0]) / "esmshard.json"
-    about.write_text(json.dumps({"recipe": {"data": {"tracks": {"3di": "letters.fasta"}}}}))
-    try:
-        score_table(trained[0], tmp_path / "wt.fasta", None, tmp_path / "x.csv")
-    finally:
-        about.unlink()
-    facts = facts_file(tmp_path / "x.csv")
-    assert any("was fine-tuned with the track 3di" in notice for notice in json.loads(facts.read_text())["notices"])

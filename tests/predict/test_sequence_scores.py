@@ -12,7 +12,6 @@ from command import esmshard as esmshard_command
 from esm.model.esm2 import ESM2 as FairEsm
 from model_files import ALPHABET, SMALL, TINY, fair_esm, ours, perturb, tokenise, write_transformers
 from pyarrow import parquet
-from scipy import stats
 from tracked_model import random_pairs, track, write_model, write_pairs
 
 from esmshard.batch import pack
@@ -81,34 +80,31 @@ def run(directory: Path, out: str = "out.csv", model: str = "model", **given: An
 
 
 def test_both_methods_are_those_of_fair_esm(directory: Path) -> None:
-    run(directory, "out.csv")
-    score_sequences(str(directory / "model"), directory / "x.fasta", Path("both.parquet"), method="both")
-    table = parquet.read_table("both.parquet")
-    assert table.column_names[:7] == [
-        *("id", "length", "not_scored", "window", "pseudo_log_likelihood", "mean_log_p", "pseudo_perplexity")
-    ]
-    rows = table.to_pylist()
-    assert [(row["id"], row["length"], row["not_scored"]) for row in rows] == [
-        *(("one", 1, 0), ("short", 19, 0), ("rare", 14, 5), ("long", 45, 0))
-    ]
     model = reference()
-    for row, sequence in zip(rows, RECORDS.values(), strict=True):
-        scored = sum(residue in STANDARD for residue in sequence)
-        for prefix, total in zip(("", "one_pass_"), sums(model, sequence), strict=True):
-            mean = total / scored
-            assert row[f"{prefix}mean_log_p"] == pytest.approx(mean, abs=1e-5)
-            assert row[f"{prefix}pseudo_log_likelihood"] == pytest.approx(total, abs=1e-5 * scored)
-            assert row[f"{prefix}pseudo_perplexity"] == pytest.approx(np.exp(-mean), rel=1e-4)
-    assert len({round(row["mean_log_p"], 3) for row in rows}) == 4
-    with open("out.csv", newline="", encoding="utf-8") as file:
-        for line, row in zip(csv.DictReader(file), rows, strict=True):
-            assert list(line) == table.column_names[:7]
-            assert float(line["pseudo_log_likelihood"]) == pytest.approx(row["pseudo_log_likelihood"], rel=1e-5)
-            assert line["length"] == str(row["length"])
+    for k, (method, prefix) in enumerate((("pseudo-perplexity", ""), ("one-pass", "one_pass_"))):
+        message, lines = run(directory, "out.csv", method=method, overwrite=True)
+        assert message == "out.csv: 4 records"
+        out = Path(f"{method}.parquet")
+        score_sequences(str(directory / "model"), directory / "x.fasta", out, method=method)  # type: ignore[arg-type]
+        table = parquet.read_table(out)
+        columns = [f"{prefix}{name}" for name in ("pseudo_log_likelihood", "mean_log_p", "pseudo_perplexity")]
+        assert table.column_names == ["id", "length", "not_scored", "window", *columns] == list(lines[0])
+        rows = table.to_pylist()
+        assert [(row["id"], row["length"], row["not_scored"]) for row in rows] == [
+            *(("one", 1, 0), ("short", 19, 0), ("rare", 14, 5), ("long", 45, 0))
+        ]
+        for row, line, sequence in zip(rows, lines, RECORDS.values(), strict=True):
+            scored, total = sum(residue in STANDARD for residue in sequence), sums(model, sequence)[k]
+            found = [row[name] for name in columns]
+            assert found[:2] == pytest.approx([total, total / scored], abs=1e-5 * scored)
+            assert found[2] == pytest.approx(np.exp(-total / scored), rel=1e-4)
+            assert [float(line[name]) for name in columns] == pytest.approx(found, rel=1e-5)
+    about = json.loads(Path("out.csv.json").read_text())
+    assert (about["records"], about["window"], about["method"]) == (4, 1022, "one-pass")
 
 
 def test_packs_make_no_difference(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(directory, method="both")[1]
+    whole = run(directory)[1]
     sizes: list[int] = []
     asked = marginals._log_p
 
@@ -118,9 +114,11 @@ def test_packs_make_no_difference(directory: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(marginals, "_log_p", counted)
     monkeypatch.setattr(marginals, "TOKENS", 60)
-    assert run(directory, method="both", overwrite=True)[1] == whole
-    assert sum(sizes) == 1 + 19 + 9 + 45 + len(RECORDS), "a pass for each scored residue, and one for each record"
-    assert max(sizes) == 3, "residues of several records share a pack"
+    assert run(directory, overwrite=True)[1] == whole
+    assert (sum(sizes), max(sizes)) == (1 + 19 + 9 + 45, 3), "a pass for each residue; those of several share a pack"
+    sizes.clear()
+    run(directory, method="one-pass", overwrite=True)
+    assert sum(sizes) == len(RECORDS)
 
 
 def test_the_estimate_is_bayes_rule_over_what_training_shows() -> None:
@@ -134,30 +132,19 @@ def test_the_estimate_is_bayes_rule_over_what_training_shows() -> None:
     assert as_masked(np.array([0.0, -800.0]), SEEN).tolist() == pytest.approx([0, -800 - np.log(21)])
 
 
-def test_the_message_compares_the_methods(directory: Path) -> None:
-    message, rows = run(directory, method="both")
-    one_pass, masked = ([float(row[f"{prefix}mean_log_p"]) for row in rows] for prefix in ("one_pass_", ""))
-    about = json.loads(Path("out.csv.json").read_text())
-    assert f"difference {np.abs(np.subtract(one_pass, masked)).mean():.3f}" in about["compared"]
-    assert f"Spearman {stats.spearmanr(one_pass, masked).statistic:.3f}" in about["compared"]
-    assert message == f"out.csv: 4 records; {about['compared']}"
-    assert (about["records"], about["window"]) == (4, 1022)
-
-
 def test_an_ensemble_gives_means_and_deviations(directory: Path) -> None:
-    singles = [run(directory, model=name, method="both", overwrite=True)[1] for name in ("model", "other")]
-    _, rows = run(directory, method="both", ensemble=[str(directory / "other")], overwrite=True)
+    singles = [run(directory, model=name, method="one-pass", overwrite=True)[1] for name in ("model", "other")]
+    _, rows = run(directory, method="one-pass", ensemble=[str(directory / "other")], overwrite=True)
     for row, *of_models in zip(rows, *singles, strict=True):
-        for prefix in ("", "one_pass_"):
-            means = [float(one[f"{prefix}mean_log_p"]) for one in of_models]
-            assert float(row[f"{prefix}mean_log_p"]) == pytest.approx(sum(means) / 2, rel=1e-4)
-            assert float(row[f"{prefix}mean_log_p_sd"]) == pytest.approx(abs(means[0] - means[1]) / 2**0.5, abs=1e-4)
-            assert float(row[f"{prefix}pseudo_perplexity"]) == pytest.approx(np.exp(-sum(means) / 2), rel=1e-3)
-            totals = [float(one[f"{prefix}pseudo_log_likelihood"]) for one in of_models]
-            assert float(row[f"{prefix}pseudo_log_likelihood"]) == pytest.approx(sum(totals) / 2, rel=1e-4)
-            assert means[0] != means[1]
-    about = json.loads(Path("out.csv.json").read_text())
-    assert about["ensemble"] == ["other"]
+        means, totals = (
+            [float(one[f"one_pass_{name}"]) for one in of_models] for name in ("mean_log_p", "pseudo_log_likelihood")
+        )
+        assert float(row["one_pass_mean_log_p"]) == pytest.approx(sum(means) / 2, rel=1e-4)
+        assert float(row["one_pass_mean_log_p_sd"]) == pytest.approx(abs(means[0] - means[1]) / 2**0.5, abs=1e-4)
+        assert float(row["one_pass_pseudo_perplexity"]) == pytest.approx(np.exp(-sum(means) / 2), rel=1e-3)
+        assert float(row["one_pass_pseudo_log_likelihood"]) == pytest.approx(sum(totals) / 2, rel=1e-4)
+        assert means[0] != means[1]
+    assert json.loads(Path("out.csv.json").read_text())["ensemble"] == ["other"]
 
 
 def test_an_ensemble_scores_variants(directory: Path) -> None:
@@ -181,13 +168,14 @@ def test_an_ensemble_scores_variants(directory: Path) -> None:
 
 
 def test_long_records_are_seen_in_windows(directory: Path) -> None:
-    _, rows = run(directory, method="both", window=12)
-    assert [row["window"] for row in rows] == ["1", "12", "12", "12"]
     model, sequence = reference(), RECORDS["long"]
+    _, rows = run(directory, window=12)
+    assert [row["window"] for row in rows] == ["1", "12", "12", "12"]
     starts = [min(max(site - 6, 0), len(sequence) - 12) for site in range(len(sequence))]
     masked = [own_log_p(model, sequence[at : at + 12], site - at) for site, at in enumerate(starts)]
     assert float(rows[3]["pseudo_log_likelihood"]) == pytest.approx(sum(masked), abs=1e-3)
     # Windows at residues 0, 5, 11, 16, 22, 27 and 33; the middles of neighbours are 5 or 6 residues apart.
+    _, rows = run(directory, window=12, method="one-pass", overwrite=True)
     starts = [0, 5, 11, 16, 22, 27, 33]
     nearest = [min(starts, key=lambda at: (abs(at + 6 - site), at)) for site in range(len(sequence))]
     p = np.exp([own_log_p(model, sequence[at : at + 12], n - at, hidden=False) for n, at in enumerate(nearest)])
@@ -198,9 +186,9 @@ def test_long_records_are_seen_in_windows(directory: Path) -> None:
 def test_records_without_one_of_the_20(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("x.fasta").write_text(">a\nMK\n>b\nXXU\n")
     for out in ("out.csv", "out.parquet"):
-        score_sequences(str(directory / "model"), Path("x.fasta"), Path(out), method="both", overwrite=True)
-    assert Path("out.csv").read_text().splitlines()[2] == "b,3,3,3,,,,,,"
-    assert list(parquet.read_table("out.parquet").to_pylist()[1].values()) == ["b", 3, 3, 3, *[None] * 6]
+        score_sequences(str(directory / "model"), Path("x.fasta"), Path(out), overwrite=True)
+    assert Path("out.csv").read_text().splitlines()[2] == "b,3,3,3,,,"
+    assert list(parquet.read_table("out.parquet").to_pylist()[1].values()) == ["b", 3, 3, 3, *[None] * 3]
     assert "1 record without a score, as no residue is one of the 20 amino acids" in capsys.readouterr().err
 
 
@@ -246,7 +234,7 @@ def test_tracks_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"method": "best"}, "--method best: sequences without variants are scored by pseudo-perplexity, one-pass or"),
+        ({"method": "best"}, "--method best: sequences without variants are scored by"),
         ({"ensemble": ["nowhere"]}, "nowhere: no such file or directory"),
         ({"ensemble": ["MODEL"]}, "named twice"),
         ({"out": Path("x.npz")}, "x.npz: scores of sequences are written as .csv or .parquet"),

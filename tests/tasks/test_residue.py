@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from label_files import LabelFiles
+from label_files import LabelFiles, recorded_fits
 from model_files import TINY, fair_esm, ours, perturb, tokenise
 from pydantic import TypeAdapter, ValidationError
 from scipy import stats
@@ -213,15 +213,6 @@ def test_all_labelled_residues_count_alike() -> None:
     assert float(full.count) == pytest.approx(sum(weights), rel=1e-5)
 
 
-def test_numbers_are_compared_where_there_are_any() -> None:
-    outputs = [torch.tensor([[1.0], [5.0]], requires_grad=True), torch.tensor([[2.0]], requires_grad=True)]
-    found = task(NUMBER, kind="number").loss(outputs, [torch.tensor([[3.0], [math.nan]]), torch.tensor([[2.5]])])
-    assert float(found.sum.detach()) == pytest.approx(4.25)
-    assert float(found.count) == 2
-    found.sum.backward()
-    assert outputs[0].grad.ravel().tolist() == [-4, 0]
-
-
 @pytest.mark.parametrize("kind", ["class", "number"])
 def test_a_batch_without_labels_keeps_the_graph(kind: str) -> None:
     made = task(Q3 if kind == "class" else NUMBER, kind=kind)
@@ -340,22 +331,12 @@ def test_baselines_see_the_neighbourhood(trunk: ESM2, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["class", "number"])
 def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sklearn import linear_model
-
     train = examples(20, kind, back=0)
     made = task(Q3 if kind == "class" else NUMBER, kind=kind)
     head = made.head(TINY)
     torch.nn.init.normal_(head.norm.weight)  # as if the base had a head that has learned
     model = FineTuner(trunk, head).eval()
-    fits: list[Any] = []
-    for name in ("RidgeCV", "LogisticRegression"):
-        old = getattr(linear_model, name).fit
-
-        def fit(self: Any, x: Any, *rest: Any, old: Any = old, **more: Any) -> Any:
-            fits.append((old(self, x, *rest, **more), x))
-            return fits[-1][0]
-
-        monkeypatch.setattr(getattr(linear_model, name), "fit", fit)
+    fits = recorded_fits(monkeypatch)
     made.probe(head, train, model, seed=0)
     outputs = np.concatenate([model.outputs([made.inputs(e)])[0] for e in train])
     target = np.concatenate([made.inputs(e).target for e in train])

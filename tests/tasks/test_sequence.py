@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from label_files import LabelFiles, data
+from label_files import LabelFiles, data, recorded_fits
 from model_files import TINY, fair_esm, ours, perturb, tokenise
 from pydantic import TypeAdapter, ValidationError
 from scipy import stats
@@ -342,21 +342,11 @@ def test_baselines_say_what_follows_from_composition_and_not_from_length(trunk: 
 
 @pytest.mark.parametrize("kind", ["number", "class", "multilabel"])
 def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sklearn import linear_model
-
     made, train = learned(kind)
     head = made.head(TINY)
     torch.nn.init.normal_(head.norm.weight)  # as if the base had a head that has learned
     model = FineTuner(trunk, head).eval()
-    fits: list[Any] = []
-    for name in ("RidgeCV", "LogisticRegression"):
-        old = getattr(linear_model, name).fit
-
-        def fit(self: Any, x: Any, *rest: Any, old: Any = old, **more: Any) -> Any:
-            fits.append((old(self, x, *rest, **more), x))
-            return fits[-1][0]
-
-        monkeypatch.setattr(getattr(linear_model, name), "fit", fit)
+    fits = recorded_fits(monkeypatch)
     made.probe(head, train, model, seed=0)
     outputs = np.stack(model.outputs([made.inputs(e) for e in train]))
     if kind == "number":

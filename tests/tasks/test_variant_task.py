@@ -1,4 +1,4 @@
-"""The variant task: packs, pools, the zero-shot term, losses, scales, baselines, their cache, and the probe."""
+"""The variant task: packs, pools, the zero-shot term, losses, scales, baselines, and the probe."""
 
 import itertools
 import json
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from label_files import recorded_fits
 from scipy import stats
 from torch import nn
 
@@ -26,8 +27,16 @@ from esmshard.model.finetuner import FineTuner
 from esmshard.predict.zero_shot import score
 from esmshard.recipe.data_section import DataSettings
 from esmshard.tasks.base import collate
-from esmshard.tasks.variant_features import FEWEST, frozen
-from esmshard.tasks.variants import AUGMENTED, FROZEN, ONE_HOT, SCORE, VariantSettings, VariantTask, fit_scale
+from esmshard.tasks.variants import (
+    AUGMENTED,
+    FROZEN,
+    ONE_HOT,
+    SCORE,
+    VariantSettings,
+    VariantTask,
+    fit_scale,
+    frozen,
+)
 from esmshard.vocab import STANDARD, encode
 
 WT = "MKTAYIAKQRQISFVKSHFSRQLE"
@@ -101,8 +110,7 @@ def log_odds(trunk: ESM2, name: str) -> float:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_pack_says_what_each_variant_says_alone(trunk: ESM2, pool: str) -> None:
-    zero_shot = True
-    made = task(("y", "z"), pool=pool, zero_shot=zero_shot, hidden=8)
+    made = task(("y", "z"), pool=pool, hidden=8)
     found = model(trunk, made)
     together = say(found, made, *NAMES)
     alone = np.concatenate([say(found, made, name) for name in NAMES])
@@ -113,8 +121,7 @@ def test_a_pack_says_what_each_variant_says_alone(trunk: ESM2, pool: str) -> Non
 
 @pytest.mark.parametrize("pool", POOLS[:3])
 def test_the_wild_type_is_the_bias(trunk: ESM2, pool: str) -> None:
-    hidden = 8
-    made = task(("y", "z"), pool=pool, hidden=hidden)
+    made = task(("y", "z"), pool=pool, hidden=8)
     found = model(trunk, made)
     bias = found.head.out.bias.detach().numpy()  # type: ignore[union-attr]
     assert np.array_equal(say(found, made, "WT")[0], bias), "no change at all in the batch"
@@ -187,8 +194,7 @@ def test_letters_other_than_the_20_have_no_log_odds(trunk: ESM2, pool: str) -> N
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_gradients_reach_the_trunk(trunk: ESM2, pool: str) -> None:
-    zero_shot = True
-    made = task(pool=pool, zero_shot=zero_shot, hidden=8)
+    made = task(pool=pool, hidden=8)
     found = model(trunk, made)
     found.zero_grad()
     batch, targets = collate(made, [example(name, n) for n, name in enumerate(NAMES)])
@@ -197,7 +203,7 @@ def test_gradients_reach_the_trunk(trunk: ESM2, pool: str) -> None:
         gradient = found.trunk.get_parameter(name).grad
         assert gradient is not None
         assert gradient.abs().sum() > 0
-    assert (trunk.lm_head.dense.weight.grad is not None) is zero_shot
+    assert trunk.lm_head.dense.weight.grad is not None
     found.zero_grad()
 
 
@@ -236,16 +242,10 @@ def test_losses_are_the_plain_ones_over_known_targets(loss: str) -> None:
     assert outputs.grad is not None
     assert outputs.grad.isfinite().all()
     assert {tuple(at) for at in outputs.grad.nonzero().tolist()} == set(known), "missing ones pull at nothing"
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_batch_without_a_target_has_no_loss(loss: str) -> None:
-    outputs = torch.tensor(OUTPUTS, requires_grad=True)
-    found = task(("y", "z"), loss=loss).loss(list(outputs), as_targets(np.full((4, 2), np.nan, np.float32)))
+    outputs.grad = None
+    found = made.loss(list(outputs), as_targets(np.full((4, 2), np.nan, np.float32)))
     found.sum.backward()
-    assert (found.sum.item(), float(found.count)) == (0, 0)
-    assert outputs.grad is not None
-    assert not outputs.grad.any()
+    assert (found.sum.item(), float(found.count), outputs.grad.any()) == (0, 0, False)
 
 
 # What is learned of training labels
@@ -352,13 +352,7 @@ def zero_shot(trunk: ESM2, names: Sequence[str]) -> np.ndarray:
     return score(trunk, WT, [parse_variant(name) for name in names])
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("frozen")
-
-
-def test_baselines_on_positions_that_were_never_seen(trunk: ESM2, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ESMSHARD_CACHE", str(cache))
+def test_baselines_on_positions_that_were_never_seen(trunk: ESM2) -> None:
     made = task(("y", "kd"), ("kd",))
     base = model(trunk, made)
     known_scores = zero_shot(trunk, SEEN)
@@ -386,64 +380,19 @@ def test_baselines_on_positions_that_were_never_seen(trunk: ESM2, cache: Path, m
     assert set(made.baseline_outputs(examples[:1], known, None)) == {ONE_HOT, SCORE, AUGMENTED}
 
 
-# What the frozen model says, kept
-
-MANY = [f"{WT[n]}{n + 1}{letter}" for n in range(24) for letter in "ACDE" if letter != WT[n]][: FEWEST + 6]
-
-
-def ask_frozen(trunk: ESM2, names: Sequence[str], pool: str = "sites") -> tuple[np.ndarray, int]:
-    """Features by a model that remembers nothing itself, and the variants that went through the trunk."""
-    passed: list[int] = []
-    base = FineTuner(trunk, nn.Identity())
-    hook = trunk.register_forward_pre_hook(lambda _, given: passed.append(len(given[0])))
-    try:
-        found = frozen(base, encode(WT), [encode(mutant(name)) for name in names], pool)  # type: ignore[arg-type]
-    finally:
-        hook.remove()
-    return found, sum(passed)
-
-
-def test_frozen_features_by_hand(trunk: ESM2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
+def test_frozen_features_by_hand(trunk: ESM2) -> None:
     with torch.no_grad():
         wild, own = (trunk(pack([encode(s)])).representations[2][1:-1].numpy() for s in (WT, mutant("S13W")))
     letters = np.zeros(66)
     letters[int(encode("S")[1])] = letters[33 + int(encode("W")[1])] = 1
-    found, _ = ask_frozen(trunk, ["S13W", "WT"])
+    base, asked = FineTuner(trunk, nn.Identity()), [encode(mutant(name)) for name in ("S13W", "WT")]
+    found = frozen(base, encode(WT), asked, "sites")
     assert found[0] == pytest.approx(np.concatenate([own[12] - wild[12], wild[12], letters]), abs=1e-4)
     assert not found[1].any()
-    assert ask_frozen(trunk, ["S13W"], "mean")[0][0] == pytest.approx(own.mean(0), abs=1e-5)
-    assert list(tmp_path.rglob("*.npz")) == [], "of few nothing is kept"
-
-
-def test_features_are_computed_once(trunk: ESM2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
-    first, passed = ask_frozen(trunk, MANY)
-    assert passed > len(MANY)
-    again, passed = ask_frozen(trunk, MANY[::-1])
-    assert passed == 1, "the wild type, by which the model is known again"
-    assert np.array_equal(again, first[::-1])
-    more, passed = ask_frozen(trunk, [*MANY, "E24W"])
-    assert passed <= 1 + 2, "the new one, with the wild type beside it"
-    assert np.array_equal(more[:-1], first)
-    other = weights.build(weights.fresh(NANO, 1), torch.device("cpu")).eval()
-    assert ask_frozen(other, MANY)[1] > len(MANY), "another model says other things"
-
-
-@pytest.mark.parametrize("damage", ["cut short", "changed"])
-def test_a_damaged_file_is_made_anew(trunk: ESM2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
-    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
-    first, _ = ask_frozen(trunk, MANY)
-    (path,) = tmp_path.rglob("*.npz")
-    good = path.read_bytes()
-    half = len(good) // 2
-    changed = good[:half] + bytes([good[half] ^ 255]) + good[half + 1 :]
-    path.write_bytes({"cut short": good[:-50], "changed": changed}[damage])
-    again, passed = ask_frozen(trunk, MANY)
-    assert passed > len(MANY)
-    assert np.array_equal(again, first)
-    assert ask_frozen(trunk, MANY)[1] == 1, "and kept"
-    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == [path.name]
+    assert frozen(base, encode(WT), asked, "mean")[0] == pytest.approx(own.mean(0), abs=1e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ESM2, "forward", None)
+        assert np.array_equal(frozen(base, encode(WT), asked[::-1], "sites"), found[::-1]), "computed once"
 
 
 # The probe
@@ -451,24 +400,14 @@ def test_a_damaged_file_is_made_anew(trunk: ESM2, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    zero_shot = True
-    from sklearn.linear_model import RidgeCV
-
-    made = task(("y", "z"), pool=pool, zero_shot=zero_shot, hidden=0)
+    made = task(("y", "z"), pool=pool, hidden=0)
     found = model(trunk, made)
     rng = np.random.default_rng(0)
     examples = [example(name, *rng.normal(size=2)) for name in SEEN]
-    fits: list[Any] = []
-    old = RidgeCV.fit
-
-    def fit(self: Any, x: Any, *rest: Any) -> Any:
-        fits.append((old(self, x, *rest), x))
-        return self
-
-    monkeypatch.setattr(RidgeCV, "fit", fit)
+    fits = recorded_fits(monkeypatch)
     made.probe(found.head, examples, found, seed=0)
     x = fits[0][1]
-    assert x.shape[1] == found.head.out.in_features + zero_shot  # type: ignore[union-attr]
+    assert x.shape[1] == found.head.out.in_features + 1  # type: ignore[union-attr]
     outputs = np.stack(found.outputs([made.inputs(one) for one in examples]))
     assert outputs == pytest.approx(np.column_stack([fitted.predict(x) for fitted, _ in fits]), abs=1e-3)
     assert np.ptp(outputs, axis=0).min() > 0.01

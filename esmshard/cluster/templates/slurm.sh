@@ -1,6 +1,6 @@
 #!/bin/bash
 #SBATCH --job-name={{ name }}
-{% if is_array %}
+{% if job.kind == "embed" %}
 #SBATCH --array=0-{{ job.array - 1 }}
 {% endif %}
 {% for option in ("partition", "account") if site.slurm[option] %}
@@ -20,7 +20,7 @@
 {% if gpus and site.slurm.memory_per_gpu %}
 #SBATCH --mem-per-gpu={{ site.slurm.memory_per_gpu }}
 {% endif %}
-#SBATCH --output={{ name }}-{{ "%A_%a" if is_array else "%j" }}.out
+#SBATCH --output={{ name }}-{{ "%A_%a" if job.kind == "embed" else "%j" }}.out
 #SBATCH --open-mode=append
 {% if job.kind != "doctor" %}
 #SBATCH --signal=B:USR1@{{ site.slurm.grace }}
@@ -36,9 +36,6 @@
 {% endif %}
 set -e
 cd -- {{ job.directory | quote }}
-{% if job.first_seed is not none %}
-seed=$(({{ job.first_seed }} + SLURM_ARRAY_TASK_ID)) # each task of the array is a run of its own
-{% endif %}
 {% for line in site.slurm.setup %}
 {{ line }}
 {% endfor %}
@@ -96,7 +93,7 @@ while [[ ! $asked ]]; do
 done
 
 # Back into the queue. Not where Slurm itself ends the job: this would bring one that was cancelled back to life.
-job={{ "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if is_array else "$SLURM_JOB_ID" }}
+job={{ "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.kind == "embed" else "$SLURM_JOB_ID" }}
 if scontrol show job "$job" | grep -q JobState=RUNNING; then
     scontrol requeue "$job" || echo "esmshard: job $job is not requeued; sbatch this file again, it goes on" >&2
 fi
