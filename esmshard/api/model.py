@@ -18,7 +18,7 @@ from esmshard.devices import DeviceName, chosen_device
 from esmshard.embed.compute import Embedder, Failed
 from esmshard.embed.spec import TORCH, Long, choose
 from esmshard.errors import InputError, UsageError
-from esmshard.io.array_formats import Dtype, Output
+from esmshard.io.array_formats import Dtype
 from esmshard.model import weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import family_of
@@ -29,7 +29,7 @@ from esmshard.predict.zero_shot import Method, score
 from esmshard.tasks.base import Task
 from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks
 from esmshard.tasks.registry import traits
-from esmshard.vocab import BETWEEN, SEPARATOR, Track, decode, join_option
+from esmshard.vocab import BETWEEN, SEPARATOR, decode, join_option
 
 Array = npt.NDArray[np.float32]
 
@@ -132,10 +132,26 @@ class Model:
                 self._needs(part)
         how = long if isinstance(long, Long) else Long(long)  # type: ignore[arg-type]  # the embedder checks it
         asked = sequence_inputs.sequences(sequences, linker=self.config.chains.tokens)
-        found = self._computed(asked, outputs, how, tokens, self._tracks(tracks, asked))
+        known = self._tracks(tracks, asked)
+        most = self.config.most_tokens if how.mode == "full" else None  # a table of learned positions ends
+        for name, sequence in zip(asked.names, asked.tokens, strict=True):
+            if most is not None and len(sequence) > most:
+                raise InputError(
+                    f"{name} has {len(sequence) - 2:,} residues, and this model has positions for {most - 2:,}; cut "
+                    "the sequence, or use a model with rotary positions, such as an ESM-2"
+                )
+        values: dict[str, Any] = {one.name: [np.empty(0, np.float32)] * len(asked.tokens) for one in outputs}
+        for n, computed in enumerate(Embedder(self.esm, outputs, long=how, tokens=tokens).compute(asked.tokens, known)):
+            if isinstance(computed, Failed):
+                raise InputError(f"{asked.names[n]}: {computed.reason}")
+            for name, array in computed.values.items():
+                values[name][n] = array.numpy()
+        for output in outputs:
+            arrays = values[output.name]
+            values[output.name] = arrays[0] if asked.single else np.stack(arrays) if output.pooled else arrays
         if isinstance(pool, str) and (layers is None or isinstance(layers, int)):
-            return found[outputs[0].name]
-        return found
+            return values[outputs[0].name]
+        return values
 
     def contacts(self, sequences: Sequences, tracks: Tracks | None = None) -> Any:
         """Compute contact probabilities, symmetric float32 [L, L] for each sequence.
@@ -205,7 +221,6 @@ class Model:
             return self._predict_variants(sequences, task)
         asked = sequence_inputs.sequences(sequences, linker=self.config.chains.tokens)
         known = self._tracks(tracks, asked)
-        self._check_lengths(asked)
 
         def question(n: int) -> Inputs:
             return task.question(Example(asked.names[n], asked.tokens[n], {}, tracks=known[n]))
@@ -240,44 +255,45 @@ class Model:
         return values[0] if isinstance(variants, str) else values
 
     def _tracks(self, given: Tracks | None, asked: SequenceInputs) -> list[dict[str, npt.NDArray[Any]]]:
-        """Return the tracks of each sequence. A model that was fine-tuned with others causes a warning."""
-        found = tracks_of_inputs(given, asked, family_of(self.config).tracks, self.name)
-        for notice in without_tracks(self.name, given or ()):
-            warnings.warn(notice, stacklevel=3)
-        return found
+        """Return the arrays of each sequence by the name of the track, [L + 2, ...]. A model that was fine-tuned with
+        other tracks causes a warning.
 
-    def _computed(
-        self,
-        asked: SequenceInputs,
-        outputs: Sequence[Output],
-        long: Long,
-        tokens: int | None,
-        tracks: list[dict[str, npt.NDArray[Any]]],
-    ) -> dict[str, Any]:
-        """Compute the arrays of each output, in the order of the sequences."""
-        if long.mode == "full":
-            self._check_lengths(asked)
-        values: dict[str, list[Array]] = {one.name: [np.empty(0, np.float32)] * len(asked.tokens) for one in outputs}
-        results = Embedder(self.esm, outputs, long=long, tokens=tokens).compute(asked.tokens, tracks)
-        for n, found in enumerate(results):
-            if isinstance(found, Failed):
-                raise InputError(f"{asked.names[n]}: {found.reason}")
-            for name, array in found.values.items():
-                values[name][n] = array.numpy()
-        pooled = {one.name: one.pooled for one in outputs}
-        if asked.single:
-            return {name: arrays[0] for name, arrays in values.items()}
-        return {name: np.stack(arrays) if pooled[name] else arrays for name, arrays in values.items()}
-
-    def _check_lengths(self, asked: SequenceInputs) -> None:
-        """Check that the model has a position for each residue: some models have a table of positions."""
-        most = self.config.most_tokens
+        Raises:
+            UsageError: the model takes no track of a name, or the entries do not fit the form of the sequences.
+            InputError: an entry does not fit its sequence.
+        """
+        arrays: list[dict[str, npt.NDArray[Any]]] = [{} for _ in asked.tokens]
+        given = given or {}
         for name, tokens in zip(asked.names, asked.tokens, strict=True):
-            if most is not None and len(tokens) > most:
+            if given and SEPARATOR in tokens:
                 raise InputError(
-                    f"{name} has {len(tokens) - 2:,} residues, and this model has positions for {most - 2:,}; cut the "
-                    "sequence, or use a model with rotary positions, such as an ESM-2"
+                    f"{name} has several chains, and tracks are for one; give each chain, or leave them out"
                 )
+        known = family_of(self.config).tracks
+        for track in [file.track for file in track_files(dict.fromkeys(given, ""), known, self.name, "tracks: ")]:
+            of_track, entries = given[track.name], list[Any]()
+            if asked.single:
+                entries = [of_track]
+            elif isinstance(of_track, Mapping) and asked.ids is not None:
+                entries = [of_track.get(name) for name in asked.ids]
+            elif isinstance(of_track, list | tuple):
+                entries = list(of_track)
+            if len(entries) != len(asked.tokens):
+                raise UsageError(
+                    f"tracks: {track.name}: give a list with an entry for each of the {len(asked.tokens):,} sequences, "
+                    "or, for sequences with ids, a dictionary of entries by id"
+                )
+            for n, entry in enumerate(entries):
+                length = len(asked.tokens[n]) - 2
+                values = unknown_entry(track, length)
+                if entry is not None:
+                    where = f"tracks[{track.name!r}] of {asked.names[n]}"
+                    values = values_of(track, entry, where)
+                    require_length(track, values, length, where)
+                arrays[n][track.name] = in_batches(track, values)
+        for notice in without_tracks(self.name, given):
+            warnings.warn(notice, stacklevel=3)
+        return arrays
 
     def _needs(self, part: str) -> None:
         if part in self._unlearned:
@@ -323,54 +339,4 @@ def _dtype(dtype: Dtype | torch.dtype | None) -> torch.dtype:
     found = torch.float32 if dtype is None else dtype if isinstance(dtype, torch.dtype) else TORCH.get(dtype)
     if found is None or found not in TORCH.values():
         raise UsageError(f"dtype is {dtype!r}; one of {', '.join(get_args(Dtype))} is expected")
-    return found
-
-
-def tracks_of_inputs(
-    given: Tracks | None, asked: SequenceInputs, takes: Sequence[Track], model: str
-) -> list[dict[str, npt.NDArray[Any]]]:
-    """Return the arrays of each sequence by the name of the track, [L + 2, ...].
-
-    Args:
-        given: the tracks, if there are any.
-        asked: the N sequences.
-        takes: the tracks that the model takes.
-        model: name of the model, for messages.
-
-    Raises:
-        UsageError: the model takes no track of a name, or the entries do not fit the form of the sequences.
-        InputError: an entry does not fit its sequence.
-    """
-    found: list[dict[str, npt.NDArray[Any]]] = [{} for _ in asked.tokens]
-    given = given or {}
-    for name, tokens in zip(asked.names, asked.tokens, strict=True):
-        if given and SEPARATOR in tokens:
-            raise InputError(f"{name} has several chains, and tracks are for one; give each chain, or leave them out")
-    for track in [one.track for one in track_files(dict.fromkeys(given, ""), takes, model, "tracks: ")]:
-        for n, values in enumerate(_values(track, given[track.name], asked)):
-            known = unknown_entry(track, len(asked.tokens[n]) - 2) if values is None else values
-            found[n][track.name] = in_batches(track, known)
-    return found
-
-
-def _values(track: Track, given: Any, asked: SequenceInputs) -> list[npt.NDArray[Any] | None]:
-    """Return the values of each sequence, [L, ...]; None where nothing is known."""
-    if asked.single:
-        entry_of = [given]
-    elif isinstance(given, Mapping) and asked.ids is not None:
-        entry_of = [given.get(name) for name in asked.ids]
-    elif isinstance(given, list | tuple) and len(given) == len(asked.tokens):
-        entry_of = list(given)
-    else:
-        raise UsageError(
-            f"tracks: {track.name}: give a list with an entry for each of the {len(asked.tokens):,} sequences, or, for "
-            "sequences with ids, a dictionary of entries by id"
-        )
-    found: list[npt.NDArray[Any] | None] = []
-    for entry, tokens, name in zip(entry_of, asked.tokens, asked.names, strict=True):
-        where, values = f"tracks[{track.name!r}] of {name}", None
-        if entry is not None:
-            values = values_of(track, entry, where)
-            require_length(track, values, len(tokens) - 2, where)
-        found.append(values)
     return found

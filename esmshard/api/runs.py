@@ -45,16 +45,10 @@ class Run:
 
     @property
     def status(self) -> str:
-        """The state `running`, `preempted`, `done` or `failed`; for several runs `done` when all are done."""
-        from esmshard.train.run_dir import STATUS, read_status
+        """The state `failed`, `running`, `preempted` or `done`; of several runs the first of these that one is in."""
+        from esmshard.train.run_dir import joint_state, standings
 
-        if parts := self.runs:
-            states = {part.status for part in parts.values()}
-            return next(state for state in ("failed", "preempted", "running", "done") if state in states)
-        found = read_status(self.path)
-        if found is None:
-            raise InputError(f"{self.path}: no run has begun there (it has no {STATUS})")
-        return found["state"]
+        return joint_state(standings(self.path))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -106,8 +106,7 @@ def test_tracks_in_every_form(tuned: tuple[Path, Trunk], tmp_path: Path) -> None
     expected = [by_hand(tuned[1], *pair) for pair in PAIRS.values()]
     forms = [
         (sequences, letters),
-        (sequences, tmp_path / "3di.fasta"),
-        (tmp_path / "x.fasta", tmp_path / "3di.fasta"),
+        (tmp_path / "x.fasta", letters),
         (list(sequences.values()), [letters.get(name) for name in sequences]),
     ]
     for given, known in forms:
@@ -126,14 +125,13 @@ def test_tracks_in_every_form(tuned: tuple[Path, Trunk], tmp_path: Path) -> None
     assert abs(high - low) > 1e-5
 
 
-def test_mistakes_in_python(tuned: tuple[Path, Trunk], tmp_path: Path) -> None:
+def test_mistakes_in_python(tuned: tuple[Path, Trunk]) -> None:
     model = esmshard.load(tuned[0])
     for sequences, tracks, said in (
         (["MKT"], {"3d": ["vvv"]}, "tracks: 3d: .* takes no such track"),
         (["MKT"], {"3di": "vvv"}, "tracks: 3di: give a list with an entry for each of the 1 sequences"),
         (["MKT"], {"3di": ["vvv", "v"]}, "tracks: 3di: give a list with an entry for each of the 1 sequences"),
-        (["MKT"], {"3di": {"a": "vvv"}}, "tracks: 3di: is a dictionary by id, and the sequences have no ids"),
-        (["MKT"], {"3di": tmp_path / "3di.fasta"}, "tracks: 3di: a file has its entries by id"),
+        (["MKT"], {"3di": {"a": "vvv"}}, "tracks: 3di: give a list with an entry for each of the 1 sequences"),
     ):
         with pytest.raises(UsageError, match=said):
             model.embed(sequences, tracks=tracks)
