@@ -59,12 +59,17 @@ class FineTuner(nn.Module):
         """
         if instead is not None:
             return instead()
-        attention = attention_reader(self.head, batch)
+        read_attention = getattr(self.head, "attention", None)
+        attention = None if read_attention is None else read_attention(batch)
         on_attention = None if attention is None else attention.add
         layers, logits_PV = self.trunk(batch, logits_at=batch.logits_at_P, on_attention=on_attention)
         if self.asks_logits and logits_PV is not None:
             return list(logits_PV.float().split(batch.logit_counts))
-        return head_outputs(self.head, layers[self.trunk.config.n_layers], batch, attention, logits_PV)
+        # A head may also read the logits of the language model, or what its `attention` has collected.
+        also_read = logits_PV if getattr(self.head, "reads_logits", False) else attention
+        x_TD = layers[self.trunk.config.n_layers]
+        outputs = self.head(x_TD, batch) if also_read is None else self.head(x_TD, batch, also_read)
+        return [output.float() for output in outputs]
 
     @torch.no_grad()
     def outputs(self, inputs: Sequence[Inputs]) -> list[npt.NDArray[np.float32]]:
@@ -174,20 +179,3 @@ def _freeze(trunk: Trunk, part: str) -> None:
         frozen = [p for layer in trunk.layers[layers] for p in layer.parameters()]
     for parameter in frozen:
         parameter.requires_grad_(False)
-
-
-def attention_reader(head: nn.Module | None, batch: TokenBatch) -> Any:
-    """Return the object whose method `add` takes the queries and keys of a batch for a head; None if it reads none."""
-    attention = getattr(head, "attention", None)
-    return None if attention is None else attention(batch)
-
-
-def head_outputs(
-    head: nn.Module, x_TD: torch.Tensor, batch: TokenBatch, attention: Any, logits_PV: torch.Tensor | None
-) -> list[torch.Tensor]:
-    """Call a head with the last representations and with what else it reads: what `attention_reader` returned, after
-    the forward pass of the trunk, or the logits of the language model at `logits_at_P`. The outputs are fp32.
-    """
-    beside = logits_PV if getattr(head, "reads_logits", False) else attention
-    outputs = head(x_TD, batch) if beside is None else head(x_TD, batch, beside)
-    return [output.float() for output in outputs]
