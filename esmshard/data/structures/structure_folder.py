@@ -90,8 +90,9 @@ def read_records(
 
 
 def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list[str]]:
-    """Read the chains of each record, as `A:B`, by the name of the file, from a list of records such as `1abc_A:B`, one
-    on each line. Empty lines and those that begin with # are passed over. `edits` collects the records of other files.
+    """Read a list of records such as `1abc_A:B`, one on each line: the chains, as `A:B`, by the name of the file.
+
+    Empty lines and those that begin with # are passed over. `edits` collects the records of other files.
 
     Raises:
         InputError: naming the line that is no record, or if no record is of one of the files.
