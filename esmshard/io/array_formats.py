@@ -438,9 +438,7 @@ class SafetensorsFormat(FormatWriter):
 
     default_pool = "residue"
     dtypes = DTYPES
-
-    HEADER: ClassVar[int] = 100_000_000
-    """The bytes of the largest header that the library reads."""
+    HEADER: ClassVar[int] = 100_000_000  # The library reads no larger one.
 
     def open(self) -> None:
         metadata = {key: str(value) for key, value in self.attributes.items()}
@@ -506,11 +504,10 @@ class ZarrFormat(BlockFormat):
             arrays = [row.values[one.name] for row in rows]
             arrays = [x.reshape(-1) if one.paired else x[None] if one.pooled else x for x in arrays]
             values = np.concatenate(arrays)
-            if one.name in self._group:
-                self._group[one.name].append(values)
-            else:
-                chunks = (max(1, int(self.BLOCK) // max(1, values[:1].size)), *values.shape[1:])
-                self._group.create_array(one.name, data=values, chunks=chunks)
+            if one.name not in self._group:
+                shape, chunk = values.shape[1:], max(1, int(self.BLOCK) // values[:1].size)
+                self._group.create_array(one.name, shape=(0, *shape), dtype=values.dtype, chunks=(chunk, *shape))
+            self._group[one.name].append(values)
             if not one.pooled:
                 self._sizes[one.name] += map(len, arrays)
 
