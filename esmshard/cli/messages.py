@@ -32,7 +32,7 @@ esmshard embed runs/mine/model uniref50.store -o emb --dtype fp16 --nproc 8
 esmshard predict runs/contact/model my.fasta -o my.npz --png maps
 esmshard predict runs/variants --propose 24 -o next.csv
 esmshard score starter wt.fasta variants.csv -o scores.csv
-esmshard score starter my.fasta -o naturalness.csv --method both
+esmshard score starter my.fasta -o naturalness.csv --method one-pass
 esmshard evaluate runs/contact/model sample:contact/test -o scores
 esmshard evaluate runs/mine/model test.fasta --labels test.csv -o scores
 esmshard ingest uniref50.fasta.gz -o uniref50.store --workers 8
