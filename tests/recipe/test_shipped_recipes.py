@@ -83,7 +83,7 @@ def test_a_shipped_recipe_runs(name: str, data: Path, tmp_path: Path) -> None:
         "out",
     }
     table = "npz" if recipe.task.name == "contact" else "csv"
-    assert predict(str(out / "model"), data / f"test{ending}", tmp_path / f"x.{table}").records == 4
+    assert predict(str(out / "model"), data / f"test{ending}", tmp_path / f"x.{table}")[0] == 4
     if table == "csv":
         with open(tmp_path / "x.csv", newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
