@@ -171,21 +171,22 @@ def world(
     timeout = timedelta(seconds=seconds + (NCCL_GRACE if device.type == "cuda" else 0))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if size == 1 else _meet(rank, size, start_timeout)  # type: ignore[attr-defined]
-    with launch.environment(_gloo_interface()):
+    with launch.environment(_gloo_interface()):  # groups of the mesh begin later, and need the variable, too
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    is_lost = False
-    try:
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-        yield World(rank, size, device, mesh, timeout=seconds, step_timeout=seconds, store=store)
-    except LostProcess:
-        is_lost = True  # NCCL would wait below for the rank that is lost
-        raise
-    finally:
-        if not is_lost:  # There is no barrier, because after an error the other ranks may never reach one.
-            dist.destroy_process_group()
-            # A thread of gloo may still hold a tensor of the last collective, and needs the interpreter to free it. If
-            # the interpreter is already ending, this thread aborts the process (SIGABRT, in one of ten short runs).
-            time.sleep(0.1)
+        is_lost = False
+        try:
+            mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+            yield World(rank, size, device, mesh, timeout=seconds, step_timeout=seconds, store=store)
+        except LostProcess:
+            is_lost = True  # NCCL would wait below for the rank that is lost
+            raise
+        finally:
+            if not is_lost:  # There is no barrier, because after an error the other ranks may never reach one.
+                dist.destroy_process_group()
+                # A thread of gloo may still hold a tensor of the last collective, and needs the interpreter to free it.
+                # If the interpreter is already ending, this thread aborts the process (SIGABRT, in one of ten short
+                # runs).
+                time.sleep(0.1)
 
 
 _STARTS = itertools.count()
