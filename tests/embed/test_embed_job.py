@@ -400,7 +400,7 @@ def test_a_bad_input_or_model_leaves_nothing_behind(given: Given, text: str, rea
     fasta = given.out.with_name("bad.fasta")
     fasta.write_text(text)
     for fmt in ("h5", "parts"):
-        with pytest.raises(InputError, match=f"{fasta}: .*{reason}"):
+        with pytest.raises(InputError, match=f"{fasta}:.*{reason}"):
             given.embed("x", fmt=fmt, fasta=fasta)
     with pytest.raises(InputError, match="no such file"):
         given.embed("x.npy", model="nowhere.pt")
