@@ -43,7 +43,7 @@ LONG = {
 }
 LONG |= {"local_launch"}
 LONG |= {"variants_command", "landscape", "shipped_recipes"}
-LONG |= {"embed_drills", "embed_faults", "parts", "embed_in_bucket"}
+LONG |= {"engines", "embed_job", "parts", "embed_in_bucket"}
 LONG |= {"gpu_runner", "elastic", "slurm_run", "kubernetes", "doctor", "tracker"}
 
 

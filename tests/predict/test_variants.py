@@ -203,7 +203,9 @@ def test_rows_that_cannot_be_ranked_stand_at_the_end(runs: Path, capsys: pytest.
     assert all(row[column] == "" for row in rows[-5:] for column in ("prediction", SD, "rank"))
     reasons = [row["not ranked because"] for row in rows]
     assert reasons[:-5] == [""] * 25
-    for reason, token in zip(reasons[-5:], ("stop codon", "no substitution", "wild type has Q", "1.5", "1.5"), strict=True):
+    for reason, token in zip(
+        reasons[-5:], ("stop codon", "no substitution", "wild type has Q", "1.5", "1.5"), strict=True
+    ):
         assert token in reason
     assert len({row["prediction"] for row in rows if row["mutant"] == NAMES[0]}) == 1
     assert told["wild_type"]["measured"] == 1.5
