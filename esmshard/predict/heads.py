@@ -171,18 +171,20 @@ def predict(
                         (png / pictures.file_name(record_id, names)).write_bytes(picture)
                 residues += sum(each)
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
-            # These files come first: an output is never there without them.
             failures_file(out).unlink(missing_ok=True)
             if failed:
                 # Ids have no white space; reasons come from libraries, and may have any.
                 lines = (f"{one.id}\t{one.length}\t{' '.join(one.reason.split())}\n" for one in failed)
                 replace_text(failures_file(out), "id\tlength\treason\n" + "".join(lines))
-            write_chains(out, chains, found.model.trunk.config.chains.text)
+            # These two files get their names together with the output.
+            write_chains(writer.work, chains, found.model.trunk.config.chains.text)
             if len(failed) == len(store):
                 raise InputError(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0].reason}"
                 )
-            replace_json(facts_file(out), facts | {"records": len(store) - len(failed), "failed": len(failed)})
+            replace_json(facts_file(writer.work), facts | {"records": len(store) - len(failed), "failed": len(failed)})
+        if not chains:
+            chains_file(out).unlink(missing_ok=True)  # of an earlier prediction
         return len(store) - len(failed), failed
 
 

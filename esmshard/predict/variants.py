@@ -156,7 +156,7 @@ def write_table(
     quoted = any("\r" in cell for name, column in cells.items() for cell in (name, *column))
     with writing(out), TableWriter(out, dict.fromkeys(cells, "string"), quoted=quoted) as writer:
         writer.add(cells)
-        replace_json(facts_file(out), without_directories(facts))
+        replace_json(facts_file(writer.work), without_directories(facts))  # It gets its name together with the table.
 
 
 def check_finite(score_XN: npt.NDArray[np.floating], model: str) -> None:

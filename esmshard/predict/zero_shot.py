@@ -367,7 +367,7 @@ def score_sequences(
                 rows = range(start, min(start + GROUP_ROWS, len(examples)))
                 numbers = {name: values_N[start : rows.stop] for name, values_N in columns.items()}
                 writer.add({"id": [examples.id(n) for n in rows], **numbers})
-            replace_json(facts_file(out), facts)
+            replace_json(facts_file(writer.work), facts)  # It gets its name together with the table.
     return f"{out}: {counted(len(examples), 'record')}"
 
 
