@@ -194,11 +194,25 @@ class Preemption:
 _installed: list[Preemption] = []
 
 
+_before_fork = threading.local()
+"""The signals that this thread had blocked when its fork began."""
+
+
+def _block() -> None:
+    """Block the signals during a fork. The child would write an early one into its parent's pipe."""
+    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if _installed else ())
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
+
+
 def _after_fork_in_child() -> None:
     """Let signals end a forked child like any process. It has nothing to save, and the pipe is its parent's."""
     for preemption in _installed[::-1]:
         preemption.__exit__()
+    _unblock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_after_fork_in_child)
