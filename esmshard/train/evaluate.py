@@ -15,7 +15,7 @@ from torch import nn
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.batching.packing import SCORED_TOKENS, assign
 from esmshard.data.splits.leakage import CLASSES, ComparedRecords, hashes, key
-from esmshard.data.variants.substitutions import parse_variant
+from esmshard.data.variants import parse_variant
 from esmshard.errors import InputError
 from esmshard.io.paths import found_place, is_hub_name, replace_json, replacing, shared_place
 from esmshard.io.tables import counted, write_rows

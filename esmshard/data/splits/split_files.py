@@ -31,8 +31,7 @@ from esmshard.data.splits.clusters import align_clusters, read_clusters, run_mms
 from esmshard.data.splits.given_splits import given_splits, sets_of_rows
 from esmshard.data.splits.leakage import MOST
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
-from esmshard.data.variants.mutations import read_variants
-from esmshard.data.variants.substitutions import name_of
+from esmshard.data.variants import name_of, read_variants
 from esmshard.errors import UsageError
 from esmshard.io.paths import check_replaced, whole_directory
 from esmshard.io.sequences import is_sequence_table
