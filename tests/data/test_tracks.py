@@ -140,7 +140,7 @@ def test_a_file_of_several_chains_needs_the_sequence_of_one(folder: Path) -> Non
 
 def test_two_files_of_one_record_are_refused(folder: Path) -> None:
     (folder / "1abc_A.pdb").write_text(pdb(chain(SEQ, "A")))
-    with pytest.raises(InputError, match=refusal("record '1abc_A': it has coordinates in", "1ABC.cif too")):
+    with pytest.raises(InputError, match=refusal("record '1abc_A' stands in", "1ABC.cif too")):
         read(PLACES, folder, f">1abc_A {SEQ}")
 
 
