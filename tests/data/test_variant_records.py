@@ -104,7 +104,7 @@ def test_no_position_is_in_two_sets(table: Table, split: str) -> None:
     assert {"WT", *SINGLES} <= set(tested)
     left = set(NAMES) - set(tested)
     notice = found["train"].notices[-1]
-    assert f"left out {len(left)} variants that change positions of several folds (" in notice
+    assert f"left out {len(left)} variants that change positions of several sets (" in notice
     assert left >= set(TRIPLES)
     assert left <= {*DOUBLES, *TRIPLES}
     assert len(left) < len(DOUBLES) + len(TRIPLES) or split == "modulo", "pairs within a fold stay"
@@ -269,7 +269,7 @@ def test_notices_stand_on_the_training_set_only(table: Table) -> None:
     said = " ".join(found["train"].notices)
     assert f"left out 1 row with a stop codon (line {len(NAMES) + 2})" in said
     assert f"averaged 1 variant in several rows: '{SINGLES[0]}'" in said
-    assert "that change positions of several folds" in said
+    assert "that change positions of several sets" in said
     assert found["valid"].notices == found["test"].notices == []
 
 

@@ -25,8 +25,9 @@ from esmshard.data.labels.label_sources import table_or_fasta
 from esmshard.data.splits import assignment, leakage
 from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers, check_given, sets_of_fold
 from esmshard.data.splits.clusters import align_clusters, read_clusters, run_mmseqs, sequence_names
-from esmshard.data.splits.given_splits import given_splits, sets_of_rows
+from esmshard.data.splits.given_splits import given_splits
 from esmshard.data.splits.leakage import MOST
+from esmshard.data.splits.variant_records import given_sets, left_out
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
 from esmshard.data.variants import name_of, read_variants
 from esmshard.errors import UsageError
@@ -34,7 +35,7 @@ from esmshard.io.paths import check_replaced, whole_directory
 from esmshard.io.sequences import is_sequence_table
 from esmshard.io.store import cached
 from esmshard.io.symbols import Edits, Rules
-from esmshard.io.tables import counted, first_three, write_rows
+from esmshard.io.tables import counted, write_rows
 from esmshard.vocab import decode
 
 OF_SEQUENCES = ("cluster", "ratio", "given")
@@ -245,8 +246,7 @@ class VariantRows:
         variants = read_variants(source, wild_type=wild_type, mutant=mutant, targets=targets, offset=offset, **how)
         self.source, self.notices = source, list(variants.notices)
         self.facts = {"source": source.resolve().name, "wild_type": wild_type.resolve().name}
-        self._ids, self._table, self._target_NT = variants.names(), variants.table, variants.target_NT
-        self._rows = [rows[0] for rows in variants.rows]
+        self._variants, self._rows = variants, [row for (row,) in variants.rows]
         changes = [tuple(m for m in mutations if m.mutant != m.wild) for mutations in variants.mutations]
         self._names = [name_of(mutations) for mutations in changes]
         self._positions = [frozenset(m.position for m in mutations) for mutations in changes]
@@ -254,10 +254,9 @@ class VariantRows:
     def divide(self, method: Method, _directory: Path, _say: Callable[[str], None]) -> Numbers:
         """Return the set or fold of each row, int64 [N]. Rows of one variant stay together."""
         if method.by == "given":
-            number_N = sets_of_rows(self._table)[self._rows]
-            check_given(number_N, self.source)
+            number_N = given_sets(self._variants)
         elif method.by == "low-to-high":
-            value_N = self._target_NT[:, 0]
+            value_N = self._variants.target_NT[:, 0]
             number_N = assignment.low_to_high(value_N, self._names, self._limit(method), method.ratios, method.seed)
         else:
             most = method.train_max or "1"
@@ -265,16 +264,12 @@ class VariantRows:
                 raise UsageError(f"--train-max {most}: a number of mutations is expected, as 2")
             options = (method.ratios, method.seed, method.folds, int(most))
             number_N = assignment.of_variants(method.by, self._names, self._positions, *options)
-        if left := [self._names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]:
-            why = "without a set" if method.by == "given" else "that change positions of several sets"
-            self.notices.append(
-                f"{self.source}: left out {counted(len(left), 'variant')} {why} ({first_three(left, str)})"
-            )
+        self.notices += left_out(self.source, self._names, number_N, method.by == "given")
         return number_N
 
     def _limit(self, method: Method) -> float:
         """Return the highest value to train on."""
-        value_N, limit = self._target_NT[:, 0], method.train_max
+        value_N, limit = self._variants.target_NT[:, 0], method.train_max
         if limit is None:
             wild = [n for n, name in enumerate(self._names) if name == "WT"]
             if not wild:
@@ -291,7 +286,7 @@ class VariantRows:
 
     def columns(self) -> dict[str, Sequence[object]]:
         """Return the columns of `splits.tsv` beside the set, N cells each."""
-        return {"id": self._ids, "line": [self._table.lines[row] for row in self._rows]}
+        return {"id": self._variants.names(), "line": [self._variants.table.lines[row] for row in self._rows]}
 
     def count(self, number_M: Numbers) -> dict[str, int]:
         """Return the sizes of a set."""
@@ -300,10 +295,10 @@ class VariantRows:
 
     def write(self, stem: Path, number_M: Numbers) -> None:
         """Write `STEM.csv`, with all columns of the table."""
-        cells = list(self._table.columns.values())
+        cells = list(self._variants.table.columns.values())
         with open(stem.with_name(f"{stem.name}.csv"), "w", encoding="utf-8", newline="") as file:
             rows = [[column[self._rows[n]] for column in cells] for n in number_M.tolist()]
-            write_rows(file, [[*self._table.columns], *rows])
+            write_rows(file, [[*self._variants.table.columns], *rows])
 
     def check(self, sets: Mapping[str, Numbers], _most: int) -> list[str]:
         """Compare the sets with the training set; see `leakage.variant_notices`."""
