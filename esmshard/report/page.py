@@ -391,8 +391,9 @@ def _learning_curve(path: Path) -> dict[str, Any] | None:
 def sweep_page(out: Path) -> dict[str, Any]:
     """Return the values of `sweep.html.jinja`, from the files of a sweep, which may be unfinished."""
     sweep = _json(out / SWEEP)
-    summary = _json(out / "best" / SUMMARY)
-    tested = summary or _json(out / "best" / "evaluation.json")  # of several seeds, or of one
+    tested_run = out / (sweep["best_run"] or "")
+    summary = _json(tested_run / SUMMARY)
+    tested = summary or _json(tested_run / "evaluation.json")  # of several seeds, or of one
     keys, trials, lower = list(sweep["sweep"]["space"]), sweep["trials"], sweep["lower_is_better"]
     order = {"complete": 0, "running": 1, "pruned": 2, "failed": 3}
 

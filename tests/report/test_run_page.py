@@ -280,6 +280,7 @@ def test_a_sweep(tmp_path: Path, undrawn: list[tuple[Any, ...]]) -> None:
         "trials_wanted": 5,
         "state": "done",
         "best": 3,
+        "best_run": "best-003",
         "trials": trials,
         "selected": "Trial 3 is the best of 3.",
     }
@@ -287,8 +288,8 @@ def test_a_sweep(tmp_path: Path, undrawn: list[tuple[Any, ...]]) -> None:
     row = {"mean": 0.487, "deviation": 0.01, "low": 0.4, "high": 0.6, "runs": {"a": 0.48, "b": 0.49}}
     metrics = {"fine-tuned": {"Spearman": row}, "length": {"Spearman": {**row, "mean": 0.111}}}
     summary = {"columns": ["Spearman"], "runs": ["a", "b"], "interval": "95% interval", "metrics": metrics}
-    (tmp_path / "best").mkdir()
-    best = tmp_path / "best" / "summary.json"
+    (tmp_path / "best-003").mkdir()
+    best = tmp_path / "best-003" / "summary.json"
     best.write_text(json.dumps(summary | {"verdict": "Fine-tuning beat it.", "task": "mlm"}))
     found = page(tmp_path)
     assert "Trial 3 is the best of 3. Fine-tuning beat it." in found.words()
@@ -298,7 +299,7 @@ def test_a_sweep(tmp_path: Path, undrawn: list[tuple[Any, ...]]) -> None:
     assert "loss or gradient was not finite <5 times>" in found.text["trials"]
     ((_, _, lines),) = undrawn
     assert np.array(lines["best so far"]).tolist() == [[2, 3, 4], [0.31, 0.62, 0.62]]
-    begun = {"state": "searching", "best": None, "selected": None, "trials": [trial(0, "running", None, 1e-4)]}
+    begun = {"state": "searching", "best": None, "best_run": None, "selected": None, "trials": [trial(0, "running", None, 1e-4)]}
     (tmp_path / "sweep.json").write_text(json.dumps(raw | begun))
     best.unlink()
     assert "The best settings are not tested yet." in page(tmp_path).words()
