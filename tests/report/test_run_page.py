@@ -299,7 +299,8 @@ def test_a_sweep(tmp_path: Path, undrawn: list[tuple[Any, ...]]) -> None:
     assert "loss or gradient was not finite <5 times>" in found.text["trials"]
     ((_, _, lines),) = undrawn
     assert np.array(lines["best so far"]).tolist() == [[2, 3, 4], [0.31, 0.62, 0.62]]
-    begun = {"state": "searching", "best": None, "best_run": None, "selected": None, "trials": [trial(0, "running", None, 1e-4)]}
+    begun = {"state": "searching", "trials": [trial(0, "running", None, 1e-4)]}
+    begun |= dict.fromkeys(("best", "best_run", "selected"))
     (tmp_path / "sweep.json").write_text(json.dumps(raw | begun))
     best.unlink()
     assert "The best settings are not tested yet." in page(tmp_path).words()

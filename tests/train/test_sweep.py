@@ -71,6 +71,7 @@ def test_the_better_value_is_found_trained_with_new_seeds_and_tested(small: Path
     for trial in (out / "trials").iterdir():
         names = {path.name for path in trial.iterdir()}
         assert names == {"metrics.jsonl", "recipe.yaml", "status.json", "versions.json"}, "no model, no test"
+        assert "as a trial of a sweep" in json.loads((trial / "status.json").read_text())["message"]
     status = esmshard("status", out)
     assert status.returncode == 0
     assert "2 of 2 trials have ended; the best is trial" in status.stdout
