@@ -14,8 +14,7 @@ from torch import nn
 
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.batching.packing import SCORED_TOKENS, assign
-from esmshard.data.splits.leakage import CLASSES, ComparedRecords, hashes, key
-from esmshard.data.variants.substitutions import parse_variant
+from esmshard.data.splits.leakage import ComparedRecords, hashes
 from esmshard.errors import InputError
 from esmshard.io.paths import found_place, is_hub_name, replace_json, replacing, shared_place
 from esmshard.io.tables import counted, write_rows
@@ -41,9 +40,7 @@ from esmshard.tasks.metrics import (
     interval,
     ranked,
     records_with,
-    variant_units,
 )
-from esmshard.tasks.pair import TRAINED_CHAINS
 from esmshard.tasks.registry import new_task
 from esmshard.vocab import chain_spans
 
@@ -163,17 +160,6 @@ def seen_before(
         f"leakage: {model} was trained on {train['records']} records of {Path(train['path']).name}, with which these "
         f"{len(data):,} were not compared; scores on records that are among them are no test"
     ], 0
-
-
-def pair_groups(data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-    """Return the class of each pair by its sequences that training pairs have (`leakage.CLASSES`); of other records,
-    and without baselines, nothing. `known` is of `fit_baselines`.
-    """
-    if (trained := known.get(TRAINED_CHAINS)) is None:
-        return []
-    whole = map(data.whole, range(len(data)))
-    chains = [[key(residues[slice(*span)]) for span in chain_spans(residues)] for residues in whole]
-    return [CLASSES[int(np.isin(of_pair, trained).sum())] for of_pair in chains]
 
 
 def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
@@ -314,7 +300,7 @@ def report(
         about["tracks"] = {track: _place(path, out) for track, path in tracks.items()}
     if complexes is not None:
         about["complexes"] = complexes if complexes == EVERY else _place(complexes, out)
-    groups = pair_groups(data, known)
+    groups = tuned.task.groups(data, known)
     return write(out, data, tuned.task, table, about, groups, name=model if model in SHIPPED else MAIN)
 
 
@@ -359,12 +345,10 @@ def write(
         task: the task.
         table: the rows of every method.
         about: more entries for `evaluation.json`.
-        groups: of each record (`pair_groups`); empty for no groups.
+        groups: of each record (`Task.groups`); empty for no groups.
         name: the name of the model in the results; a shipped model has not been fine-tuned by anybody.
     """
-    block_N, unit = data.blocks(), "sequence" if task.settings.pairs else "record"
-    if task.settings.reads_table:
-        block_N, unit = variant_units([parse_variant(data.id(n)) for n in range(len(data))])
+    block_N, unit = task.units(data)
     samples = {method: _resampled(task, rows, block_N) for method, rows in table.items()}
     columns = tuple(column for column in task.columns if column in samples[MAIN])
     intervals = {method: {m: interval(values, m) for m, values in row.items()} for method, row in samples.items()}

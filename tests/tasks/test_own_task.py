@@ -140,7 +140,8 @@ def test_what_cannot_be_used_is_refused_with_the_reason(directory: Path) -> None
         "'net_charg' found",
         "task.name: task broken of broken 0.1 cannot be imported from wrong:Task (ModuleNotFoundError: No module "
         "named 'not_there'); correct or reinstall broken 0.1",
-        "task.name: task foreign of broken 0.1 cannot be imported from other:Task (AttributeError: ",
+        "task.name: task foreign of broken 0.1 cannot be imported from other:Task (TypeError: it has no "
+        "Settings that are a subclass of esmshard.recipe.task_section.TaskSettings); correct or reinstall broken 0.1",
         "task.name: task mlm is registered by esmshard itself and by rival 0.1; uninstall rival 0.1, or give its task "
         "another name",
         "accepted",
