@@ -26,7 +26,6 @@ from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.sweep_file import SearchSpace, SweepSettings, override, shown
 from esmshard.tasks.base import Task
-from esmshard.train.inputs import NOTICES_PRINTED
 from esmshard.train.run_dir import SWEEP, last_word, metrics_of, read_status
 
 if TYPE_CHECKING:
@@ -222,7 +221,7 @@ class Search:
             return is_pruned
 
         arguments = ["-m", "esmshard", "finetune", self.name, *self.overrides, *overrides, *self.flags]
-        with launch.environment({launch.TRIAL: "1", NOTICES_PRINTED: "1"}):
+        with launch.environment({launch.TRIAL: "1"}):
             code = launch.run_local(arguments, self.processes, max_restarts=self.max_restarts, is_enough=is_over)
         look()
         if is_pruned:
