@@ -62,7 +62,7 @@ class Writer(ABC):
                     self.work.parent.iterdir(), key=lambda path: path == self.work
                 ):  # The file itself comes last.
                     place = self.out.with_name(path.name)
-                    if place.is_dir():
+                    if path.is_dir() and place.is_dir():
                         shutil.rmtree(place)
                     path.replace(place)
 
