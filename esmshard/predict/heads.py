@@ -20,7 +20,7 @@ from esmshard.data.tracks import record_tracks, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device, is_out_of_memory, packs_at_once, side_by_side
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.io.array_formats import FORMATS, About, FormatWriter, Output, Pool, Row
-from esmshard.io.paths import replace_json, replace_text, without_directories
+from esmshard.io.paths import replace_json, without_directories
 from esmshard.io.store import TokenStore, ingest, is_store, linker_of
 from esmshard.io.symbols import Rules
 from esmshard.io.writers import (
@@ -31,6 +31,7 @@ from esmshard.io.writers import (
     failures_file,
     library,
     write_chains,
+    write_failures,
 )
 from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of
@@ -171,20 +172,15 @@ def predict(
                         (png / pictures.file_name(record_id, names)).write_bytes(picture)
                 residues += sum(each)
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
-            failures_file(out).unlink(missing_ok=True)
-            if failed:
-                # Ids have no white space; reasons come from libraries, and may have any.
-                lines = (f"{one.id}\t{one.length}\t{' '.join(one.reason.split())}\n" for one in failed)
-                replace_text(failures_file(out), "id\tlength\treason\n" + "".join(lines))
-            # These two files get their names together with the output.
-            write_chains(writer.work, chains, found.model.trunk.config.chains.text)
             if len(failed) == len(store):
+                write_failures(failures_file(out), failed)
                 raise InputError(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0].reason}"
                 )
+            # These files get their names together with the output.
+            write_failures(failures_file(writer.work), failed)
+            write_chains(writer.work, chains, found.model.trunk.config.chains.text)
             replace_json(facts_file(writer.work), facts | {"records": len(store) - len(failed), "failed": len(failed)})
-        if not chains:
-            chains_file(out).unlink(missing_ok=True)  # of an earlier prediction
         return len(store) - len(failed), failed
 
 
