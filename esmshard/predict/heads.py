@@ -4,6 +4,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,9 +51,9 @@ one pack: TOKENS on the CPU and for pair maps, GPU_TOKENS for other tasks on a G
 """
 LEAST = 1024
 """The tokens of a pack below which smaller packs are only slower."""
-WINDOW, MAPS = 512, 32
-"""The records that are sorted by length together, and those with pair maps. Their predictions stay in memory until the
-window is done.
+WINDOW, WINDOW_TOKENS = 512, 1 << 18
+"""The most records that are sorted by length together, and the most tokens. Their predictions stay in memory until the
+window is done: those of pair maps, whose tokens are as for PAIR, are at most 256 MiB, but for a single longer record.
 """
 PAIR = 256
 """The tokens of a record from which on the pair map uses more memory than the trunk. A pack of 4,096 tokens of shorter
@@ -149,9 +150,10 @@ def predict(
                 "notices": sentences,
             }
         )
-        began, residues, names = time.monotonic(), 0, set[str]()
+        began, residues = time.monotonic(), 0
         with (
             writing(out, "make room, or choose another place with -o; the unfinished file was removed"),
+            nullcontext() if png is None else pictures.collected(png) as add_picture,
             _writer(out, task, facts, store) as writer,
             Progress("predict", len(store)) as progress,
         ):
@@ -166,10 +168,8 @@ def predict(
                     writer.add(rows_of(task, record_id, values, decode(sequence)))
                 else:
                     writer.add(Row(record_id, sum(each), {PREDICTION: values}, chains=tuple(several)))
-                    if png is not None:
-                        png.mkdir(parents=True, exist_ok=True)
-                        picture = pictures.draw(values, record_id, chains=each)
-                        (png / pictures.file_name(record_id, names)).write_bytes(picture)
+                    if add_picture is not None:
+                        add_picture(record_id, pictures.draw(values, record_id, chains=each))
                 residues += sum(each)
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
             if len(failed) == len(store):
@@ -332,8 +332,7 @@ def predictions(
                 raise
             return f"memory does not suffice: {error}"[:300]
 
-    size = MAPS if pairs else WINDOW
-    for window in (range(n, min(n + size, len(cost_N))) for n in range(0, len(cost_N), size)):
+    for window in windows(cost_N):
         inputs_of = {n: question(n) for n in window}
         short = [n for n in window if limit is None or inputs_of[n].longest <= limit]
         too_long = f"the model has learned positions for {(limit or 0) - 2} residues"
@@ -355,3 +354,14 @@ def predictions(
         for n in window:
             array = done.pop(n)
             yield array if isinstance(array, str) or np.isfinite(array).all() else NOT_FINITE
+
+
+def windows(cost_N: npt.NDArray[np.int64]) -> Iterator[range]:
+    """Yield all records in order, at most WINDOW at a time and at most WINDOW_TOKENS, but at least one."""
+    first = total = 0
+    for n, cost in enumerate(cost_N.tolist()):
+        if n > first and (n - first == WINDOW or total + cost > WINDOW_TOKENS):
+            yield range(first, n)
+            first, total = n, 0
+        total += cost
+    yield range(first, len(cost_N))
