@@ -257,13 +257,10 @@ def contact_figures(run: Path, data: Examples, device: str | None = None) -> lis
 
 def draw_maps(model: FineTuned, data: Examples, folder: Path) -> None:
     """Write `ID.png` for each record: its predicted map beside its true contacts; see `contact_map`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    taken = set[str]()
-    with Progress("draw", len(data)) as progress:
+    with pictures.collected(folder) as add, Progress("draw", len(data)) as progress:
         for n in range(len(data)):
             example = data.get(n)
-            picture = contact_map(model, example, f"{is_residue(example.tokens).sum()} residues")
-            (folder / pictures.file_name(example.id, taken)).write_bytes(picture)
+            add(example.id, contact_map(model, example, f"{is_residue(example.tokens).sum()} residues"))
             progress.update(n + 1, "")
 
 
