@@ -232,7 +232,7 @@ def _short(text: str, most: int = 50) -> str:
 
 def contact_figures(run: Path, data: Examples, device: str | None = None) -> list[Path]:
     """Draw predicted against true contacts of the test proteins of up to LONGEST_MAP residues with the best, the median
-    and the worst long-range P@L: `figures/contacts_best_ID.png` and so on. Maps of an earlier model are removed.
+    and the worst long-range P@L: `figures/contacts_best_ID.png` and so on.
     """
     with open(run / "per_protein.csv", encoding="utf-8", newline="") as file:
         rows = [
@@ -242,8 +242,6 @@ def contact_figures(run: Path, data: Examples, device: str | None = None) -> lis
     if not ranked:
         raise InputError(f"{run}: no protein of up to {LONGEST_MAP} residues has a long P@L, so there is none to draw")
     (run / "figures").mkdir(exist_ok=True)
-    for old in (run / "figures").glob("contacts_*.png"):
-        old.unlink()
     model, places = load_finetuned(str(run / "model"), device), {data.id(n): n for n in range(len(data))}
     chosen = {"best": ranked[-1], "median": ranked[len(ranked) // 2], "worst": ranked[0]}
     drawn: dict[str, Path] = {}

@@ -336,6 +336,7 @@ def write(
 ) -> str:
     """Write `evaluation.json` and `per_protein.csv`, and return a text: the table, what is missing, and the verdict.
 
+    Contact maps of an earlier evaluation are removed.
     `evaluation.json` holds the intervals of every method and of the model's gains over the baselines, and the verdict.
     `per_protein.csv` holds every number of the model's rows.
 
@@ -398,6 +399,8 @@ def write(
         **_summed(table[MAIN], task, scaling),
         **_profiles(table[MAIN], data, task),
     }
+    for old in (directory / "figures").glob("contacts_*.png"):
+        old.unlink()
     replace_json(directory / "evaluation.json", evaluation)
     _write_rows(directory / "per_protein.csv", data, task, table, groups)
     rows = intervals | {

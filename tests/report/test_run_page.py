@@ -96,14 +96,19 @@ def test_what_users_named_is_text(tmp_path: Path) -> None:
 
 def test_paths_are_shown_without_directories(tmp_path: Path) -> None:
     home = "/home/ada lovelace/data"
-    run = make(tmp_path / "run", whole(), evaluation(leakage=["/data/x.fasta: shares 2 records"]))
-    recipe = recipe_file.load(run / "recipe.yaml", [f"data.train={home}/x.fasta"])
+    left_out = [f"2 records of {home}/x.fasta, and all of '{home}/old folds/y.fasta', see {tmp_path}/her runs/first/a"]
+    tested = evaluation(leakage=["/data/x.fasta: shares 2 records"], left_out=left_out)
+    run = make(tmp_path / "her runs" / "first", whole(), tested)
+    recipe = recipe_file.load(
+        run / "recipe.yaml", [f"data.train={home}/x.fasta", f"data.test={home}/old folds/y.fasta"]
+    )
     (run / "recipe.yaml").write_text(recipe_file.dump(recipe))
     (run / "versions.json").write_text(json.dumps({"data": {"train": {"path": f"{home}/x.fasta"}}}))
     found = page(run)
     assert "train: x.fasta" in found.text["recipe"]
     assert found.row("data", "train", 2) == ["x.fasta"]
     assert "x.fasta: shares 2 records" in found.text["data"]
+    assert "2 records of x.fasta, and all of 'y.fasta', see first/a." in found.words("metrics")
 
 
 @words
