@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.variants.substitutions import STOP, Mutation, parse_variant
+from esmshard.data.variants import STOP, Mutation, parse_variant
 from esmshard.errors import InputError, UsageError
 from esmshard.io.sequences import read_fasta
 from esmshard.io.store import TokenStore, is_store
@@ -132,7 +132,7 @@ def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
     [2, 0, 0]
 
     Args:
-        given: the variants; see `esmshard.data.variants.substitutions` for their forms.
+        given: the variants; see `esmshard.data.variants` for their forms.
         protein: the wild type, whose first residue is number 1.
 
     Raises:

@@ -16,8 +16,7 @@ from esmshard.data.batching.loader import SEEN as SEEN_FILE
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.variant_records import OUT_OF_FOLD as OUT_OF_FOLD_FILE
 from esmshard.data.splits.variant_records import VariantRecords
-from esmshard.data.variants.mutations import is_library, read_variants
-from esmshard.data.variants.substitutions import Mutation, name_of, parse_variant, renumbered
+from esmshard.data.variants import Mutation, is_library, name_of, parse_variant, read_variants, renumbered
 from esmshard.devices import DeviceName, packs_at_once, side_by_side
 from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.io.paths import read_json, replace_json, without_directories

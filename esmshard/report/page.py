@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from esmshard import __version__
-from esmshard.data.variants.substitutions import Mutation, parse_variant
+from esmshard.data.variants import Mutation, parse_variant
 from esmshard.errors import InputError, reading, writing
 from esmshard.io.paths import memory_text, read_json, replace_text, without_directories
 from esmshard.io.tables import counted

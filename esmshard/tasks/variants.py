@@ -17,7 +17,7 @@ from torch import nn
 from esmshard.batch import Inputs, TokenBatch, batch_of, pack_variants
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels
-from esmshard.data.variants.substitutions import parse_variant
+from esmshard.data.variants import parse_variant
 from esmshard.devices import packs_at_once, side_by_side
 from esmshard.errors import InputError
 from esmshard.io.store import TokenStore

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from esmshard.data.splits.assignment import LEFT_OUT
 from esmshard.data.splits.variant_records import FOLDS, LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
-from esmshard.data.variants.substitutions import name_of, parse_variant
+from esmshard.data.variants import name_of, parse_variant
 from esmshard.errors import UsageError
 from esmshard.io.paths import read_json, replace_json, replacing
 from esmshard.io.tables import counted, write_rows

@@ -351,7 +351,7 @@ def test_another_file_can_give_the_sets_of_sequences(run: Run, tmp_path: Path) -
         (("--by", "ratio", "--folds", "5", "--ratios", "1,1,1"), "--ratios: folds are of equal size;"),
         ((*VARIANTS, "--by", "modulo"), "--by modulo makes folds; pass --folds 5 to have those of ProteinGym"),
         (("--by", "ratio", "--folds", "2"), "folds is 2; at least 3 are needed, for train, valid and test"),
-        (("--by", "ratio", "--ratios", "0.8,0.2"), "--ratios 0.8,0.2: three numbers above zero are expected"),
+        (("--by", "ratio", "--ratios", "0.8,0.2"), "ratios are [0.8, 0.2]; three numbers above zero are expected"),
         (("--by", "ratio", "--offset", "3"), "--mutant and --offset are for variants of one protein; pass --wild-type"),
     ],
 )

@@ -7,8 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esmshard.data.variants.mutations import NAME_MUTANT, NAME_TARGET, Mutation, Variants, parse_variant, read_variants
-from esmshard.data.variants.substitutions import RefusedVariant
+from esmshard.data.variants import (
+    NAME_MUTANT,
+    NAME_TARGET,
+    Mutation,
+    RefusedVariant,
+    Variants,
+    parse_variant,
+    read_variants,
+)
 from esmshard.errors import InputError, UsageError
 
 #             10        20        30        40        50
@@ -163,7 +170,7 @@ def test_columns_by_name() -> None:
     variants = read(text, mutant="mutation", targets=["fitness", "score"])
     assert (variants.names(), variants.target_names) == (["T3V"], ("fitness", "score"))
     assert variants.target_NT.tolist() == [[2.0, 1.0]]
-    assert read(text, mutant="mutation", targets="fitness").target_NT.tolist() == [[2.0]]
+    assert read(text, mutant="mutation", targets=["fitness"]).target_NT.tolist() == [[2.0]]
     assert refused("name,score\nA4G,1\n") == (
         "v.csv: has no column with a usual name for mutations (mutant, mutation, mutations, variant, hgvs_pro, hgvs_p, "
         "mut) or mutated sequences (mutated_sequence, sequence); its columns are 'name', 'score'; name one: pass "

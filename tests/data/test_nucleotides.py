@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esmshard.data.variants.mutations import protein_of
+from esmshard.data.variants import protein_of
 from esmshard.embed.parts import read_input
 from esmshard.errors import InputError
 from esmshard.io import symbols

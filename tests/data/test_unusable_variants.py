@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from esmshard.data.variants.mutations import Variants, read_variants
+from esmshard.data.variants import Variants, read_variants
 from esmshard.errors import InputError
 
 WT = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRV"

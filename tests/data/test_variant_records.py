@@ -10,7 +10,7 @@ import pytest
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.data.splits.variant_records import VariantRecords, divide, open_variants
-from esmshard.data.variants.substitutions import parse_variant
+from esmshard.data.variants import parse_variant
 from esmshard.errors import InputError
 from esmshard.recipe.data_section import DataSettings
 from esmshard.recipe.sections import BatchSettings, Recipe

@@ -18,8 +18,7 @@ from torch import nn
 from esmshard.batch import pack
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels, VariantRecords
-from esmshard.data.variants.mutations import read_variants
-from esmshard.data.variants.substitutions import parse_variant
+from esmshard.data.variants import parse_variant, read_variants
 from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES

@@ -2,6 +2,7 @@
 candidates if MMseqs2 is not installed.
 """
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -15,9 +16,10 @@ import numpy as np
 from esmshard.data.splits.assignment import components
 from esmshard.data.splits.leakage import ComparedRecords, word_pairs
 from esmshard.errors import InputError
+from esmshard.io.store import TokenStore
 from esmshard.io.tables import first_three, read_text
 from esmshard.progress import Progress
-from esmshard.vocab import STANDARD, decode
+from esmshard.vocab import SEPARATOR, STANDARD, chain_spans, decode
 
 OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
 """Options of MMseqs2: 30% identity over 80% of both sequences, at the highest sensitivity of the search."""
@@ -95,6 +97,16 @@ def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
     if surplus:
         notices.append(f"{path}: {len(surplus):,} that are no records were passed over ({first_three(surplus, str)})")
     return Clusters(names, str(path), notices)
+
+
+def sequence_names(store: TokenStore) -> list[str]:
+    """Return a name for the sequence of each of N records, the same for the same chains in any order."""
+    names = []
+    for n in range(len(store)):
+        residues = store.residues(n)
+        chains = sorted(residues[slice(*span)].tobytes() for span in chain_spans(residues))
+        names.append(hashlib.blake2b(bytes([SEPARATOR]).join(chains), digest_size=16).hexdigest())
+    return names
 
 
 def align_clusters(records: ComparedRecords) -> Clusters:

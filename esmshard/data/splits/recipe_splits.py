@@ -13,7 +13,7 @@ from esmshard.data.batching.loader import Examples, Labels
 from esmshard.data.labels.label_sources import label_source, read_label_fasta, rules_of
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import SETS
-from esmshard.data.splits.clusters import read_clusters
+from esmshard.data.splits.clusters import read_clusters, sequence_names
 from esmshard.data.splits.given_splits import given_splits, has_set
 from esmshard.data.splits.variant_records import open_variants
 from esmshard.data.structures import structure_folder
@@ -27,7 +27,7 @@ from esmshard.io.tables import Table, counted
 from esmshard.recipe.data_section import DataSettings, JoinSettings
 from esmshard.recipe.section_base import listed
 from esmshard.recipe.sections import Recipe
-from esmshard.vocab import SEPARATOR, Chains, chain_spans
+from esmshard.vocab import Chains
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 
@@ -157,18 +157,11 @@ def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[
     Records of one cluster stay together. Without clusters, records of one sequence stay together, and of the same
     chains, in any order.
     """
-    count = len(store)
     if clusters is not None:
-        groups = read_clusters(remote.data_file(clusters), [store.id(n) for n in range(count)]).names
+        groups = read_clusters(remote.data_file(clusters), [store.id(n) for n in range(len(store))]).names
     else:
-        groups = [hashlib.blake2b(_unordered(store.residues(n)), digest_size=16).hexdigest() for n in range(count)]
+        groups = sequence_names(store)
     return assignment.by_cluster(groups, folds=folds)
-
-
-def _unordered(residues: npt.NDArray[np.uint8]) -> bytes:
-    """Return bytes that are the same for the same chains in any order; for one chain, its tokens."""
-    chains = [residues[slice(*span)].tobytes() for span in chain_spans(residues)]
-    return bytes([SEPARATOR]).join(sorted(chains))
 
 
 _LOOKED_AT = 100

@@ -3,16 +3,13 @@
     OUT/train.fasta  valid.fasta  test.fasta     records with their headers, as read
     OUT/train.npz    ...                         coordinates, if NAME.npz lies beside NAME.fasta
     OUT/train.csv    valid.csv    test.csv       for variants: rows, with all columns
-    OUT/splits.tsv                               id, set (or fold), cluster or line; `none` for a record that is left
-    out
+    OUT/splits.tsv                               id, set (or fold), cluster or line; `none`: left out
     OUT/split.json                               how the split was made: source, options, programs, counts, notices
 
 With folds, the sets of round k are in `OUT/fold_k`.
 """
 
-import hashlib
 import json
-import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,12 +24,11 @@ from esmshard.data.labels.coordinates import CoordinateLabels, npz_beside, read_
 from esmshard.data.labels.label_sources import table_or_fasta
 from esmshard.data.splits import assignment, leakage
 from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers, check_given, sets_of_fold
-from esmshard.data.splits.clusters import align_clusters, read_clusters, run_mmseqs
+from esmshard.data.splits.clusters import align_clusters, read_clusters, run_mmseqs, sequence_names
 from esmshard.data.splits.given_splits import given_splits, sets_of_rows
 from esmshard.data.splits.leakage import MOST
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
-from esmshard.data.variants.mutations import read_variants
-from esmshard.data.variants.substitutions import name_of
+from esmshard.data.variants import name_of, read_variants
 from esmshard.errors import UsageError
 from esmshard.io.paths import check_replaced, whole_directory
 from esmshard.io.sequences import is_sequence_table
@@ -94,7 +90,9 @@ def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Metho
         raise UsageError("--ratios: folds are of equal size; leave out --ratios or --folds")
     if by in ("contiguous", "modulo") and "folds" not in given:
         raise UsageError(f"--by {by} makes folds; pass --folds 5 to have those of ProteinGym")
-    return Method(by, **given)
+    method = Method(by, **given)
+    assignment.shares(method.ratios, method.folds)  # raises for ratios and folds that cannot be used
+    return method
 
 
 def parse_ratios(text: str) -> list[float]:
@@ -104,12 +102,9 @@ def parse_ratios(text: str) -> list[float]:
     [8.0, 1.0, 1.0]
     """
     try:
-        ratios = [float(part) for part in text.split(",")]
+        return [float(part) for part in text.split(",")]
     except ValueError:
-        ratios = []
-    if len(ratios) != len(SETS) or not all(0 < ratio < math.inf for ratio in ratios):
-        raise UsageError(f"--ratios {text}: three numbers above zero are expected, for train, valid and test")
-    return ratios
+        raise UsageError(f"--ratios {text}: three numbers above zero are expected, as 0.8,0.1,0.1") from None
 
 
 class FastaRecords:
@@ -151,9 +146,6 @@ class FastaRecords:
             method: by cluster, by ratio, or as the headers or the file of sets say.
             directory: directory for files of MMseqs2, which runs if the method names no clusters.
             say: takes a message before records are clustered.
-
-        Raises:
-            InputError: the records cannot be divided by this method.
         """
         if method.by == "given":
             edits = Edits()
@@ -162,8 +154,7 @@ class FastaRecords:
             self.notices += [f"{said_by}: {notice}" for notice in edits.notices()]
             check_given(number_N, Path(said_by))
             return number_N
-        count = len(self._store)
-        same = [hashlib.blake2b(self._store.residues(n).tobytes(), digest_size=16).hexdigest() for n in range(count)]
+        count, same = len(self._store), sequence_names(self._store)
         if method.by == "ratio":
             return assignment.by_cluster(same, method.ratios, method.seed, method.folds)
         if method.clusters:
@@ -261,12 +252,7 @@ class VariantRows:
         self._positions = [frozenset(m.position for m in mutations) for mutations in changes]
 
     def divide(self, method: Method, _directory: Path, _say: Callable[[str], None]) -> Numbers:
-        """Return the set or fold of each row, int64 [N]. Rows of one variant stay together.
-
-        Raises:
-            InputError: the rows cannot be divided by this method.
-            UsageError: the limit of the training set cannot be read.
-        """
+        """Return the set or fold of each row, int64 [N]. Rows of one variant stay together."""
         if method.by == "given":
             number_N = sets_of_rows(self._table)[self._rows]
             check_given(number_N, self.source)
@@ -336,15 +322,15 @@ def may_write(out: Path, overwrite: bool) -> None:
 
 
 def divide(
-    data: Data, method: Method, out: Path, overwrite: bool = False, say: Callable[[str], None] = lambda _: None
+    data: Data, method: Method, out: Path, say: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Divide a data set and write the files of its sets. `out` appears only when all files are complete.
+    """Divide a data set and write the files of its sets. `out` appears only when all files are complete, in place of
+    what was there: see `may_write`.
 
     Args:
         data: the records.
         method: how to divide the records.
         out: directory to make.
-        overwrite: replace an earlier split.
         say: takes a message before a step that takes long.
 
     Returns:
@@ -352,9 +338,8 @@ def divide(
 
     Raises:
         InputError: the data cannot be divided by this method.
-        UsageError: `out` exists.
+        UsageError: the limit of the training set cannot be read.
     """
-    may_write(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
     number_N = data.divide(method, out.parent, say)
     names = list(SETS) if method.folds is None else [str(k) for k in range(method.folds)]
@@ -391,13 +376,11 @@ def counts_table(counts: Mapping[str, Mapping[str, int]], what: str) -> str:
     train    1,200
     test         8
     """
-    header = [what, *next(iter(counts.values()))]
-    rows = [header, *([name, *(f"{size:,}" for size in sizes.values())] for name, sizes in counts.items())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )
+    rows = [[what, *next(iter(counts.values()))]]
+    rows += [[name, *(f"{size:,}" for size in sizes.values())] for name, sizes in counts.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join(map("  ".join, lines))
 
 
 def _write_sets(data: Data, directory: Path, number_N: Numbers, most: int) -> list[str]:

@@ -16,8 +16,7 @@ from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
 from esmshard.data.splits.given_splits import sets_of_rows
 from esmshard.data.tracks import TrackFile, protein_tracks, with_paths
-from esmshard.data.variants.mutations import Variants, is_library, read_variants
-from esmshard.data.variants.substitutions import Mutation, name_of
+from esmshard.data.variants import Mutation, Variants, is_library, name_of, read_variants
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
 from esmshard.io.paths import sha256
