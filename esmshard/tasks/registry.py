@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from esmshard.errors import InputError
 
 if TYPE_CHECKING:
-    from esmshard.recipe.task_section import TaskSettings
+    from esmshard.recipe.sections import TaskSettings
     from esmshard.tasks.base import Facts, Task
 
 GROUP = "esmshard.tasks"
@@ -75,7 +75,7 @@ def traits(name: object) -> "type[TaskSettings]":
     """Return the settings class of a task that a file names. For a name that nothing registers here it is the base
     class, whose traits are the cautious ones.
     """
-    from esmshard.recipe.task_section import TaskSettings
+    from esmshard.recipe.sections import TaskSettings
 
     return registered().settings.get(str(name), TaskSettings)
 

@@ -85,7 +85,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = re.sub(r"^data: .*$", "data: {train: many.fasta, valid: few.fasta, test: few.fasta}", recipe, flags=re.M)
     recipe = re.sub(r"^train: .*$", "train: {steps: 4, eval_every: 2}", recipe, flags=re.MULTILINE)
     (made / "charge.yaml").write_text(re.sub(r"^out: .*$", "out: run", recipe, flags=re.MULTILINE))
-    (made / "site" / "wrong.py").write_text("from esmshard.recipe.task_section import TaskSettings\nimport not_there\n")
+    (made / "site" / "wrong.py").write_text("from esmshard.recipe.sections import TaskSettings\nimport not_there\n")
     (made / "site" / "other.py").write_text("class Task: pass\n")
     register(made / "site", "broken", "broken = wrong:Task", "foreign = other:Task")
     register(made / "site", "rival", "mlm = net_charge:NetCharge")
