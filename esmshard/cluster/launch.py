@@ -25,7 +25,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
 from esmshard.parallel.layout import layout
 from esmshard.recipe import recipe_file
-from esmshard.recipe.data_section import INSIDE
+from esmshard.recipe.sections import INSIDE
 
 Target = Literal["slurm", "kubernetes"]
 

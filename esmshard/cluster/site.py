@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from esmshard.errors import UsageError
-from esmshard.recipe.section_base import Clash, Settings
+from esmshard.recipe.sections import Clash, Settings
 from esmshard.recipe.yaml_keys import read
 
 VARIABLE = "ESMSHARD_SITE"
@@ -157,4 +157,4 @@ def load() -> Site:
         if os.environ.get(VARIABLE):
             raise UsageError(f"{place}: no such file; {VARIABLE} names it as the site profile")
         return Site()  # type: ignore[call-arg]
-    return read(place, "a site profile", Site, may_be_empty=True).checked(Site)
+    return read(place, "a site profile", Site).checked(Site)

@@ -34,7 +34,7 @@ from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits
 from esmshard.io.tables import counted, first_three, shown
 from esmshard.progress import Progress
-from esmshard.recipe.data_section import INSIDE
+from esmshard.recipe.sections import INSIDE
 from esmshard.vocab import Track, decode
 
 UNKNOWN_LETTER = "#"

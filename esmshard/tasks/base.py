@@ -19,8 +19,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.io.store import TokenStore
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.task_section import TaskSettings
+from esmshard.recipe.sections import DataSettings, TaskSettings
 from esmshard.tasks.metrics import Row, means
 from esmshard.vocab import is_residue
 

@@ -23,7 +23,7 @@ from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
 from esmshard.model.dropout import RecordDropout
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.task_section import TaskSettings
+from esmshard.recipe.sections import TaskSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import LossSum, Outputs, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.baselines import apply, copy_to, fit_classes, fit_labels, fit_numbers

@@ -16,8 +16,7 @@ from esmshard.data.labels.protein_labels import ProteinLabels
 from esmshard.data.splits.leakage import CLASSES, key, two_chains
 from esmshard.io.store import TokenStore
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.data_section import DataSettings, JoinSettings
-from esmshard.recipe.section_base import Clash
+from esmshard.recipe.sections import Clash, DataSettings, JoinSettings
 from esmshard.tasks.base import Outputs
 from esmshard.tasks.labels import FROZEN
 from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask

@@ -27,9 +27,7 @@ from esmshard.model.dropout import of_changes
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import Weights
 from esmshard.progress import Progress
-from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.section_base import Clash
-from esmshard.recipe.task_section import TaskSettings
+from esmshard.recipe.sections import Clash, DataSettings, TaskSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import Facts, LossSum, Outputs, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.baselines import apply, copy_to, fit_numbers

@@ -24,9 +24,7 @@ from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shared_calls
 from esmshard.progress import Progress, say
-from esmshard.recipe.data_section import EVERY
-from esmshard.recipe.section_base import listed
-from esmshard.recipe.sections import Recipe
+from esmshard.recipe.sections import EVERY, Recipe, listed
 from esmshard.tasks.base import BEFORE, MAIN, Task, collate
 from esmshard.tasks.finetuned import FineTuned, load_base, without_tracks
 from esmshard.tasks.metrics import (

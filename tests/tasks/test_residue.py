@@ -17,7 +17,7 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.task_section import AnyTask
+from esmshard.recipe.sections import AnyTask
 from esmshard.tasks import metrics
 from esmshard.tasks.residue import ResidueSettings, ResidueTask
 from esmshard.vocab import STANDARD, encode

@@ -17,7 +17,7 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.task_section import AnyTask
+from esmshard.recipe.sections import AnyTask
 from esmshard.tasks.sequence import SequenceSettings, SequenceTask
 from esmshard.vocab import STANDARD, encode
 
