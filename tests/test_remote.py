@@ -236,11 +236,13 @@ def test_commands_that_take_no_address_say_so(
 
 def test_files_that_a_killed_command_left_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
-    with remote.scratch() as mine:
-        gone = mine.with_name(mine.name.replace(f"-{os.getpid()}", "-999999999"))
+    with remote.scratch() as mine, remote.scratch() as other:
+        assert mine.exists(), "its process lives"
+        gone = other.with_name(other.name.replace(f"-{os.getpid()}.", "-999999999."))
         gone.mkdir()
-    with remote.scratch():
-        assert not gone.exists()
+        with remote.scratch():
+            assert not gone.exists()
+        assert mine.exists()
     assert list((tmp_path / "uploads").iterdir()) == []
 
 

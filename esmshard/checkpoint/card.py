@@ -45,7 +45,8 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         front["license"] = RELEASED[base].licence
     elif licence := _licence_of(recipe):  # the card names it, so that what is made from this model knows it, too
         front |= licence
-        terms += f" Its card names the licence {_code(licence.get('license_name') or licence['license'])}."
+        stated = licence.get("license_name") or licence["license"]  # one, or a list of several
+        terms += f" Its card names the licence {_code(', '.join(stated) if isinstance(stated, list) else stated)}."
     if repository:
         front |= {"base_model": repository, "base_model_relation": "finetune"}
     if (directory / "config.json").is_file() and family.model_class:

@@ -87,7 +87,7 @@ def launch(
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         return
     file = out or jobs.default_file(job, target)
-    jobs.write(text, file, overwrite)
+    jobs.write(text, file, overwrite, job.reads)
     print(file)
     print(jobs.submit(file, target))
 

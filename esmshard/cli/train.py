@@ -171,4 +171,4 @@ def recipes_schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
     from esmshard.recipe import recipe_file
 
-    print(recipe_file.schema_text(), end="")
+    print(json.dumps(recipe_file.schema(), indent=1))

@@ -5,7 +5,7 @@ token store lie memory-mapped in the cache, in the order of the store:
 
     values.npy      [R, ...]: the entries of the R residues of all records end to end
     known.npy       int32 [N]: of how many residues of each record something is known
-    manifest.json   sha256 of the values, and notices
+    manifest.json   sha256 of both arrays, and notices
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits
 from esmshard.io.tables import counted, first_three, shown
 from esmshard.progress import Progress
-from esmshard.recipe.data_section import INSIDE
+from esmshard.recipe.sections import INSIDE
 from esmshard.vocab import Track, decode
 
 UNKNOWN_LETTER = "#"
@@ -235,8 +236,8 @@ class TrackStore:
         self.path, self.track, self.records = path, track, store
         try:
             about = read_json(path / "manifest.json")
-            self.digest: str = about["sha256"]
-            """The sha256 of the values."""
+            self.sha256: dict[str, str] = about["sha256"]
+            """The sha256 of the two arrays, by the name of the file."""
             self.notices: list[str] = about["notices"]
             """Sentences about what the source holds."""
             self.known_N: npt.NDArray[np.int32] = np.load(path / "known.npy", mmap_mode="r", allow_pickle=False)
@@ -283,7 +284,8 @@ def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> Tra
         values.flush()
         del values
         np.save(work / "known.npy", known_N)
-        about = {"sha256": sha256(work / "values.npy"), "notices": edits.notices()}
+        hashes = {name: sha256(work / name) for name in ("values.npy", "known.npy")}
+        about = {"sha256": hashes, "notices": edits.notices()}
         (work / "manifest.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return TrackStore(out, track, store)
 
@@ -306,7 +308,12 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
     """
     key = [VERSION, dataclasses.asdict(track), str(source.resolve()), states(source), store.manifest["sha256"]]
     with cached_directory("tracks", json.dumps(key)) as out:
-        return TrackStore(out, track, store) if out.is_dir() else write_track(track, source, store, out)
+        if out.is_dir():
+            with suppress(InputError, OSError):  # This is a damaged copy of what the source still has.
+                kept = TrackStore(out, track, store)
+                if all(sha256(out / name) == digest for name, digest in kept.sha256.items()):
+                    return kept
+        return write_track(track, source, store, out)
 
 
 @dataclass(frozen=True)
@@ -407,7 +414,7 @@ class RecordTracks:
     @property
     def digest(self) -> str:
         """A digest of all values."""
-        text = " ".join(f"{store.track.name} {store.digest}" for store in self._stores)
+        text = " ".join(f"{store.track.name} {store.sha256['values.npy']}" for store in self._stores)
         if self._protein is not None:
             text += f" {self._protein}"
         return hashlib.sha256(text.encode()).hexdigest()

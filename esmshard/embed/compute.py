@@ -504,9 +504,9 @@ class Worker:
         return len(first_n), int(length_n.sum())
 
 
-opened = functools.lru_cache(maxsize=1)(Worker)
+worker_of = functools.lru_cache(maxsize=1)(Worker)
 
 
 def compute_part(work: Work, part: int) -> tuple[int, int]:
     """Compute a part in a process that keeps the model for the next one; see `Worker.compute`."""
-    return opened(work).compute(part)
+    return worker_of(work).compute(part)

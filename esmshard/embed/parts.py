@@ -49,11 +49,12 @@ from esmshard.embed.spec import TORCH, EmbedRequest, Spec, difference
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
 from esmshard.io.array_formats import NUMPY, About, Output, Row, as_float
-from esmshard.io.paths import read_json, remembered_sha256, replace_json, replacing, without_directories
+from esmshard.io.paths import read_json, remembered_sha256, replace_json, without_directories
 from esmshard.io.remote import RemoteDirectory
 from esmshard.io.store import TokenStore, ingest, is_store, keys
 from esmshard.io.symbols import Rules
 from esmshard.io.tables import counted
+from esmshard.io.writers import write_failures
 from esmshard.progress import say
 from esmshard.vocab import chain_spans, decode
 
@@ -408,9 +409,7 @@ def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str
     reused = sum(note["reused"] for note in notes)
     windowed = [index.bounds[k] + row for k, note in enumerate(notes) for row in note["windowed"]]
     made_by = {f"{note['device']}, kernel {note['kernel']}, torch {note['torch']}" for note in notes}
-    if failed:
-        with replacing(directory / "failed.tsv") as file:
-            file.writelines("\t".join(map(str, line)) + "\n" for line in [("id", "length", "reason"), *failed])
+    write_failures(directory / "failed.tsv", failed)
     manifest = {
         **plan,
         "computed": len(index.first) - reused,

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import shutil
+import tempfile
 import zipfile
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -433,7 +434,7 @@ class SafetensorsFormat(FormatWriter):
 
     The format is the header's length (8 bytes, little-endian), a JSON header, and the tensors
     (https://github.com/huggingface/safetensors). The library writes only tensors that are all in memory. Here they
-    wait in a second file, because the header comes first and is known last.
+    wait in a file without a name, because the header comes first and is known last.
     """
 
     default_pool = "residue"
@@ -444,7 +445,7 @@ class SafetensorsFormat(FormatWriter):
         metadata = {key: str(value) for key, value in self.attributes.items()}
         self._entries: dict[str, Any] = {"__metadata__": metadata}
         self._at = 0
-        self._tensors = self.files.enter_context(open(self.work.with_name("tensors"), "wb+"))
+        self._tensors = self.files.enter_context(tempfile.TemporaryFile(dir=self.work.parent))
 
     def write(self, row: Row) -> None:
         for name, values in self.named(row):
@@ -466,7 +467,6 @@ class SafetensorsFormat(FormatWriter):
         with open(self.work, "wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
             shutil.copyfileobj(self._tensors, file, 1 << 24)
-        self.work.with_name("tensors").unlink()
 
 
 class ZarrFormat(BlockFormat):

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from subprocess import Popen
+from subprocess import Popen, TimeoutExpired
 from typing import Any
 
 from esmshard.errors import ExitCode, UsageError
@@ -276,7 +276,8 @@ def _watch(
     for process in late:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with suppress(TimeoutExpired):  # a process that hangs in a driver cannot be killed
+            process.wait(END_TIMEOUT)
     return ends, len(late)
 
 

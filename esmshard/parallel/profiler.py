@@ -24,7 +24,8 @@ def reading() -> AbstractContextManager[Any]:
 
 @contextmanager
 def profiled(world: World, steps: int, left: int, directory: Path) -> Iterator[Callable[[], str | None]]:
-    """Record some steps, from the third step on, as `rank_R.json.gz` in a directory.
+    """Record some steps, from the third step on, as `rank_R.json.gz` in a directory. A run that ends before the last of
+    them writes none.
 
     Yields a function to call at the end of each step. After the last recorded step it returns the table of this rank's
     operations, else None.
@@ -49,6 +50,8 @@ def profiled(world: World, steps: int, left: int, directory: Path) -> Iterator[C
     on_gpu, tables = world.device.type == "cuda", []
 
     def write(recorded: profile) -> None:
+        if recorded.step_num < WARM_UP + steps:  # an error or a request to stop ends the recording, and is raised next
+            return
         directory.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(directory / f"rank_{world.rank}.json.gz"))
         order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"

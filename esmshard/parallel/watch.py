@@ -271,13 +271,13 @@ def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) 
         first = rank - rank % world.together
         if first == rank:
             shared = [(owners.setdefault(digest, rank), record_id) for digest, record_id in share.items()]
-            wrong = [(owner, "would train on the same", record_id) for owner, record_id in shared if owner != rank]
+            wrong = [(owner, "the same records", record_id) for owner, record_id in shared if owner != rank]
         else:
-            what = "compute each layer together (parallel.tensor or context) and would train on different"
+            what = "different records, though parallel.tensor or context lets them compute each layer together"
             wrong = [(first, what, record_id) for _, record_id in share.items() ^ shares[first].items()]
         for owner, what, record_id in wrong:
             error = InputError(
-                f"ranks {owner} and {rank} {what} records (first: '{record_id}'); start all through `esmshard "
+                f"ranks {owner} and {rank} would train on {what} (first: '{record_id}'); start all through `esmshard "
                 "finetune --nproc N`, torchrun or srun, with the same files and the same version of esmshard"
             )
             error.shared = True

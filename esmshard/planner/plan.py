@@ -24,8 +24,7 @@ from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.parallel.layout import BYTES, STRATEGIES, Layout, check_tensor, layout
 from esmshard.planner.cost import Cost, Machines, Work, cost
 from esmshard.planner.memory_model import KINDS, Device, Memory, ModelNumbers, memory, numbers_of
-from esmshard.recipe.sections import Recipe
-from esmshard.recipe.task_section import TaskSettings
+from esmshard.recipe.sections import Recipe, TaskSettings
 from esmshard.tasks.base import Task
 from esmshard.tasks.registry import new_task
 

@@ -18,8 +18,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from esmshard.errors import UsageError
 from esmshard.recipe import recipe_file
-from esmshard.recipe.section_base import Clash, Settings
-from esmshard.recipe.sections import Recipe
+from esmshard.recipe.sections import Clash, Recipe, Settings
 from esmshard.recipe.yaml_keys import Tree, read
 
 REFUSED = ("out", "data", "task.name", "train.seed", "train.eval_every", "track", "checkpoint", "parallel")

@@ -23,7 +23,7 @@ from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
 from esmshard.model.dropout import RecordDropout
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.task_section import TaskSettings
+from esmshard.recipe.sections import TaskSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import LossSum, Outputs, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.baselines import apply, copy_to, fit_classes, fit_labels, fit_numbers
@@ -131,7 +131,8 @@ class LabelTask(Task):
             values_MT = np.concatenate(every).reshape(-1, len(names)).astype(np.float64)
             known = [y_M[~np.isnan(y_M)] for y_M in values_MT.T]
             for name, y_M in zip(names, known, strict=True):
-                require_two_values(train.path, name, y_M, unit)
+                what = "the label" if self.per_residue else f"the target {shown(name)}"
+                require_two_values(train.path, what, y_M, unit)
             mean, std = [float(y_M.mean()) for y_M in known], [float(y_M.std()) for y_M in known]
             return type(self)(self.settings, {"targets": list(names), "mean": mean, "std": std})
         named = type(self)(self.settings, {"classes": list(names)})
@@ -149,16 +150,19 @@ class LabelTask(Task):
         if not counts.any():
             raise InputError(f"{train.path}: no training {unit} has a label; look at labels and masks")
         several = self.settings.kind == "multilabel"
-        if (counts == len(train)).all() if several else len(never) == len(names) - 1:
+        if several and (counts == len(train)).all():
+            raise InputError(f"{train.path}: every training record has the same labels; give others")
+        if not several and len(never) == len(names) - 1:
             raise InputError(
-                f"{train.path}: every training {unit} has the label {shown(names[int(counts.argmax())])}; give labels "
+                f"{train.path}: every training {unit} has the class {shown(names[int(counts.argmax())])}; give labels "
                 "of two classes or more"
             )
         if never:
             more = ", ..." if len(never) > 3 else ""
             raise InputError(
-                f"{train.path}: no training {unit} has the class {', '.join(never[:3])}{more}, so that it cannot be "
-                "learned; divide the records in another way, join it with another class, or leave it out"
+                f"{train.path}: no training {unit} has the {'label' if several else 'class'} {', '.join(never[:3])}"
+                f"{more}, so that it cannot be learned; divide the records in another way, join it with another, or "
+                "leave it out"
             )
 
     def head(self, config: ModelConfig) -> nn.Module:

@@ -16,7 +16,7 @@ from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
-from esmshard.recipe.task_section import TaskSettings
+from esmshard.recipe.sections import TaskSettings
 from esmshard.tasks.base import BEFORE, LossSum, Outputs, Task, on_device_of
 from esmshard.tasks.metrics import Row
 from esmshard.vocab import MASK, STANDARD, VOCAB_SIZE, encode_residues

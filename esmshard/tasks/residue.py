@@ -20,7 +20,7 @@ from esmshard.io import remote
 from esmshard.io.store import TokenStore
 from esmshard.model.dropout import of_tokens
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import DataSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.labels import (
     FROZEN,

@@ -20,7 +20,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.io.store import TokenStore
 from esmshard.io.tables import shown
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import DataSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.labels import FROZEN, LabelHead, LabelSettings, LabelTask, of_probabilities, probability_row
 from esmshard.tasks.metrics import Row

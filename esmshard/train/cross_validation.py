@@ -23,8 +23,7 @@ from esmshard.errors import UsageError
 from esmshard.io.paths import read_json, replace_json, replacing
 from esmshard.io.tables import counted, write_rows
 from esmshard.recipe import recipe_file
-from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.sections import Recipe
+from esmshard.recipe.sections import DataSettings, Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.metrics import LEAST, Interval, count_units, difference, interval, variant_units

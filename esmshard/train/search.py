@@ -26,7 +26,6 @@ from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.sweep_file import SearchSpace, SweepSettings, override, shown
 from esmshard.tasks.base import Task
-from esmshard.train.inputs import NOTICES_PRINTED
 from esmshard.train.run_dir import SWEEP, last_word, metrics_of, read_status
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class Search:
         with FileLock(self.out / DATABASE_LOCK):  # two workers cannot make the tables of a database at once
             study = self._opened()
         while True:
-            sweep = self.write(study)
+            self.write(study)
             optuna.storages.fail_stale_trials(study)
             trials = study.get_trials(deepcopy=False)
             if len(_by_run(trials)) >= self.count and not any(trial.state.name == "WAITING" for trial in trials):
@@ -119,6 +118,7 @@ class Search:
         if running := sum(trial.state.name == "RUNNING" for trial in trials):
             say(f"no trial is left to begin; others train {running}, and the last one trains the best settings")
             return False
+        sweep = self.write(study)
         if sweep["best"] is None:
             self.write(study, state="failed")
             raise InputError(f"{self.out}: no trial has a validation value; {sweep['trials'][-1]['message']}")
@@ -221,7 +221,7 @@ class Search:
             return is_pruned
 
         arguments = ["-m", "esmshard", "finetune", self.name, *self.overrides, *overrides, *self.flags]
-        with launch.environment({launch.TRIAL: "1", NOTICES_PRINTED: "1"}):
+        with launch.environment({launch.TRIAL: "1"}):
             code = launch.run_local(arguments, self.processes, max_restarts=self.max_restarts, is_enough=is_over)
         look()
         if is_pruned:
@@ -288,11 +288,13 @@ class Search:
             "state": state,
             "message": f"{ended} of {self.count} trials have ended",
             "best": None,
+            "best_run": None,
             "selected": None,
             "trials": trials,
         }
         if best is not None:
             sweep["best"] = best["number"]
+            sweep["best_run"] = f"best-{best['number']:03}"  # an extended sweep may have better settings than before
             sweep["message"] += f"; the best is trial {best['number']}, valid {self.metric} {best['value']:.4g}"
             sweep["selected"] = (
                 f"Trial {best['number']} is the best of {len(complete)} that were trained to their end: valid "
@@ -302,7 +304,7 @@ class Search:
             settings = [override(key, value) for key, value in best["values"].items()]
             head = f"# The best of {len(trials)} trials: {shown(best['values'])}\n"
             seed = self.recipe.train.seed + 1  # the seed of the trials was a part of what was selected
-            recipe = self._with_settings([*settings, f"train.seed={seed}", f"out={self.out / 'best'}"])
+            recipe = self._with_settings([*settings, f"train.seed={seed}", f"out={self.out / sweep['best_run']}"])
             replace_text(self.out / BEST, head + recipe_file.dump(recipe))
         replace_json(self.out / SWEEP, sweep)
         return sweep

@@ -13,6 +13,7 @@ from esmshard.data.batching.loader import Examples, Long
 from esmshard.data.tracks import (
     RecordTracks,
     TrackFile,
+    cached_track,
     entries,
     protein_tracks,
     record_tracks,
@@ -214,6 +215,17 @@ def test_a_changed_source_is_read_again_and_has_another_digest(
     assert changed.digest != tracks.digest
     assert 0 not in changed.get(0, slice(None))["turns"]
     assert 0 in tracks.get(0, slice(None))["turns"]
+
+
+@pytest.mark.parametrize("name", ["values.npy", "known.npy", "manifest.json"])
+def test_an_altered_copy_in_the_cache_is_read_again(name: str, store: TokenStore, tmp_path: Path) -> None:
+    source = tmp_path / "letters.fasta"
+    source.write_text("".join(f">{store.id(n)}\n{'h' * int(store.lengths[n])}\n" for n in range(len(store))))
+    path = cached_track(LETTERS, source, store).path / name
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    again = cached_track(LETTERS, source, store)
+    assert set(again[len(store) - 1].tolist()) == {0}
+    assert again.known_N.tolist() == store.lengths.tolist()
 
 
 def test_a_source_of_none_of_the_records_is_refused(store: TokenStore, tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.data.splits.variant_records import VariantRecords, divide, open_variants
 from esmshard.data.variants import parse_variant
 from esmshard.errors import InputError
-from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.sections import BatchSettings, Recipe
+from esmshard.recipe.sections import BatchSettings, DataSettings, Recipe
 from esmshard.tasks.metrics import draws
 from esmshard.vocab import decode
 

@@ -440,6 +440,15 @@ def test_a_part_that_was_damaged_is_refused_and_one_that_is_gone_computed_again(
 
 @pytest.mark.parametrize("name", ["x.npy", "x"])
 def test_what_is_there_is_not_replaced_unless_told(given: Given, tmp_path: Path, out: Path, name: str) -> None:
+    directory = partial(out / name)
+    for thesis in (out / name, directory / "thesis.tex"):
+        thesis.parent.mkdir(exist_ok=True)
+        thesis.write_text("mine")
+        for options in ({}, {"engine": "array", "worker": "0/2"}, {"engine": "array", "worker": "1/2"}):
+            with pytest.raises(UsageError, match=r"exists already|holds thesis.tex"):
+                given.embed(out / name, **options)
+        assert thesis.read_text() == "mine"
+        thesis.unlink()
     given.embed(out / name)
     before = state(out)
     assert given.embed(out / name)["records"] == RECORDS
@@ -447,7 +456,11 @@ def test_what_is_there_is_not_replaced_unless_told(given: Given, tmp_path: Path,
     with pytest.raises(UsageError, match="made with another input"):
         other.embed(out / name)
     assert state(out) == before
-    directory = other.computed(out / name, most=1)
+    other.computed(out / name, most=1)
+    given.embed(out / name)
+    assert inodes(directory), "the interrupted run with another input stays"
+    if name == "x.npy":
+        (out / f"{name}.failed.tsv").write_text("of an earlier output")
     other.embed(out / name, overwrite=True)
     other.embed(tmp_path / "fresh" / name)
     assert not directory.exists()

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from safetensors import safe_open
 
 from esmshard.errors import InputError, UsageError
-from esmshard.io.array_formats import FORMATS, About, Output, Row, SafetensorsFormat, ZarrFormat, suits
+from esmshard.io.array_formats import FORMATS, About, CsvFormat, Output, Row, SafetensorsFormat, ZarrFormat, suits
 
 DIM = 24
 IDS = (
@@ -246,8 +246,8 @@ def test_h5ad_is_read_by_anndata(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("outputs", [*([one] for one in ALL), ALL], ids=lambda some: "+".join(o.name for o in some))
 def test_safetensors_has_a_tensor_a_record_and_output(tmp_path: Path, outputs: list[Output], dtype: str) -> None:
-    write("safetensors", tmp_path / "x.safetensors", outputs, dtype)
-    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+    write("safetensors", tmp_path / "tensors", outputs, dtype)
+    with safe_open(tmp_path / "tensors", "pt") as file:
         expected = {
             f"{name}/{record_id}" if len(outputs) > 1 else record_id: tensor
             for record_id, tensors in zip(IDS, values_of(outputs, dtype), strict=True)
@@ -260,8 +260,8 @@ def test_safetensors_has_a_tensor_a_record_and_output(tmp_path: Path, outputs: l
             assert torch.equal(found, tensor)
         attributes = ATTRIBUTES | {"records": len(IDS), "dim": DIM}
         assert file.metadata() == {key: str(value) for key, value in attributes.items()}
-    assert int.from_bytes((tmp_path / "x.safetensors").read_bytes()[:8], "little") % 8 == 0
-    assert names(tmp_path) == ["x.safetensors"]
+    assert int.from_bytes((tmp_path / "tensors").read_bytes()[:8], "little") % 8 == 0
+    assert names(tmp_path) == ["tensors"]
 
 
 def test_a_header_that_safetensors_would_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +315,15 @@ def test_only_a_zarr_group_is_ever_replaced(tmp_path: Path) -> None:
         write("zarr", out, [MEAN])
     assert (out / "thesis.tex").read_text() == "mine"
     assert names(tmp_path) == ["x.zarr"]
+
+
+def test_nothing_of_others_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / ".old-x.csv").write_text("mine")
+    write("csv", tmp_path / "x.csv", [MEAN], ids=[])
+    with pytest.raises(OSError, match="directory"), CsvFormat(tmp_path / "y.csv", About((MEAN,), DIM, "fp32", 0, {})):
+        (tmp_path / "y.csv" / "results").mkdir(parents=True)
+    assert names(tmp_path) == [".old-x.csv", "x.csv", "y.csv"]
+    assert names(tmp_path / "y.csv") == ["results"]
 
 
 @pytest.mark.parametrize("fmt", ["h5", "npz", "parquet", "safetensors"])

@@ -17,7 +17,7 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.task_section import AnyTask
+from esmshard.recipe.sections import AnyTask
 from esmshard.tasks import metrics
 from esmshard.tasks.residue import ResidueSettings, ResidueTask
 from esmshard.vocab import STANDARD, encode
@@ -130,10 +130,10 @@ def test_numbers_are_standardised_by_the_training_residues(files: Files) -> None
 @pytest.mark.parametrize(
     ("settings", "text", "message"),
     [
-        ({}, "a TARGET=HHH MKT\nb TARGET=HH AC", "every training residue has the label 'H'; give labels of two"),
+        ({}, "a TARGET=HHH MKT\nb TARGET=HH AC", "every training residue has the class 'H'; give labels of two"),
         ({"classes": ["HG", "E", "C"]}, "a TARGET=HEH MKT", "no training residue has the class 'C', so that it cannot"),
         ({"classes": ["H", "E"]}, "a TARGET=HEC MKT", "has the class 'C' at position 3, which is none of HE"),
-        ({"kind": "number"}, "a TARGET=2;2;nan MKT\nb TARGET=2;2 AC", "is 2 for every residue that has one"),
+        ({"kind": "number"}, "a TARGET=2;2;nan MKT\nb TARGET=2;2 AC", "the label is 2 for every residue that has one"),
         ({"kind": "number"}, "a TARGET=1;inf;3 MKT", "which is not a finite number"),
         ({}, "a TARGET=HE MKT", "has labels for 2 residues, but 3 residues"),
     ],
@@ -145,6 +145,7 @@ def test_labels_that_nothing_can_be_learned_from_are_refused(
         files.learn(settings, text)
     assert message in str(caught.value)
     assert "train.fasta" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # Head

@@ -17,7 +17,7 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.task_section import AnyTask
+from esmshard.recipe.sections import AnyTask
 from esmshard.tasks.sequence import SequenceSettings, SequenceTask
 from esmshard.vocab import STANDARD, encode
 
@@ -139,8 +139,8 @@ def test_several_labels_come_from_one_column_or_from_columns_of_flags(files: Fil
     ("kind", "text", "message"),
     [
         ("number", "a TARGET=2 MKT\nb TARGET=2 ACD", "the target 'TARGET' is 2 for every record that has one"),
-        ("class", "a TARGET=x MKT\nb TARGET=x ACD", "every training record has the label 'x'; give labels of two"),
-        ("multilabel", "a TARGET=x;y MKT\nb TARGET=y;x ACD", "every training record has the label"),
+        ("class", "a TARGET=x MKT\nb TARGET=x ACD", "every training record has the class 'x'; give labels of two"),
+        ("multilabel", "a TARGET=x;y MKT\nb TARGET=y;x ACD", "every training record has the same labels"),
         ("number", "a TARGET=nan MKT\nb TARGET=nan ACD", "no record (a, b) has a TARGET="),
         ("number", "a TARGET=tall MKT\nb TARGET=2 ACD", "for names of classes, set task.kind=class"),
         ("number", "a TARGET=inf MKT\nb TARGET=2 ACD", "which is not a finite number"),
@@ -151,6 +151,7 @@ def test_labels_that_nothing_can_be_learned_from_are_refused(files: Files, kind:
         files.learn({"kind": kind}, text)
     assert message in str(caught.value)
     assert "train.fasta" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # Head

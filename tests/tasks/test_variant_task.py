@@ -24,7 +24,7 @@ from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.predict.zero_shot import score
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import DataSettings
 from esmshard.tasks.base import collate
 from esmshard.tasks.variants import (
     AUGMENTED,

@@ -24,9 +24,7 @@ from esmshard.io.sequences import is_sequence_table
 from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits, Rules
 from esmshard.io.tables import Table, counted
-from esmshard.recipe.data_section import DataSettings, JoinSettings
-from esmshard.recipe.section_base import listed
-from esmshard.recipe.sections import Recipe
+from esmshard.recipe.sections import DataSettings, JoinSettings, Recipe, listed
 from esmshard.vocab import Chains
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]

@@ -21,7 +21,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
 from esmshard.io.paths import sha256
 from esmshard.io.tables import counted, first_three
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import DataSettings
 from esmshard.vocab import encode_residues
 
 FOLDS = 5
