@@ -268,7 +268,7 @@ class VariantRows:
             UsageError: the limit of the training set cannot be read.
         """
         if method.by == "given":
-            number_N = sets_of_rows(self._table)[self._rows]
+            number_N = sets_of_rows(self._table, self._rows)
             check_given(number_N, self.source)
         elif method.by == "low-to-high":
             value_N = self._target_NT[:, 0]

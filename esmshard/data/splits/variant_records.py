@@ -243,10 +243,11 @@ def _number(variants: Variants, names: list[str], data: DataSettings) -> Numbers
         by = "ratio" if data.split == "random" else data.split or "position"
         folds = data.folds or FOLDS
         return assignment.of_variants(by, names, variants.positions(), folds=folds, train_max=data.train_max or 1)
-    table, set_R = variants.table, sets_of_rows(variants.table)
-    number_N: Numbers = set_R[[rows[0] for rows in variants.rows]]
+    table, count_N = variants.table, [len(rows) for rows in variants.rows]
+    set_R = sets_of_rows(table, every := [row for rows in variants.rows for row in rows])
+    number_N: Numbers = set_R[np.cumsum([0, *count_N])[:-1]]
     assignment.check_given(number_N, table.path)
-    if wrong := [row for rows in variants.rows for row in rows if set_R[row] != set_R[rows[0]]]:
+    if wrong := [every[n] for n in np.flatnonzero(np.repeat(number_N, count_N) != set_R)]:
         raise InputError(
             f"{table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
             f"({first_three(wrong, table.at)}); give it one"
