@@ -1,6 +1,6 @@
 """The token store: FASTA files as uint8 tokens with int64 offsets, memory-mapped; and `ingest`, which writes it.
 
-A store is a directory that is written under another name and renamed when it is complete. Version 3:
+A store is a directory that is written under another name and renamed when it is complete. Version 4:
 
     tokens-00000.u8 ...   residues of all records, one byte each; every record is followed by `<eos>`
     headers-00000.txt ... header lines without `>`, one a line; the first word is the id
@@ -8,7 +8,8 @@ A store is a directory that is written under another name and renamed when it is
     headers.npy           int64 [N + 1]: the same for the header shards
     ids.npy               uint64 [N]: `keys` of the ids, sorted
     rows.npy              uint32 or uint64 [N]: the number of the record of each key
-    manifest.json         version, alphabet, counts, lengths, sources, rules, edits; sha256 of each file and of itself
+    manifest.json         version, alphabet, counts, lengths, sources, rules, edits; sha256 of each file, of all tokens
+                          together and of itself
 
 Every file is compared with its sha256 before anything of it is used: the manifest and the arrays when a store is
 opened, a shard when a process first reads it. So no altered byte is ever read as a residue or an id, and a run reads
@@ -43,7 +44,7 @@ from esmshard.io.tables import counted
 from esmshard.progress import INTERVAL, say
 from esmshard.vocab import ALPHABET_HASH
 
-FORMAT, VERSION = "esmshard-tokens", 3
+FORMAT, VERSION = "esmshard-tokens", 4
 ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
 COLUMNS = {"lengths": np.int32, "headers": np.int32, "keys": np.uint64}
 """What the index needs of each record: residues, bytes of the header line, and `keys` of the id."""
@@ -142,10 +143,8 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """A digest of the sequences and their order: the hash of the sha256 of all token shards."""
-        hashes = self.manifest["sha256"]
-        text = "".join(hashes[token_shard(k)] for k in range(len(self.manifest["shards"])))
-        return hashlib.sha256(text.encode()).hexdigest()
+        """A digest of the sequences and their order, which does not depend on how they are divided into shards."""
+        return hashlib.sha256(self.manifest["tokens_sha256"].encode()).hexdigest()
 
     def verify(self) -> None:
         """Compare every file with its sha256 now, and not when it is first read. `InputError` names the first altered
@@ -311,6 +310,7 @@ def write_index(
         "alphabet": ALPHABET_HASH,
         "records": total,
         "residues": residues,
+        "tokens_sha256": _joined_sha256([directory / token_shard(k) for k in range(len(shards))]),
         "lengths": {
             "shortest": shortest,
             "longest": longest,
@@ -331,6 +331,16 @@ def write_index(
     scratch = directory / ".manifest.json"
     scratch.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     scratch.rename(directory / "manifest.json")  # The manifest makes the directory a store.
+
+
+def _joined_sha256(files: Sequence[Path]) -> str:
+    """Return the sha256 of the bytes of all files, one after the other."""
+    digest = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            while data := file.read(_AT_ONCE):
+                digest.update(data)
+    return digest.hexdigest()
 
 
 def _array(path: Path, length: int) -> npt.NDArray[np.int64]:
@@ -413,9 +423,10 @@ def ingest(
         columns = (np.load(_folder(work, number) / "columns.npz") for number in range(len(pieces)))
         write_index(final, shards, ([each[name] for name in COLUMNS] for each in columns), facts, edits)
         store = _without_duplicates(TokenStore(final), work / "unique", on_duplicate, named, facts, edits)
-        found = nucleotides(map(store.residues, some_of(len(store))), counted(len(store), "record"))
-        if found and rules.on_nucleotides == "error":
-            raise InputError(f"{named}: {found}; translate them, or {in_a_store('--on-nucleotides keep')}")
+        if rules.on_nucleotides == "error":
+            some = map(store.residues, some_of(len(store)))
+            if why := nucleotides(some, counted(len(store), "record")):
+                raise InputError(f"{named}: {why}; translate them, or {in_a_store('--on-nucleotides keep')}")
         for file in store.path.iterdir():
             file.rename(work / file.name)
         for directory in [path for path in work.iterdir() if path.is_dir()]:
@@ -503,9 +514,9 @@ class _ShardWriter:
         self.shards: list[Shard] = []
         self._columns: list[list[npt.NDArray[Any]]] = [[np.zeros(0, kind)] for kind in COLUMNS.values()]
 
-    def add(self, block: Block, *, begin: bool = False) -> None:
-        """Append records to the shard, or to a new one if it is full or if `begin` is set."""
-        if begin or not self.shards or self.shards[-1].tokens + self.shards[-1].headers >= SHARD:
+    def add(self, block: Block) -> None:
+        """Append records to the shard, or to a new one if it is full."""
+        if not self.shards or self.shards[-1].tokens + self.shards[-1].headers >= SHARD:
             self._close()
             names = (token_shard(len(self.shards)), header_shard(len(self.shards)))
             self._open = [self._files.enter_context(open(self._directory / name, "wb")) for name in names]
@@ -615,6 +626,11 @@ def _without_duplicates(
         raise InputError(repeated(clash[1], named))
     if not dropped and not renamed:
         return store
+    kept_N = np.ones(len(store), dtype=bool)
+    kept_N[list(dropped)] = False
+    header_N = np.diff(store.header_offsets) - 1
+    key_N = np.empty_like(store.keys)
+    key_N[store.rows] = store.keys
     new_headers: dict[int, bytes] = {}
     for n in sorted({*dropped, *renamed}):
         if n in dropped:
@@ -623,23 +639,32 @@ def _without_duplicates(
             old, new = renamed[n]
             edits.add("an id that came again got a number", new)
             new_headers[n] = new.encode() + store.header(n).lstrip()[len(old.encode()) :]
+            header_N[n], key_N[n] = len(new_headers[n]), keys([new.encode()])[0]
+    changed_N = ~kept_N
+    changed_N[list(new_headers)] = True
     final.mkdir()
-    with _ShardWriter(final) as writer:
-        begin = 0
-        for k, shard in enumerate(store.manifest["shards"]):
-            length_N = store.lengths[begin : begin + shard["records"]]
-            lines = enumerate((store.path / header_shard(k)).read_bytes().split(b"\n")[:-1], begin)
-            headers = {n: new_headers.get(n, line) for n, line in lines if n not in dropped}
-            kept_N = np.zeros(len(length_N), dtype=bool)
-            kept_N[[n - begin for n in headers]] = True
-            begin += len(length_N)
-            if headers:
-                tokens = np.fromfile(store.path / token_shard(k), np.uint8)[np.repeat(kept_N, length_N + 1)]
-                ids = [header.split(None, 1)[0] for header in headers.values()]
-                writer.add(
-                    Block(ids, [*headers.values()], tokens.tobytes(), length_N[kept_N].astype(np.int64)), begin=True
-                )
-    write_index(final, writer.shards, [writer.columns()], facts, edits)
+    shards, start = list[Shard](), 0
+    for k, before in enumerate(store.manifest["shards"]):
+        part = slice(start, start + before["records"])
+        start, kept = part.stop, kept_N[part]
+        if not kept.any():
+            continue
+        sources = [store.path / token_shard(k), store.path / header_shard(k)]
+        files = [final / token_shard(len(shards)), final / header_shard(len(shards))]
+        if changed_N[part].any():
+            tokens = np.fromfile(sources[0], np.uint8)[np.repeat(kept, store.lengths[part] + 1)]
+            lines = enumerate(sources[1].read_bytes().split(b"\n")[:-1], part.start)
+            headers = b"".join(new_headers.get(n, line) + b"\n" for n, line in lines if kept_N[n])
+            for file, data in zip(files, (tokens.tobytes(), headers), strict=True):
+                file.write_bytes(data)
+            hashes = [sha256(file) for file in files]
+        else:
+            hashes = [store.manifest["sha256"][source.name] for source in sources]
+            for source, file in zip(sources, files, strict=True):
+                source.rename(file)
+        token_bytes, header_bytes = (file.stat().st_size for file in files)
+        shards.append(Shard(int(kept.sum()), token_bytes, header_bytes, hashes))
+    write_index(final, shards, [[store.lengths[kept_N], header_N[kept_N], key_N[kept_N]]], facts, edits)
     return TokenStore(final)
 
 

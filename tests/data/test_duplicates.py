@@ -190,6 +190,7 @@ def test_the_result_does_not_depend_on_who_reads(policy: OnDuplicate, monkeypatc
     other = ingest([Path("x.fasta")], Path("parts"), on_duplicate=policy, workers=2)
     packed = ingest([write(gzip.compress(data.encode()), "x.gz")], Path("packed"), on_duplicate=policy)
     assert records(one) == records(other) == records(packed)
+    assert one.digest == other.digest == packed.digest
     for path in one.path.iterdir():
         if path.name != "manifest.json":
             assert path.read_bytes() == (other.path / path.name).read_bytes()

@@ -1,4 +1,4 @@
-"""Token stores, version 3: every byte of them, what is read back, and what a damaged one says."""
+"""Token stores, version 4: every byte of them, what is read back, and what a damaged one says."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from esmshard.vocab import ALPHABET_HASH, decode
 FASTA = ">b first\nMKT\n>a\nagv*\n>7abc/A\nW\n"
 ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
 FILES = ("tokens-00000.u8", "headers-00000.txt", *ARRAYS)
-GOLDEN = Path(__file__).parent.parent / "golden" / "store_v3"
+GOLDEN = Path(__file__).parent.parent / "golden" / "store_v4"
 GOLDEN_FASTA = (
     "\ufeff>b first one\r\nMKTAAGV\r\n\r\n>a\nagv-J*\n"
     ">sp|P1|LONG_ECOLI of \xe9. coli\nACDEFGHIKLMNPQRSTVWYXBUZO\n>\nW\n>b x\nMKT\nAAGV\n>c\rMMM\n"
@@ -92,10 +92,11 @@ def test_the_manifest_tells_counts_source_rules_edits_and_true_hashes(store: Tok
     notices = [f"{star} in 1 record (a)", f"{lower} in 1 record (a)"]
     assert manifest == {
         "format": "esmshard-tokens",
-        "version": 3,
+        "version": 4,
         "alphabet": ALPHABET_HASH,
         "records": 3,
         "residues": 7,
+        "tokens_sha256": hashes["tokens-00000.u8"],
         "lengths": {"shortest": 1, "longest": 3, "mean": 2.33, "histogram": {"0-31": 3}},
         "sources": [{"path": fasta.name, "bytes": len(FASTA)}],
         "rules": {

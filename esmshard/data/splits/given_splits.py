@@ -1,5 +1,6 @@
 """Splits that a file gives: `SET=` in FASTA headers, a column of a table, or the headers of a label file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,7 @@ def given_splits(
     number_N: Numbers = np.fromiter(headers, np.int64, len(store))
     marked_N, lacks = number_N != LEFT_OUT, "SET="
     if isinstance(source, Table):
-        number_R = sets_of_rows(source)
+        number_R = sets_of_rows(source, range(len(source)))
         row_N = rows_of_records(
             source,
             store,
@@ -76,23 +77,22 @@ def given_splits(
     return number_N
 
 
-def sets_of_rows(table: Table) -> Numbers:
-    """Return the set of each row, int64 [R], as column `set` or `split` says. FLIP's tables also have a column
+def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
+    """Return the set of some rows, int64 [N], as column `set` or `split` says. FLIP's tables also have a column
     `validation`.
 
     Raises:
-        InputError: there is no such column, or a name in it is no set.
+        InputError: there is no such column, or a name in these rows is no set.
     """
     column = table.only_column(("set", "split"), "rename the one that is not")
     if column is None:
         raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
     validation = table.only_column(("validation",), "rename the one that is not")
     sets, truths = table.columns[column], table.columns[validation] if validation else [""] * len(table)
-    number_R = np.full(len(table), LEFT_OUT, dtype=np.int64)
-    for row, (name, truth) in enumerate(zip(sets, truths, strict=True)):
-        if name:
-            number_R[row] = SETS.index(split_of(name, truth, table.where(row)))
-    return number_R
+    numbers = [
+        SETS.index(split_of(sets[row], truths[row], table.where(row))) if sets[row] else LEFT_OUT for row in rows
+    ]
+    return np.array(numbers, dtype=np.int64)
 
 
 def has_set(header: str, path: Path) -> bool:

@@ -211,10 +211,11 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
 
 def given_sets(variants: Variants) -> Numbers:
     """Return the set of each variant as the table says, int64 [N]; LEFT_OUT for a variant without a set."""
-    table, set_R = variants.table, sets_of_rows(variants.table)
-    number_N: Numbers = set_R[[rows[0] for rows in variants.rows]]
+    table, rows = variants.table, [row for rows in variants.rows for row in rows]
+    set_of = dict(zip(rows, sets_of_rows(table, rows).tolist(), strict=True))
+    number_N = np.array([set_of[rows[0]] for rows in variants.rows], dtype=np.int64)
     assignment.check_given(number_N, table.path)
-    if wrong := [row for rows in variants.rows for row in rows if set_R[row] != set_R[rows[0]]]:
+    if wrong := [row for rows in variants.rows for row in rows if set_of[row] != set_of[rows[0]]]:
         raise InputError(
             f"{table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
             f"({first_three(wrong, table.at)}); give it one"
