@@ -25,8 +25,8 @@ from esmshard.data.labels.label_sources import table_or_fasta
 from esmshard.data.splits import assignment, leakage
 from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers, check_given, sets_of_fold
 from esmshard.data.splits.clusters import align_clusters, read_clusters, run_mmseqs, sequence_names
-from esmshard.data.splits.given_splits import given_splits
 from esmshard.data.splits.leakage import MOST
+from esmshard.data.splits.recipe_splits import given_splits
 from esmshard.data.splits.variant_records import given_sets, left_out
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
 from esmshard.data.variants import name_of, read_variants

@@ -14,13 +14,13 @@ import numpy.typing as npt
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
-from esmshard.data.splits.given_splits import sets_of_rows
 from esmshard.data.tracks import TrackFile, protein_tracks, with_paths
 from esmshard.data.variants import Mutation, Variants, is_library, name_of, read_variants
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
+from esmshard.io.headers import split_of
 from esmshard.io.paths import sha256
-from esmshard.io.tables import counted, first_three
+from esmshard.io.tables import Table, counted, first_three, listed
 from esmshard.recipe.sections import DataSettings
 from esmshard.vocab import encode_residues
 
@@ -207,6 +207,24 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
             f"{len(frozenset().union(*variants.positions()))} sites; {' '.join(keys)} suits it"
         )
     return number_N, notices + left_out(path, names, number_N, given)
+
+
+def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
+    """Return the set of some rows, int64 [N], as column `set` or `split` says. FLIP's tables also have a column
+    `validation`.
+
+    Raises:
+        InputError: there is no such column, or a name in these rows is no set.
+    """
+    column = table.only_column(("set", "split"), "rename the one that is not")
+    if column is None:
+        raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
+    validation = table.only_column(("validation",), "rename the one that is not")
+    sets, truths = table.columns[column], table.columns[validation] if validation else [""] * len(table)
+    numbers = [
+        SETS.index(split_of(sets[row], truths[row], table.where(row))) if sets[row] else LEFT_OUT for row in rows
+    ]
+    return np.array(numbers, dtype=np.int64)
 
 
 def given_sets(variants: Variants) -> Numbers:
