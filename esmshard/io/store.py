@@ -93,7 +93,7 @@ class TokenStore:
     @functools.cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
         """Number of residues of each record, int32 [N]. Computed on first use."""
-        lengths = np.empty(len(self), np.int32)  # No record is longer than `fasta_blocks.LONGEST`, so int32 suffices.
+        lengths = np.empty(len(self), np.int32)  # No record is longer than `sequences.LONGEST`, so int32 suffices.
         for at in range(0, len(self), _AT_ONCE):
             lengths[at : at + _AT_ONCE] = np.diff(self.offsets[at : at + _AT_ONCE + 1]) - 1
         return lengths
@@ -556,7 +556,7 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
     cached.
 
     The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) is keyed by path and
-    `files.state`, so that an edited file is read again. If several processes open the same file, one reads and the
+    `paths.state`, so that an edited file is read again. If several processes open the same file, one reads and the
     others wait.
 
     Args:
