@@ -387,9 +387,8 @@ def ingest(
             raise InputError(f"{named}: changed while being read; ingest again")
         if not shards:
             raise InputError(f"{named}: no record is left under these rules")
-        columns = [np.load(_folder(work, number) / "columns.npz") for number in range(len(pieces))]
-        joined = [np.concatenate([each[name] for each in columns]) for name in COLUMNS]
-        write_index(final, shards, joined, facts, edits)
+        columns = [[*np.load(_folder(work, number) / "columns.npz").values()] for number in range(len(pieces))]
+        write_index(final, shards, [*map(np.concatenate, zip(*columns, strict=True))], facts, edits)
         store = _without_duplicates(TokenStore(final), work / "unique", on_duplicate, named, facts, edits)
         if rules.on_nucleotides == "error":
             some = map(store.residues, some_of(len(store)))
