@@ -300,7 +300,7 @@ def _kept_dtype(track: Track) -> np.dtype[Any]:
 def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
     """Open a track for the records of a store. It is read on first use and kept in the user's cache.
 
-    The key is the path and `files.state` of the source, or of all files of a directory, and the digests of the store.
+    The key is the path and `paths.state` of the source, or of all files of a directory, and the digests of the store.
     Processes that ask at the same time wait for the one that reads.
 
     Raises:
@@ -398,7 +398,7 @@ def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
 
 
 class RecordTracks:
-    """The tracks of the records of a token store.
+    """The tracks of the records of a token store; see `Examples.add_tracks`.
 
     Args:
         stores: the opened tracks.

@@ -9,7 +9,7 @@
                            `attentions_6` [sum of H x L^2]; in the metadata a JSON `note` on failed rows and versions
       index/
         ids.txt, ids.npy       ids of the N records, one on each line, and the first byte of each, int64 [N + 1]
-        id_keys.npy, id_rows.npy   `token_store.keys` of the ids, sorted, and the record of each
+        id_keys.npy, id_rows.npy   `io.store.keys` of the ids, sorted, and the record of each
         lengths.npy            int32 [N]: residues of each record
         rows.npy               int64 [N]: the row of each record; equal sequences share one of U rows
         first.npy              int64 [U]: the first record of each row

@@ -1,10 +1,18 @@
-"""FASTA files, plain or compressed, in blocks of whole records.
+"""FASTA files, plain or compressed, in blocks of whole records; and tables and other files, which become FASTA text.
 
-A file is read in blocks of about a mebibyte that begin and end with a record. Where a block holds nothing unusual, all
-its records are encoded by one `bytes.translate`; only unusual records are looked at one by one
+A FASTA file is read in blocks of about a mebibyte that begin and end with a record. Where a block holds nothing
+unusual, all its records are encoded by one `bytes.translate`; only unusual records are looked at one by one
 (`esmshard.io.symbols` has the rules).
 
 The id is the first word of the header; `>` alone gets `seqnum000000004`, its line counted from 0, as in fair-esm.
+
+Of a table, these columns are read:
+
+| column | names, in upper or lower case |
+|---|---|
+| sequences | one of SEQUENCE_NAMES; else a pair of CHAIN_NAMES; else `protein`, as in the tables of SaprotHub |
+| ids | `id`, else one of ID_NAMES; else a record is called `row_` and the number of its line |
+| sets | `set` or `split`, with `validation` as in FLIP's tables; else a `stage` that holds names of sets alone |
 """
 
 import codecs
@@ -407,7 +415,7 @@ def read_blocks(
     """Read the records of a file that begin at bytes `start` to `stop` (exclusive), in blocks. Ids may repeat.
 
     Ranges are for plain files. Ranges that touch each other share no record and lose none. Errors are those of
-    `fasta_reader.read_fasta`.
+    `read_fasta`.
     """
     with readable(path, "a FASTA file"), open_source(path, rules) as stream:
         reader = _Reader(path, edits, rules)
@@ -442,12 +450,11 @@ class _Reader:
             if cut == 0:
                 rest = whole
                 if len(whole) > LONGEST:
-                    line = self.line(at, whole, 0)
                     words = re.split(rb"[\r\n]", whole[1:201], maxsplit=1)[0].split(None, 1)
-                    name = (words[0] if words else _numbered(line - 1)).decode(errors="replace")
+                    name = (words[0] if words else _numbered(self.line(at, whole, 0) - 1)).decode(errors="replace")
                     raise InputError(
-                        f"{self._path}:{line}: record '{shown(name)}' is longer than {LONGEST:,} bytes; proteins are "
-                        "expected, not a genome"
+                        f"{self._where(at, whole, 0)}: record '{shown(name)}' is longer than {LONGEST:,} bytes; "
+                        "proteins are expected, not a genome"
                     )
                 continue
             yield at, whole[:cut]

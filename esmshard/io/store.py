@@ -24,7 +24,6 @@ import multiprocessing
 import shutil
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -79,7 +78,7 @@ class TokenStore:
         # For each shard, the number of its first record, and its first byte of tokens and of headers.
         sizes = [[shard["records"], shard["tokens"], shard["headers"]] for shard in self.manifest["shards"]]
         self._first_records, *self._first_bytes = np.cumsum([[0, 0, 0], *sizes], axis=0).T.tolist()
-        self._maps: OrderedDict[str, npt.NDArray[np.uint8]] = OrderedDict()
+        self._mapped = functools.lru_cache(_OPEN_SHARDS)(self._map)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "checked": frozenset(self._checked)}
@@ -93,7 +92,7 @@ class TokenStore:
     @functools.cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
         """Number of residues of each record, int32 [N]. Computed on first use."""
-        lengths = np.empty(len(self), np.int32)  # No record is longer than `fasta_blocks.LONGEST`, so int32 suffices.
+        lengths = np.empty(len(self), np.int32)  # No record is longer than `sequences.LONGEST`, so int32 suffices.
         for at in range(0, len(self), _AT_ONCE):
             lengths[at : at + _AT_ONCE] = np.diff(self.offsets[at : at + _AT_ONCE + 1]) - 1
         return lengths
@@ -179,17 +178,13 @@ class TokenStore:
             raise IndexError(n)
         shard = bisect.bisect_right(self._first_records, n) - 1
         name = token_shard(shard) if kind == "tokens" else header_shard(shard)
-        mapped = self._maps.get(name)
-        if mapped is None:
-            self._check(name)
-            mapped = np.asarray(np.memmap(self.path / name, dtype=np.uint8, mode="r"))
-            self._maps[name] = mapped
-            if len(self._maps) > _OPEN_SHARDS:
-                self._maps.popitem(last=False)
-        else:
-            self._maps.move_to_end(name)
         begin = self._first_bytes[column][shard]
-        return mapped[int(offsets[n]) - begin : int(offsets[n + 1]) - 1 - begin]
+        return self._mapped(name)[int(offsets[n]) - begin : int(offsets[n + 1]) - 1 - begin]
+
+    def _map(self, name: str) -> npt.NDArray[np.uint8]:
+        """Map a file, once it was compared with its sha256."""
+        self._check(name)
+        return np.asarray(np.memmap(self.path / name, dtype=np.uint8, mode="r"))
 
 
 def token_shard(k: int) -> str:
@@ -264,7 +259,7 @@ class Shard:
 def write_index(
     directory: Path,
     shards: Sequence[Shard],
-    columns: Iterable[Sequence[npt.NDArray[Any]]],
+    columns: Sequence[npt.NDArray[Any]],
     facts: Mapping[str, Any],
     edits: Edits,
 ) -> None:
@@ -273,34 +268,22 @@ def write_index(
     Args:
         directory: the directory with the shards under their final names.
         shards: what the shards hold.
-        columns: arrays of some records at a time, in file order: residues, bytes of the header line, and
-            `keys` of the id.
+        columns: residues, bytes of the header line, and `keys` of the id of all records in file order.
         facts: further entries of the manifest.
         edits: what was changed while reading.
     """
-    total = sum(shard.records for shard in shards)
-    offsets = _array(directory / "offsets.npy", total + 1)
-    headers = _array(directory / "headers.npy", total + 1)
-    keys = np.empty(total, np.uint64)
-    histogram = np.zeros(len(_EDGES) - 1, np.int64)
-    shortest, longest, at = 1 << 62, 0, 0
-    for length_N, header_N, key_N in columns:
-        if not len(length_N):
-            continue
-        rows = slice(at + 1, at + 1 + len(length_N))
-        for array, column_N in ((offsets, length_N), (headers, header_N)):  # Each record has one byte more at its end.
-            np.cumsum(column_N.astype(np.int64) + 1, out=array[rows])
-            array[rows] += array[at]
-        keys[at : at + len(key_N)] = key_N
-        histogram += np.histogram(length_N, _EDGES)[0]
-        shortest, longest = min(shortest, int(length_N.min())), max(longest, int(length_N.max()))
-        at += len(length_N)
-    assert at == total
-    residues = int(offsets[-1]) - total
-    del offsets, headers  # Deleting the arrays writes them to disk.
+    length_N, header_N, keys = columns
+    total, residues = len(length_N), int(length_N.sum(dtype=np.int64))
+    for name, column_N in (("offsets.npy", length_N), ("headers.npy", header_N)):
+        offsets = np.zeros(total + 1, np.int64)
+        np.cumsum(column_N, out=offsets[1:])
+        np.save(directory / name, offsets + np.arange(total + 1))  # Each record has one byte more at its end.
     order = np.argsort(keys, kind="stable")
     np.save(directory / "rows.npy", order.astype(np.uint32 if total < 1 << 32 else np.uint64))
     np.save(directory / "ids.npy", keys[order])
+    tokens = hashlib.sha256()
+    for k in range(len(shards)):
+        tokens.update(np.memmap(directory / token_shard(k), np.uint8, mode="r").data)
     names = [name for k in range(len(shards)) for name in (token_shard(k), header_shard(k))]
     hashes = dict(zip(names, (digest for shard in shards for digest in shard.sha256), strict=True))
     hashes |= {name: sha256(directory / name) for name in ARRAYS}
@@ -310,14 +293,14 @@ def write_index(
         "alphabet": ALPHABET_HASH,
         "records": total,
         "residues": residues,
-        "tokens_sha256": _joined_sha256([directory / token_shard(k) for k in range(len(shards))]),
+        "tokens_sha256": tokens.hexdigest(),
         "lengths": {
-            "shortest": shortest,
-            "longest": longest,
+            "shortest": int(length_N.min()),
+            "longest": int(length_N.max()),
             "mean": round(residues / total, 2),
             "histogram": {
                 f"{low}-{high - 1}": int(count)
-                for low, high, count in zip(_EDGES[:-1], _EDGES[1:], histogram, strict=True)
+                for low, high, count in zip(_EDGES, _EDGES[1:], np.histogram(length_N, _EDGES)[0], strict=False)
                 if count
             },
         },
@@ -331,22 +314,6 @@ def write_index(
     scratch = directory / ".manifest.json"
     scratch.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     scratch.rename(directory / "manifest.json")  # The manifest makes the directory a store.
-
-
-def _joined_sha256(files: Sequence[Path]) -> str:
-    """Return the sha256 of the bytes of all files, one after the other."""
-    digest = hashlib.sha256()
-    for path in files:
-        with open(path, "rb") as file:
-            while data := file.read(_AT_ONCE):
-                digest.update(data)
-    return digest.hexdigest()
-
-
-def _array(path: Path, length: int) -> npt.NDArray[np.int64]:
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=(length,))
-    array[0] = 0
-    return array
 
 
 OnDuplicate = Literal["error", "first", "suffix"]
@@ -420,8 +387,8 @@ def ingest(
             raise InputError(f"{named}: changed while being read; ingest again")
         if not shards:
             raise InputError(f"{named}: no record is left under these rules")
-        columns = (np.load(_folder(work, number) / "columns.npz") for number in range(len(pieces)))
-        write_index(final, shards, ([each[name] for name in COLUMNS] for each in columns), facts, edits)
+        columns = [[*np.load(_folder(work, number) / "columns.npz").values()] for number in range(len(pieces))]
+        write_index(final, shards, [*map(np.concatenate, zip(*columns, strict=True))], facts, edits)
         store = _without_duplicates(TokenStore(final), work / "unique", on_duplicate, named, facts, edits)
         if rules.on_nucleotides == "error":
             some = map(store.residues, some_of(len(store)))
@@ -556,7 +523,7 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
     cached.
 
     The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) is keyed by path and
-    `files.state`, so that an edited file is read again. If several processes open the same file, one reads and the
+    `paths.state`, so that an edited file is read again. If several processes open the same file, one reads and the
     others wait.
 
     Args:
@@ -664,7 +631,7 @@ def _without_duplicates(
                 source.rename(file)
         token_bytes, header_bytes = (file.stat().st_size for file in files)
         shards.append(Shard(int(kept.sum()), token_bytes, header_bytes, hashes))
-    write_index(final, shards, [[store.lengths[kept_N], header_N[kept_N], key_N[kept_N]]], facts, edits)
+    write_index(final, shards, [store.lengths[kept_N], header_N[kept_N], key_N[kept_N]], facts, edits)
     return TokenStore(final)
 
 

@@ -213,6 +213,8 @@ def test_a_genome_is_refused(
     assert refusal(lambda: read(write(data))) == f"x.fasta:{line}: record '{record}' is {wanted}"
     pipe(monkeypatch, data.encode())
     assert refusal(lambda: read(STDIN)) == f"-:{line}: record '{record}' is {wanted}"
+    table = write(f"id,sequence\n\na,MK\nchr1,{'ACGT' * 300}\n", "x.csv")
+    assert refusal(lambda: read(table)) == f"x.csv:4: record 'chr1' is {wanted}"
 
 
 def test_many_short_records_are_no_genome(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -475,19 +475,41 @@ def generated(draw: random.Random) -> tuple[list[tuple[str, float, str]], str]:
     return [(name, value, note.strip()) for name, (value, note) in rows.items()], draw.choice(["", "\ufeff"]) + text
 
 
-def test_tables_written_in_any_way_are_read_alike() -> None:
-    draw = random.Random(20240)
-    whole = 0
-    for _ in range(600):
-        rows, text = generated(draw)
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    for _ in range(draw.randrange(1, 4)):
+        at = draw.randrange(len(data) + 1)
+        swap = draw.choice([(b",", b";"), (b";", b","), (b"\t", b" "), (b",", b"\t")])
+        strange = draw.choice("\u00df\u2028\u0085\u00e9\u0661\U0001f9ec\u212a\x1c\x00").encode()
+        put = draw.choice([b"", draw.randbytes(draw.randrange(1, 5)), b'"', strange, data[: draw.randrange(40)]])
+        ways = [data[:at], data.replace(*swap, draw.randrange(5)), data[:at] + put + data[at + draw.randrange(20) :]]
+        data = draw.choice([*ways, data[:at] + put + data[at:]])
+    return data
+
+
+def test_tables_written_in_any_way_are_read_alike_and_damaged_ones_refused_or_read_right() -> None:
+    draw, whole, messages, hurt = random.Random(20240), 0, list[str](), 0
+    for _ in range(2500):
+        (rows, text), damage, path = generated(draw), draw.random() < 0.7, Path("v.csv")
+        path.write_bytes(damaged(text.encode(), draw) if damage else text.encode())
         try:
-            variants = read(text, replicates="keep")
-        except InputError:  # its commas may be of decimals or of thousands
+            variants = read_variants(path, wild_type=WT, replicates="keep", unusable="drop")
+        except InputError as error:
+            messages.append(str(error))
+            assert damage or "not a finite number" in messages[-1], (text, messages[-1])
             continue
-        whole += 1
-        notes = [variants.table.column("note")[row] for (row,) in variants.rows]
-        assert list(zip(variants.names(), variants.target_NT[:, 0].tolist(), notes, strict=True)) == rows
-    assert whole > 400
+        if damage:
+            hurt += 1
+            named = path.read_bytes().decode("utf-8-sig").upper()
+            for mutations, values in zip(variants.mutations, variants.target_NT, strict=True):
+                assert all(str(mutation) in named for mutation in mutations)
+                assert np.isfinite(values).all()
+                assert all(WT[mutation.position] == mutation.wild for mutation in mutations)
+        else:
+            whole += 1
+            notes = [variants.table.column("note")[row] for (row,) in variants.rows]
+            assert list(zip(variants.names(), variants.target_NT[:, 0].tolist(), notes, strict=True)) == rows
+    assert all(len(message.splitlines()) == 1 and "v.csv" in message for message in messages)
+    assert min(whole - 600, hurt - 150, len(messages) - 700) > 0, (whole, hurt, len(messages))
 
 
 def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
