@@ -96,10 +96,8 @@ def of_variants(
     folds: int | None = None,
     train_max: int = 1,
 ) -> Numbers:
-    """Split N variants of one protein, with these names and changed positions from 0.
-
-    `by` is `ratio` (`by_cluster`), `mutations` (`by_mutation_count`), or `position`, `modulo` or `contiguous`
-    (`by_position`).
+    """Split N variants of one protein, with these names and changed positions from 0: `by` `ratio` (`by_cluster`),
+    `mutations` (`by_mutation_count`), or `position`, `modulo` or `contiguous` (`by_position`).
     """
     if by == "ratio":
         return by_cluster(names, ratios, seed, folds)
@@ -148,10 +146,8 @@ def by_position(
     else:
         number_P = _assign([str(place) for place in places], [count[place] for place in places], share_K, seed)
     number_of = dict(zip(places, number_P.tolist(), strict=True))
-    number_N = np.empty(len(positions), dtype=np.int64)
-    for n, changed in enumerate(positions):
-        numbers = {number_of[place] for place in changed} or {0}
-        number_N[n] = numbers.pop() if len(numbers) == 1 else LEFT_OUT
+    sets_of = [{number_of[place] for place in changed} or {0} for changed in positions]
+    number_N = np.array([numbers.pop() if len(numbers) == 1 else LEFT_OUT for numbers in sets_of], dtype=np.int64)
     for k, name in enumerate(SETS if folds is None else [f"fold {k}" for k in range(folds)]):
         if not (number_N == k).any():
             left = int((number_N == LEFT_OUT).sum())
@@ -171,7 +167,7 @@ def by_mutation_count(
         counts: number of changes of each of N variants; the wild type (0) is always in the training set.
         names: names of the variants; variants of one name stay together.
         train_max: most changes of a variant outside the test set.
-        ratios: the first two divide these variants at random into training and validation set; the third is not used.
+        ratios: the first two divide these variants at random into training and validation set.
         seed: seed of the draw.
     """
     count_N = np.asarray(counts)
@@ -193,7 +189,7 @@ def low_to_high(
         values: values of N variants; a variant with NaN is left out.
         names: names of the variants; variants of one name stay together, on the side of their mean.
         limit: highest value of the training and validation set. FLIP takes the value of the wild type.
-        ratios: the first two divide the low values at random into training and validation set; the third is not used.
+        ratios: the first two divide the low values at random into training and validation set.
         seed: seed of the draw.
     """
     given_N = np.asarray(values, dtype=np.float64)

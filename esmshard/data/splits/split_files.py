@@ -113,11 +113,7 @@ def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Metho
 
 
 def parse_ratios(text: str) -> list[float]:
-    """Parse three numbers for train, valid and test; they need not add up to one.
-
-    >>> parse_ratios("8,1,1")
-    [8.0, 1.0, 1.0]
-    """
+    """Parse numbers as in `8,1,1`."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -221,10 +217,6 @@ class FastaRecords:
         source: FASTA file, plain or compressed, token store, structure file, or directory of structure files.
         sets: table or label FASTA that names the set of each record, if the headers of `source` do not.
         rules: the columns of a table.
-
-    Raises:
-        InputError: a file cannot be read: `source`, `sets`, or the `.npz` of coordinates beside `source`.
-            For structures, see `to_split`.
     """
 
     def __init__(self, source: Path, sets: Path | None = None, rules: Rules = Rules()) -> None:  # noqa: B008  # frozen
@@ -339,10 +331,7 @@ class VariantRows:
         wild_type: FASTA file of the protein.
         mutant: column of the mutations; see `read_variants`.
         targets: columns of values; None if no values are needed.
-        offset: number added to the positions of the table; see `read_variants`.
-
-    Raises:
-        InputError: the table or the wild type cannot be read, or they do not fit each other.
+        offset: number added to the positions of the table.
     """
 
     def __init__(
