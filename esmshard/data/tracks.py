@@ -338,13 +338,10 @@ def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, ke
         UsageError: the model takes no track of a name.
     """
     known = {track.name: track for track in takes}
-    for name in named:
-        if name in known:
-            continue
-        if not known:
-            raise UsageError(f"{key}{name}: {model} reads the sequence alone and takes no track; leave it out")
+    if unknown := [name for name in named if name not in known]:
         what = " and ".join(f"{track.name} ({track.title})" for track in takes)
-        raise UsageError(f"{key}{name}: {model} takes no such track; it takes {what}")
+        instead = f"takes no such track; it takes {what}" if takes else "reads the sequence alone and takes no track"
+        raise UsageError(f"{key}{unknown[0]}: {model} {instead}; leave it out")
     # A shell leaves a ~ after = as it is.
     return [
         TrackFile(known[name], Path(path) if path == INSIDE else remote.data_file(path).expanduser())
@@ -375,7 +372,7 @@ def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
     Raises:
         InputError: the data are no structures, which alone have coordinates.
     """
-    paths = []
+    resolved = []
     for file in files:
         inside = file.path == Path(INSIDE)
         if inside and not (file.track.kind == "coordinates" and holds_structures(path)):
@@ -383,8 +380,8 @@ def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
                 f"{path}: has no {file.track.title} inside (only PDB and mmCIF files have a track inside, their "
                 f"coordinates); give the path of the {file.track.title}"
             )
-        paths.append(path if inside else file.path)
-    return [TrackFile(file.track, track_path) for file, track_path in zip(files, paths, strict=True)]
+        resolved.append(TrackFile(file.track, path) if inside else file)
+    return resolved
 
 
 def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
