@@ -493,6 +493,7 @@ class Worker:
                 windowed += [row] if result.windowed else []
         device = self.embedder.device
         note = {
+            "part": part,
             "failed": failed,
             "windowed": windowed,
             "reused": len(first_n) - len(todo),

@@ -380,7 +380,7 @@ class Parts:
             scratch.unlink(missing_ok=True)
 
     def note(self, part: int) -> dict[str, Any]:
-        """Return the note of a finished part. `InputError` if its file is truncated."""
+        """Return the note of a finished part. `InputError` if its file is truncated, or that of another part."""
         path = self.folder / self.name(part)
         if self._bucket is None or path.exists():
             with opened(path) as file:
@@ -389,7 +389,12 @@ class Parts:
             size = int.from_bytes(self._bucket.first_bytes(f"parts/{path.name}", 8), "little")
             metadata = json.loads(self._bucket.first_bytes(f"parts/{path.name}", size + 8)[8:])["__metadata__"]
         note: dict[str, Any] = json.loads(metadata["note"])
+        if note["part"] != part:
+            raise InputError(_DAMAGED.format(path, f"it holds part {note['part']}"))
         return note
+
+
+_DAMAGED = "{}: is damaged ({}); remove it, and run the same embed again"
 
 
 def opened(path: Path) -> Any:
@@ -397,7 +402,7 @@ def opened(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: is damaged ({error}); remove it, and run the same embed again") from None
+        raise InputError(_DAMAGED.format(path, error)) from None
 
 
 def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str, Any]:

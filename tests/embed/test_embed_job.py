@@ -1,9 +1,11 @@
 """Embedding files against fair-esm, record by record, what `--dry-run` says, and what is refused without a trace."""
 
 import hashlib
+import io
 import json
 import multiprocessing.util
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -472,7 +474,10 @@ def written(path: Path, lengths: Sequence[int], again: Sequence[int] = ()) -> Pa
         ("x.npz", {"pools": ["residue"], "dtype": "fp16"}),
         ("x.csv", {}),
         ("x.h5", {"pools": ["attentions"], "heads": [0, 5], "layers": [1, 6]}),
+        ("x.h5", {"pools": ["residue"], "fmt": "biotrainer-h5"}),
         ("parts", {"pools": ["residue", "mean"]}),
+        ("x.npz", {"pools": ["residue"], "long": Long("truncate", 80, 20)}),
+        ("x.npy", {"long": Long("window", 80, 20)}),
     ],
 )
 def test_a_dry_run_counts_what_the_run_writes(tmp_path: Path, name: str, how: dict[str, Any]) -> None:
@@ -483,10 +488,12 @@ def test_a_dry_run_counts_what_the_run_writes(tmp_path: Path, name: str, how: di
     assert not list(out.parent.iterdir())
     assert lines["records"] == "11 of 4,386 residues, longest 1,100"
     assert lines["sequences"] == "9 different ones: 9 to compute, 0 reused"
-    assert lines["long"] == "3 records over 1,022 residues: taken whole"
+    long = how.get("long", Long("full", 1022))
+    treated = {"full": "taken whole", "window": "seen in overlapping windows", "truncate": "cut"}[long.mode]
+    assert lines["long"] == f"{3 if long.mode == 'full' else 8} records over {long.window:,} residues: {treated}"
     embed(request("starter", out, **how), fasta)
     size = out.stat().st_size if out.is_file() else sum(path.stat().st_size for path in (out / "parts").iterdir())
-    number, unit = lines[name.removeprefix("x.")].removeprefix("about ").split(", ")[-1].split()
+    number, unit = lines[how.get("fmt", name.removeprefix("x."))].removeprefix("about ").split(", ")[-1].split()
     expected = float(number) * {"MB": 1e6, "GB": 1e9}[unit]
     assert 0.65 * expected < size < 1.03 * expected + 10_000
 
@@ -499,6 +506,8 @@ def test_a_dry_run_refuses_what_cannot_be(tmp_path: Path, monkeypatch: pytest.Mo
         forecast(asked, fasta, tmp_path / "earlier")
     lines = forecast(request("starter", tmp_path / "x"), fasta, tmp_path / "earlier")
     assert "8 different ones: 3 to compute, 5 reused" in lines
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(fasta.read_bytes())))
+    assert forecast(request("starter", tmp_path / "x"), Path("-"), tmp_path / "earlier") == lines
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     with pytest.raises(InputError, match="are free; make room"):
         forecast(asked, fasta)
