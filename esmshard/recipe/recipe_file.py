@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ TWO_WAYS = (("train", "steps", "epochs"), ("batch", "sequences", "global_tokens"
 TRACKS = ("data", "tracks")
 """The key whose members are paths, too."""
 
+VARIABLE = r"\$\{(\w+)\}"
+"""How a path names an environment variable."""
 _HARMLESS = re.compile(r"HOME|USER|SCRATCH|TMPDIR|WORK|SLURM_(?!JWT)\w+")  # SLURM_JWT is a password for Slurm's server
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
@@ -89,7 +92,7 @@ def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
     for override in overrides:
         tree.override(override)
     _make_room(tree, path)
-    _expand_all(tree, path.parent)
+    _expand(tree, path.parent)
     return tree
 
 
@@ -140,20 +143,11 @@ def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         recipe: as `model_dump` makes it.
         directory: of that file.
     """
-    told = {key: dict(part) if isinstance(part, Mapping) else part for key, part in recipe.items()}
-    tracks = []
-    if found := told.get("data", {}).get("tracks"):
-        told["data"]["tracks"] = dict(found)
-        tracks = [(*TRACKS, name) for name in found]
-    for keys in (*PATH_KEYS, *tracks, ("out",)):
-        section: Any = told
-        for key in keys[:-1]:
-            section = section.get(key)
-        value = section.get(keys[-1]) if isinstance(section, dict) else None
-        if not isinstance(value, str) or value.startswith("sample:"):
-            continue
-        model = keys == ("model", "name")
-        section[keys[-1]] = shared_place(value, directory) if model else Path(value).name or value
+    told = deepcopy(dict(recipe))
+    for keys, section in _paths(told):
+        if not (value := section[keys[-1]]).startswith("sample:"):
+            is_model = keys == ("model", "name")
+            section[keys[-1]] = shared_place(value, directory) if is_model else Path(value).name or value
     return told
 
 
@@ -197,35 +191,53 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, node
 
 
-def _expand_all(tree: Tree, base: Path) -> None:
-    tracks = [(*TRACKS, str(name)) for _, name in tree.texts(*TRACKS) if name != TRACKS[-1]]
-    for keys in (*PATH_KEYS, *tracks, ("out",)):
-        typed = keys in tree.overrides or (keys[:-1] == TRACKS and TRACKS in tree.overrides)
-        here = keys == ("out",) or typed  # typed in the shell, or made there
-        for node, last in tree.texts(*keys):
-            if last == keys[-1]:
-                _expand(tree, node, keys, Path.cwd() if here else base)
+def _paths(recipe: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield the keys of every path of a recipe, and the section that holds its text."""
+    data = recipe.get("data")
+    tracks = data.get(TRACKS[-1]) if isinstance(data, dict) else None
+    named = [(*TRACKS, str(name)) for name in tracks] if isinstance(tracks, dict) else []
+    for keys in (*PATH_KEYS, *named, ("out",)):
+        section: Any = recipe
+        for key in keys[:-1]:
+            section = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(section.get(keys[-1]), str):
+            yield keys, section
 
 
-def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path) -> None:
-    """Expand `${VAR}` and `~`, and make a path absolute. Names of samples, model sizes and repositories of the hub stay
-    as they are.
+def _expand(tree: Tree, base: Path) -> None:
+    """Expand `${VAR}` and `~`, and make every path absolute. Names of samples, model sizes and repositories of the hub
+    stay as they are.
     """
-    text = tree.variables(str(node[keys[-1]]), keys, allowed=may_read)
-    if text is None:
-        return
-    is_model = keys == ("model", "name")
-    is_name = text.startswith("sample:") or (is_model and (re.fullmatch(r"[\w-]+", text) or is_hub_name(text)))
-    is_name = is_name or (keys[:-1] == TRACKS and text == INSIDE)
-    is_name = is_name or (keys == ("data", "complexes") and text == EVERY)
-    if (url := remote.address(text)) is not None:
-        text, is_name = url, True
-        if keys == ("out",):
-            tree.problems.append(
-                f"{tree.where(keys, on_value=True)}: out: a run needs a directory on a disk, where it renames and "
-                f"appends; set out=runs/NAME, and copy it beside the run, as with `aws s3 sync runs/NAME {url}` every "
-                "few minutes (docs/clouds.md)"
-            )
-    if not is_name or (is_model and (base / text).exists()):
-        text = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # links stay what they are
-    node[keys[-1]] = text
+    for keys, section in _paths(tree.node):
+        # typed in the shell, or made there
+        here = keys == ("out",) or keys in tree.overrides or (keys[:-1] == TRACKS and TRACKS in tree.overrides)
+        text, place, key = str(section[keys[-1]]), Path.cwd() if here else base, ".".join(keys)
+        at = f"{tree.where(keys, on_value=True)}: {key}:"
+        if refused := [reason for name in re.findall(VARIABLE, text) if (reason := _refused(name, key))]:
+            tree.problems += [f"{at} {reason}" for reason in refused]
+            continue
+        text = re.sub(VARIABLE, lambda name: os.environ[name[1]], text)
+        is_model = keys == ("model", "name")
+        is_name = text.startswith("sample:") or (is_model and (re.fullmatch(r"[\w-]+", text) or is_hub_name(text)))
+        is_name = is_name or (keys[:-1] == TRACKS and text == INSIDE)
+        is_name = is_name or (keys == ("data", "complexes") and text == EVERY)
+        if (url := remote.address(text)) is not None:
+            text, is_name = url, True
+            if keys == ("out",):
+                tree.problems.append(
+                    f"{at} a run needs a directory on a disk, where it renames and appends; set out=runs/NAME, and "
+                    f"copy it beside the run, as with `aws s3 sync runs/NAME {url}` every few minutes (docs/clouds.md)"
+                )
+        if not is_name or (is_model and (place / text).exists()):
+            text = os.path.abspath(place / Path(text).expanduser())  # noqa: PTH100  # links stay what they are
+        section[keys[-1]] = text
+
+
+def _refused(variable: str, key: str) -> str | None:
+    """Return why a recipe cannot read an environment variable; None if it can."""
+    if not may_read(variable):
+        return (
+            f"a recipe does not read the environment variable {variable}, since it may hold a secret; let the shell "
+            f"expand it, as in {key}=${variable}"
+        )
+    return None if variable in os.environ else f"the environment variable {variable} is not set"

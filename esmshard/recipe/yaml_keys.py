@@ -5,9 +5,7 @@ at once, each with its line and column, or with the override that caused it.
 """
 
 import difflib
-import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -30,8 +28,6 @@ class Tree:
 
     node: CommentedMap
     file: str
-    called: str
-    """The kind of file in messages, such as `a recipe`."""
     overrides: dict[tuple[str, ...], str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -80,42 +76,6 @@ class Tree:
                 self.problems.append(f"{where}: {key} has no keys of its own")
                 return
         node[keys[-1]] = value
-
-    def texts(self, *keys: str) -> "list[tuple[Any, Any]]":
-        """Return where the strings at a key are kept: a mapping and its key, or a list and the
-        numbers of its members.
-        """
-        node: Any = self.node
-        for key in keys[:-1]:
-            node = node.get(key) if isinstance(node, dict) else None
-        value = node.get(keys[-1]) if isinstance(node, dict) else None
-        if isinstance(value, str):
-            return [(node, keys[-1])]
-        if isinstance(value, dict):
-            return [(value, key) for key, one in value.items() if isinstance(one, str)]
-        return [(value, n) for n, one in enumerate(value) if isinstance(one, str)] if isinstance(value, list) else []
-
-    def variables(
-        self, text: str, keys: tuple[str, ...], keep: str = "", allowed: Callable[[str], bool] | None = None
-    ) -> str | None:
-        """Expand `${VAR}` in a value, except names that `keep` matches. If a variable is not set, or not `allowed`, add
-        a problem and return None.
-        """
-        for name in re.findall(r"\$\{(\w+)\}", text):
-            if keep and re.fullmatch(keep, name):
-                continue
-            at = f"{self.where(keys, on_value=True)}: {'.'.join(keys)}:"
-            if allowed is not None and not allowed(name):
-                self.problems.append(
-                    f"{at} {self.called} does not read the environment variable {name}, since it may hold a secret; "
-                    f"let the shell expand it, as in {'.'.join(keys)}=${name}"
-                )
-                return None
-            if name not in os.environ:
-                self.problems.append(f"{at} the environment variable {name} is not set")
-                return None
-            text = text.replace(f"${{{name}}}", os.environ[name])
-        return text
 
     def checked(self, root: type[M], named: Mapping[str, type[BaseModel]] | None = None) -> M:
         """Validate the settings. `named` has the sections that are told apart by their `name`.
@@ -197,7 +157,7 @@ def read(path: Path, called: str, root: type[BaseModel], *, may_be_empty: bool =
         node = CommentedMap()
     if not isinstance(node, CommentedMap):
         raise UsageError(f"{path}:1:1: {called} is a YAML mapping with the keys {', '.join(root.model_fields)}")
-    return Tree(node, str(path), called)
+    return Tree(node, str(path))
 
 
 def parse_yaml(text: str) -> Any:
