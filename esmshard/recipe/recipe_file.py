@@ -107,19 +107,14 @@ def _make_room(tree: Tree, path: Path) -> None:
             if overridden and (section, other) not in tree.overrides:
                 node.pop(other, None)
     data = tree.node.get("data")
-    if isinstance(data, dict) and ("data", "train") in tree.overrides and not is_sample(data.get("train")):
+
+    def is_sample(key: str) -> bool:
+        return str(data.get(key)).startswith("sample:")
+
+    if isinstance(data, dict) and ("data", "train") in tree.overrides and not is_sample("train"):
         for key in ("valid", "test"):
-            if ("data", key) not in tree.overrides and (is_sample(data.get(key)) or _is_shipped(path)):
+            if ("data", key) not in tree.overrides and (is_sample(key) or path.parent == shipped("recipes")):
                 data.pop(key, None)
-
-
-def is_sample(value: object) -> bool:
-    """Return whether a value of the data section names data that are shipped with the package."""
-    return str(value).startswith("sample:")
-
-
-def _is_shipped(recipe: Path) -> bool:
-    return recipe.parent == shipped("recipes")
 
 
 def checked(tree: Tree) -> Recipe:
