@@ -86,7 +86,8 @@ def train(
     if ranks.is_first:
         describe_run(job, training.recipe, state.step, ranks, training.facts["history"])
         attempt.begin(state.step, training.is_validated)
-    check_first_batch(training.ranks, training.digests_of_first_step)
+    epoch, _, mine = training.share_of(state.step)
+    check_first_batch(training.ranks, lambda: digests(job.train, mine, epoch))
     training.ranks = ranks  # from here on with the time-out of a step
     with (
         preemption.noted(),
@@ -98,7 +99,9 @@ def train(
         training.catch_up(start)
         for step in range(state.step, job.steps):
             if training.is_enough:
-                training.say_enough()
+                if ranks.is_first:
+                    since = f"that of step {state.best['step']}" if state.best else "undefined"
+                    say(f"stopped after step {step}: {state.stale} validations in a row were no better than {since}")
                 break
             line = training.step(step, recording)
             training.validate_and_save(step + 1)
@@ -275,11 +278,6 @@ class Training:
         mine = assign(records, self.job.train.tokens, self.tokens_per_rank, data_rank, data_size)
         return epoch, len(records), mine
 
-    def digests_of_first_step(self) -> dict[bytes, str]:
-        """Return the digests of the records of this rank's first step, with their ids."""
-        epoch, _, mine = self.share_of(self.state.step)
-        return digests(self.job.train, mine, epoch)
-
     def catch_up(self, start: Path | None) -> None:
         """Do the validation that a stopped run had not done. Validate and save a probe, which takes no steps."""
         state, recipe = self.state, self.job.recipe
@@ -299,13 +297,6 @@ class Training:
         """Whether early stopping ends the run at this step."""
         patience = self.job.recipe.train.early_stop
         return patience is not None and self.state.stale >= patience
-
-    def say_enough(self) -> None:
-        """Print why the run stops before its last step."""
-        state = self.state
-        if self.ranks.is_first:
-            since = f"that of step {state.best['step']}" if state.best else "undefined"
-            say(f"stopped after step {state.step}: {state.stale} validations in a row were no better than {since}")
 
     def step(self, step: int, recording: Callable[[], str | None]) -> dict[str, Any]:
         """Take one optimizer step, record it, and return its line of metrics.jsonl.
