@@ -126,7 +126,7 @@ def finetune(
         folds: the number of folds of a cross-validation; 5 by default for a table of variants.
         sweep: a file with settings to search (docs/sweep.md). The result is then the run of the best settings.
         trials: the number of trials of a sweep; 20 by default, or the whole grid.
-        report: draw figures and report.html at the end, if matplotlib and jinja2 are installed.
+        report: draw figures and report.html at the end, if matplotlib is installed.
         **overrides: settings of the recipe, such as `train={"steps": 10}` or `**{"optim.lr": 1e-4}`. Relative paths are
             relative to the working directory.
 

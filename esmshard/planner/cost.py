@@ -188,7 +188,7 @@ def cost(numbers: "ModelNumbers", layout: Layout, work: Work, machines: Machines
     # weights are frozen.
     through, learning = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
     backward = through * (2 * forward - (1 - learning) * products)
-    # Divided ranks compute the product of `out` again, too.
+    # Divided ranks keep the sum of the product of `out`, and compute the product itself again.
     summed = config.dim**2 / numbers.layer_parameters if tensor > 1 else 0.0
     selective = max(moved + (work.recomputed_products + summed) * products, LAUNCH)
     again = through * {"none": 0.0, "selective": selective, "full": forward}[layout.activation_checkpointing]
@@ -232,7 +232,7 @@ def exchanged(numbers: "ModelNumbers", layout: Layout, machines: Machines, token
     """Return what one rank receives for a micro-batch from those with which it computes each layer.
 
     A layer gathers [T, D] twice and scatters sums of it twice in each pass. A recomputed layer needs no sum of its last
-    product. Small sums take the time of an empty collective: four for
+    product, and under selective checkpointing none at all. Small sums take the time of an empty collective: four for
     norms of queries and keys in a pass, and one for the gradients of norms and biases that are whole. Outside the
     layers, the last norm needs all tokens, and its gradient is scattered. Where ranks divide the tokens, a layer
     gathers keys and values, [T, 2 D], and scatters the sums of their gradients.
@@ -244,7 +244,7 @@ def exchanged(numbers: "ModelNumbers", layout: Layout, machines: Machines, token
     if layout.context > 1:
         vectors, collectives = 2 * passes, passes
     else:
-        recomputed = 0 if layout.activation_checkpointing == "none" else 3
+        recomputed = {"none": 0, "selective": 2, "full": 3}[layout.activation_checkpointing]
         vectors = n * (4 + (4 + recomputed) * backward)
         collectives = vectors + n * backward + 4 * passes * int(numbers.config.qk_norm)
     whole = tokens * numbers.config.dim * BYTES[layout.precision]

@@ -154,9 +154,10 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
         return LayerBytes(everything, 0, passing)
     if layout.activation_checkpointing == "full":
         return LayerBytes(own, everything - own, passing)
-    # Kept are attention and the products that `kept_products` names. After recomputation, q and k exist with and
-    # without rotation; with a LoRA only rotated, because the product was added to a sum.
-    sums = whole if tensor == 1 else 0
+    # Kept are attention and the products that `kept_products` names; divided ranks keep the sums of `out` and fc2 for
+    # their own tokens. After recomputation, q and k exist with and without rotation; with a LoRA only rotated, because
+    # the product was added to a sum.
+    sums = whole if tensor == 1 else 2 * own
     kept = 5 * own + wide * products + sums + 4 * n_heads // together
     turned = 0 if config.qk_norm or (numbers.lora and "qkv" in inputs) else 2 * own
     return LayerBytes(kept, everything - kept + sums + turned, passing)
