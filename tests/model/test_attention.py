@@ -1,5 +1,7 @@
 """Attention over packed sequences: every kernel, every packing and every gradient says the same."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from esm.rotary_embedding import apply_rotary_pos_emb
 from model_files import fair_esm, ours, tokenise
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model.attention import RotaryEmbedding, attend, inverse_frequencies, kernel_name
+from esmshard.model.attention import RotaryEmbedding, attend_padded, attend_slices, inverse_frequencies, kernel_name
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.vocab import STANDARD, encode
@@ -15,6 +17,7 @@ from esmshard.vocab import STANDARD, encode
 CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)
 LENGTHS = (1, 40, 7, 83, 2)
 N_HEADS, HEAD_DIM = 4, 16
+Kernel = Callable[..., torch.Tensor]
 
 
 def sequences() -> list[str]:
@@ -52,11 +55,14 @@ def model() -> ESM2:
     return ours(fair_esm(CONFIG), CONFIG)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_both_cpu_kernels_are_the_definition_with_gradients(padded: bool) -> None:
+KERNELS = [attend_slices, attend_padded]
+
+
+@pytest.mark.parametrize("attend", KERNELS)
+def test_both_cpu_kernels_are_the_definition_with_gradients(attend: Kernel) -> None:
     batch = pack([encode(s) for s in sequences()])
     inputs = heads(batch.bounds[-1])
-    mine = with_gradients(lambda q, k, v: attend(q, k, v, batch, padded=padded), inputs)
+    mine = with_gradients(lambda q, k, v: attend(q, k, v, batch), inputs)
     reference = with_gradients(lambda q, k, v: explicit(q, k, v, batch), inputs)
     assert len(mine) == 4
     for a, b in zip(mine, reference, strict=True):
@@ -64,28 +70,15 @@ def test_both_cpu_kernels_are_the_definition_with_gradients(padded: bool) -> Non
         assert (a - b).abs().max() <= 1e-5
 
 
-def test_packed_equals_one_by_one(model: ESM2) -> None:
-    _, batch = tokenise(sequences())
-    with torch.no_grad():
-        together = model(batch, layers=range(4), logits_at=torch.arange(batch.bounds[-1]))
-        for n, sequence in enumerate(sequences()):
-            _, single = tokenise([sequence])
-            alone = model(single, layers=range(4), logits_at=torch.arange(single.bounds[-1]))
-            part = slice(batch.bounds[n], batch.bounds[n + 1])
-            for layer in range(4):
-                assert (together.representations[layer][part] - alone.representations[layer]).abs().max() <= 1e-5
-            assert (together.logits_PV[part] - alone.logits_PV).abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_neighbours_of_a_changed_sequence_stay_as_they_are_in_attend(padded: bool) -> None:
+@pytest.mark.parametrize("attend", KERNELS)
+def test_neighbours_of_a_changed_sequence_stay_as_they_are_in_attend(attend: Kernel) -> None:
     batch = pack([encode(s) for s in sequences()])
     q, k, v, _ = heads(batch.bounds[-1])
-    before = attend(q, k, v, batch, padded=padded)
+    before = attend(q, k, v, batch)
     changed = slice(batch.bounds[1], batch.bounds[2])
     for x in (q, k, v):
         x[changed] *= -1.5
-    after = attend(q, k, v, batch, padded=padded)
+    after = attend(q, k, v, batch)
     same_T = (before == after).flatten(1).all(1)
     assert not same_T[changed].any()
     same_T[changed] = True
@@ -162,4 +155,3 @@ def test_the_kernel_that_is_named(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert kernel_name(torch.device(device), dtype) == name
-    assert kernel_name(torch.device(device), dtype, padded=True) == "padded"
