@@ -141,18 +141,15 @@ def read(
             f"base_model_name_or_path into {directory / ADAPTER_CONFIG}"
         )
 
-    adapted, scales = dict(base), dict[str, float]()
-    for name, reader in whole.items():
-        adapted[name] = reader.finite(f"{file}: {name}")
+    adapted, scales = {**base, **whole}, dict[str, float]()
     for name, a in a_of.items():
         scales[name] = _scale(directory, settings, modules[name], a.shape[0])
-        where = f"{file}: {name}"
-        adapted[name] = _with_lora(name, base[name], a.finite(where), b_of[name].finite(where), scales[name])
+        adapted[name] = _with_lora(name, base[name], a, b_of[name], scales[name])
     head_file = directory / HEAD
     head = weight_reader.read_safetensors(head_file) if head_file.is_file() else {}
     return Adapter(
         adapted,
-        {name.removeprefix("head."): reader.finite(f"{head_file}: {name}") for name, reader in head.items()},
+        {name.removeprefix("head."): reader for name, reader in head.items()},
         scales,
         tuple(f"{file}: its {part} is of another task and left out" for part in sorted(left_out)),
         (file, *([head_file] if head else [])),

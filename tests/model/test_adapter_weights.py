@@ -303,7 +303,7 @@ def test_damage_is_named(base: Path, tmp_path: Path) -> None:
     state[f"{Q}.lora_A.weight"][1, 1] = torch.nan
     save_file(state, file)
     found = weights.read(str(adapter))
-    with pytest.raises(InputError, match=r"adapter_model.safetensors: layers.1.self_attn.q_proj.weight holds a value"):
+    with pytest.raises(InputError, match=r"adapter: layers.1.self_attn.q_proj.weight holds a value"):
         weights.build(found, torch.device("cpu"))
     for text in ("[]", '{"base": {"name": "x"}}'):
         (adapter / "esmshard.json").write_text(text)

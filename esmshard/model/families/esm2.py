@@ -441,13 +441,14 @@ class Esm2Family(EsmFamily):
                 )
             state = state | contacts
         # Released files keep the prefixes of the fairseq trainer.
-        tensors = weight_reader.tensors(
-            {re.sub(r"^(encoder\.sentence_encoder\.|encoder\.)", "", str(key)): value for key, value in state.items()}
-        )
+        state = {re.sub(r"^(encoder\.sentence_encoder\.|encoder\.)", "", str(key)): state[key] for key in state}
         # fair-esm does this on loading: these files hold noise in the row of <mask>, and the LM head shares the table.
-        for name in () if config.rotary else tensors.keys() & {"embed_tokens.weight", TIED}:
-            tensors[name] = tensors[name].then(_without_mask_row)
-        return Opened(config, tensors, tuple(file for file in (path, regression) if file.is_file()))
+        for name in () if config.rotary else ("embed_tokens.weight", TIED):
+            if isinstance(state.get(name), torch.Tensor):
+                state[name] = state[name].detach().clone()
+                state[name][MASK:] = 0.0
+        files = tuple(file for file in (path, regression) if file.is_file())
+        return Opened(config, weight_reader.tensors(state), files)
 
 
 FAMILY = Esm2Family()
@@ -502,7 +503,3 @@ def fair_esm_settings(config: EsmConfig) -> dict[str, Any]:
     sizes.encoder_ffn_embed_dim = 4 * config.dim
     sizes.max_positions = config.max_positions
     return {"args": sizes}
-
-
-def _without_mask_row(table: torch.Tensor, rows: slice) -> torch.Tensor:
-    return table.masked_fill((torch.arange(VOCAB_SIZE)[rows] == MASK)[:, None], 0.0)
