@@ -243,7 +243,7 @@ def test_an_adapter_on_top_of_an_adapter(base: Path, tmp_path: Path) -> None:
         ({"of_the_future": {"x": 1}}, "of_the_future is set, which is not a plain LoRA"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the base model too"),
         ({"base_model_name_or_path": None}, "names no base model; write its place as base_model_name_or_path there"),
-        ({"lora_alpha": "much"}, "no positive number"),
+        ({"lora_alpha": "much"}, "damaged"),
     ],
     ids=str,
 )
