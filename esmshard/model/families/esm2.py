@@ -87,22 +87,18 @@ class EsmConfig(ModelConfig):
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens that the learned positions cover; None for rotary positions."""
         return self.max_positions
 
     @property
     def n_logits(self) -> int:
-        """The 33 tokens of `esmshard.vocab`."""
         return VOCAB_SIZE
 
     @property
     def ffn_width(self) -> int:
-        """Four times the width of the model."""
         return 4 * self.dim
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """Attention's four projections, and the two matrices of the feed-forward part."""
         d = self.dim
         return (*self.projections, Matrix("fc1", "fc1", d, 4 * d, "fc1"), Matrix("fc2", "fc2", 4 * d, d, "fc2"))
 
@@ -168,7 +164,6 @@ class ESM2(Trunk):
         self.lm_head = self.make_lm_head(config.dim, self.embed_tokens.weight)
 
     def tie_weights(self) -> None:
-        """Share the embedding's matrix with the LM head again."""
         self.lm_head.weight = self.embed_tokens.weight
 
     def rows(self, batch: TokenBatch) -> torch.Tensor:
@@ -198,7 +193,6 @@ class ESM2(Trunk):
         return x_TD
 
     def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Apply `emb_layer_norm_after`."""
         return self.emb_layer_norm_after(x_TD)  # type: ignore[no-any-return]
 
 
@@ -271,7 +265,6 @@ class EsmFamily(Family):
         return self.names.theirs(name)
 
     def pieces(self, key: str, config: EsmConfig) -> tuple[Piece, ...]:
-        """Return our tensors in a `transformers` key; none for keys that this model does not use."""
         if not re.match(r"(esm|lm_head|head)\.", key):
             key = "esm." + key  # The key is from a bare EsmModel.
         # Released files hold these keys, and nothing uses them: `pooler` was never trained.
@@ -288,7 +281,6 @@ class EsmFamily(Family):
         return (Piece(self.names.ours(key)),)
 
     def write_config(self, config: EsmConfig) -> dict[str, Any]:
-        """Return the content of `config.json` for `EsmForMaskedLM`."""
         return {
             "architectures": ["EsmForMaskedLM"],
             "attention_probs_dropout_prob": 0.0,
@@ -311,7 +303,6 @@ class EsmFamily(Family):
         }
 
     def read_config(self, raw: Mapping[str, Any]) -> EsmConfig:
-        """Return the architecture that a `config.json` describes."""
         if raw.get("is_folding_model"):
             raise ValueError("it is an ESMFold; only language models can be read")
         positions, rows = raw.get("position_embedding_type", "absolute"), raw.get("max_position_embeddings", 1026)
@@ -330,7 +321,6 @@ class EsmFamily(Family):
         return config
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Write the files from which `transformers.AutoTokenizer` makes its EsmTokenizer."""
         special: dict[str, Any] = {f"{role}_token": f"<{role}>" for role in ("cls", "eos", "mask", "pad", "unk")}
         (directory / "vocab.txt").write_text("\n".join(self.config.vocabulary), encoding="utf-8")
         replace_json(directory / "special_tokens_map.json", special)

@@ -36,10 +36,9 @@ from esmshard.model.attention import OnAttention
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.esmc import (
     AUTHORS,
+    ESMC,
     LM_HEAD,
-    ROWS,
     EsmcConfig,
-    GatedTrunk,
     UntiedLMHead,
     authors_pieces,
     authors_sizes,
@@ -251,7 +250,7 @@ def _radial_basis(value: float, like: torch.Tensor) -> torch.Tensor:
     return torch.exp(-(((value - centres_B) * PLDDT_BINS) ** 2)).to(like.dtype)
 
 
-class ESM3(GatedTrunk):
+class ESM3(ESMC):
     """The ESM3 trunk with the LM head of the sequence.
 
     Everything else in the released file is there too, so that the file can be written again.
@@ -271,7 +270,7 @@ class ESM3(GatedTrunk):
 
     def __init__(self, config: Esm3Config) -> None:
         d = config.dim
-        super().__init__(config, ROWS, nn.LayerNorm(d, bias=False), UntiedLMHead(d, ROWS))
+        super().__init__(config)
         self.other_tracks = OtherTracks(d)
         # It belongs to the first block, but lies beside the blocks, since sharding, planner and streaming rely on
         # equal blocks.
@@ -447,7 +446,6 @@ model.load_state_dict(state)"""
     lacks = ("head.", "contact_head.")
 
     def path(self, directory: Path, stem: str, config: Esm3Config) -> Path:
-        """Return the path of the file."""
         return directory / f"{stem}.pth"
 
 
@@ -504,20 +502,16 @@ class Esm3Family(Family):
         return super().initial(config, name, shape, generator)
 
     def pieces(self, key: str, config: Esm3Config) -> tuple[Piece, ...]:
-        """Return our tensors in a key of the authors' file, whose names our own directory has, too."""
         return authors_pieces(key, config, self.names)
 
     def read_config(self, raw: Mapping[str, Any]) -> Esm3Config:
-        """Return the architecture that `write_config` wrote."""
         names = ("n_layers", "dim", "n_heads", "v_heads")
         return Esm3Config(**renamed(raw, dict(zip(names, names, strict=True))), ffn=raw.get("ffn"))
 
     def write_config(self, config: Esm3Config) -> dict[str, Any]:
-        """Return the content of the `config.json` in our own directory."""
         return {"model_type": "esm3", **config.sizes}
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
-        """Read the file of a published ESM3."""
         if _TABLE not in data:
             return None
         if missing := [key for key in (_TABLE, _SCALE) if not isinstance(data.get(key), torch.Tensor)]:
