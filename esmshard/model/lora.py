@@ -55,8 +55,7 @@ def add_lora(
             base = layer.get_submodule(place)
             assert isinstance(base, nn.Linear)
             linear = LoraLinear(base, rank, alpha / rank)
-            owner, _, own = place.rpartition(".")
-            setattr(layer.get_submodule(owner), own, linear)
+            layer.set_submodule(place, linear)
             names = lora_names(f"layers.{n}.{place}.weight")
             added |= zip(names, (linear.lora_A.weight.shape, linear.lora_B.weight.shape), strict=True)
     return added

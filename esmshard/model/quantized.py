@@ -87,8 +87,7 @@ def quantize(layers: nn.ModuleList, matrices: Sequence[Matrix], kind: Quantizati
         for matrix in matrices:
             base = layer.get_submodule(matrix.path)
             assert isinstance(base, nn.Linear)
-            owner, _, own = matrix.path.rpartition(".")
-            setattr(layer.get_submodule(owner), own, QuantizedLinear(base, kind))
+            layer.set_submodule(matrix.path, QuantizedLinear(base, kind))
 
 
 def packed_of(linear: nn.Module) -> PackedMatrix | None:

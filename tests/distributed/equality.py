@@ -337,7 +337,7 @@ def masked_step(ranks: World, strategy: str | None) -> np.ndarray:
     base = weights.fresh(CONFIG, 3)
     if strategy is None:
         model, laid = MaskedLM(), Layout()
-        weights.materialise(model.trunk, base, torch.device("cpu"))
+        model.trunk.load_state_dict(weights.build(base, torch.device("cpu")).state_dict())
     else:
         with torch.device("meta"):
             model = MaskedLM()

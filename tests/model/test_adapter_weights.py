@@ -243,7 +243,7 @@ def test_an_adapter_on_top_of_an_adapter(base: Path, tmp_path: Path) -> None:
         ({"of_the_future": {"x": 1}}, "of_the_future is set, which is not a plain LoRA"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the base model too"),
         ({"base_model_name_or_path": None}, "names no base model; write its place as base_model_name_or_path there"),
-        ({"lora_alpha": "much"}, "no positive number"),
+        ({"lora_alpha": "much"}, "damaged"),
     ],
     ids=str,
 )
@@ -303,7 +303,7 @@ def test_damage_is_named(base: Path, tmp_path: Path) -> None:
     state[f"{Q}.lora_A.weight"][1, 1] = torch.nan
     save_file(state, file)
     found = weights.read(str(adapter))
-    with pytest.raises(InputError, match=r"adapter_model.safetensors: layers.1.self_attn.q_proj.weight holds a value"):
+    with pytest.raises(InputError, match=r"adapter: layers.1.self_attn.q_proj.weight holds a value"):
         weights.build(found, torch.device("cpu"))
     for text in ("[]", '{"base": {"name": "x"}}'):
         (adapter / "esmshard.json").write_text(text)

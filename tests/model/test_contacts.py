@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from esmshard.model import attention, weights
 from esmshard.model import contacts as contacts_module
 from esmshard.model.attention import attention_map
-from esmshard.model.contacts import ContactAccumulator, corrected_maps, predict_contacts
+from esmshard.model.contacts import ContactAccumulators, corrected_maps, predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
@@ -78,10 +78,10 @@ def test_the_accumulator_has_the_gradients_of_the_stacked_head(
 
     out_ALL = torch.randn(n_outputs, 20, 20, generator=torch.Generator().manual_seed(4))
     mine, theirs = inputs(), inputs()
-    accumulator = ContactAccumulator(mine[2], mine[3])
+    accumulator = ContactAccumulators(1, mine[2], mine[3])
     for layer in range(3):
-        accumulator.add(layer, mine[0][layer], mine[1][layer])
-    logits_ALL = accumulator.logits()
+        accumulator.add(layer, 0, mine[0][layer], mine[1][layer])
+    (logits_ALL,) = accumulator.logits()
     (logits_ALL * out_ALL).sum().backward()
 
     maps_CLL = torch.cat([residue_maps(q, k) for q, k in zip(theirs[0], theirs[1], strict=True)])
@@ -149,9 +149,9 @@ def test_contacts_are_summed_in_fp32_under_autocast() -> None:
     weight, bias = torch.randn(1, 8, generator=generator), torch.zeros(1)
     for grad in (False, True):
         with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
-            accumulator = ContactAccumulator(weight.bfloat16().float().requires_grad_(grad), bias)
-            accumulator.add(0, q_THK, k_THK)
-            found = accumulator.logits()[0]
+            accumulator = ContactAccumulators(1, weight.bfloat16().float().requires_grad_(grad), bias)
+            accumulator.add(0, 0, q_THK, k_THK)
+            found = accumulator.logits()[0][0]
         expected = stacked(residue_maps(q_THK, k_THK), weight[0].bfloat16().float(), bias)
         assert found.dtype == torch.float32
         assert (found - expected).abs().max() <= 1e-5
@@ -183,9 +183,8 @@ def test_the_trunk_runs_its_own_kernel_meanwhile(model: ESM2, monkeypatch: pytes
     outputs: list[torch.Tensor] = []
     attend = attention.attend
 
-    def counted(*args: torch.Tensor, **keywords: bool) -> torch.Tensor:
-        outputs.append(attend(*args, **keywords))
-        assert not keywords
+    def counted(*args: torch.Tensor) -> torch.Tensor:
+        outputs.append(attend(*args))
         return outputs[-1]
 
     monkeypatch.setattr(attention, "attend", counted)

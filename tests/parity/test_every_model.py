@@ -99,17 +99,6 @@ def test_a_pack_of_all_lengths_equals_transformers(given: Given) -> None:
         assert agree(given, n, hidden, found.logits[0], contacts) <= TOLERANCE
 
 
-def test_a_pack_equals_its_sequences_one_by_one(given: Given) -> None:
-    for n, text in enumerate(given.texts):
-        _, single = tokenise([text])
-        with torch.no_grad():
-            found = given.model(
-                single, layers=range(given.config.n_layers + 1), logits_at=torch.arange(single.bounds[-1])
-            )
-            contacts = predict_contacts(given.model, single)[0]
-        assert agree(given, n, list(found.representations.values()), found.logits_PV, contacts) <= TOLERANCE
-
-
 def test_files_of_fair_esm_give_the_same_model(given: Given, tmp_path: Path) -> None:
     file = write_fair_esm(tmp_path / "model.pt", given.reference)
     model = load_model(str(file), torch.device("cpu"))
