@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from esmshard import planner
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint import manifest, sharded
 from esmshard.checkpoint.sharded import Saver
@@ -33,9 +34,7 @@ from esmshard.parallel.process_group import World, processes_per_machine
 from esmshard.parallel.profiler import profiled
 from esmshard.parallel.shard import DTYPES, shard
 from esmshard.parallel.watch import Control, Watch, check_first_batch
-from esmshard.planner import memory_model
-from esmshard.planner.cost import data_sheet, training_flops
-from esmshard.planner.plan import MicroBatches
+from esmshard.planner import MicroBatches, data_sheet, training_flops
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task, collate
@@ -164,11 +163,11 @@ class Training:
             self.model = FineTuner(family_registry.build(weights.config), job.task.head(weights.config))
         tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
         self.model.adapt(recipe.adapt, recipe.train.seed, tracks, quantization)
-        self.numbers = memory_model.numbers_of(self.model, weights.config, tracks=tracks, quantization=quantization)
+        self.numbers = planner.numbers_of(self.model, weights.config, tracks=tracks, quantization=quantization)
         shard(self.model, job.layout, ranks)
         saved = sharded.read_state(start) if start is not None else None
         # This comes before the model has memory of its own, because the planner counts the model's memory too.
-        free = memory_model.free_bytes(ranks.device, processes_per_machine(ranks.size))
+        free = planner.free_bytes(ranks.device, processes_per_machine(ranks.size))
         room = int(ranks.min(RESERVED * free))
         self.largest_fitting = partial(largest_fitting, job, self.numbers, room, ranks)
         """Returns the largest micro-batch, in tokens, that fits into memory."""
@@ -428,7 +427,7 @@ def advice_if_out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
 
 
 def _work(
-    mine: Sequence[MicroBatch], tokens_N: npt.NDArray[np.integer[Any]], numbers: memory_model.ModelNumbers
+    mine: Sequence[MicroBatch], tokens_N: npt.NDArray[np.integer[Any]], numbers: planner.ModelNumbers
 ) -> tuple[int, float]:
     """Return the residues of this rank's share of a step, and the FLOPs of the forward and backward pass over them."""
     own_N = tokens_N[[n for micro in mine if not micro.is_dummy for n in micro.records]].astype(np.int64)
@@ -450,7 +449,7 @@ def _memory_keys(recipe: Recipe) -> dict[str, Any]:
     return recipe.parallel.model_dump(exclude={"start_timeout", "step_timeout", "precision"})
 
 
-def largest_fitting(job: RunInputs, numbers: memory_model.ModelNumbers, room: int, ranks: World) -> int:
+def largest_fitting(job: RunInputs, numbers: planner.ModelNumbers, room: int, ranks: World) -> int:
     """Return the largest `batch.tokens_per_rank` that fits, as the planner says; 0 if the longest record does not fit.
 
     Args:
@@ -459,6 +458,6 @@ def largest_fitting(job: RunInputs, numbers: memory_model.ModelNumbers, room: in
         room: bytes that may be planned with, weights included, on the rank with the least memory.
         ranks: the ranks over which a step is divided.
     """
-    kernels: dict[str, memory_model.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
+    kernels: dict[str, planner.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
     device = kernels[kernel_name(ranks.device, DTYPES[job.layout.precision])]
     return MicroBatches(job.recipe, job.train, numbers, job.layout, device).largest(room)

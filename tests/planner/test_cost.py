@@ -19,20 +19,21 @@ from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.families.esmc import EsmcConfig
 from esmshard.model.families.family_registry import build
 from esmshard.parallel.layout import Layout
-from esmshard.planner.cost import (
+from esmshard.planner import (
     GPU,
     GPUS,
     Cost,
     Machines,
+    ModelNumbers,
     Work,
     cost,
     data_sheet,
     exchanged,
+    numbers_of,
     our_passes,
     parse,
     training_flops,
 )
-from esmshard.planner.memory_model import ModelNumbers, numbers_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from published import RUNS, Run
