@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esmshard.data.splits import clusters
-from esmshard.data.splits.clusters import OPTIONS, align_clusters, read_clusters, run_mmseqs
+from esmshard.data.splits import split_files
 from esmshard.data.splits.leakage import ComparedRecords
+from esmshard.data.splits.recipe_splits import read_clusters
+from esmshard.data.splits.split_files import OPTIONS, align_clusters, run_mmseqs
 from esmshard.errors import InputError
 from esmshard.vocab import encode_residues
 
@@ -123,7 +124,7 @@ def test_alignment_joins_relatives_over_most_of_their_length(monkeypatch: pytest
     found = align_clusters(records)
     assert found.names == [*"abaaefgh"]
     assert "40% identity" in found.notices[0]
-    monkeypatch.setattr(clusters, "MOST_ALIGNED", 2)
+    monkeypatch.setattr(split_files, "MOST_ALIGNED", 2)
     with pytest.raises(InputError, match="mmseqs2"):
         align_clusters(records)
 

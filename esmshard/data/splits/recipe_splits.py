@@ -6,7 +6,7 @@ import hashlib
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,6 @@ from esmshard.data.labels.label_sources import label_source, read_label_fasta, r
 from esmshard.data.labels.pairing import check_labelled, rows_of_records
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
-from esmshard.data.splits.clusters import read_clusters, sequence_names
 from esmshard.data.splits.variant_records import open_variants, sets_of_rows
 from esmshard.data.structures import structure_folder
 from esmshard.data.tracks import TrackFile, record_tracks, with_paths
@@ -26,9 +25,9 @@ from esmshard.io.headers import attributes, id_of, split_of
 from esmshard.io.sequences import is_sequence_table
 from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits, Rules
-from esmshard.io.tables import Table, counted, shown
+from esmshard.io.tables import Table, counted, first_three, read_text, shown
 from esmshard.recipe.sections import DataSettings, JoinSettings, Recipe, listed
-from esmshard.vocab import Chains
+from esmshard.vocab import SEPARATOR, Chains, chain_spans
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 
@@ -150,6 +149,79 @@ def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
     tokens = recipe.batch.sequences * int(train.tokens.max())
     batch = recipe.batch.model_copy(update={"sequences": None, "global_tokens": tokens})
     return recipe.model_copy(update={"batch": batch})
+
+
+class Clusters(NamedTuple):
+    """The cluster of each of N records."""
+
+    names: list[str]
+    """For each record, the id of the representative of its cluster; for joined clusters, the alphabetically first id.
+    """
+    source: str
+    """The file, or the program with its version and options."""
+    notices: list[str]
+    """Sentences about clusters that were joined or ignored."""
+
+
+def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
+    """Read a file of `representative<TAB>member` lines, such as MMseqs2's `_cluster.tsv`, plain or compressed.
+
+    Clusters that share a record are joined. MMseqs2 shortens `sp|P69905|HBA_HUMAN` to `P69905`, so a record whose id is
+    missing is searched under its accession too.
+
+    Args:
+        path: the file.
+        ids: ids of the N records.
+
+    Raises:
+        InputError: a line cannot be read, or records are in no cluster; the message names them.
+    """
+    representatives: list[str] = []
+    members: list[str] = []
+    for number, line in enumerate(read_text(path, "the _cluster.tsv of MMseqs2").split("\n"), 1):
+        cells = [cell.strip() for cell in line.split("\t")]
+        if cells == [""]:
+            continue
+        if len(cells) != 2 or not all(cells):
+            raise InputError(f"{path}:{number}: is not 'representative<TAB>member'; give the _cluster.tsv of MMseqs2")
+        representatives.append(cells[0])
+        members.append(cells[1])
+    names, absent, used = [], [], set()
+    cluster = dict(zip(members, assignment.components(representatives, members), strict=True)) if members else {}
+    for record_id in ids:
+        name = record_id
+        if name not in cluster and record_id.startswith(("sp|", "tr|")):
+            name = record_id.split("|")[1]
+        if name in cluster:
+            names.append(cluster[name])
+            used.add(name)
+        else:
+            absent.append(record_id)
+    if absent:
+        raise InputError(
+            f"{path}: {len(absent):,} of {len(ids):,} records are in no cluster ({first_three(absent, str)}); cluster "
+            "the very file that is split"
+        )
+    notices = []
+    first: dict[str, str] = {}
+    several = {m for m, r in zip(members, representatives, strict=True) if first.setdefault(m, r) != r}
+    if several:
+        named = first_three(sorted(several), str)
+        notices.append(f"{path}: {len(several):,} in several clusters ({named}), which were joined")
+    surplus = [member for member in cluster if member not in used]
+    if surplus:
+        notices.append(f"{path}: {len(surplus):,} that are no records were passed over ({first_three(surplus, str)})")
+    return Clusters(names, str(path), notices)
+
+
+def sequence_names(store: TokenStore) -> list[str]:
+    """Return a name for the sequence of each of N records, the same for the same chains in any order."""
+    names = []
+    for n in range(len(store)):
+        residues = store.residues(n)
+        chains = sorted(residues[slice(*span)].tobytes() for span in chain_spans(residues))
+        names.append(hashlib.blake2b(bytes([SEPARATOR]).join(chains), digest_size=16).hexdigest())
+    return names
 
 
 def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[np.int64]:

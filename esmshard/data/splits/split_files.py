@@ -10,8 +10,11 @@ With folds, the sets of round k are in `OUT/fold_k`.
 """
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,19 +27,19 @@ from esmshard.data.labels.coordinates import CoordinateLabels, npz_beside, read_
 from esmshard.data.labels.label_sources import table_or_fasta
 from esmshard.data.splits import assignment, leakage
 from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers, check_given, sets_of_fold
-from esmshard.data.splits.clusters import align_clusters, read_clusters, run_mmseqs, sequence_names
-from esmshard.data.splits.leakage import MOST
-from esmshard.data.splits.recipe_splits import given_splits
+from esmshard.data.splits.leakage import MOST, ComparedRecords, word_pairs
+from esmshard.data.splits.recipe_splits import Clusters, given_splits, read_clusters, sequence_names
 from esmshard.data.splits.variant_records import given_sets, left_out
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
 from esmshard.data.variants import name_of, read_variants
-from esmshard.errors import UsageError
+from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import check_replaced, whole_directory
 from esmshard.io.sequences import is_sequence_table
 from esmshard.io.store import cached
 from esmshard.io.symbols import Edits, Rules
 from esmshard.io.tables import counted, write_rows
-from esmshard.vocab import decode
+from esmshard.progress import Progress
+from esmshard.vocab import STANDARD, decode
 
 OF_SEQUENCES = ("cluster", "ratio", "given")
 OF_VARIANTS = ("position", "contiguous", "modulo", "mutations", "low-to-high", "ratio", "given")
@@ -52,6 +55,19 @@ _READS = {
     "mutations": ("ratios", "seed", "train_max"),
     "low-to-high": ("ratios", "seed", "train_max", "target"),
 }
+
+
+OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
+"""Options of MMseqs2: 30% identity over 80% of both sequences, at the highest sensitivity of the search."""
+
+IDENTITY, COVERAGE = 0.3, 0.8
+"""What two sequences of one cluster have: identical residues of all columns of their alignment, and the share of each
+sequence that is aligned. MMseqs2 has the same limits in `OPTIONS`.
+"""
+MOST_ALIGNED = 100_000
+"""Most pairs that are aligned: some minutes on one core."""
+
+_INSTALL = "install it (apt-get install mmseqs2, or conda install -c bioconda mmseqs2), or pass --clusters FILE.tsv"
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,96 @@ def parse_ratios(text: str) -> list[float]:
         raise UsageError(f"--ratios {text}: three numbers above zero are expected, as 0.8,0.1,0.1") from None
 
 
+def align_clusters(records: ComparedRecords) -> Clusters:
+    """Cluster sequences without MMseqs2, by single linkage of pairs with IDENTITY and COVERAGE.
+
+    Pairs with a 5-mer in common are aligned (Smith-Waterman of Biopython, BLOSUM62, gaps 12 and 1). If 300 residues
+    agree in a share p, 300 * p**5 common 5-mers are expected: 9 at 50% identity, 3 at 40%, and fewer than 1 at 30%. So
+    most pairs below about 40% identity are not seen.
+
+    Raises:
+        InputError: there are more candidates than MOST_ALIGNED.
+    """
+    import Bio
+    from Bio.Align import PairwiseAligner  # slow to import
+
+    aligner = PairwiseAligner(scoring="blastp")  # type: ignore[no-untyped-call]
+    aligner.mode = "local"
+    length_N = [len(records.residues(n)) for n in range(records.count)]
+    pairs = []
+    for one, other in word_pairs(records):
+        if min(length_N[one], length_N[other]) >= COVERAGE * max(length_N[one], length_N[other]):
+            pairs.append((one, other))
+        if len(pairs) > MOST_ALIGNED:
+            raise InputError(f"clusters of more than {MOST_ALIGNED:,} similar pairs need MMseqs2; {_INSTALL}")
+    root = list(range(records.count))
+
+    def root_of(n: int) -> int:
+        while root[n] != n:
+            root[n] = n = root[root[n]]
+        return n
+
+    def text(n: int) -> str:
+        return re.sub(f"[^{STANDARD}]", "X", decode(records.residues(n)))
+
+    with Progress("align", len(pairs)) as progress:
+        for done, (one, other) in enumerate(pairs, 1):
+            progress.update(done, "")
+            if root_of(one) == root_of(other):
+                continue
+            found = aligner.align(text(one), text(other))  # type: ignore[no-untyped-call]
+            if not len(found):
+                continue
+            spans = np.abs(np.diff(found[0].coordinates[:, [0, -1]]))[:, 0]
+            covered = min(spans[0] / length_N[one], spans[1] / length_N[other])
+            if covered >= COVERAGE and found[0].counts().identities >= IDENTITY * found[0].length:
+                root[root_of(other)] = root_of(one)
+    limits = f"{IDENTITY:.0%} identity over {COVERAGE:.0%} of both sequences"
+    return Clusters(
+        [records.id(root_of(n)) for n in range(records.count)],
+        f"alignment of pairs with a common 5-mer (Biopython {Bio.__version__}, BLOSUM62), {limits}",
+        [
+            f"clusters are made without MMseqs2, which is not installed: {limits}, among pairs with a common 5-mer. "
+            "Most relatives below about 40% identity are not seen and may be in different sets; install MMseqs2 to "
+            "keep them together"
+        ],
+    )
+
+
+def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) -> Clusters:
+    """Cluster sequences with MMseqs2 at 30% identity (`OPTIONS`).
+
+    Args:
+        sequences: sequences of the N records.
+        ids: ids of the same records.
+        directory: directory for temporary files, about ten times the size of the sequences.
+
+    Raises:
+        InputError: MMseqs2 fails; the message has the last line that MMseqs2 wrote.
+    """
+    program = shutil.which("mmseqs") or "mmseqs"
+    with tempfile.TemporaryDirectory(prefix=".tmp-mmseqs-", dir=directory) as name:
+        work = Path(name)
+        numbers = []
+        with open(work / "in.fasta", "w", encoding="ascii") as file:
+            for number, sequence in enumerate(sequences):
+                file.write(f">{number}\n{sequence}\n")  # Numbers are used as ids, since MMseqs2 shortens some ids.
+                numbers.append(str(number))
+        version = _run(program, "version").strip()
+        _run(program, "easy-cluster", *(str(work / part) for part in ("in.fasta", "out", "tmp")), *OPTIONS, "-v", "1")
+        found = read_clusters(work / "out_cluster.tsv", numbers)
+    names = [ids[int(number)] for number in found.names]
+    return Clusters(names, f"MMseqs2 {version}, easy-cluster {' '.join(OPTIONS)}", [])
+
+
+def _run(program: str, *arguments: str) -> str:
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        raise InputError(f"mmseqs {arguments[0]} failed with code {done.returncode} ({lines[-1].strip()}); {_INSTALL}")
+    return done.stdout
+
+
 class FastaRecords:
     """N records of a FASTA file, a token store, or structures. Residues are read from the store when they are needed.
 
@@ -162,7 +268,7 @@ class FastaRecords:
             found = [read_clusters(path, self.ids) for path in method.clusters]
         elif shutil.which("mmseqs") is None:
             say(f"clustering {counted(count, 'record')} by pairwise alignment, as MMseqs2 is not installed")
-            found = [align_clusters(leakage.ComparedRecords(count, self._store.residues, self._store.id))]
+            found = [align_clusters(ComparedRecords(count, self._store.residues, self._store.id))]
         else:
             say(f"clustering {counted(count, 'record')} with MMseqs2")
             found = [run_mmseqs((decode(self._store.residues(n)) for n in range(count)), self.ids, directory)]
@@ -191,7 +297,7 @@ class FastaRecords:
 
     def check(self, sets: Mapping[str, Numbers], most: int) -> list[str]:
         """Compare the sets with the training set; see `leakage.check`."""
-        records = leakage.ComparedRecords(len(self._store), self._store.residues, self._store.id)
+        records = ComparedRecords(len(self._store), self._store.residues, self._store.id)
         others = {name: records.part(number_M) for name, number_M in sets.items() if name != "train"}
         return leakage.check(records.part(sets["train"]), others, most).notices()
 
