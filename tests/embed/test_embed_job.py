@@ -454,6 +454,7 @@ def test_a_record_may_fail_and_the_run_does_not(tmp_path: Path) -> None:
         failed = esmshard_command("embed", "model", "none.fasta", "-o", name, *asked, cwd=tmp_path)
         assert failed.returncode == 1
         assert f"error: {name}: has no values, as every record failed" in failed.stderr
+        assert "_0 has values beyond the range of float16; fix that" in failed.stderr
 
 
 # --dry-run
