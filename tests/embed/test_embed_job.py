@@ -27,6 +27,7 @@ from esmshard.embed.engines import embed, forecast
 from esmshard.embed.parts import EmbeddingStore, begin
 from esmshard.embed.spec import Long, request
 from esmshard.errors import InputError, UsageError
+from esmshard.model.families.family_registry import SIZES
 from esmshard.vocab import RESIDUES, encode
 
 LENGTHS = (31, 1, 120, 7, 7, 64, 2, 300, 18, 45, 9, 77)
@@ -453,6 +454,7 @@ def test_a_record_may_fail_and_the_run_does_not(tmp_path: Path) -> None:
         failed = esmshard_command("embed", "model", "none.fasta", "-o", name, *asked, cwd=tmp_path)
         assert failed.returncode == 1
         assert f"error: {name}: has no values, as every record failed" in failed.stderr
+        assert "_0 has values beyond the range of float16; fix that" in failed.stderr
 
 
 # --dry-run
@@ -521,3 +523,5 @@ def test_parts_are_bounded_by_tokens_and_by_bytes(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(parts, "PART_BYTES", 98 * 192 * 4 * 30)
     bounds = begin(tmp_path / "bytes", fasta, request("starter", tmp_path / "y", pools=["residue"]))["bounds"]
     assert max(np.diff(bounds)) == 30
+    for size, tokens in (("esm2_t6_8M_UR50D", 1 << 18), ("esm2_t12_35M_UR50D", 58_254), ("esm2_t36_3B_UR50D", 1 << 14)):
+        assert parts._part_tokens(40_000_000, SIZES[size]) == tokens, "as long as those of the smallest model"
