@@ -469,7 +469,7 @@ VARIANT = ("task={name: variant}", "data={table: v.csv, wild_type: wt.fasta}")
         ),
         (
             ["task={name: mlm}", "adapt.method=probe"],
-            "adapt.method: probe has no meaning for task mlm, which has no labels; choose full, lora or head",
+            "adapt.method: probe is not offered by task mlm; choose full, lora or head",
         ),
         (
             ["model.quantize=nf4", "adapt.method=full"],
