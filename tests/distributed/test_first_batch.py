@@ -20,9 +20,8 @@ def test_two_ranks_that_compute_layers_together_must_have_the_same_records(tiny_
     tiny_recipe.write_text(tiny_recipe.read_text().replace("precision: fp32", "precision: fp32, tensor: 2"))
     messages = run_ranks("work:first_batch", 2, tmp_path, str(tiny_recipe), "a share for each")
     assert messages[0] == messages[1]
-    assert messages[0].startswith(
-        "on all ranks: ranks 0 and 1 compute each layer together (parallel.tensor or context)"
-    )
+    assert messages[0].startswith("on all ranks: ranks 0 and 1 would train on different records (first: '")
+    assert "and compute each layer together (parallel.tensor or context)" in messages[0]
 
     tiny_recipe.write_text(tiny_recipe.read_text().replace("/run", "/again"))
     assert run_ranks("work:first_batch", 2, tmp_path, str(tiny_recipe), "") == ["here: the first step begins"] * 2
