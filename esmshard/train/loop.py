@@ -31,9 +31,8 @@ from esmshard.model.weights import identity, report_altered
 from esmshard.parallel.load import check_optimizer, materialise
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.process_group import World, processes_per_machine
-from esmshard.parallel.profiler import profiled
 from esmshard.parallel.shard import DTYPES, shard
-from esmshard.parallel.watch import Control, Watch, check_first_batch
+from esmshard.parallel.watch import Control, Watch, check_first_batch, profiled
 from esmshard.planner import MicroBatches, data_sheet, training_flops
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
