@@ -1,4 +1,4 @@
-"""LoRA on an ESM-C and a SaProt: `peft` loads what is written over the model of `transformers`, with the same numbers."""
+"""LoRA on an ESM-C and a SaProt: `peft` loads what is written over `transformers`' model; its numbers are ours."""
 
 from pathlib import Path
 from typing import Any
