@@ -20,8 +20,7 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError
 from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
-from esmshard.model.dropout import RecordDropout
-from esmshard.model.finetuner import FineTuner
+from esmshard.model.finetuner import FineTuner, RecordDropout
 from esmshard.recipe.sections import TaskSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import LossSum, Outputs, Task, on_device_of, regression_loss, require_two_values

@@ -11,8 +11,8 @@ from esm.modules import apc, symmetrize
 from model_files import fair_esm, ours, tokenise
 from torch.profiler import ProfilerActivity, profile
 
-from esmshard.model import attention, weights
 from esmshard.model import contacts as contacts_module
+from esmshard.model import weights
 from esmshard.model.attention import attention_map
 from esmshard.model.contacts import ContactAccumulators, corrected_maps, predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
@@ -43,25 +43,6 @@ def residue_maps(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
 def stacked(maps_CLL: torch.Tensor, weight_C: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """fair-esm's head on all maps at once."""
     return torch.einsum("cij,c->ij", apc(symmetrize(maps_CLL)), weight_C) + bias
-
-
-def test_streamed_contacts_equal_stacked_ones_in_numpy(model: ESM2) -> None:
-    _, batch = tokenise(sequences())
-    maps: list[list[np.ndarray]] = [[] for _ in range(len(batch))]
-    with torch.no_grad():
-        model(batch, on_attention=lambda layer, n, q, k: maps[n].append(residue_maps(q, k).double().numpy()))
-        contacts = predict_contacts(model, batch)
-    weight_C = model.contact_head.regression.weight[0].detach().double().numpy()
-    for length, layers, mine_LL in zip(LENGTHS, maps, contacts, strict=True):
-        p_CLL = np.concatenate(layers)
-        assert p_CLL.shape == (CONFIG.n_layers * CONFIG.n_heads, length, length)
-        logits_LL = np.full((length, length), model.contact_head.regression.bias.item())
-        for p_LL, weight in zip(p_CLL, weight_C, strict=True):
-            s_LL = p_LL + p_LL.T
-            logits_LL += weight * (s_LL - np.outer(s_LL.sum(1), s_LL.sum(0)) / s_LL.sum())
-        assert np.abs(mine_LL.numpy() - 1 / (1 + np.exp(-logits_LL))).max() <= 1e-6
-        assert torch.allclose(mine_LL, mine_LL.T, atol=1e-7)
-    assert contacts[3].std() > 0.005
 
 
 @pytest.mark.parametrize("n_outputs", [1, 2])
@@ -175,25 +156,6 @@ def test_contacts_do_not_depend_on_how_many_heads_go_together(
         found = predict_contacts(model, batch)
     for mine_LL, other_LL in zip(found, expected, strict=True):
         assert (mine_LL - other_LL).abs().max() <= 1e-6
-
-
-def test_the_trunk_runs_its_own_kernel_meanwhile(model: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contacts cost maps, and no slower attention: the same call of `attend` in each layer, with the same result."""
-    _, batch = tokenise(sequences())
-    outputs: list[torch.Tensor] = []
-    attend = attention.attend
-
-    def counted(*args: torch.Tensor) -> torch.Tensor:
-        outputs.append(attend(*args))
-        return outputs[-1]
-
-    monkeypatch.setattr(attention, "attend", counted)
-    with torch.no_grad():
-        model(batch)
-        predict_contacts(model, batch)
-    assert len(outputs) == 2 * CONFIG.n_layers
-    for without, together in zip(outputs[: CONFIG.n_layers], outputs[CONFIG.n_layers :], strict=True):
-        assert torch.equal(without, together)
 
 
 def peak_bytes(function: Callable[[], object]) -> int:

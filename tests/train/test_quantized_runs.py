@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import UsageError
-from esmshard.model import quantized, weights
+from esmshard.model import lora, weights
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.lora import merged
@@ -29,7 +29,7 @@ LORA = "adapt.method=lora"
 
 @pytest.fixture(autouse=True)
 def _on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "check_quantization", lambda device: None)
+    monkeypatch.setattr(lora, "check_quantization", lambda device: None)
 
 
 @pytest.fixture
@@ -108,9 +108,9 @@ def test_a_frozen_language_model_may_be_quantised(few: Path, method: str, monkey
 def test_matrices_are_packed_one_after_the_other(few: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No second one is in memory in fp32, and each is packed once."""
     packed: list[str] = []
-    pack = quantized.PackedMatrix.pack
+    pack = lora.PackedMatrix.pack
 
-    def noted(matrix: quantized.PackedMatrix, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+    def noted(matrix: lora.PackedMatrix, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
         packed.append(f"{len(packed)}")
         return pack(matrix, weight_OI)
 
@@ -118,7 +118,7 @@ def test_matrices_are_packed_one_after_the_other(few: Path, monkeypatch: pytest.
         materialise(model, *rest)
         raise StopIteration
 
-    monkeypatch.setattr(quantized.PackedMatrix, "pack", noted)
+    monkeypatch.setattr(lora.PackedMatrix, "pack", noted)
     monkeypatch.setattr(loop, "materialise", filled)
     recipe = load(few, LORA, "model.quantize=nf4")
     with pytest.raises(StopIteration):
