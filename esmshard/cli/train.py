@@ -96,17 +96,13 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory and time of a recipe on given GPUs, and recommend a strategy. Needs no GPU, reads no weights."""
-    from esmshard.planner.cost import GPUS, parse
+    from esmshard import planner
     from esmshard.recipe import recipe_file
 
     if not gpus:
-        raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known are {', '.join(GPUS)}")
-    cluster = parse(gpus, nodes, network, memory)
-    resolved = recipe_file.load(recipe_file.resolve(recipe), overrides or [])
-
-    from esmshard.planner.plan import plan as made
-
-    found = made(resolved, cluster)
+        raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known are {', '.join(planner.GPUS)}")
+    machines = planner.parse(gpus, nodes, network, memory)
+    found = planner.plan(recipe_file.load(recipe_file.resolve(recipe), overrides or []), machines)
     print(json.dumps(found.as_json(), indent=1) if as_json else found.as_text())
 
 

@@ -218,7 +218,7 @@ def _disks(out: Path, needed: int) -> Iterator[Finding]:
 
 def _written_bytes(recipe: Recipe) -> int:
     """Return the bytes of checkpoints and model: fp32 weights, and two moments for each weight that learns."""
-    from esmshard.planner.plan import config_of, model_numbers
+    from esmshard.planner import config_of, model_numbers
 
     try:
         numbers = model_numbers(recipe, config_of(recipe.model.name))
@@ -236,8 +236,7 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     from esmshard.model import hub, weights
     from esmshard.model.families.family_registry import RELEASED, n_parameters
     from esmshard.parallel.process_group import own_device, processes_per_machine
-    from esmshard.planner.cost import GPUS, Machines, data_sheet
-    from esmshard.planner.plan import plan
+    from esmshard.planner import GPUS, Machines, data_sheet, plan
     from esmshard.train.inputs import prepare
 
     name = recipe.model.name

@@ -528,13 +528,16 @@ def part_bytes(asked: EmbedRequest, index: RowIndex, parts: Iterable[int]) -> in
 
 
 def file_bytes(asked: EmbedRequest, index: RowIndex) -> int:
-    """Return about the bytes of the file that is made from the parts; 0 if none is made."""
+    """Return about the bytes of the file that is made from the parts; 0 if none is made. `UsageError` if the format has
+    no room for so many records.
+    """
     if asked.fmt == PARTS:
         return 0
-    spec, writer = asked.spec, FORMATS[asked.fmt]
+    spec, writer, id_bytes = asked.spec, FORMATS[asked.fmt], int(index.ids[-1])
+    suits(asked.fmt, spec.outputs, spec.dtype, asked.out, records=len(index.lengths), id_bytes=id_bytes)
     length = index.lengths if not writer.by_sequence else index.lengths[index.first]
     numbers = int(spec.numbers(spec.long.kept(length.astype(np.int64))).sum())
-    return numbers * writer.number_bytes[spec.dtype] + int(index.ids[-1])
+    return numbers * writer.number_bytes[spec.dtype] + id_bytes
 
 
 def forecast(asked: EmbedRequest, fasta: Path, reuse: Path | None = None) -> str:
@@ -577,7 +580,6 @@ def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: Token
         InputError: if a part is damaged.
     """
     about = embeddings.about()
-    suits(fmt, about.outputs, about.dtype, out)
     if FORMATS[fmt].by_sequence and sequences is None:
         raise UsageError(
             f"{embeddings.path}: has no sequences, and {fmt} stores rows by their sequences; write it with embed MODEL "
@@ -622,7 +624,8 @@ def merge(directory: Path, out: Path, fmt: str | None, overwrite: bool) -> str:
     """Make one file from a finished directory of parts, which stays."""
     fmt = fmt or out.suffix.removeprefix(".")
     embeddings = EmbeddingStore(directory)
-    suits(fmt, embeddings.outputs, embeddings.spec.dtype, out)
+    size = {"records": len(embeddings), "id_bytes": int(embeddings.index.ids[-1])}
+    suits(fmt, embeddings.outputs, embeddings.spec.dtype, out, **size)
     FORMATS[fmt].check_place(out, overwrite=overwrite)
     with writing(out, ROOM):
         write_file(embeddings, out, fmt)

@@ -55,13 +55,16 @@ from esmshard.io.store import TokenStore, ingest, is_store, keys
 from esmshard.io.symbols import Rules
 from esmshard.io.tables import counted
 from esmshard.io.writers import write_failures
+from esmshard.model.config import ModelConfig
 from esmshard.progress import say
 from esmshard.vocab import chain_spans, decode
 
 FORMAT = "3"
 """The version of the plan and of parts."""
 LEAST_PART, MOST_PART = 1 << 14, 1 << 18
-"""The least and most tokens of a usual part."""
+"""The least and most tokens of a usual part, the most for a model of 8M. A larger model has smaller parts, which take
+it about as long.
+"""
 SHARE_OF_PART, MOST_PARTS = 128, 4096
 """A usual part is such a share of the input, so that several processes end at about the same time; in a very large
 input parts grow, so that there are not more files.
@@ -180,7 +183,7 @@ def _plan(
     identity = {
         "spec": asdict(spec),
         "settings": settings_of(asked, fasta),
-        "bounds": _bounds(index, spec, part_tokens or _part_tokens(tokens)),
+        "bounds": _bounds(index, spec, part_tokens or _part_tokens(tokens, asked.found.config)),
     }
     return {
         "esmshard": __version__,
@@ -242,9 +245,10 @@ def write_index(index: Path, store: TokenStore, spec: Spec, tracks: Sequence[Tra
     return len(first_U), len(chains)
 
 
-def _part_tokens(tokens: int) -> int:
+def _part_tokens(tokens: int, config: ModelConfig) -> int:
     """Return the number of tokens of a usual part."""
-    return max(min(max(tokens // SHARE_OF_PART, LEAST_PART), MOST_PART), tokens // MOST_PARTS)
+    most = max(LEAST_PART, MOST_PART * 6 * 320**2 // (config.n_layers * config.dim**2))
+    return max(min(max(tokens // SHARE_OF_PART, LEAST_PART), most), tokens // MOST_PARTS)
 
 
 def _bounds(index: Path, spec: Spec, per_part: int) -> list[int]:
@@ -380,7 +384,7 @@ class Parts:
             scratch.unlink(missing_ok=True)
 
     def note(self, part: int) -> dict[str, Any]:
-        """Return the note of a finished part. `InputError` if its file is truncated."""
+        """Return the note of a finished part. `InputError` if its file is truncated, or that of another part."""
         path = self.folder / self.name(part)
         if self._bucket is None or path.exists():
             with opened(path) as file:
@@ -389,7 +393,12 @@ class Parts:
             size = int.from_bytes(self._bucket.first_bytes(f"parts/{path.name}", 8), "little")
             metadata = json.loads(self._bucket.first_bytes(f"parts/{path.name}", size + 8)[8:])["__metadata__"]
         note: dict[str, Any] = json.loads(metadata["note"])
+        if note["part"] != part:
+            raise InputError(_DAMAGED.format(path, f"it holds part {note['part']}"))
         return note
+
+
+_DAMAGED = "{}: is damaged ({}); remove it, and run the same embed again"
 
 
 def opened(path: Path) -> Any:
@@ -397,7 +406,7 @@ def opened(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: is damaged ({error}); remove it, and run the same embed again") from None
+        raise InputError(_DAMAGED.format(path, error)) from None
 
 
 def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str, Any]:

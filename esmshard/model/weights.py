@@ -47,7 +47,7 @@ class Weights:
     """Source of the weights, for messages."""
     read: Mapping[str, WeightReader]
     head: Mapping[str, WeightReader] = field(default_factory=dict)
-    """Tensors of a fine-tuned task head, without the prefix `head.`."""
+    """Tensors of a fine-tuned task head, without the prefix `head.`. `head_state` reads them."""
     absent: tuple[str, ...] = ()
     """Parts that the file does not have and that were drawn at random: `lm_head`, `contact_head`."""
     notices: tuple[str, ...] = ()
@@ -74,25 +74,33 @@ class Weights:
         return self.rows(name, ALL)
 
     def rows(self, name: str, rows: slice) -> torch.Tensor:
-        """Read some rows of a tensor. From a safetensors file only these rows are read."""
-        return self.read[tied(self.config).get(name, name)](rows)
+        """Read some rows of a tensor. From a safetensors file only these rows are read. `InputError` if one of their
+        values is not finite.
+        """
+        return self._finite(name, self.read[tied(self.config).get(name, name)](rows))
 
+    def head_state(self) -> dict[str, torch.Tensor]:
+        """Read the tensors of the task head. `InputError` if a value is not finite."""
+        return {name: self._finite(f"head.{name}", read()) for name, read in self.head.items()}
 
-@lru_cache(maxsize=8)
-def _sized(config: ModelConfig) -> tuple[dict[str, torch.Size], Mapping[str, str]]:
-    with torch.device("meta"):
-        trunk = family_registry.build(config)
-    return {name: tensor.shape for name, tensor in trunk.state_dict().items()}, trunk.tied
+    def _finite(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not torch.isfinite(tensor).all():
+            raise InputError(
+                f"{self.source}: {name} holds a value that is not finite; the run that made it diverged, or the file "
+                "is damaged: take an earlier checkpoint, or copy or download it again"
+            )
+        return tensor
 
 
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Return the shape of every tensor of a model by name, buffers included. No memory is used."""
-    return dict(_sized(config)[0])
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in family_registry.build(config).state_dict().items()}
 
 
 def tied(config: ModelConfig) -> Mapping[str, str]:
     """Return the names that mean the tensor of another name, with this other name."""
-    return _sized(config)[1]
+    return family_registry.family_of(config).trunk.tied
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, torch.Size]:
@@ -304,9 +312,7 @@ def _complete(
     for name, reader in readers.items():
         if reader.shape != wanted[name]:
             raise InputError(f"{source}: {name} is {list(reader.shape)}, {list(wanted[name])} was expected")
-    tensors = {name: reader.finite(f"{source}: {name}") for name, reader in readers.items()}
-    tensors |= drawn(config, {name: wanted[name] for name in missing}, seed=0)
-    head = {name: reader.finite(f"{source}: head.{name}") for name, reader in head.items()}
+    tensors = readers | drawn(config, {name: wanted[name] for name in missing}, seed=0)
     parts = tuple(part for part in ("lm_head", "contact_head") if any(n.startswith(f"{part}.") for n in missing))
     return Weights(config, source, tensors, head, parts)
 
@@ -375,19 +381,12 @@ def build(weights: Weights, device: torch.device, dtype: torch.dtype = torch.flo
     """Build a model with these weights on one device. No warning is given about parts that the file does not have."""
     with torch.device("meta"):
         trunk = family_registry.build(weights.config)
-    materialise(trunk, weights, device, dtype)
-    return trunk
-
-
-def materialise(model: Trunk, weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-    """Fill a model that was built on the meta device with weights, on one device. Every tensor must be in the
-    weights.
-    """
-    model.to(dtype).to_empty(device=device)
-    model.tie_weights()
+    trunk.to(dtype).to_empty(device=device)
+    trunk.tie_weights()
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
+        for name, tensor in trunk.state_dict().items():
             tensor.copy_(weights[name])
+    return trunk
 
 
 def load_model(model: str, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Trunk:

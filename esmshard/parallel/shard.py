@@ -217,8 +217,10 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
-_VARLEN = "torch_attn::_varlen_attn"
-"""The name of the operation of `varlen_attn`, which is registered at its first use."""
+_KEPT_NAMES = {
+    "torch_attn::_varlen_attn",  # registered at the first use of `varlen_attn`
+    "_c10d_functional::reduce_scatter_tensor",  # sums of a layer that several ranks compute
+}
 
 
 def _selective(products: Mapping[tuple[int, int], int]) -> Any:
@@ -232,7 +234,7 @@ def _selective(products: Mapping[tuple[int, int], int]) -> Any:
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Keep the results that take longest to recompute for their bytes."""
-        kept = operation in _KEPT or operation.name().split(".")[0] == _VARLEN
+        kept = operation in _KEPT or operation.name().split(".")[0] in _KEPT_NAMES
         if operation in _PRODUCTS:
             shape = tuple(args[-1].shape)
             kept = left[context.is_recompute][shape] > 0

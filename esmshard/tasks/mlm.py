@@ -77,10 +77,6 @@ class MlmSettings(TaskSettings):
     """The share of residues that the model predicts. 80% of them are replaced by `<mask>`, 10% by a random one of the
     20 amino acids, and 10% stay unchanged."""
 
-    def no_probe(self) -> str | None:
-        """A probe has no labels to fit."""
-        return "probe has no meaning for task mlm, which has no labels; choose full, lora or head"
-
     def head_bytes(self, tokens: int, n_logits: int) -> int:
         """Count logits, their log-softmax and its gradient at the predicted residues. Tensors as wide as the model are
         small compared with its layers.

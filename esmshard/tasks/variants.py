@@ -23,8 +23,7 @@ from esmshard.errors import InputError
 from esmshard.io.store import TokenStore
 from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
-from esmshard.model.dropout import of_changes
-from esmshard.model.finetuner import FineTuner
+from esmshard.model.finetuner import FineTuner, of_changes
 from esmshard.model.weights import Weights
 from esmshard.progress import Progress
 from esmshard.recipe.sections import Clash, DataSettings, TaskSettings

@@ -17,7 +17,7 @@ from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.errors import InputError, UsageError
 from esmshard.io.store import linker_of
 from esmshard.io.tables import counted
-from esmshard.model import quantized, weights
+from esmshard.model import lora, weights
 from esmshard.model.families import family_registry
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.weights import Weights
@@ -76,7 +76,7 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     """
     check_installed(recipe.track)
     if recipe.model.quantize is not None:
-        quantized.check_quantization(device)
+        lora.check_quantization(device)
     probe = recipe.adapt.method == "probe"
     precision = "fp32" if probe else precision_on(device, recipe.parallel.precision)  # scikit-learn fits fp32 numbers
     laid_out = layout(recipe.parallel, processes, per_machine, precision)

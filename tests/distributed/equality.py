@@ -29,8 +29,7 @@ from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import DTYPES, groups, next_micro_batch, shard, trainable
-from esmshard.planner.cost import exchanged, parse
-from esmshard.planner.memory_model import numbers_of
+from esmshard.planner import exchanged, numbers_of, parse
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import LossSum, Task, collate
 from esmshard.tasks.contact import ContactTask
@@ -337,7 +336,7 @@ def masked_step(ranks: World, strategy: str | None) -> np.ndarray:
     base = weights.fresh(CONFIG, 3)
     if strategy is None:
         model, laid = MaskedLM(), Layout()
-        weights.materialise(model.trunk, base, torch.device("cpu"))
+        model.trunk.load_state_dict(weights.build(base, torch.device("cpu")).state_dict())
     else:
         with torch.device("meta"):
             model = MaskedLM()

@@ -29,7 +29,7 @@ from esmshard.checkpoint.consolidate import FORMAT, consolidate
 from esmshard.errors import InputError
 from esmshard.model import hub, weights
 from esmshard.model.weights import load_model
-from esmshard.planner.plan import config_of
+from esmshard.planner import config_of
 from esmshard.tasks.finetuned import load_finetuned
 
 

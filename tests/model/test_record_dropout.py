@@ -8,8 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from esmshard.batch import TokenBatch, pack, pack_variants
-from esmshard.model.dropout import RecordDropout, of_changes
 from esmshard.model.families.esm2 import EsmConfig
+from esmshard.model.finetuner import RecordDropout, of_changes
 from esmshard.tasks.residue import ResidueSettings, ResidueTask
 from esmshard.tasks.sequence import SequenceSettings, SequenceTask
 from esmshard.tasks.variants import VariantSettings, VariantTask

@@ -11,7 +11,7 @@ import torch
 from esmshard.errors import UsageError
 from esmshard.parallel.preemption import Preempted
 from esmshard.parallel.process_group import World
-from esmshard.parallel.profiler import profiled, reading
+from esmshard.parallel.watch import profiled, reading
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.checkpoint.consolidate import consolidate, consolidate_adapter
+from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.attention import attention_map
@@ -203,7 +203,7 @@ def finetuned(directory: Path, more: str) -> Path:
 
 def test_an_adapter_of_joined_matrices_is_the_merged_model(run: Path, tmp_path: Path) -> None:
     merged = weights.read(str(run / "model"))
-    adapter = consolidate_adapter(run, tmp_path / "adapter")
+    adapter = consolidate(run, tmp_path / "adapter", adapter=True)
     found = weights.read(str(adapter))
     fresh = weights.fresh(found.config, 3)
     for name in weights.stored_shapes(found.config):

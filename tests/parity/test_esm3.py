@@ -27,7 +27,7 @@ from esmshard.model.families.esm3 import ESM3, FAMILY
 from esmshard.model.families.family_registry import SIZES, build, n_parameters, recorded_config
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.trunk import Trunk
-from esmshard.planner.memory_model import numbers_of
+from esmshard.planner import numbers_of
 from esmshard.recipe.sections import AdaptSettings
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "esm3.safetensors"

@@ -108,16 +108,6 @@ def test_tracks_go_with_their_chains() -> None:
 # Labels and long chains
 
 
-def test_records_that_are_no_pairs_are_refused(files: LabelFiles) -> None:
-    text = "x TARGET=1 MKT:ACD\ny TARGET=2 MKT"
-    message = "record 'y' has 1 chain, and a pair has two; write its sequence as A:B"
-    with pytest.raises(InputError) as caught:
-        files.learned(task({}), text)
-    assert message in str(caught.value)
-    assert "train.fasta" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_tokens_are_those_of_both_chains_and_max_length_is_of_each(files: LabelFiles) -> None:
     fasta, store = files.split("train", "a MKTAYIAKQR:MK\nb MKTAYIAK:MKTAYIAK")
     whole = Examples("train", fasta, store, None, apart=True)
