@@ -260,8 +260,9 @@ def _below(
         raise InputError(
             f"{counted(len(keys), 'variant')} up to --train-max cannot make a training and a validation set; raise it"
         )
+    two = [share / sum(shares) for share in shares[:TEST]]
     number_N = np.where(low_N, TRAIN, TEST).astype(np.int64)
-    number_N[pool] = _assign(keys, np.bincount(group_P).tolist(), shares[:TEST], seed)[group_P]
+    number_N[pool] = _assign(keys, np.bincount(group_P).tolist(), two, seed)[group_P]
     return number_N
 
 
