@@ -164,15 +164,9 @@ class StepPlan:
 
 
 def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, most: int) -> tuple[int, int, Integers]:
-    """Choose the number of windows, the steps of a full window, and a step into which the k-th longest record of a
-    window surely fits, int64.
-
-    Among the possible numbers of windows, one that needs few steps beyond `wanted` is chosen.
-
-    Args:
-        longest_first: tokens of each record, longest first.
-        wanted: steps of an epoch.
-        most: most tokens of a step; a longer record fills one step.
+    """Choose the number of windows, the steps of a full window, and a step of at most `most` tokens into which the k-th
+    longest record of a window surely fits, int64. A longer record fills one step. Among the possible numbers of
+    windows, one that needs few steps beyond the `wanted` ones of an epoch is chosen.
     """
     usual = max(1, wanted // WINDOW)
     possible: list[tuple[int, int, Integers]] = []

@@ -182,12 +182,8 @@ def align_clusters(records: ComparedRecords) -> Clusters:
 
 
 def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) -> Clusters:
-    """Cluster sequences with MMseqs2 at 30% identity (`OPTIONS`).
-
-    Args:
-        sequences: sequences of the N records.
-        ids: ids of the same records.
-        directory: directory for temporary files, about ten times the size of the sequences.
+    """Cluster the sequences of N records with MMseqs2 at 30% identity (`OPTIONS`). `directory` gets temporary files,
+    about ten times the size of the sequences.
 
     Raises:
         InputError: MMseqs2 fails; the message has the last line that MMseqs2 wrote.
@@ -195,14 +191,12 @@ def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) ->
     program = shutil.which("mmseqs") or "mmseqs"
     with tempfile.TemporaryDirectory(prefix=".tmp-mmseqs-", dir=directory) as name:
         work = Path(name)
-        numbers = []
         with open(work / "in.fasta", "w", encoding="ascii") as file:
             for number, sequence in enumerate(sequences):
                 file.write(f">{number}\n{sequence}\n")  # Numbers are used as ids, since MMseqs2 shortens some ids.
-                numbers.append(str(number))
         version = _run(program, "version").strip()
         _run(program, "easy-cluster", *(str(work / part) for part in ("in.fasta", "out", "tmp")), *OPTIONS, "-v", "1")
-        found = read_clusters(work / "out_cluster.tsv", numbers)
+        found = read_clusters(work / "out_cluster.tsv", [str(number) for number in range(len(ids))])
     names = [ids[int(number)] for number in found.names]
     return Clusters(names, f"MMseqs2 {version}, easy-cluster {' '.join(OPTIONS)}", [])
 
@@ -420,13 +414,7 @@ def divide(
     data: Data, method: Method, out: Path, say: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
     """Divide a data set and write the files of its sets. `out` appears only when all files are complete, in place of
-    what was there: see `may_write`.
-
-    Args:
-        data: the records.
-        method: how to divide the records.
-        out: directory to make.
-        say: takes a message before a step that takes long.
+    what was there: see `may_write`. `say` takes a message before a step that takes long.
 
     Returns:
         The sizes of each set or fold, with the name `none` of what was left out; and notices.
