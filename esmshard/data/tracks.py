@@ -436,7 +436,7 @@ class RecordTracks:
             text += f" {self._protein}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def get(self, n: int, part: slice) -> dict[str, npt.NDArray[Any]]:
+    def get(self, n: int, part: slice | npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
         """Return the entries of a part of record n, with its ends."""
         record, protein = (n, slice(None)) if self._protein is None else (0, self._protein)
         return {store.track.name: in_batches(store.track, store[record][protein][part]) for store in self._stores}
