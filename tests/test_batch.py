@@ -75,5 +75,5 @@ def test_what_is_not_cls_residues_eos_is_refused_by_its_number(tokens: list[int]
 
 
 def test_ids_and_sequences_must_be_as_many() -> None:
-    with pytest.raises(ValueError, match="1 ids for 2 sequences"):
+    with pytest.raises(ValueError, match="ids for 1 of 2"):
         pack([encode("MK"), encode("T")], ["a"])
