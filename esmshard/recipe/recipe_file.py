@@ -207,9 +207,9 @@ def _expand(tree: Tree, base: Path) -> None:
         # typed in the shell, or made there
         here = keys == ("out",) or keys in tree.overrides or (keys[:-1] == TRACKS and TRACKS in tree.overrides)
         text, place, key = str(section[keys[-1]]), Path.cwd() if here else base, ".".join(keys)
-        at = f"{tree.where(keys, on_value=True)}: {key}:"
+        at = f"{tree.where(keys, on_value=True)}: {key}"
         if refused := [reason for name in re.findall(VARIABLE, text) if (reason := _refused(name, key))]:
-            tree.problems += [f"{at} {reason}" for reason in refused]
+            tree.problems += [f"{at}: {reason}" for reason in refused]
             continue
         text = re.sub(VARIABLE, lambda name: os.environ[name[1]], text)
         is_model = keys == ("model", "name")
@@ -220,7 +220,7 @@ def _expand(tree: Tree, base: Path) -> None:
             text, is_name = url, True
             if keys == ("out",):
                 tree.problems.append(
-                    f"{at} a run needs a directory on a disk, where it renames and appends; set out=runs/NAME, and "
+                    f"{at}: a run needs a directory on a disk, where it renames and appends; set out=runs/NAME, and "
                     f"copy it beside the run, as with `aws s3 sync runs/NAME {url}` every few minutes (docs/clouds.md)"
                 )
         if not is_name or (is_model and (place / text).exists()):
