@@ -78,21 +78,22 @@ def _moved(name: str, beginnings: Mapping[str, str]) -> str:
     return beginnings.get(first, "") + name.removeprefix(first)
 
 
-class AuthorsFile(ABC):
+@dataclass(frozen=True)
+class AuthorsFile:
     """How `torch.save` writes a file for the code of a family's authors."""
 
-    use: ClassVar[str]
+    use: str
     """Python code that opens a file FILE, for the model card."""
-    code: ClassVar[str]
+    code: str
     """The name and address of the authors' code, in Markdown, for the model card."""
-    lacks: ClassVar[tuple[str, ...]] = ("head.",)
+    lacks: tuple[str, ...] = ("head.",)
     """Beginnings of our names of tensors that the file cannot hold."""
-    our_names: ClassVar[bool] = False
+    our_names: bool = False
     """Whether the names in the file are ours, and not those of the family's directories."""
 
-    @abstractmethod
     def path(self, directory: Path, stem: str, config: Any) -> Path:
         """Return the path of the file for a model of a name and architecture."""
+        return directory / f"{stem}.pth"
 
     def write(self, file: Path, config: Any, tensors: dict[str, torch.Tensor]) -> list[Path]:
         """Write tensors, by their names in the file and without the tied ones. Return all files."""
