@@ -1,7 +1,7 @@
 """LoRA: the base at first, then base plus B A in every path; merged, written for PEFT, and read by it."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -109,25 +109,6 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(targets: Co
         assert (parameter.grad - wanted).abs().max() < 1e-5 * max(1.0, float(wanted.detach().abs().max()))
         seen += 1
     assert seen == 2 * len(targets) * SMALL["ESM-2"].n_layers
-
-
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_blocks_give_the_same() -> None:
-    model, _ = adapted("ESM-2", ["q", "v", "fc1"])
-    rough(model)
-    batch = tokenise(SEQUENCES)[1]
-    plain = logits(model, batch)
-    names = list(model.state_dict())
-    model.compile_layers(backend="eager")
-    assert (logits(model, batch) - plain).abs().max() < 1e-5
-    assert list(model.state_dict()) == names
 
 
 def test_names_and_shapes_and_first_values() -> None:
