@@ -12,7 +12,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -40,14 +40,13 @@ ABOUT = "esmshard.json"
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors of one model by our names. Each tensor is read from disk when it is used."""
+    """Tensors of one model. Each tensor is read from disk when it is used."""
 
     config: ModelConfig
     source: str
     """Source of the weights, for messages."""
     read: Mapping[str, WeightReader]
-    head: Mapping[str, WeightReader] = field(default_factory=dict)
-    """Tensors of a fine-tuned task head, without the prefix `head.`. `head_state` reads them."""
+    """By our names; those of a fine-tuned task head begin with `head.`."""
     absent: tuple[str, ...] = ()
     """Parts that the file does not have and that were drawn at random: `lm_head`, `contact_head`."""
     notices: tuple[str, ...] = ()
@@ -77,19 +76,22 @@ class Weights:
         """Read some rows of a tensor. From a safetensors file only these rows are read. `InputError` if one of their
         values is not finite.
         """
-        return self._finite(name, self.read[tied(self.config).get(name, name)](rows))
-
-    def head_state(self) -> dict[str, torch.Tensor]:
-        """Read the tensors of the task head. `InputError` if a value is not finite."""
-        return {name: self._finite(f"head.{name}", read()) for name, read in self.head.items()}
-
-    def _finite(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = self.read[tied(self.config).get(name, name)](rows)
         if not torch.isfinite(tensor).all():
             raise InputError(
                 f"{self.source}: {name} holds a value that is not finite; the run that made it diverged, or the file "
                 "is damaged: take an earlier checkpoint, or copy or download it again"
             )
         return tensor
+
+    @property
+    def head(self) -> dict[str, WeightReader]:
+        """Readers of a fine-tuned task head, without the prefix `head.`; empty if there is none."""
+        return {name.removeprefix("head."): reader for name, reader in self.read.items() if name.startswith("head.")}
+
+    def head_state(self) -> dict[str, torch.Tensor]:
+        """Read the tensors of the task head. `InputError` if a value is not finite."""
+        return {name: self[f"head.{name}"] for name in self.head}
 
 
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:
@@ -248,7 +250,7 @@ def _read_transformers(path: Path, single: Path | None = None) -> Weights:
     files = _weight_files(path) if single is None else [single]
     source, family = str(single or path), family_registry.family_of(config)
     readers = {key: reader for file in files for key, reader in weight_reader.read_tensors(file).items()}
-    head = {key.removeprefix("head."): reader for key, reader in readers.items() if key.startswith("head.")}
+    head = {key: reader for key, reader in readers.items() if key.startswith("head.")}
     of_others = any(key.startswith("classifier.") for key in readers)
     notices = (f"{source}: its classifier is of another task and left out",) if of_others else ()
     trunk = {
@@ -305,9 +307,9 @@ def _complete(
     for name, reader in readers.items():
         if reader.shape != wanted[name]:
             raise InputError(f"{source}: {name} is {list(reader.shape)}, {list(wanted[name])} was expected")
-    tensors = readers | drawn(config, {name: wanted[name] for name in missing}, seed=0)
+    tensors = {**readers, **(head or {}), **drawn(config, {name: wanted[name] for name in missing}, seed=0)}
     parts = tuple(part for part in ("lm_head", "contact_head") if any(n.startswith(f"{part}.") for n in missing))
-    return Weights(config, source, tensors, head or {}, parts, notices, files)
+    return Weights(config, source, tensors, parts, notices, files)
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
@@ -348,7 +350,6 @@ def _read_adapter(path: Path) -> Weights:
         base,
         source=str(path),
         read=adapter.read,
-        head=adapter.head,
         absent=base.unlearned if unlearned is None else tuple(unlearned),
         notices=(*base.notices, *adapter.notices),
         files=(*base.files, *adapter.files),
