@@ -248,18 +248,14 @@ def _read_transformers(path: Path, single: Path | None = None) -> Weights:
     except ValueError as error:
         raise InputError(f"{path / 'config.json'}: not a model that can be read: {error}") from None
     files = _weight_files(path) if single is None else [single]
-    source, family = str(single or path), family_registry.family_of(config)
+    source = str(single or path)
     readers = {key: reader for file in files for key, reader in weight_reader.read_tensors(file).items()}
     head = {key: reader for key, reader in readers.items() if key.startswith("head.")}
     of_others = any(key.startswith("classifier.") for key in readers)
     notices = (f"{source}: its classifier is of another task and left out",) if of_others else ()
-    trunk = {
-        piece.name: reader.part(piece.rows)
-        for key, reader in readers.items()
-        if not key.startswith(("head.", "classifier."))
-        for piece in family.pieces(key, config)
-    }
-    return _complete(Opened(config, trunk, tuple(files)), source, head, notices)
+    trunk = {key: reader for key, reader in readers.items() if not key.startswith(("head.", "classifier."))}
+    opened = Opened(config, family_registry.family_of(config).tensors(trunk, config), tuple(files))
+    return _complete(opened, source, head, notices)
 
 
 def _read_file(path: Path) -> Weights:

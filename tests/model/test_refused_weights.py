@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from esmshard.model.families.esm2 import fair_esm_settings
 from esmshard.model.families.family_registry import RELEASED
 from esmshard.model.weights import load_model
 
+State = dict[str, torch.Tensor]
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 31384421\n"
 PAGE = "\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
 
@@ -113,40 +115,39 @@ def test_a_config_of_another_family_than_the_weights(case: str, directory: Path)
 # Keys and values
 
 
-def test_a_missing_key(directory: Path) -> None:
-    edit_tensors(directory, lambda state: state.pop("esm.encoder.layer.1.output.dense.weight"))
-    assert "layers.1.fc2.weight are missing" in refusal(directory)
+def bad(key: str, value: float) -> Callable[[State], object]:
+    return lambda state: state[f"esm.{key}"].view(-1)[-1:].fill_(value)
 
 
-UNEXPECTED = {
-    "esm.encoder.layer.2.output.dense.bias": "layers.2.fc2.bias",
-    "structure_head.weight": "esm.structure_head.weight",
+TENSORS: dict[str, tuple[Callable[[State], object], str]] = {
+    "none": (lambda state: state.pop("esm.encoder.layer.1.output.dense.weight"), "layers.1.fc2.weight are missing"),
+    "one of a third layer": (
+        lambda state: state.update({"esm.encoder.layer.2.output.dense.bias": torch.zeros(32)}),
+        "layers.2.fc2.bias do not belong",
+    ),
+    "one of another model": (
+        lambda state: state.update({"structure_head.weight": torch.zeros(32)}),
+        "esm.structure_head.weight do not belong",
+    ),
+    # As in a model that was trained with `tie_word_embeddings: false`: here the two are one tensor.
+    "an LM head with a matrix of its own": (
+        lambda state: state.update({"lm_head.decoder.weight": torch.zeros(33, TINY.dim)}),
+        "lm_head.weight is not embed_tokens.weight",
+    ),
+    "another shape": (
+        lambda state: state.update({"lm_head.bias": torch.zeros(64)}),
+        "lm_head.bias is [64], [33] was expected",
+    ),
+    "nan": (bad("encoder.layer.1.intermediate.dense.weight", torch.nan), "layers.1.fc1.weight holds a value that is"),
+    "inf": (bad("contact_head.regression.bias", torch.inf), "contact_head.regression.bias holds a value that is not"),
 }
 
 
-@pytest.mark.parametrize("key", UNEXPECTED)
-def test_an_unexpected_key(key: str, directory: Path) -> None:
-    edit_tensors(directory, lambda state: state.update({key: torch.zeros(32)}))
-    assert f"{UNEXPECTED[key]} do not belong" in refusal(directory)
-
-
-def test_an_lm_head_with_a_matrix_of_its_own(directory: Path) -> None:
-    """As a model that was trained with `tie_word_embeddings: false`: here the two are one tensor."""
-    edit_tensors(directory, lambda state: state.update({"lm_head.decoder.weight": torch.zeros(33, TINY.dim)}))
-    assert "lm_head.weight is not embed_tokens.weight" in refusal(directory)
-
-
-def test_a_tensor_of_another_shape(directory: Path) -> None:
-    edit_tensors(directory, lambda state: state.update({"lm_head.bias": torch.zeros(64)}))
-    assert "lm_head.bias is [64], [33] was expected" in refusal(directory)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("key", ["encoder.layer.1.intermediate.dense.weight", "contact_head.regression.bias"])
-def test_a_value_that_is_not_finite(key: str, value: float, directory: Path) -> None:
-    edit_tensors(directory, lambda state: state[f"esm.{key}"].view(-1)[-1:].fill_(value))
-    name = "layers.1.fc1.weight" if "layer" in key else "contact_head.regression.bias"
-    assert f"{name} holds a value that is not finite" in refusal(directory)
+@pytest.mark.parametrize("case", TENSORS)
+def test_tensors_that_are_not_those_of_the_model(case: str, directory: Path) -> None:
+    edit, reason = TENSORS[case]
+    edit_tensors(directory, edit)
+    assert reason in refusal(directory)
 
 
 def test_a_value_that_is_not_finite_in_a_task_head(tmp_path: Path, reference: FairEsm) -> None:

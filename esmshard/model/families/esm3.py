@@ -515,7 +515,7 @@ class Esm3Family(Family):
             raise ValueError(f"it has no {missing[0]}, which an ESM3 has")
         sizes = authors_sizes(data, _TABLE, data[_TABLE].shape)
         config = Esm3Config(**sizes, v_heads=data[_SCALE].numel())
-        return Opened(config, self.tensors(data, config), (path,))
+        return Opened(config, self.tensors(weight_reader.tensors(data), config), (path,))
 
 
 FAMILY = Esm3Family()

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.model import weight_reader
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import ModelConfig
 from esmshard.model.trunk import Trunk
@@ -203,13 +202,10 @@ class Family(ABC):
         use. An unknown key is returned as it is.
         """
 
-    def tensors(self, state: Mapping[str, Any], config: Any) -> dict[str, WeightReader]:
-        """Return readers of the tensors of a file of this family that is in memory, by our names."""
-        return {
-            piece.name: reader.part(piece.rows)
-            for key, reader in weight_reader.tensors(state).items()
-            for piece in self.pieces(key, config)
-        }
+    def tensors(self, readers: Mapping[str, WeightReader], config: Any) -> dict[str, WeightReader]:
+        """Return readers by our names, of those of a file of this family by its keys."""
+        pieces = [(piece, reader) for key, reader in readers.items() for piece in self.pieces(key, config)]
+        return {piece.name: reader.part(piece.rows) for piece, reader in pieces}
 
     def key(self, name: str) -> str | None:
         """Return the key under which one of our tensors is written; None for a tensor that is not written, because it
