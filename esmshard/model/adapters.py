@@ -70,11 +70,9 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 
 class Adapter(NamedTuple):
-    """The tensors of a base model with an adapter put in, and what else lies in the adapter's directory."""
+    """The tensors of a base model with an adapter put in, with those of the adapter's own task head."""
 
     read: Mapping[str, WeightReader]
-    head: Mapping[str, WeightReader]
-    """Tensors of a task head, without the prefix `head.`."""
     scales: Mapping[str, float]
     """The factor of B A, by the name of each weight that has a LoRA."""
     notices: tuple[str, ...]
@@ -142,8 +140,7 @@ def read(
     head_file = directory / HEAD
     head = weight_reader.read_safetensors(head_file) if head_file.is_file() else {}
     return Adapter(
-        {**base, **whole, **adapted},
-        {name.removeprefix("head."): reader for name, reader in head.items()},
+        {**{name: reader for name, reader in base.items() if not name.startswith("head.")}, **whole, **adapted, **head},
         scales,
         tuple(f"{file}: its {part} is of another task and left out" for part in sorted(left_out)),
         (file, *([head_file] if head else [])),

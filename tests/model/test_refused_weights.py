@@ -17,9 +17,10 @@ from safetensors.torch import load
 from esmshard.errors import InputError
 from esmshard.model import hub, weights
 from esmshard.model.families.esm2 import fair_esm_settings
-from esmshard.model.families.family_registry import RELEASED
+from esmshard.model.families.family_registry import RELEASED, SIZES
 from esmshard.model.weights import load_model
 
+State = dict[str, torch.Tensor]
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 31384421\n"
 PAGE = "\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
 

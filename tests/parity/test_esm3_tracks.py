@@ -188,13 +188,16 @@ def test_what_is_kept_is_what_the_planner_adds() -> None:
 @pytest.mark.parametrize("tracks", [(), ("coordinates",), ("structure_tokens",), ("coordinates", "structure_tokens")])
 @pytest.mark.parametrize("method", ["full", "lora", "head"])
 def test_what_learns_with_a_track_is_what_the_planner_counts(tracks: tuple[str, ...], method: str) -> None:
+    """All blocks are alike for it: what the first block has in addition lies beside the blocks."""
     adapt = AdaptSettings.model_validate({"method": method})
     for size in ("esm3_nano", "esm3_sm_open_v1"):
         config = SIZES[size]
         with torch.device("meta"):
             tuner = FineTuner(build(config), LanguageModelHead())
             tuner.adapt(adapt, 0, tracks)
+        assert numbers_of(tuner, config).parameters == sum(parameter.numel() for parameter in tuner.parameters())
         learns = {name for name, parameter in tuner.trunk.named_parameters() if parameter.requires_grad}
+        assert learns
         full = method == "full"
         assert any(name.startswith("geom_attn.") for name in learns) == (full and "coordinates" in tracks)
         of_others = {name for name in learns if name.startswith(("other_", "contact_head."))}
