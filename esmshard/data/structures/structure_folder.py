@@ -5,11 +5,9 @@ A record of several chains is named by its chains as they follow each other: `1a
 the coordinates follow each other without one.
 """
 
-import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import numpy.typing as npt
 from esmshard.data.labels.coordinates import UNRESOLVED
 from esmshard.data.structures.chains import ENDINGS, Chain, chain_prefix, is_structure_name, read_chains
 from esmshard.errors import InputError, UsageError
-from esmshard.io.paths import cache_directory, read_json, replacing, state, whole_directory
+from esmshard.io.paths import cached_directory, read_json, replacing, state, whole_directory
 from esmshard.io.store import is_store
 from esmshard.io.symbols import Edits, shown
 from esmshard.io.tables import read_text
@@ -185,18 +183,6 @@ def cached_split(source: Path, complexes: str | None = None) -> Path:
                 said = to_split(source, work / _FASTA, work / "structures.npz", complexes=complexes)
                 (work / "notices.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     return out / _FASTA
-
-
-@contextmanager
-def cached_directory(kind: str, key: str) -> Iterator[Path]:
-    """Provide the directory of a key in the user's cache, locked; whoever is first makes it."""
-    from filelock import FileLock  # slow to import
-
-    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
-    locks = cache_directory() / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with FileLock(locks / f"{digest}.lock"):
-        yield cache_directory() / kind / digest
 
 
 def states(source: Path) -> list[Any]:
