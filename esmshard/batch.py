@@ -67,7 +67,7 @@ class TokenBatch:
     the pack."""
     draw_N: torch.Tensor | None = None
     """int32 [N]: for each record, or each variant, the seed of random choices in the model such as dropout
-    (`esmshard.model.dropout`). None outside training."""
+    (`esmshard.model.finetuner`). None outside training."""
     tracks: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What is known of each residue besides the sequence, [T, ...] by the name of the track, such as coordinates. A
     model takes a track that is absent as unknown everywhere."""

@@ -86,11 +86,8 @@ def ours(reference: FairEsm, config: EsmConfig) -> ESM2:
     """Our model with the weights of fair-esm's: every name of one is a name of the other."""
     state = reference.state_dict()
     assert state.keys() == weights.shapes(config).keys()
-    with torch.device("meta"):
-        model = ESM2(config)
     found = Weights(config, "fair-esm", weight_reader.tensors({name: t for name, t in state.items() if name != TIED}))
-    weights.materialise(model, found, torch.device("cpu"))
-    return model.eval()
+    return weights.build(found, torch.device("cpu")).eval()  # type: ignore[return-value]
 
 
 def tokenise(sequences: list[str]) -> tuple[torch.Tensor, TokenBatch]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from esmshard.model.quantized import PackedMatrix
+from esmshard.model.lora import PackedMatrix
 from esmshard.model.weight_reader import WeightReader
 from esmshard.model.weights import Weights
 

@@ -16,7 +16,7 @@ import typer
 from pydantic import BaseModel, TypeAdapter
 from ruamel.yaml import YAML
 
-from esmshard.cli import app, messages
+from esmshard.cli import app
 from esmshard.cluster.site import Site
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.sweep_file import SweepSettings
@@ -123,10 +123,10 @@ def test_commands_can_be_typed(page: Path):
 
 
 def test_what_help_shows_can_be_typed():
-    lines = [line for line in messages.WELCOME.splitlines() if line.startswith("  ")]
+    lines = [line for line in app.WELCOME.splitlines() if line.startswith("  ")]
     jobs = [words for line in lines for words in _commands(f"`{line.strip()}`")]
     assert [words[0] for words in jobs] == ["finetune", "finetune", "predict", "embed", "plan"]
-    examples = [words for line in messages.EXAMPLES.splitlines() for words in _commands(f"`{line}`")]
+    examples = [words for line in app.EXAMPLES.splitlines() for words in _commands(f"`{line}`")]
     assert {words[0] for words in examples} == {*_tree().commands} - {"recipes", "embeddings"}
     assert [(words, why) for words in [*jobs, *examples] if (why := _wrong_with(words))] == []
 

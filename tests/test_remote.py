@@ -188,6 +188,16 @@ def test_a_bucket_keeps_the_objects_that_a_command_does_not_replace(server: Buck
     assert server.get("result/evaluation.json") == b"{}"
 
 
+def test_lists_of_an_earlier_file_do_not_stay_beside_a_new_one(server: Buckets) -> None:
+    names = ["x.h5", "x.h5.chains.tsv", "x.h5.failed.tsv"]
+    for name in names:
+        server.put(name, b"old")
+    remote.write_at(
+        f"s3://{BUCKET}/x.h5", True, lambda out: [out.with_name(n).write_text("") for n in names[:2]] and None
+    )
+    assert sorted(server.names()) == names[:2]
+
+
 def test_a_result_is_uploaded_where_strict_leaves_with_an_error(server: Buckets, tmp_path: Path) -> None:
     def predict(**values: Any) -> None:
         values["out"].write_text("one record failed")

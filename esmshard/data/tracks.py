@@ -34,7 +34,7 @@ from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits
 from esmshard.io.tables import counted, first_three, shown
 from esmshard.progress import Progress
-from esmshard.recipe.data_section import INSIDE
+from esmshard.recipe.sections import INSIDE
 from esmshard.vocab import Track, decode
 
 UNKNOWN_LETTER = "#"
@@ -85,16 +85,36 @@ def values_of(track: Track, given: Any, where: str) -> npt.NDArray[Any]:
     """
     if track.kind == "letters":
         return _letters(track, given, where)
-    return _codes(track, given, where) if track.kind == "codes" else _coordinates(track, given, where)
+    values = np.asarray(given)
+    of = f"{where} is {values.dtype} {list(values.shape)}; {track.title} are"
+    if track.kind == "coordinates":
+        if values.ndim != 3 or values.shape[1:] != (3, 3) or values.dtype.kind not in "fiu":
+            raise InputError(
+                f"{of} numbers of shape [residues, 3, 3]: N, CA and C of each residue in Angstrom, nan where nothing "
+                "is known"
+            )
+        return values.astype(np.float32)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise InputError(f"{of} whole numbers, one for each residue")
+    wrong = ((values < 0) | (values >= track.n_codes)) & (values != track.unknown)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise InputError(
+            f"{where} has {values[at]} at position {at + 1}, but {track.title} are 0 to {track.n_codes - 1}, and "
+            f"{track.unknown:g} where nothing is known; make it again with the encoder of this model"
+        )
+    return values.astype(np.int64)
 
 
-def require_length(track: Track, values: npt.NDArray[Any], length: int, where: str, fix: str = "") -> None:
-    """Refuse an entry [L, ...] that has not one value for each residue. `where` begins the message, `fix` ends it."""
+def require_length(track: Track, values: npt.NDArray[Any], length: int, where: str) -> None:
+    """Refuse an entry [L, ...] that has not one value for each residue; `where` begins the message."""
     if len(values) != length:
         unknown = UNKNOWN_LETTER if track.kind == "letters" else f"{track.unknown:g}"
-        fix = fix or f"give one for each residue of the whole sequence, {unknown} where nothing is known"
+        of_files = " (structure files have the whole sequence in SEQRES or _entity_poly_seq)"
         raise InputError(
-            f"{where} has {track.title} of {len(values):,} residues, and its sequence has {length:,} residues; {fix}"
+            f"{where} has {track.title} of {len(values):,} residues, and its sequence has {length:,} residues; give "
+            f"one for each residue of the whole sequence, {unknown} where nothing is known"
+            f"{of_files if track.kind == 'coordinates' else ''}"
         )
 
 
@@ -122,32 +142,6 @@ def _letters(track: Track, given: Any, where: str) -> npt.NDArray[np.uint8]:
     return values_L
 
 
-def _codes(track: Track, given: Any, where: str) -> npt.NDArray[np.int64]:
-    values_L = np.asarray(given)
-    if values_L.ndim != 1 or values_L.dtype.kind not in "iu":
-        raise InputError(
-            f"{where} is {values_L.dtype} {list(values_L.shape)}; {track.title} are whole numbers, one for each residue"
-        )
-    wrong = ((values_L < 0) | (values_L >= track.n_codes)) & (values_L != track.unknown)
-    if wrong.any():
-        at = int(wrong.argmax())
-        raise InputError(
-            f"{where} has {values_L[at]} at position {at + 1}, but {track.title} are 0 to {track.n_codes - 1}, and "
-            f"{track.unknown:g} where nothing is known; make it again with the encoder of this model"
-        )
-    return values_L.astype(np.int64)
-
-
-def _coordinates(track: Track, given: Any, where: str) -> npt.NDArray[np.float32]:
-    values_L33 = np.asarray(given)
-    if values_L33.ndim != 3 or values_L33.shape[1:] != (3, 3) or values_L33.dtype.kind not in "fiu":
-        raise InputError(
-            f"{where} is {values_L33.dtype} {list(values_L33.shape)}; {track.title} are numbers of shape [residues, 3, "
-            "3]: N, CA and C of each residue in Angstrom, nan where nothing is known"
-        )
-    return values_L33.astype(np.float32)
-
-
 def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """Yield the number and the values [L, ...] of each record that has an entry, once, in the order of the source.
 
@@ -156,22 +150,17 @@ def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> It
     Raises:
         InputError: the source cannot be read, or an entry does not fit its record; the message names the record.
     """
+    given: Iterable[tuple[int, Any, str, str]]  # record, entry, place, and what begins a message
     if track.kind == "coordinates":
-        yield from _coordinate_entries(track, source, records, edits)
-        return
-    given: Iterable[tuple[str, Any, str]]
-    if track.kind == "letters":
-        given = ((record.id, record.text, f"{source}:{record.line}") for record in read_label_fasta(source))
+        given = _structure_entries(source, records, edits)
+    elif track.kind == "letters":
+        given = _by_id(records, ((r.id, r.text, f"{source}:{r.line}") for r in read_label_fasta(source)))
     elif source.suffix == ".npz":
-        given = ((record_id, values, str(source)) for record_id, values in read_arrays(source).items())
+        given = _by_id(records, ((name, values, str(source)) for name, values in read_arrays(source).items()))
     else:
         raise InputError(f"{source}: {track.title} are read from an .npz file with an array for each record by its id")
     places: dict[int, str] = {}
-    for record_id, value, place in given:
-        n = records.find(record_id)
-        if n is None:
-            continue
-        where = f"{place}: record {shown(record_id)}"
+    for n, value, place, where in given:
         if n in places:
             raise InputError(f"{where} stands in {places[n]} too; leave one of them out")
         places[n] = place
@@ -180,30 +169,27 @@ def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> It
         yield n, values_L
 
 
-def _coordinate_entries(
-    track: Track, source: Path, records: TokenStore, edits: Edits
-) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+def _by_id(records: TokenStore, given: Iterable[tuple[str, Any, str]]) -> Iterator[tuple[int, Any, str, str]]:
+    for record_id, value, place in given:
+        if (n := records.find(record_id)) is not None:
+            yield n, value, place, f"{place}: record {shown(record_id)}"
+
+
+def _structure_entries(source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, Any, str, str]]:
     """Read the files whose names belong to a record: `1abc.cif` for `1abc`, `1ABC`, `1abc_A` or `sp|1ABC|NAME`."""
     wanted = _records_by_entry(records)
-    found: dict[int, Path] = {}
     files = [path for path in listed_files(source, edits) if chain_prefix(path) in wanted]
     with Progress(f"structures in {source.name}", len(files), show=len(files) >= MANY) as progress:
         for done, path in enumerate(files, 1):
-            prefix, about = chain_prefix(path), Edits()
-            chains = read_chains(path, edits=about)
+            prefix = chain_prefix(path)
+            chains = read_chains(path, edits=Edits())
             for n in wanted[prefix]:
                 chain = _chain_of(path, chains, prefix, n, records)
-                if chain is None:
-                    continue
-                where = f"{path}: chain '{chain.id}' of record {shown(records.id(n))}"
-                if n in found:
-                    raise InputError(f"{where}: it has coordinates in {found[n]} too; remove one of the files")
-                found[n] = path
-                fix = "give a structure of the whole sequence, which SEQRES or _entity_poly_seq says"
-                require_length(track, chain.backbone_L33, int(records.lengths[n]), where, fix)
-                if chain.sequence != decode(records.residues(n)):
-                    edits.add("the structure has other residues than the sequence", records.id(n))
-                yield n, values_of(track, chain.backbone_L33, where)
+                if chain is not None:
+                    where = f"{path}: chain '{chain.id}' of record {shown(records.id(n))}"
+                    yield n, chain.backbone_L33, str(path), where
+                    if chain.sequence != decode(records.residues(n)):
+                        edits.add("the structure has other residues than the sequence", records.id(n))
             progress.update(done, path.name)
 
 
@@ -241,8 +227,6 @@ def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: Tok
 
 VERSION = 2
 """The version of the rules by which a source becomes a track. After a change, all sources are read again."""
-_AT_ONCE = 1 << 20
-"""Residues whose entries are written at once."""
 
 
 class TrackStore:
@@ -286,8 +270,7 @@ def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> Tra
         residues = int(store.offsets[-1]) - len(store)
         shape, dtype = (residues, *shape_of(track)), _kept_dtype(track)
         values = np.lib.format.open_memmap(work / "values.npy", mode="w+", dtype=dtype, shape=shape)
-        for first in range(0, residues, _AT_ONCE):
-            values[first : first + _AT_ONCE] = track.unknown
+        values[:] = track.unknown
         for n, entry in entries(track, source, store, edits):
             begin = int(store.offsets[n]) - n
             values[begin : begin + len(entry)] = entry
@@ -355,13 +338,10 @@ def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, ke
         UsageError: the model takes no track of a name.
     """
     known = {track.name: track for track in takes}
-    for name in named:
-        if name in known:
-            continue
-        if not known:
-            raise UsageError(f"{key}{name}: {model} reads the sequence alone and takes no track; leave it out")
+    if unknown := [name for name in named if name not in known]:
         what = " and ".join(f"{track.name} ({track.title})" for track in takes)
-        raise UsageError(f"{key}{name}: {model} takes no such track; it takes {what}")
+        instead = f"takes no such track; it takes {what}" if takes else "reads the sequence alone and takes no track"
+        raise UsageError(f"{key}{unknown[0]}: {model} {instead}; leave it out")
     # A shell leaves a ~ after = as it is.
     return [
         TrackFile(known[name], Path(path) if path == INSIDE else remote.data_file(path).expanduser())
@@ -392,7 +372,7 @@ def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
     Raises:
         InputError: the data are no structures, which alone have coordinates.
     """
-    paths = []
+    resolved = []
     for file in files:
         inside = file.path == Path(INSIDE)
         if inside and not (file.track.kind == "coordinates" and holds_structures(path)):
@@ -400,8 +380,8 @@ def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
                 f"{path}: has no {file.track.title} inside (only PDB and mmCIF files have a track inside, their "
                 f"coordinates); give the path of the {file.track.title}"
             )
-        paths.append(path if inside else file.path)
-    return [TrackFile(file.track, track_path) for file, track_path in zip(files, paths, strict=True)]
+        resolved.append(TrackFile(file.track, path) if inside else file)
+    return resolved
 
 
 def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:

@@ -11,14 +11,13 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
-from esmshard.errors import InputError
+from esmshard.errors import InputError, reading
 from esmshard.io.paths import replace_json, sha256
 from esmshard.model import weight_reader
 from esmshard.model.config import ModelConfig
@@ -64,22 +63,16 @@ def read_settings(directory: Path) -> dict[str, Any]:
             f"{path}: init_lora_weights is {settings['init_lora_weights']!r}, which changes the base model too and "
             f"cannot be read; {_FIX}, or have PEFT convert it on saving (path_initial_model_for_weight_conversion)"
         )
-    base, alpha, pattern = (settings.get(key) for key in ("base_model_name_or_path", "lora_alpha", "alpha_pattern"))
-    alphas = [alpha, *pattern.values()] if isinstance(pattern, dict) else [alpha, *([pattern] if pattern else [])]
-    if wrong := [value for value in alphas if type(value) not in (int, float) or not 0 < value < math.inf]:
-        raise InputError(f"{path}: lora_alpha or alpha_pattern is {wrong[0]!r}, no positive number; save it again")
+    base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise InputError(f"{path}: names no base model; write its place as base_model_name_or_path there")
     return settings
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """The tensors of a base model with an adapter put in, and what else lies in the adapter's directory."""
+class Adapter(NamedTuple):
+    """The tensors of a base model with an adapter put in, with those of the adapter's own task head."""
 
     read: Mapping[str, WeightReader]
-    head: Mapping[str, WeightReader]
-    """Tensors of a task head, without the prefix `head.`."""
     scales: Mapping[str, float]
     """The factor of B A, by the name of each weight that has a LoRA."""
     notices: tuple[str, ...]
@@ -141,18 +134,13 @@ def read(
             f"base_model_name_or_path into {directory / ADAPTER_CONFIG}"
         )
 
-    adapted, scales = dict(base), dict[str, float]()
-    for name, reader in whole.items():
-        adapted[name] = reader.finite(f"{file}: {name}")
-    for name, a in a_of.items():
-        scales[name] = _scale(directory, settings, modules[name], a.shape[0])
-        where = f"{file}: {name}"
-        adapted[name] = _with_lora(name, base[name], a.finite(where), b_of[name].finite(where), scales[name])
+    with reading(str(directory / ADAPTER_CONFIG), "save the adapter again"):
+        scales = {name: _scale(directory, settings, modules[name], a.shape[0]) for name, a in a_of.items()}
+    adapted = {name: _with_lora(name, base[name], a, b_of[name], scales[name]) for name, a in a_of.items()}
     head_file = directory / HEAD
     head = weight_reader.read_safetensors(head_file) if head_file.is_file() else {}
     return Adapter(
-        adapted,
-        {name.removeprefix("head."): reader.finite(f"{head_file}: {name}") for name, reader in head.items()},
+        {**{name: reader for name, reader in base.items() if not name.startswith("head.")}, **whole, **adapted, **head},
         scales,
         tuple(f"{file}: its {part} is of another task and left out" for part in sorted(left_out)),
         (file, *([head_file] if head else [])),
@@ -173,7 +161,7 @@ def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int)
             raise InputError(f"{where}: alpha_pattern: {key!r} is no name of layers, and nothing else is read; {_FIX}")
         if module == name or (module.endswith(f".{name}") and not key.startswith("^")):
             alpha = of_key
-    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
 def _with_lora(name: str, base: WeightReader, a: WeightReader, b: WeightReader, scale: float) -> WeightReader:

@@ -13,7 +13,7 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 
-_EAGER = ("_attend_slices", "_attend_padded", "_hand_out")
+_EAGER = ("attend_slices", "attend_padded", "_hand_out")
 
 
 def keep_eager() -> None:
@@ -38,28 +38,26 @@ The function gets queries and keys instead of attention maps, because H maps of 
 Kernel = Literal["varlen", "slices", "padded"]
 
 
-def kernel_name(device: torch.device, dtype: torch.dtype, *, padded: bool = False) -> Kernel:
+def kernel_name(device: torch.device, dtype: torch.dtype) -> Kernel:
     """Return the kernel that `attend` uses for queries of this precision on this device.
 
     - `varlen`: `varlen_attn` (FlashAttention over packed sequences), on CUDA in half precision from capability 8.0 on.
     - `slices`: one unmasked SDPA call per sequence, on the CPU. It was measured to be the fastest there, and no other
       sequence can leak in.
-    - `padded`: a block padded to the longest sequence, SDPA under a key mask, on other devices or with `padded=True`.
+    - `padded`: a block padded to the longest sequence, SDPA under a key mask, elsewhere.
     """
     half = dtype in (torch.bfloat16, torch.float16)
-    if half and device.type == "cuda" and not padded and torch.cuda.get_device_capability(device) >= (8, 0):
+    if half and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         return "varlen"
-    return "slices" if device.type == "cpu" and not padded else "padded"
+    return "slices" if device.type == "cpu" else "padded"
 
 
-def attend(
-    q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch, *, padded: bool = False
-) -> torch.Tensor:
+def attend(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """Compute softmax attention [T, H, K] in which every token sees its own sequence only.
 
     The three kernels (`kernel_name`) give the same result.
     """
-    kernel = kernel_name(q_THK.device, q_THK.dtype, padded=padded)
+    kernel = kernel_name(q_THK.device, q_THK.dtype)
     if kernel == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
@@ -69,11 +67,12 @@ def attend(
         assert isinstance(out_THK, torch.Tensor)
         return out_THK
     if kernel == "slices":
-        return _attend_slices(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
-    return _attend_padded(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
+        return attend_slices(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
+    return attend_padded(q_THK, k_THK, v_THK, batch)  # type: ignore[no-any-return]
 
 
-def _attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+def attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """Compute what `attend` does, one sequence at a time."""
     out = []
     # split is used instead of slices: the backward pass of N slices fills N gradients of the whole pack with zeros.
     for q, k, v in zip(*(torch.split(x_THK, batch.token_counts) for x_THK in (q_THK, k_THK, v_THK)), strict=True):
@@ -82,7 +81,8 @@ def _attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor
     return torch.cat(out) if len(out) > 1 else out[0]
 
 
-def _attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+def attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """Compute what `attend` does, in a block padded to the longest sequence."""
     n, longest = len(batch), batch.max_seqlen
     lengths_N = batch.cu_seqlens.diff().long()
     sequence_T = torch.repeat_interleave(torch.arange(n, device=q_THK.device), lengths_N, output_size=batch.bounds[-1])

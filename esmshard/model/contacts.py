@@ -22,26 +22,29 @@ regressions.
 """
 
 
-class ContactAccumulator:
-    """Sums A regressions of one sequence over heads and layers. Gradients flow through the sums.
+class ContactAccumulators:
+    """Sums A regressions of each of N sequences over heads and layers. Gradients flow through the sums.
 
     Activation checkpointing runs a layer again in the backward pass, and calls `add` again. By then `logits` has been
     called. `add` computes the same once more, since autograd needs its inputs, and keeps nothing.
 
     Args:
+        n_sequences: the number N.
         weight_AC: weights of the regressions, `nn.Linear(C, A)`, in any precision, for C maps, layer-major as in
             fair-esm.
         bias_A: biases of the regressions.
     """
 
-    def __init__(self, weight_AC: torch.Tensor, bias_A: torch.Tensor) -> None:
+    def __init__(self, n_sequences: int, weight_AC: torch.Tensor, bias_A: torch.Tensor) -> None:
         self._weight_AC, self._bias_A = weight_AC.float(), bias_A.float()
-        self._sum_ATT: torch.Tensor | None = None
-        self._row_sums: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor | None] = [None] * n_sequences
+        self._row_sums: list[list[torch.Tensor]] = [[] for _ in range(n_sequences)]
         self._summed = False
 
-    def add(self, layer: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
-        """Add the H maps of one layer, in fp32 for every precision of q and k. Layers come in their order from 0."""
+    def add(self, layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
+        """Add the H maps of one layer and sequence, in fp32 for every precision of q and k. Layers come in their order
+        from 0. `Trunk.forward` takes this method as its `on_attention`.
+        """
         n_tokens, n_heads = q_THK.shape[:2]
         weight_AH = self._weight_AC[:, layer * n_heads : (layer + 1) * n_heads]
         at_once = max(len(weight_AH), MAP_NUMBERS // n_tokens**2)
@@ -54,39 +57,32 @@ class ContactAccumulator:
                     )
                     if self._summed:
                         continue
-                    self._sum_ATT = partial_ATT if self._sum_ATT is None else self._sum_ATT + partial_ATT
+                    sum_ATT = self._sums[sequence]
+                    sum_ATT = partial_ATT if sum_ATT is None else sum_ATT + partial_ATT
                 else:
-                    if self._sum_ATT is None:
-                        self._sum_ATT = torch.zeros(len(weight), n_tokens, n_tokens, device=q.device)
+                    sum_ATT = self._sums[sequence]
+                    if sum_ATT is None:
+                        sum_ATT = torch.zeros(len(weight), n_tokens, n_tokens, device=q.device)
                     maps_HTT = attention_map(q, k)
-                    self._sum_ATT.flatten(1).addmm_(weight, maps_HTT.flatten(1))
+                    sum_ATT.flatten(1).addmm_(weight, maps_HTT.flatten(1))
                     row_sums_HL = _row_sums(maps_HTT)
-            self._row_sums.append(row_sums_HL)
-
-    def logits(self) -> torch.Tensor:
-        """Return the logits, fp32 [A, L, L], each matrix symmetric. Nothing can be added after this call."""
-        assert self._sum_ATT is not None, "no attention was added, or it was asked for twice"
-        with torch.autocast(self._sum_ATT.device.type, enabled=False):
-            a_CL, sum_ALL = torch.cat(self._row_sums), self._sum_ATT[:, 1:-1, 1:-1]
-            correction_ALL = a_CL.T @ (a_CL * (self._weight_AC / a_CL.sum(-1))[:, :, None])
-            logits_ALL = sum_ALL + sum_ALL.mT - correction_ALL + self._bias_A[:, None, None]
-        self._sum_ATT, self._row_sums, self._summed = None, [], True
-        return logits_ALL
-
-
-class ContactAccumulators:
-    """One `ContactAccumulator` for each of N sequences. `Trunk.forward` takes `add` as its `on_attention`."""
-
-    def __init__(self, n_sequences: int, weight_AC: torch.Tensor, bias_A: torch.Tensor) -> None:
-        self._each = [ContactAccumulator(weight_AC, bias_A) for _ in range(n_sequences)]
-
-    def add(self, layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
-        """Add the maps of one layer and sequence; see `ContactAccumulator.add`."""
-        self._each[sequence].add(layer, q_THK, k_THK)
+            self._sums[sequence] = sum_ATT
+            self._row_sums[sequence].append(row_sums_HL)
 
     def logits(self) -> list[torch.Tensor]:
-        """Return the logits of each sequence, fp32 [A, L, L]."""
-        return [accumulator.logits() for accumulator in self._each]
+        """Return the logits of each sequence, fp32 [A, L, L], each matrix symmetric. Nothing can be added after this
+        call.
+        """
+        logits: list[torch.Tensor] = []
+        self._summed = True
+        while self._sums:  # Each sum is freed before the next one becomes logits.
+            sum_ATT, row_sums = self._sums.pop(0), self._row_sums.pop(0)
+            assert sum_ATT is not None, "no attention was added"
+            with torch.autocast(sum_ATT.device.type, enabled=False):
+                a_CL, sum_ALL = torch.cat(row_sums), sum_ATT[:, 1:-1, 1:-1]
+                correction_ALL = a_CL.T @ (a_CL * (self._weight_AC / a_CL.sum(-1))[:, :, None])
+                logits.append(sum_ALL + sum_ALL.mT - correction_ALL + self._bias_A[:, None, None])
+        return logits
 
 
 def _weighed_maps(

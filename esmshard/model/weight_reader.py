@@ -43,23 +43,6 @@ class WeightReader:
 
         return WeightReader(torch.Size((len(inside), *self.shape[1:])), read)
 
-    def then(self, change: Callable[[torch.Tensor, slice], torch.Tensor]) -> "WeightReader":
-        """Return a reader whose tensors are passed through `change(tensor, rows)`."""
-        return WeightReader(self.shape, lambda rows: change(self.rows(rows), rows))
-
-    def finite(self, name: str) -> "WeightReader":
-        """Return a reader that raises `InputError` for NaN and infinite values. `name` names file and tensor."""
-
-        def check(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-            if not torch.isfinite(tensor).all():
-                raise InputError(
-                    f"{name} holds a value that is not finite; the run that made it diverged, or the file is damaged: "
-                    "take an earlier checkpoint, or copy or download it again"
-                )
-            return tensor
-
-        return self.then(check)
-
 
 def read_json(path: Path) -> Any:
     """Read a JSON file of a model directory.

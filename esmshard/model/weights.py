@@ -12,7 +12,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from esmshard.io.paths import found_place, read_json, remembered_sha256, shipped
 from esmshard.model import adapters, hub, weight_reader
 from esmshard.model.config import SHIPPED, ModelConfig
 from esmshard.model.families import family_registry
-from esmshard.model.families.family import is_computed
+from esmshard.model.families.family import Opened, is_computed
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.trunk import Trunk
 from esmshard.model.weight_reader import ALL, WeightReader
@@ -40,14 +40,13 @@ ABOUT = "esmshard.json"
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors of one model by our names. Each tensor is read from disk when it is used."""
+    """Tensors of one model. Each tensor is read from disk when it is used."""
 
     config: ModelConfig
     source: str
     """Source of the weights, for messages."""
     read: Mapping[str, WeightReader]
-    head: Mapping[str, WeightReader] = field(default_factory=dict)
-    """Tensors of a fine-tuned task head, without the prefix `head.`."""
+    """By our names; those of a fine-tuned task head begin with `head.`."""
     absent: tuple[str, ...] = ()
     """Parts that the file does not have and that were drawn at random: `lm_head`, `contact_head`."""
     notices: tuple[str, ...] = ()
@@ -74,25 +73,36 @@ class Weights:
         return self.rows(name, ALL)
 
     def rows(self, name: str, rows: slice) -> torch.Tensor:
-        """Read some rows of a tensor. From a safetensors file only these rows are read."""
-        return self.read[tied(self.config).get(name, name)](rows)
+        """Read some rows of a tensor. From a safetensors file only these rows are read. `InputError` if one of their
+        values is not finite.
+        """
+        tensor = self.read[tied(self.config).get(name, name)](rows)
+        if not torch.isfinite(tensor).all():
+            raise InputError(
+                f"{self.source}: {name} holds a value that is not finite; the run that made it diverged, or the file "
+                "is damaged: take an earlier checkpoint, or copy or download it again"
+            )
+        return tensor
 
+    @property
+    def head(self) -> dict[str, WeightReader]:
+        """Readers of a fine-tuned task head, without the prefix `head.`; empty if there is none."""
+        return {name.removeprefix("head."): reader for name, reader in self.read.items() if name.startswith("head.")}
 
-@lru_cache(maxsize=8)
-def _sized(config: ModelConfig) -> tuple[dict[str, torch.Size], Mapping[str, str]]:
-    with torch.device("meta"):
-        trunk = family_registry.build(config)
-    return {name: tensor.shape for name, tensor in trunk.state_dict().items()}, trunk.tied
+    def head_state(self) -> dict[str, torch.Tensor]:
+        """Read the tensors of the task head. `InputError` if a value is not finite."""
+        return {name: self[f"head.{name}"] for name in self.head}
 
 
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Return the shape of every tensor of a model by name, buffers included. No memory is used."""
-    return dict(_sized(config)[0])
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in family_registry.build(config).state_dict().items()}
 
 
 def tied(config: ModelConfig) -> Mapping[str, str]:
     """Return the names that mean the tensor of another name, with this other name."""
-    return _sized(config)[1]
+    return family_registry.family_of(config).trunk.tied
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, torch.Size]:
@@ -215,7 +225,7 @@ def _read_directory(path: Path) -> Weights:
         if file is None:
             raise InputError(f"{published}: does not hold one language model alone; give the path of its .pth file")
         return _read_file(path / file)
-    return _read_transformers(str(path), path)
+    return _read_transformers(path)
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -231,22 +241,27 @@ def _weight_files(path: Path) -> list[Path]:
     raise InputError(f"{path}: holds no model.safetensors and no pytorch_model.bin; it is not a complete model")
 
 
-def _read_transformers(source: str, path: Path, single: Path | None = None) -> Weights:
+def _read_transformers(path: Path, single: Path | None = None) -> Weights:
+    """Read a directory, or a single one of its files."""
     try:
         config = family_registry.transformers_config(weight_reader.read_json(path / "config.json"))
     except ValueError as error:
         raise InputError(f"{path / 'config.json'}: not a model that can be read: {error}") from None
     files = _weight_files(path) if single is None else [single]
-    readers: dict[str, WeightReader] = {}
-    for file in files:
-        readers |= weight_reader.read_tensors(file)
-    return _by_our_names(config, source, readers, files)
+    source = str(single or path)
+    readers = {key: reader for file in files for key, reader in weight_reader.read_tensors(file).items()}
+    head = {key: reader for key, reader in readers.items() if key.startswith("head.")}
+    of_others = any(key.startswith("classifier.") for key in readers)
+    notices = (f"{source}: its classifier is of another task and left out",) if of_others else ()
+    trunk = {key: reader for key, reader in readers.items() if not key.startswith(("head.", "classifier."))}
+    opened = Opened(config, family_registry.family_of(config).tensors(trunk, config), tuple(files))
+    return _complete(opened, source, head, notices)
 
 
 def _read_file(path: Path) -> Weights:
     """Read one file: a part of a directory in `transformers`' layout, or a file of any authors' own code."""
     if path.suffix == ".safetensors" or (path.suffix == ".bin" and _has_config(path.parent)):
-        return _read_transformers(str(path), path.parent, path)
+        return _read_transformers(path.parent, path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
         raise InputError(
             f"{path}: not a model; expected a fair-esm .pt file, a .safetensors file with its config.json beside it, "
@@ -264,30 +279,14 @@ def _read_file(path: Path) -> Weights:
             f"{path}: not a model file of any authors' code; a state dict does not say its sizes: load it into its "
             "class of transformers, and give the directory that save_pretrained writes"
         )
-    config, readers, files = opened
-    return replace(_complete(config, str(path), readers, {}), files=files)
-
-
-def _by_our_names(
-    config: ModelConfig, source: str, readers: Mapping[str, WeightReader], files: Sequence[Path]
-) -> Weights:
-    """Sort the tensors of files into trunk and heads."""
-    head = {key.removeprefix("head."): reader for key, reader in readers.items() if key.startswith("head.")}
-    of_others = any(key.startswith("classifier.") for key in readers)
-    notices = (f"{source}: its classifier is of another task and left out",) if of_others else ()
-    trunk = {
-        piece.name: reader.part(piece.rows)
-        for key, reader in readers.items()
-        if not key.startswith(("head.", "classifier."))
-        for piece in family_registry.family_of(config).pieces(key, config)
-    }
-    return replace(_complete(config, source, trunk, head), notices=notices, files=tuple(files))
+    return _complete(opened, str(path))
 
 
 def _complete(
-    config: ModelConfig, source: str, readers: dict[str, WeightReader], head: Mapping[str, WeightReader]
+    opened: Opened, source: str, head: Mapping[str, WeightReader] | None = None, notices: tuple[str, ...] = ()
 ) -> Weights:
     """Check every key. An LM head or contact regression may be missing; it is listed and drawn at random."""
+    config, readers, files = opened
     for name, first in tied(config).items():
         its, shared = readers.pop(name, None), readers.get(first)
         if its is None or shared is None or its.shape != shared.shape:
@@ -304,11 +303,9 @@ def _complete(
     for name, reader in readers.items():
         if reader.shape != wanted[name]:
             raise InputError(f"{source}: {name} is {list(reader.shape)}, {list(wanted[name])} was expected")
-    tensors = {name: reader.finite(f"{source}: {name}") for name, reader in readers.items()}
-    tensors |= drawn(config, {name: wanted[name] for name in missing}, seed=0)
-    head = {name: reader.finite(f"{source}: head.{name}") for name, reader in head.items()}
+    tensors = {**readers, **(head or {}), **drawn(config, {name: wanted[name] for name in missing}, seed=0)}
     parts = tuple(part for part in ("lm_head", "contact_head") if any(n.startswith(f"{part}.") for n in missing))
-    return Weights(config, source, tensors, head, parts)
+    return Weights(config, source, tensors, parts, notices, files)
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
@@ -349,7 +346,6 @@ def _read_adapter(path: Path) -> Weights:
         base,
         source=str(path),
         read=adapter.read,
-        head=adapter.head,
         absent=base.unlearned if unlearned is None else tuple(unlearned),
         notices=(*base.notices, *adapter.notices),
         files=(*base.files, *adapter.files),
@@ -375,19 +371,12 @@ def build(weights: Weights, device: torch.device, dtype: torch.dtype = torch.flo
     """Build a model with these weights on one device. No warning is given about parts that the file does not have."""
     with torch.device("meta"):
         trunk = family_registry.build(weights.config)
-    materialise(trunk, weights, device, dtype)
-    return trunk
-
-
-def materialise(model: Trunk, weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-    """Fill a model that was built on the meta device with weights, on one device. Every tensor must be in the
-    weights.
-    """
-    model.to(dtype).to_empty(device=device)
-    model.tie_weights()
+    trunk.to(dtype).to_empty(device=device)
+    trunk.tie_weights()
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
+        for name, tensor in trunk.state_dict().items():
             tensor.copy_(weights[name])
+    return trunk
 
 
 def load_model(model: str, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Trunk:

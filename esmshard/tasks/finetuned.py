@@ -15,8 +15,7 @@ from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES, family_of
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import Weights
-from esmshard.recipe.section_base import listed
-from esmshard.recipe.sections import Recipe
+from esmshard.recipe.sections import Recipe, listed
 from esmshard.tasks.base import Task
 from esmshard.tasks.registry import new_task, settings_of
 
@@ -46,7 +45,7 @@ def load_finetuned(model: str, device: DeviceName = None) -> FineTuned:
             base["name"] = found_place(base["name"], path.parent)
         task = new_task(settings_of(about["recipe"]["task"]), about.get("facts", {}))
         head = task.head(found.config)
-    tensors = {name: read() for name, read in found.head.items()}
+    tensors = found.head_state()
     if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in head.state_dict().items()}:
         raise InputError(f"{model}: its head does not fit the task in esmshard.json; consolidate the run again")
     head.load_state_dict(tensors)
@@ -136,7 +135,7 @@ def start_values(task: Task, head: nn.Module, found: Weights) -> str | None:
     elif {name: reader.shape for name, reader in found.head.items()} != shapes:
         other = "of another kind or size"
     else:
-        head.load_state_dict({name: reader() for name, reader in found.head.items()})
+        head.load_state_dict(found.head_state())
         scaled = any(facts.get(key) != task.facts.get(key) for key in ("mean", "std"))
         more = "; its training labels had another mean or deviation, so its first outputs are shifted or scaled"
         return f"the head goes on from the {name} head of {found.source}{more if scaled else ''}"

@@ -18,9 +18,8 @@ from esmshard.data.labels.residue_labels import ResidueLabels, residue_labels
 from esmshard.errors import UsageError
 from esmshard.io import remote
 from esmshard.io.store import TokenStore
-from esmshard.model.dropout import of_tokens
-from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.data_section import DataSettings
+from esmshard.model.finetuner import FineTuner, of_tokens
+from esmshard.recipe.sections import DataSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.labels import (
     FROZEN,

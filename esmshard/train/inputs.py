@@ -17,7 +17,7 @@ from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.errors import InputError, UsageError
 from esmshard.io.store import linker_of
 from esmshard.io.tables import counted
-from esmshard.model import quantized, weights
+from esmshard.model import lora, weights
 from esmshard.model.families import family_registry
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.weights import Weights
@@ -41,7 +41,7 @@ RUN_FILES = (
 """
 
 NOTICES_PRINTED = "ESMSHARD_NOTICES_PRINTED"
-"""An environment variable that is set for runs of one command whose notices the command or the first run has printed.
+"""An environment variable of later runs of one command: the first has printed what was changed or left out of the data.
 """
 
 
@@ -76,7 +76,7 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     """
     check_installed(recipe.track)
     if recipe.model.quantize is not None:
-        quantized.check_quantization(device)
+        lora.check_quantization(device)
     probe = recipe.adapt.method == "probe"
     precision = "fp32" if probe else precision_on(device, recipe.parallel.precision)  # scikit-learn fits fp32 numbers
     laid_out = layout(recipe.parallel, processes, per_machine, precision)
@@ -238,7 +238,7 @@ def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
     """Return notices on data and weights: what was changed or left out and, if requested, what the splits share."""
     found: dict[str, None] = {}
     for split in (job.train, job.valid, job.test):
-        for notice in split.notices:
+        for notice in split.notices if NOTICES_PRINTED not in os.environ else ():
             found[notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}"] = None
     longer = int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0
     if longer:

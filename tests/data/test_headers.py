@@ -11,7 +11,7 @@ from in_memory import InMemory
 
 from esmshard.data.labels.label_sources import LabelRecord, read_label_fasta
 from esmshard.data.splits.assignment import SETS
-from esmshard.data.splits.given_splits import given_splits
+from esmshard.data.splits.recipe_splits import given_splits
 from esmshard.errors import InputError
 from esmshard.io.headers import attributes, id_of, number, split_of
 from esmshard.io.symbols import Edits

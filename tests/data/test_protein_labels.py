@@ -12,7 +12,7 @@ from in_memory import InMemory
 
 from esmshard.data.labels.protein_labels import ProteinLabels, protein_labels
 from esmshard.data.splits.assignment import TEST, TRAIN, VALID
-from esmshard.data.splits.given_splits import given_splits
+from esmshard.data.splits.recipe_splits import given_splits
 from esmshard.errors import InputError, UsageError
 from esmshard.io.store import cached
 from esmshard.io.symbols import Edits

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from esmshard.data.variants.mutations import Variants, read_variants
+from esmshard.data.variants import Variants, read_variants
 from esmshard.io.paths import shipped
 
 VARIANTS = shipped("data") / "variants"

@@ -19,8 +19,8 @@ def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _register()
     before = attention.kernel_name
 
-    def kernel_name(device: torch.device, dtype: torch.dtype, *, padded: bool = False) -> Kernel:
-        return "varlen" if dtype in HALF and not padded else before(device, dtype, padded=padded)
+    def kernel_name(device: torch.device, dtype: torch.dtype) -> Kernel:
+        return "varlen" if dtype in HALF else before(device, dtype)
 
     monkeypatch.setattr(attention, "kernel_name", kernel_name)
 

@@ -8,7 +8,7 @@ import torch
 from shared import bare_pack, distance, size
 
 from esmshard.batch import TokenBatch
-from esmshard.model.attention import RotaryEmbedding, attend, kernel_name
+from esmshard.model.attention import RotaryEmbedding, attend, attend_padded, kernel_name
 
 pytestmark = pytest.mark.gpu
 
@@ -109,7 +109,7 @@ def test_the_padded_kernel_in_fp32_is_that_of_the_cpu(device: torch.device, widt
     moved = batch.to(device)
     assert kernel_name(device, torch.float32) == ("padded" if device.type == "cuda" else "slices")
     rows_TE, weight_THK = rows_TE.to(device), weight_THK.to(device)
-    found = both_ways(lambda q, k, v: attend(q, k, v, moved, padded=True), rows_TE, weight_THK, width)
+    found = both_ways(lambda q, k, v: attend_padded(q, k, v, moved), rows_TE, weight_THK, width)
     for a, b in zip(found, expected, strict=True):
         assert (a.cpu() - b).abs().max() <= 1e-4
 
@@ -123,7 +123,7 @@ def test_the_padded_kernel_in_half_precision_is_the_definition(
     batch = bare_pack([1, 40, 7, size(700, 83), 2]).to(device)
     rows_TE, weight_THK = weights_and_rows(batch, width, dtype, device)
     exact = both_ways(lambda q, k, v: definition(q, k, v, batch), rows_TE.double(), weight_THK.double(), width)
-    found = both_ways(lambda q, k, v: attend(q, k, v, batch, padded=True), rows_TE, weight_THK, width)
+    found = both_ways(lambda q, k, v: attend_padded(q, k, v, batch), rows_TE, weight_THK, width)
     assert {x.dtype for x in found} == {dtype}
     check(found, exact, batch, TOLERANCE[dtype])
 

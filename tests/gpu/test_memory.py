@@ -10,9 +10,9 @@ import torch
 from shared import alone, size, steps, texts
 
 import esmshard
+from esmshard import planner
 from esmshard.checkpoint.sharded import Saver
-from esmshard.planner import memory_model
-from esmshard.planner.plan import model_numbers
+from esmshard.planner import model_numbers
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.train import finetune
@@ -70,7 +70,7 @@ def recipe_of(proteins: Path, checkpointing: str, global_tokens: int, number: in
 def fitting(recipe: Recipe, device: torch.device) -> int:
     """Tokens that the planner would let a rank take at once."""
     job = prepare(recipe, 1, 1, device)
-    room = int(RESERVED * memory_model.free_bytes(device, 1))
+    room = int(RESERVED * planner.free_bytes(device, 1))
     return largest_fitting(job, model_numbers(recipe, job.weights.config, job.task), room, alone(device))
 
 

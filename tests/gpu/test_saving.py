@@ -15,7 +15,7 @@ from training import Training, set_up
 
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.sharded import Saver
-from esmshard.model.dropout import RecordDropout
+from esmshard.model.finetuner import RecordDropout
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import local

@@ -236,63 +236,37 @@ def test_an_adapter_on_top_of_an_adapter(base: Path, tmp_path: Path) -> None:
         weights.read(str(second))
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"peft_type": "IA3"}, "peft_type is not LORA"),
-        ({"of_the_future": {"x": 1}}, "of_the_future is set, which is not a plain LoRA"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the base model too"),
-        ({"base_model_name_or_path": None}, "names no base model; write its place as base_model_name_or_path there"),
-        ({"lora_alpha": "much"}, "no positive number"),
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_be_read(changes: dict[str, Any], says: str, base: Path, tmp_path: Path) -> None:
-    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
+Q = "base_model.model.esm.encoder.layer.1.attention.self.query"
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor | None], str]] = [
+    ({}, {"peft_type": "IA3"}, {}, "peft_type is not LORA"),
+    ({}, {"of_the_future": {"x": 1}}, {}, "of_the_future is set, which is not a plain LoRA"),
+    ({}, {"init_lora_weights": "pissa"}, {}, "init_lora_weights is 'pissa', which changes the base model too"),
+    ({}, {"base_model_name_or_path": None}, {}, "names no base model"),
+    ({}, {"lora_alpha": "much"}, {}, "damaged"),
+    ({"target_modules": ["query", "word_embeddings"]}, {}, {}, "lora_embedding_A is no part of a plain LoRA of linear"),
+    ({"modules_to_save": ["lm_head"]}, {}, {}, "are one tensor here"),
+    ({}, {}, {f"{Q}.lora_B.weight": None}, "lacks one of its two matrices"),
+    ({}, {}, {f"{Q}.lora_B.weight": torch.ones(32, 3)}, "layers.1.self_attn.q_proj.weight does not fit the base"),
+    ({}, {}, {f"{Q}.lora_magnitude_vector": torch.ones(64)}, "is no part of a plain LoRA of linear layers"),
+]
+
+
+@pytest.mark.parametrize(("made", "changes", "tensors", "says"), REFUSED, ids=[case[-1] for case in REFUSED])
+def test_what_cannot_be_read_is_refused(
+    made: dict[str, Any],
+    changes: dict[str, Any],
+    tensors: dict[str, torch.Tensor | None],
+    says: str,
+    base: Path,
+    tmp_path: Path,
+) -> None:
+    adapter = saved(peft_model(base, EsmForMaskedLM, **{"target_modules": ["query"]} | made), tmp_path / "adapter")
     edit(adapter, **changes)
+    file = adapter / "adapter_model.safetensors"
+    save_file({k: tensor for k, tensor in (load_file(file) | tensors).items() if tensor is not None}, file)
     with pytest.raises(InputError) as caught:
         weights.read(str(adapter))
     assert str(caught.value).startswith(f"{adapter}/adapter_")
-    assert says in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"target_modules": ["query", "word_embeddings"]}, "lora_embedding_A is no part of a plain LoRA of linear"),
-        ({"target_modules": ["query"], "modules_to_save": ["lm_head"]}, "are one tensor here"),
-    ],
-    ids=str,
-)
-def test_adapters_of_peft_that_cannot_be_read(settings: dict[str, Any], says: str, base: Path, tmp_path: Path) -> None:
-    adapter = saved(peft_model(base, EsmForMaskedLM, **settings), tmp_path / "adapter")
-    with pytest.raises(InputError) as caught:
-        weights.read(str(adapter))
-    assert says in str(caught.value)
-
-
-Q = "base_model.model.esm.encoder.layer.1.attention.self.query"
-
-
-@pytest.mark.parametrize(
-    ("lost", "added", "says"),
-    [
-        ([f"{Q}.lora_B.weight"], {}, "lacks one of its two matrices"),
-        ([], {f"{Q}.lora_B.weight": torch.ones(32, 3)}, "layers.1.self_attn.q_proj.weight does not fit the base"),
-        ([], {f"{Q}.lora_magnitude_vector": torch.ones(64)}, "is no part of a plain LoRA of linear layers"),
-    ],
-    ids=str,
-)
-def test_files_that_do_not_fit(
-    lost: list[str] | None, added: dict[str, torch.Tensor], says: str, base: Path, tmp_path: Path
-) -> None:
-    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
-    file = adapter / "adapter_model.safetensors"
-    state = load_file(file)
-    save_file({k: t for k, t in state.items() if lost is not None and k not in lost} | added, file)
-    with pytest.raises(InputError) as caught:
-        weights.read(str(adapter))
-    assert str(caught.value).startswith(f"{file}: ")
     assert says in str(caught.value)
 
 
@@ -303,7 +277,7 @@ def test_damage_is_named(base: Path, tmp_path: Path) -> None:
     state[f"{Q}.lora_A.weight"][1, 1] = torch.nan
     save_file(state, file)
     found = weights.read(str(adapter))
-    with pytest.raises(InputError, match=r"adapter_model.safetensors: layers.1.self_attn.q_proj.weight holds a value"):
+    with pytest.raises(InputError, match=r"adapter: layers.1.self_attn.q_proj.weight holds a value"):
         weights.build(found, torch.device("cpu"))
     for text in ("[]", '{"base": {"name": "x"}}'):
         (adapter / "esmshard.json").write_text(text)

@@ -1,20 +1,21 @@
 """Attention over packed sequences: every kernel, every packing and every gradient says the same."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from esm.rotary_embedding import apply_rotary_pos_emb
-from model_files import fair_esm, ours, tokenise
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model.attention import RotaryEmbedding, attend, inverse_frequencies, kernel_name
-from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2 import ESM2, EsmConfig
+from esmshard.model.attention import RotaryEmbedding, attend_padded, attend_slices, inverse_frequencies, kernel_name
+from esmshard.model.families.esm2 import EsmConfig
 from esmshard.vocab import STANDARD, encode
 
 CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)
 LENGTHS = (1, 40, 7, 83, 2)
 N_HEADS, HEAD_DIM = 4, 16
+Kernel = Callable[..., torch.Tensor]
 
 
 def sequences() -> list[str]:
@@ -47,16 +48,14 @@ def with_gradients(function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [out.detach(), *(x.grad for x in qkv)]
 
 
-@pytest.fixture(scope="module")
-def model() -> ESM2:
-    return ours(fair_esm(CONFIG), CONFIG)
+KERNELS = [attend_slices, attend_padded]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_both_cpu_kernels_are_the_definition_with_gradients(padded: bool) -> None:
+@pytest.mark.parametrize("attend", KERNELS)
+def test_both_cpu_kernels_are_the_definition_with_gradients(attend: Kernel) -> None:
     batch = pack([encode(s) for s in sequences()])
     inputs = heads(batch.bounds[-1])
-    mine = with_gradients(lambda q, k, v: attend(q, k, v, batch, padded=padded), inputs)
+    mine = with_gradients(lambda q, k, v: attend(q, k, v, batch), inputs)
     reference = with_gradients(lambda q, k, v: explicit(q, k, v, batch), inputs)
     assert len(mine) == 4
     for a, b in zip(mine, reference, strict=True):
@@ -64,56 +63,19 @@ def test_both_cpu_kernels_are_the_definition_with_gradients(padded: bool) -> Non
         assert (a - b).abs().max() <= 1e-5
 
 
-def test_packed_equals_one_by_one(model: ESM2) -> None:
-    _, batch = tokenise(sequences())
-    with torch.no_grad():
-        together = model(batch, layers=range(4), logits_at=torch.arange(batch.bounds[-1]))
-        for n, sequence in enumerate(sequences()):
-            _, single = tokenise([sequence])
-            alone = model(single, layers=range(4), logits_at=torch.arange(single.bounds[-1]))
-            part = slice(batch.bounds[n], batch.bounds[n + 1])
-            for layer in range(4):
-                assert (together.representations[layer][part] - alone.representations[layer]).abs().max() <= 1e-5
-            assert (together.logits_PV[part] - alone.logits_PV).abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_neighbours_of_a_changed_sequence_stay_as_they_are_in_attend(padded: bool) -> None:
+@pytest.mark.parametrize("attend", KERNELS)
+def test_neighbours_of_a_changed_sequence_stay_as_they_are_in_attend(attend: Kernel) -> None:
     batch = pack([encode(s) for s in sequences()])
     q, k, v, _ = heads(batch.bounds[-1])
-    before = attend(q, k, v, batch, padded=padded)
+    before = attend(q, k, v, batch)
     changed = slice(batch.bounds[1], batch.bounds[2])
     for x in (q, k, v):
         x[changed] *= -1.5
-    after = attend(q, k, v, batch, padded=padded)
+    after = attend(q, k, v, batch)
     same_T = (before == after).flatten(1).all(1)
     assert not same_T[changed].any()
     same_T[changed] = True
     assert same_T.all()
-
-
-@pytest.mark.parametrize(
-    "change", ["<mask>" + "ACDEFGHIKL" * 8 + "AV", "AC", "W" * 200], ids=["residues", "less", "more"]
-)
-def test_neighbours_of_a_changed_sequence_stay_as_they_are_in_the_model(model: ESM2, change: str) -> None:
-    """To the bit, whatever is computed, also where the change moves them to other rows."""
-    texts = sequences()
-    before, after = (everything(model, t) for t in (texts, [*texts[:3], change, texts[4]]))
-    assert len(before) == len(after) == len(LENGTHS)
-    for n, (own, other) in enumerate(zip(before, after, strict=True)):
-        assert len(own) == len(other) == CONFIG.n_layers + 3
-        for a, b in zip(own, other, strict=True):
-            assert torch.equal(a, b) is (n != 3)
-
-
-def everything(model: ESM2, texts: list[str]) -> list[list[torch.Tensor]]:
-    """Of each sequence in a pack: representations of all layers, logits and contacts."""
-    _, batch = tokenise(texts)
-    with torch.no_grad():
-        out = model(batch, layers=range(CONFIG.n_layers + 1), logits_at=torch.arange(batch.bounds[-1]))
-        contacts = predict_contacts(model, batch)
-    parts = [x.split(batch.token_counts) for x in (*out.representations.values(), out.logits_PV)]
-    return [[*(part[n] for part in parts), contacts[n]] for n in range(len(batch))]
 
 
 # Rotary
@@ -162,4 +124,3 @@ def test_the_kernel_that_is_named(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert kernel_name(torch.device(device), dtype) == name
-    assert kernel_name(torch.device(device), dtype, padded=True) == "padded"

@@ -11,10 +11,10 @@ from esm.modules import apc, symmetrize
 from model_files import fair_esm, ours, tokenise
 from torch.profiler import ProfilerActivity, profile
 
-from esmshard.model import attention, weights
 from esmshard.model import contacts as contacts_module
+from esmshard.model import weights
 from esmshard.model.attention import attention_map
-from esmshard.model.contacts import ContactAccumulator, corrected_maps, predict_contacts
+from esmshard.model.contacts import ContactAccumulators, corrected_maps, predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
@@ -45,25 +45,6 @@ def stacked(maps_CLL: torch.Tensor, weight_C: torch.Tensor, bias: torch.Tensor) 
     return torch.einsum("cij,c->ij", apc(symmetrize(maps_CLL)), weight_C) + bias
 
 
-def test_streamed_contacts_equal_stacked_ones_in_numpy(model: ESM2) -> None:
-    _, batch = tokenise(sequences())
-    maps: list[list[np.ndarray]] = [[] for _ in range(len(batch))]
-    with torch.no_grad():
-        model(batch, on_attention=lambda layer, n, q, k: maps[n].append(residue_maps(q, k).double().numpy()))
-        contacts = predict_contacts(model, batch)
-    weight_C = model.contact_head.regression.weight[0].detach().double().numpy()
-    for length, layers, mine_LL in zip(LENGTHS, maps, contacts, strict=True):
-        p_CLL = np.concatenate(layers)
-        assert p_CLL.shape == (CONFIG.n_layers * CONFIG.n_heads, length, length)
-        logits_LL = np.full((length, length), model.contact_head.regression.bias.item())
-        for p_LL, weight in zip(p_CLL, weight_C, strict=True):
-            s_LL = p_LL + p_LL.T
-            logits_LL += weight * (s_LL - np.outer(s_LL.sum(1), s_LL.sum(0)) / s_LL.sum())
-        assert np.abs(mine_LL.numpy() - 1 / (1 + np.exp(-logits_LL))).max() <= 1e-6
-        assert torch.allclose(mine_LL, mine_LL.T, atol=1e-7)
-    assert contacts[3].std() > 0.005
-
-
 @pytest.mark.parametrize("n_outputs", [1, 2])
 @pytest.mark.parametrize("numbers", [1, 3 * 22**2, 1 << 20], ids=["one head", "three heads", "all heads"])
 def test_the_accumulator_has_the_gradients_of_the_stacked_head(
@@ -78,10 +59,10 @@ def test_the_accumulator_has_the_gradients_of_the_stacked_head(
 
     out_ALL = torch.randn(n_outputs, 20, 20, generator=torch.Generator().manual_seed(4))
     mine, theirs = inputs(), inputs()
-    accumulator = ContactAccumulator(mine[2], mine[3])
+    accumulator = ContactAccumulators(1, mine[2], mine[3])
     for layer in range(3):
-        accumulator.add(layer, mine[0][layer], mine[1][layer])
-    logits_ALL = accumulator.logits()
+        accumulator.add(layer, 0, mine[0][layer], mine[1][layer])
+    (logits_ALL,) = accumulator.logits()
     (logits_ALL * out_ALL).sum().backward()
 
     maps_CLL = torch.cat([residue_maps(q, k) for q, k in zip(theirs[0], theirs[1], strict=True)])
@@ -149,9 +130,9 @@ def test_contacts_are_summed_in_fp32_under_autocast() -> None:
     weight, bias = torch.randn(1, 8, generator=generator), torch.zeros(1)
     for grad in (False, True):
         with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
-            accumulator = ContactAccumulator(weight.bfloat16().float().requires_grad_(grad), bias)
-            accumulator.add(0, q_THK, k_THK)
-            found = accumulator.logits()[0]
+            accumulator = ContactAccumulators(1, weight.bfloat16().float().requires_grad_(grad), bias)
+            accumulator.add(0, 0, q_THK, k_THK)
+            found = accumulator.logits()[0][0]
         expected = stacked(residue_maps(q_THK, k_THK), weight[0].bfloat16().float(), bias)
         assert found.dtype == torch.float32
         assert (found - expected).abs().max() <= 1e-5
@@ -175,26 +156,6 @@ def test_contacts_do_not_depend_on_how_many_heads_go_together(
         found = predict_contacts(model, batch)
     for mine_LL, other_LL in zip(found, expected, strict=True):
         assert (mine_LL - other_LL).abs().max() <= 1e-6
-
-
-def test_the_trunk_runs_its_own_kernel_meanwhile(model: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contacts cost maps, and no slower attention: the same call of `attend` in each layer, with the same result."""
-    _, batch = tokenise(sequences())
-    outputs: list[torch.Tensor] = []
-    attend = attention.attend
-
-    def counted(*args: torch.Tensor, **keywords: bool) -> torch.Tensor:
-        outputs.append(attend(*args, **keywords))
-        assert not keywords
-        return outputs[-1]
-
-    monkeypatch.setattr(attention, "attend", counted)
-    with torch.no_grad():
-        model(batch)
-        predict_contacts(model, batch)
-    assert len(outputs) == 2 * CONFIG.n_layers
-    for without, together in zip(outputs[: CONFIG.n_layers], outputs[CONFIG.n_layers :], strict=True):
-        assert torch.equal(without, together)
 
 
 def peak_bytes(function: Callable[[], object]) -> int:

@@ -13,19 +13,18 @@ from packed_weights import packed, unpacked
 
 from esmshard.batch import pack
 from esmshard.errors import UsageError
-from esmshard.model import quantized
+from esmshard.model import lora
 from esmshard.model.config import Matrix, ModelConfig
 from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import FAMILIES, SIZES, build, n_parameters
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
-from esmshard.model.lora import LoraLinear
-from esmshard.model.quantized import PackedMatrix, QuantizedLinear, frozen_product, packed_of
+from esmshard.model.lora import LoraLinear, PackedMatrix, QuantizedLinear, frozen_product, packed_of
 from esmshard.model.weights import Weights, fresh
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
-from esmshard.planner.memory_model import numbers_of
+from esmshard.planner import numbers_of
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.vocab import encode
 
@@ -202,7 +201,7 @@ def test_the_big_linear_layers_of_the_blocks_are_packed_and_nothing_else(family:
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_other_devices_than_nvidia_gpus_are_refused(device: str) -> None:
     with pytest.raises(UsageError) as error:
-        quantized.check_quantization(torch.device(device))
+        lora.check_quantization(torch.device(device))
     assert str(error.value) == (
         f"model.quantize: is for NVIDIA GPUs, and this run is on {device}; pass model.quantize=null, or run it on a "
         "machine with a GPU"

@@ -39,6 +39,21 @@ def test_the_lm_head_sees_the_asked_rows_only(model: ESM2) -> None:
     assert torch.equal(logits_PV[1], logits_PV[3])
 
 
+def test_layers_come_as_asked_whatever_the_order(model: ESM2) -> None:
+    _, batch = tokenise(TEXTS)
+    with torch.no_grad():
+        every = model(batch, layers=range(4)).representations
+        some = model(batch, layers=(3, 0, 2)).representations
+        last, none = model(batch), model(batch, layers=())
+    assert set(some) == {0, 2, 3}
+    assert all(torch.equal(x_TD, every[layer]) for layer, x_TD in (*some.items(), *last.representations.items()))
+    assert set(last.representations) == {3}
+    assert (none.representations, none.logits_PV, last.logits_PV) == ({}, None, None)
+    for layers in ((4,), (-1,), (0, 3, 99)):
+        with pytest.raises(ValueError, match="this model has 0 to 3"):
+            model(batch, layers=layers)
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [1, 0, 3, 2], [1, 1, 0], [3, 1]])
 def test_token_dropout_is_of_each_sequence_and_not_of_the_pack(model: ESM2, order: list[int]) -> None:
     """One sequence of masks mostly, one without any: each is what it is alone, to the last bit of the embedding."""

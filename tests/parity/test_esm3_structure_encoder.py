@@ -21,8 +21,8 @@ from esmshard.data.structures.chains import read_chains
 from esmshard.errors import InputError, UsageError
 from esmshard.model import weights
 from esmshard.model.export import write_transformers
-from esmshard.model.families import esm3_structure
-from esmshard.model.families.esm3_structure import structure_tokens
+from esmshard.model.families import esm3
+from esmshard.model.families.esm3 import structure_tokens
 from esmshard.model.families.family_registry import SIZES
 from esmshard.predict.track_codes import write_codes
 
@@ -43,8 +43,8 @@ def published(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("at_once", [256, 7])
 def test_tokens_are_those_of_the_authors(published: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(esm3_structure, "RESIDUES_AT_ONCE", at_once)
-    golden, encoder = load_file(GOLDEN), esm3_structure.read_encoder(published)
+    monkeypatch.setattr(esm3, "RESIDUES_AT_ONCE", at_once)
+    golden, encoder = load_file(GOLDEN), esm3.read_encoder(published)
     codes = encoder.codes_CZ
     for name, coordinates in proteins().items():
         described = golden[f"{name}.described"]
@@ -73,7 +73,7 @@ def test_tokens_depend_on_the_structure_alone(published: Path) -> None:
 def test_the_released_encoder_has_so_many_parameters() -> None:
     """The authors' `StructureTokenEncoder` has as many with d_model 1024, v_heads 128, n_layers 2 and d_out 128."""
     with torch.device("meta"):
-        encoder = esm3_structure.StructureEncoder(1024, 128, 4096, 2, (4096, 128))
+        encoder = esm3.StructureEncoder(1024, 128, 4096, 2, (4096, 128))
     assert sum(parameter.numel() for parameter in encoder.parameters()) == 30_116_224
 
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_made_a_track_is_one_sentence(published: Path, structures
     with pytest.raises(UsageError, match=r"tokens.csv: codes are written as .npz"):
         write_codes("structure_tokens", structures, published, tmp_path / "tokens.csv")
     (structures / "1abc.cif").write_text(cif(chain("GSHMKVLAWEFT")))
-    with pytest.raises(InputError, match=r"chain '1abc_A' comes from .*1abc.cif too; remove one file"):
+    with pytest.raises(InputError, match=r"chain '1abc_A' comes from another file"):
         write_codes("structure_tokens", structures, published, out)
     (structures / "1abc.cif").unlink()
     out.write_bytes(b"mine")

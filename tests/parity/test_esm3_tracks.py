@@ -16,14 +16,13 @@ from test_esm3 import GOLDEN, TOLERANCE, compare_with, model_of, published, stru
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model.families import esm3_structure
-from esmshard.model.families.esm3 import FAMILY
-from esmshard.model.families.esm3_structure import GeometricAttention
+from esmshard.model.families import esm3
+from esmshard.model.families.esm3 import FAMILY, GeometricAttention
 from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.trunk import Trunk
 from esmshard.parallel.layout import Layout
-from esmshard.planner.memory_model import layer_bytes, numbers_of
+from esmshard.planner import layer_bytes, numbers_of
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.vocab import encode
 
@@ -135,7 +134,7 @@ def test_parts_of_heads_and_queries_give_the_same(model: Trunk, monkeypatch: pyt
 
     whole = found()
     for most in (1, 40, 300):
-        monkeypatch.setattr(esm3_structure, "AT_ONCE", most)
+        monkeypatch.setattr(esm3, "AT_ONCE", most)
         assert all((a - b).abs().max() < 1e-5 * b.abs().max() for a, b in zip(found(), whole, strict=True))
 
 
@@ -189,13 +188,16 @@ def test_what_is_kept_is_what_the_planner_adds() -> None:
 @pytest.mark.parametrize("tracks", [(), ("coordinates",), ("structure_tokens",), ("coordinates", "structure_tokens")])
 @pytest.mark.parametrize("method", ["full", "lora", "head"])
 def test_what_learns_with_a_track_is_what_the_planner_counts(tracks: tuple[str, ...], method: str) -> None:
+    """All blocks are alike for it: what the first block has in addition lies beside the blocks."""
     adapt = AdaptSettings.model_validate({"method": method})
     for size in ("esm3_nano", "esm3_sm_open_v1"):
         config = SIZES[size]
         with torch.device("meta"):
             tuner = FineTuner(build(config), LanguageModelHead())
             tuner.adapt(adapt, 0, tracks)
+        assert numbers_of(tuner, config).parameters == sum(parameter.numel() for parameter in tuner.parameters())
         learns = {name for name, parameter in tuner.trunk.named_parameters() if parameter.requires_grad}
+        assert learns
         full = method == "full"
         assert any(name.startswith("geom_attn.") for name in learns) == (full and "coordinates" in tracks)
         of_others = {name for name in learns if name.startswith(("other_", "contact_head."))}

@@ -1,5 +1,6 @@
 """ESM-2, ESM-1b and ESM-1v against fair-esm and `transformers`: one pack of all lengths, values and gradients."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,17 +100,6 @@ def test_a_pack_of_all_lengths_equals_transformers(given: Given) -> None:
         assert agree(given, n, hidden, found.logits[0], contacts) <= TOLERANCE
 
 
-def test_a_pack_equals_its_sequences_one_by_one(given: Given) -> None:
-    for n, text in enumerate(given.texts):
-        _, single = tokenise([text])
-        with torch.no_grad():
-            found = given.model(
-                single, layers=range(given.config.n_layers + 1), logits_at=torch.arange(single.bounds[-1])
-            )
-            contacts = predict_contacts(given.model, single)[0]
-        assert agree(given, n, list(found.representations.values()), found.logits_PV, contacts) <= TOLERANCE
-
-
 def test_files_of_fair_esm_give_the_same_model(given: Given, tmp_path: Path) -> None:
     file = write_fair_esm(tmp_path / "model.pt", given.reference)
     model = load_model(str(file), torch.device("cpu"))
@@ -119,6 +109,18 @@ def test_files_of_fair_esm_give_the_same_model(given: Given, tmp_path: Path) -> 
     if not given.config.rotary:
         state = torch.load(file, weights_only=False)["model"]
         assert (state["encoder.sentence_encoder.embed_tokens.weight"][MASK] != 0).all(), "made zero on reading"
+
+
+def test_token_dropout_can_be_off_and_changes_the_logits(given: Given) -> None:
+    config = replace(given.config, token_dropout=False)
+    reference = fair_esm(config)
+    model = ours(reference, config)
+    assert torch.equal(model.embed_tokens.weight, given.model.embed_tokens.weight), "nothing else differs"
+    block, batch = tokenise(given.texts[:1])
+    with torch.no_grad():
+        off = model(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
+        assert (off - reference(block)["logits"][0]).abs().max() <= TOLERANCE
+    assert (off - given.output.logits_PV[: batch.bounds[-1]]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("family", ["ESM-1b", "ESM-1v"])

@@ -12,22 +12,15 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
-from esm.data import Alphabet
-from esm.model.esm2 import ESM2 as FairEsm
-from model_files import perturb
 from outputs import everything
-from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoTokenizer, EsmConfig, EsmForMaskedLM, EsmTokenizer
 
 from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.model import weights
-from esmshard.model.adapters import adapter_config, write_adapter
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.family_registry import SIZES, build, n_parameters, released_name, transformers_config
+from esmshard.model.families.family_registry import SIZES, n_parameters, released_name, transformers_config
 from esmshard.model.families.saprot import FAMILY, SaprotConfig
-from esmshard.model.lora import add_lora
 from esmshard.model.trunk import ABSENT, Trunk
 from esmshard.vocab import CLS, EOS, MASK, STANDARD, TOKENS, UNK
 
@@ -172,20 +165,6 @@ def test_gradients_are_those_of_transformers(saved: Saved) -> None:
     assert compared == len(theirs) - 2, "all but the contact regression"
 
 
-def test_scores_of_variants_are_the_authors(saved: Saved, model: Trunk) -> None:
-    """`predict_mut`: the amino acid of `V3A` is hidden and its structure letter is not."""
-    residues, structure = "MEVQLVQYK", "#vppp#yda"
-    hidden = "ME?QLVQYK"
-    block = saved.tokenizer(text(hidden, structure), return_tensors="pt")
-    with torch.no_grad():
-        probabilities = summed(saved.theirs(**block).logits[0])[3]
-    score = (probabilities[AMINO_ACIDS.index("A")] / probabilities[AMINO_ACIDS.index("V")]).log()
-    *_, logits = everything(model, packed((hidden, structure)))
-    mine = logits[3].log_softmax(0)[TOKENS.index("A")] - logits[3].log_softmax(0)[TOKENS.index(residues[2])]
-    assert abs(score - mine) < TOLERANCE
-    assert abs(score) > 0.01
-
-
 def test_tokens_are_those_of_the_authors_tokenizer(saved: Saved, model: Trunk, tmp_path: Path) -> None:
     out = consolidate(saved.directory, tmp_path / "written", max_file_bytes=200_000)
     assert (out / "vocab.txt").read_text() == "\n".join(VOCABULARY)
@@ -218,53 +197,6 @@ def test_token_dropout_is_as_the_configuration_says(saved: Saved) -> None:
         assert config == SaprotConfig(n_layers=3, dim=96, n_heads=6, token_dropout=token_dropout)
     with pytest.raises(ValueError, match="mask_token_id is 32, not 4"):
         transformers_config(raw | {"mask_token_id": 32})
-
-
-def test_an_adapter_loads_in_peft(saved: Saved, tmp_path: Path) -> None:
-    base = weights.read(str(saved.directory))
-    model = weights.build(base, torch.device("cpu")).eval()
-    add_lora(model.layers, model.config.matrices, 3, 6.0, ("q", "v", "fc1"))
-    state, generator = model.state_dict(), torch.Generator().manual_seed(1)
-    trained = {name: state[name] for name in state if "lora_" in name}
-    *_, before = everything(model, saved.batch)
-    with torch.no_grad():
-        for tensor in trained.values():
-            tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
-    *layers, logits = everything(model, saved.batch)
-    assert (logits - before).abs().max() > 1e-2
-    (tmp_path / "adapter").mkdir()
-    settings = adapter_config(str(saved.directory), model.config, 3, 6.0, ("q", "v", "fc1"), "none")
-    write_adapter(tmp_path / "adapter", settings, model.config, ("q", "v", "fc1"), trained)
-    theirs = PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(saved.directory), tmp_path / "adapter").eval()
-    known = {key.replace(".default.", ".") for key in theirs.state_dict()}
-    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys() <= known
-    with torch.no_grad():
-        other = theirs(input_ids=saved.block, attention_mask=saved.mask, output_hidden_states=True)
-    assert (other.hidden_states[-1][saved.mask.bool()] - layers[-1]).abs().max() < TOLERANCE
-
-
-def test_the_authors_weights_give_the_numbers_of_fair_esm() -> None:
-    """`load_esm_saprot` of `utils/esm_loader.py`: fair-esm's model with another alphabet."""
-    alphabet = Alphabet(VOCABULARY, prepend_toks=[], append_toks=[], prepend_bos=True, append_eos=True)
-    alphabet.all_toks = alphabet.all_toks[:-2]
-    alphabet.tok_to_idx = {token: n for n, token in enumerate(alphabet.all_toks)}
-    assert alphabet.all_toks == VOCABULARY
-    assert [alphabet.cls_idx, alphabet.padding_idx, alphabet.eos_idx, alphabet.mask_idx] == [0, 1, 2, 4]
-    torch.manual_seed(0)
-    theirs = FairEsm(2, 32, 4, alphabet).eval()
-    perturb(theirs, deviation=0.1)
-    mine = build(SIZES["saprot_nano"]).eval()
-    mine.load_state_dict(theirs.state_dict())
-    for residues, structure in PAIRS.values():
-        pairs = map("".join, zip(text(residues, structure)[::2], structure, strict=True))
-        block = torch.tensor([[0, *(VOCABULARY.index(pair) for pair in pairs), 2]])
-        with torch.no_grad():
-            said = theirs(block, repr_layers=[0, 2])
-        *layers, logits = everything(mine, packed((residues, structure)))
-        for layer in (0, 2):
-            assert (layers[layer] - said["representations"][layer][0]).abs().max() < TOLERANCE
-        columns = [TOKENS.index(letter) for letter in STANDARD + "X"]
-        assert (logits.double().softmax(1)[:, columns] - summed(said["logits"][0])).abs().max() < TOLERANCE
 
 
 def test_names_and_sizes_of_the_released_models() -> None:

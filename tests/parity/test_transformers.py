@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from model_files import fair_esm, perturb, tokenise, write_transformers
+from model_files import perturb, tokenise
 from safetensors.torch import load_file, save_file
 from transformers import EsmConfig as HfConfig
 from transformers import EsmForMaskedLM, EsmModel
@@ -21,7 +21,7 @@ from esmshard.batch import TokenBatch
 from esmshard.model import weights
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2 import ESM2, FAMILY, TIED, EsmConfig
+from esmshard.model.families.esm2 import ESM2, FAMILY, EsmConfig
 from esmshard.model.weights import load_model
 
 CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)
@@ -155,16 +155,6 @@ def test_tables_that_differ_from_layer_to_layer_stay_apart(saved: Saved, tmp_pat
     assert [float(layer.self_attn.rot_emb.inv_freq[0] - INV_FREQ[0]) for layer in model.layers] == [0, 1, 2]
 
 
-def test_one_by_one_equals_transformers_too(saved: Saved) -> None:
-    model = load_model(str(saved.directory))
-    for sequence in SEQUENCES:
-        block, batch = tokenise([sequence])
-        with torch.no_grad():
-            mine = model(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
-            theirs = saved.model(block, attention_mask=torch.ones_like(block)).logits[0]
-        assert (mine - theirs).abs().max() <= TOLERANCE
-
-
 def test_attention_maps_equal_those_of_transformers(saved: Saved) -> None:
     """`attentions_n` is `attentions[n - 1]` of `transformers`, without the rows and columns of `<cls>` and `<eos>`."""
     kept = [n for n, sequence in enumerate(SEQUENCES) if "<" not in sequence]
@@ -204,26 +194,3 @@ def test_a_bare_model_has_no_lm_head_and_says_so(saved: Saved, tmp_path: Path) -
     found = differences(saved, load_model(str(tmp_path)))
     assert max(found["hidden"], found["contacts"]) <= TOLERANCE
     assert found["logits"] > 1e-2, "its LM head is a new one"
-
-
-def test_our_names_are_those_of_transformers(saved: Saved) -> None:
-    ours = {FAMILY.key(name) for name in weights.shapes(CONFIG) if not name.endswith("inv_freq")}
-    theirs = {name for name, _ in saved.model.named_parameters(remove_duplicate=False)}
-    assert len(ours) > 50
-    assert ours - {FAMILY.key(TIED)} == theirs - {"lm_head.decoder.weight"}
-
-
-def test_transformers_reads_a_directory_of_ours(tmp_path: Path) -> None:
-    reference = fair_esm(CONFIG)
-    path = write_transformers(tmp_path / "model", reference, CONFIG)
-    theirs, info = EsmForMaskedLM.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    block, _ = tokenise(SEQUENCES)
-    with torch.no_grad():
-        mask = (block != 1).long()
-        expected = reference(block, return_contacts=True)
-        logits, contacts = theirs(block, attention_mask=mask).logits, theirs.predict_contacts(block, mask)
-    kept = block != 1
-    assert (logits - expected["logits"])[kept].abs().max() <= TOLERANCE
-    assert (contacts - expected["contacts"])[:, :40, :40].abs().max() <= TOLERANCE

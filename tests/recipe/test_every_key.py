@@ -18,10 +18,9 @@ from torch import nn
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
 from esmshard.model import weights
-from esmshard.model.dropout import RecordDropout
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.finetuner import FineTuner
+from esmshard.model.finetuner import FineTuner, RecordDropout
 from esmshard.model.lora import LoraLinear
 from esmshard.parallel.layout import Layout
 from esmshard.recipe.recipe_file import load

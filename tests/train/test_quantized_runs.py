@@ -12,9 +12,9 @@ from packed_weights import unpacked
 from safetensors.torch import load_file
 
 from esmshard.checkpoint import sharded
-from esmshard.checkpoint.consolidate import consolidate_adapter
+from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import UsageError
-from esmshard.model import quantized, weights
+from esmshard.model import lora, weights
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.lora import merged
@@ -29,7 +29,7 @@ LORA = "adapt.method=lora"
 
 @pytest.fixture(autouse=True)
 def _on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "check_quantization", lambda device: None)
+    monkeypatch.setattr(lora, "check_quantization", lambda device: None)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_run_goes_on_bit_for_bit_and_ends_as_the_base_with_its_lora(few: Path)
     assert "the weights here are not" in card
     assert json.loads((out / "versions.json").read_text())["bitsandbytes"]
     assert json.loads((out / "model" / "esmshard.json").read_text())["recipe"]["model"]["quantize"] == "nf4"
-    adapter = consolidate_adapter(out, out.parent / "adapter")
+    adapter = consolidate(out, out.parent / "adapter", adapter=True)
     assert "packed" not in " ".join(load_file(adapter / "adapter_model.safetensors"))
     with pytest.raises(UsageError, match=r"model\.quantize"):
         finetune.run(load(few, LORA, "model.quantize=int8", "optim.lr=0.01"), resume="auto")
@@ -108,9 +108,9 @@ def test_a_frozen_language_model_may_be_quantised(few: Path, method: str, monkey
 def test_matrices_are_packed_one_after_the_other(few: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No second one is in memory in fp32, and each is packed once."""
     packed: list[str] = []
-    pack = quantized.PackedMatrix.pack
+    pack = lora.PackedMatrix.pack
 
-    def noted(matrix: quantized.PackedMatrix, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+    def noted(matrix: lora.PackedMatrix, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
         packed.append(f"{len(packed)}")
         return pack(matrix, weight_OI)
 
@@ -118,7 +118,7 @@ def test_matrices_are_packed_one_after_the_other(few: Path, monkeypatch: pytest.
         materialise(model, *rest)
         raise StopIteration
 
-    monkeypatch.setattr(quantized.PackedMatrix, "pack", noted)
+    monkeypatch.setattr(lora.PackedMatrix, "pack", noted)
     monkeypatch.setattr(loop, "materialise", filled)
     recipe = load(few, LORA, "model.quantize=nf4")
     with pytest.raises(StopIteration):

@@ -136,7 +136,7 @@ class Examples:
         taken_N = np.ones(len(store), dtype=np.bool_) if members_N is None else members_N
         if labels is not None and labels.labelled_N is not None:
             taken_N = taken_N & labels.labelled_N
-        # The record of each example and the number of its window of the record, [E].
+        # The record of each example, [E], and the number of its window.
         # A range and a broadcast number take no memory where every example is a whole record.
         self._record_E: range | npt.NDArray[np.int64] = range(len(store))
         length_E: npt.NDArray[np.int32] = longest_N
@@ -178,26 +178,32 @@ class Examples:
         sequence of a batch has them.
         """
         record = int(self._record_E[n])
-        record_id, residues, cut = self.id(n), self.store.residues(record), self._windows(record)
+        record_id, residues = self.id(n), self.store.residues(record)
         labels = {} if self.labels is None else self.labels[record]
         part: slice | npt.NDArray[np.int64] = slice(None)
         draw = f"{self._seed}:{epoch}"
-        if cut is not None and self._long == "window":
-            part = cut.kept(cut.spread(int(self._window_E[n])))
-        elif cut is not None and epoch is not None:
-            part = cut.kept(cut.drawn(f"{draw}:{record_id}"))
-        if cut is not None and self.labels is not None and self.labels.per_residue:
-            labels = {name: values[part] for name, values in labels.items()}
-        tokens = np.concatenate([[CLS], residues[part], [EOS]], dtype=np.uint8, casting="unsafe")
+        windows = None if self._long == "crop" and epoch is None else self._windows(record)
+        if windows is not None:
+            if self._long == "window":
+                starts = windows.spread(int(self._window_E[n]))
+            else:
+                starts = windows.drawn(f"{draw}:{record_id}")
+            part = windows.kept(starts)
+            residues = residues[part]
+            if self.labels is not None and self.labels.per_residue:
+                labels = {name: values[part] for name, values in labels.items()}
+        tokens = np.concatenate([[CLS], residues, [EOS]], dtype=np.uint8, casting="unsafe")
         tracks = {} if self.tracks is None else self.tracks.get(record, part)
         return Example(record_id, tokens, labels, FIXED if epoch is None else draw, tracks)
 
     def id(self, n: int) -> str:
         """Return the id of example n, without reading its tokens, unless it is a window of several chains."""
         record = int(self._record_E[n])
-        cut = self._windows(record) if self._long == "window" else None
-        window = "" if cut is None else f"/{cut.name(cut.spread(int(self._window_E[n])))}"
-        return f"{self.store.id(record)}{window}"
+        record_id = self.store.id(record)
+        windows = self._windows(record) if self._long == "window" else None
+        if windows is None:
+            return record_id
+        return f"{record_id}/{windows.name(windows.spread(int(self._window_E[n])))}"
 
     def length(self, n: int) -> int:
         """Return the number of residues of the record of example n, without linkers between chains."""
@@ -216,8 +222,9 @@ class Examples:
         return None if block_N is None else block_N[self._record_E]
 
     def _windows(self, record: int) -> ChainWindows | None:
-        """Return the windows of a record; None if it is shorter than one."""
-        if not self._most or (length := int(self.store.lengths[record])) <= self._most:
+        """Return the windows of a record; None if it is not longer than one."""
+        length = int(self.store.lengths[record])
+        if not self._most or length <= self._most:
             return None
         if self._chained:
             return chain_windows(self.store.residues(record), self._most)
@@ -228,7 +235,7 @@ class Examples:
         example, int32 [E].
         """
         over = np.flatnonzero(lengths > most)
-        first = self.store.id(int(self._record_E[int(over[0])]))
+        first = self.store.id(int(self._record_E[over[0]]))
         if long == "error":
             raise InputError(
                 f"{self.path}: record '{shown(first)}' has {lengths[over[0]]:,} residues, data.max_length is {most:,}; "
@@ -245,20 +252,20 @@ class Examples:
             self._window_E = self._window_E[: len(self._record_E)]
             return lengths[lengths <= most]
         self._long, self._most = long, most
+        # A record is covered by as few windows as possible, evenly spread.
         windows = -(-lengths.astype(np.int64) // most)
         for k in over.tolist() if self._chained else ():
             try:
-                cut = self._windows(int(record_E[k]))
+                windows[k] = chain_windows(self.store.residues(int(record_E[k])), most).count
             except InputError as error:  # its linkers leave no room for its chains
                 name = shown(self.store.id(int(record_E[k])))
                 raise InputError(f"{self.path}: record '{name}': data.max_length: {error}") from None
-            windows[k] = 1 if cut is None else cut.count
-        if long == "crop":
-            return np.minimum(lengths, most)
-        self._record_E = np.repeat(record_E, windows)
-        self._window_E = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)
-        self.notices.append(f"{count} cut into {int(windows[over].sum()):,} windows ({shown(first)}{more})")
-        return np.repeat(np.minimum(lengths, most), windows)
+        if long == "window":
+            self._record_E = np.repeat(record_E, windows)
+            self._window_E = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)
+            self.notices.append(f"{count} cut into {int(windows[over].sum()):,} windows ({shown(first)}{more})")
+            lengths = np.repeat(lengths, windows)
+        return np.minimum(lengths, most)
 
 
 def _of_chains(store: Store) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

@@ -22,7 +22,7 @@ from esmshard.io.store import is_store
 from esmshard.io.symbols import Edits, shown
 from esmshard.io.tables import read_text
 from esmshard.progress import Progress
-from esmshard.recipe.data_section import EVERY
+from esmshard.recipe.sections import EVERY
 from esmshard.vocab import BETWEEN
 
 FEWEST = 10

@@ -17,7 +17,7 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.esmc import EsmcConfig, GatedTrunk, RMSNorm, write_tokenizer
+from esmshard.model.families.esmc import ESMC, EsmcConfig, RMSNorm, write_tokenizer
 from esmshard.model.families.family import (
     SIZES_OF_TRANSFORMERS,
     Family,
@@ -27,7 +27,7 @@ from esmshard.model.families.family import (
     check_settings,
     renamed,
 )
-from esmshard.model.trunk import ABSENT
+from esmshard.model.trunk import ABSENT, embedding
 from esmshard.vocab import TOKENS, VOCAB_SIZE
 
 VOCABULARY = ("<pad>", "<unk>", "<mask>", "<bos>", "<eos>", "|", *"LAGVSERTIDPKQNFYMHWCB")
@@ -69,7 +69,6 @@ class AmplifyConfig(EsmcConfig):
 
     @property
     def branch_scale(self) -> float:
-        """Nothing is scaled."""
         return 1.0
 
 
@@ -87,13 +86,15 @@ class AmplifyHead(nn.Module):
         return torch.cat([absent if row is None else columns[row] for row in ROWS], dim=1)
 
 
-class Amplify(GatedTrunk):
+class Amplify(ESMC):
     """The AMPLIFY trunk with its LM head."""
 
     def __init__(self, config: AmplifyConfig) -> None:
         norm = partial(RMSNorm, eps=1e-5)
-        lm_head = AmplifyHead(config.dim)
-        super().__init__(config, len(VOCABULARY), norm(config.dim), lm_head, norm=norm, interleaved=True)
+        super().__init__(config, norm, interleaved=True)
+        self.embed_tokens = embedding(len(VOCABULARY), config.dim)
+        self.layer_norm_after = norm(config.dim)
+        self.lm_head = AmplifyHead(config.dim)
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
         """Look up the token embeddings [T, D]. Letters that AMPLIFY lacks have the row of `<unk>`."""
@@ -171,14 +172,12 @@ class AmplifyFamily(Family):
         return 0.04 * torch.rand(shape, generator=generator) - 0.02
 
     def pieces(self, key: str, config: AmplifyConfig) -> tuple[Piece, ...]:
-        """Return our tensors in one of the authors' keys. An unknown key is returned as it is."""
         if match := re.fullmatch(r"transformer_encoder\.(\d+)\.ffn\.w12\.weight", key):
             f, layer = config.ffn_width, f"layers.{match[1]}"
             return Piece(f"{layer}.gate.weight", slice(0, f)), Piece(f"{layer}.up.weight", slice(f, 2 * f))
         return (Piece(self.names.ours(key)),)
 
     def read_config(self, raw: Mapping[str, Any]) -> AmplifyConfig:
-        """Return the architecture that a `config.json` describes."""
         fixed = _FIXED | {"hidden_act": "swiglu"}
         check_settings({**raw, "hidden_act": str(raw.get("hidden_act", "swiglu")).lower()}, fixed)
         config = AmplifyConfig(**renamed(raw, SIZES_OF_TRANSFORMERS))
@@ -189,7 +188,6 @@ class AmplifyFamily(Family):
         return config if ffn == config.ffn_width else replace(config, ffn=ffn)
 
     def write_config(self, config: AmplifyConfig) -> dict[str, Any]:
-        """Return the content of `config.json` for the authors' class."""
         return _FIXED | {
             "architectures": ["AMPLIFY"],
             "auto_map": {"AutoConfig": f"{CODE}.AMPLIFYConfig", "AutoModel": f"{CODE}.AMPLIFY"},
@@ -211,7 +209,6 @@ class AmplifyFamily(Family):
         }
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Write the files from which `transformers.AutoTokenizer` makes a tokenizer of AMPLIFY."""
         roles = {role: f"<{role}>" for role in ("pad", "unk", "mask", "bos", "eos")}
         write_tokenizer(directory, VOCABULARY, roles, "PreTrainedTokenizerFast")
 

@@ -87,22 +87,18 @@ class EsmConfig(ModelConfig):
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens that the learned positions cover; None for rotary positions."""
         return self.max_positions
 
     @property
     def n_logits(self) -> int:
-        """The 33 tokens of `esmshard.vocab`."""
         return VOCAB_SIZE
 
     @property
     def ffn_width(self) -> int:
-        """Four times the width of the model."""
         return 4 * self.dim
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """Attention's four projections, and the two matrices of the feed-forward part."""
         d = self.dim
         return (*self.projections, Matrix("fc1", "fc1", d, 4 * d, "fc1"), Matrix("fc2", "fc2", 4 * d, d, "fc2"))
 
@@ -168,7 +164,6 @@ class ESM2(Trunk):
         self.lm_head = self.make_lm_head(config.dim, self.embed_tokens.weight)
 
     def tie_weights(self) -> None:
-        """Share the embedding's matrix with the LM head again."""
         self.lm_head.weight = self.embed_tokens.weight
 
     def rows(self, batch: TokenBatch) -> torch.Tensor:
@@ -198,7 +193,6 @@ class ESM2(Trunk):
         return x_TD
 
     def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Apply `emb_layer_norm_after`."""
         return self.emb_layer_norm_after(x_TD)  # type: ignore[no-any-return]
 
 
@@ -271,7 +265,6 @@ class EsmFamily(Family):
         return self.names.theirs(name)
 
     def pieces(self, key: str, config: EsmConfig) -> tuple[Piece, ...]:
-        """Return our tensors in a `transformers` key; none for keys that this model does not use."""
         if not re.match(r"(esm|lm_head|head)\.", key):
             key = "esm." + key  # The key is from a bare EsmModel.
         # Released files hold these keys, and nothing uses them: `pooler` was never trained.
@@ -288,7 +281,6 @@ class EsmFamily(Family):
         return (Piece(self.names.ours(key)),)
 
     def write_config(self, config: EsmConfig) -> dict[str, Any]:
-        """Return the content of `config.json` for `EsmForMaskedLM`."""
         return {
             "architectures": ["EsmForMaskedLM"],
             "attention_probs_dropout_prob": 0.0,
@@ -311,7 +303,6 @@ class EsmFamily(Family):
         }
 
     def read_config(self, raw: Mapping[str, Any]) -> EsmConfig:
-        """Return the architecture that a `config.json` describes."""
         if raw.get("is_folding_model"):
             raise ValueError("it is an ESMFold; only language models can be read")
         positions, rows = raw.get("position_embedding_type", "absolute"), raw.get("max_position_embeddings", 1026)
@@ -330,7 +321,6 @@ class EsmFamily(Family):
         return config
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Write the files from which `transformers.AutoTokenizer` makes its EsmTokenizer."""
         special: dict[str, Any] = {f"{role}_token": f"<{role}>" for role in ("cls", "eos", "mask", "pad", "unk")}
         (directory / "vocab.txt").write_text("\n".join(self.config.vocabulary), encoding="utf-8")
         replace_json(directory / "special_tokens_map.json", special)
@@ -370,17 +360,6 @@ _PAPERS = {"esm2": _LIN, "esm1b": _RIVES, "esm1v": _MEIER}
 class FairEsmFile(AuthorsFile):
     """The `.pt` file of fair-esm, with the contact regression in a file beside it."""
 
-    use = """\
-import argparse
-
-import esm
-import torch
-
-torch.serialization.add_safe_globals([argparse.Namespace])  # the settings in the file, which torch.load refuses else
-model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)"""
-    code = "[fair-esm](https://github.com/facebookresearch/esm)"
-    our_names = True
-
     def path(self, directory: Path, stem: str, config: EsmConfig) -> Path:
         """Return the path of the `.pt` of a model.
 
@@ -401,7 +380,18 @@ model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)"""
         return [file, regression]
 
 
-FAIR_ESM = FairEsmFile()
+FAIR_ESM = FairEsmFile(
+    use="""\
+import argparse
+
+import esm
+import torch
+
+torch.serialization.add_safe_globals([argparse.Namespace])  # the settings in the file, which torch.load refuses else
+model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)""",
+    code="[fair-esm](https://github.com/facebookresearch/esm)",
+    our_names=True,
+)
 
 
 class Esm2Family(EsmFamily):
@@ -441,13 +431,14 @@ class Esm2Family(EsmFamily):
                 )
             state = state | contacts
         # Released files keep the prefixes of the fairseq trainer.
-        tensors = weight_reader.tensors(
-            {re.sub(r"^(encoder\.sentence_encoder\.|encoder\.)", "", str(key)): value for key, value in state.items()}
-        )
+        state = {re.sub(r"^(encoder\.sentence_encoder\.|encoder\.)", "", str(key)): state[key] for key in state}
         # fair-esm does this on loading: these files hold noise in the row of <mask>, and the LM head shares the table.
-        for name in () if config.rotary else tensors.keys() & {"embed_tokens.weight", TIED}:
-            tensors[name] = tensors[name].then(_without_mask_row)
-        return Opened(config, tensors, tuple(file for file in (path, regression) if file.is_file()))
+        for name in () if config.rotary else ("embed_tokens.weight", TIED):
+            if isinstance(state.get(name), torch.Tensor):
+                state[name] = state[name].detach().clone()
+                state[name][MASK:] = 0.0
+        files = tuple(file for file in (path, regression) if file.is_file())
+        return Opened(config, weight_reader.tensors(state), files)
 
 
 FAMILY = Esm2Family()
@@ -502,7 +493,3 @@ def fair_esm_settings(config: EsmConfig) -> dict[str, Any]:
     sizes.encoder_ffn_embed_dim = 4 * config.dim
     sizes.max_positions = config.max_positions
     return {"args": sizes}
-
-
-def _without_mask_row(table: torch.Tensor, rows: slice) -> torch.Tensor:
-    return table.masked_fill((torch.arange(VOCAB_SIZE)[rows] == MASK)[:, None], 0.0)

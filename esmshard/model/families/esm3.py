@@ -4,32 +4,45 @@ other tracks have the values that stand for nothing known.
 The reference for every number is `esm` 3.4.1 (`esm/models/esm3.py`), called with one protein at a time;
 `tests/parity/test_esm3.py` compares the two. `esmshard.batch` explains the letters of tensor names.
 
+Geometric attention: residues attend to each other by the places and directions of their backbones. Each residue has a
+frame, which follows from N, CA and C. Each head turns two vectors of a residue by its frame, whose product with those
+of another residue says how well directions agree, and moves two points with its frame, whose distance counts against
+the other residue. What is gathered is turned back into the frame of the residue that gathers. The reference is
+`GeometricReasoningOriginalImpl` in `esm/layers/geom_attention.py`.
+
 `transformers` has no ESM3. A fine-tuned one is therefore written under the authors' names, with a `config.json` whose
-`model_type` is `esm3`: esmshard reads such a directory, and nothing else does. `Esm3File` writes the file that the
+`model_type` is `esm3`: esmshard reads such a directory, and nothing else does. `ESM3_FILE` writes the file that the
 authors' code reads.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from esmshard.batch import TokenBatch
+from esmshard.errors import InputError
+from esmshard.model import weight_reader
 from esmshard.model.attention import OnAttention
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.esm3_structure import GeometricAttention, structure_tokens
 from esmshard.model.families.esmc import (
     AUTHORS,
+    ESMC,
     LM_HEAD,
-    ROWS,
     EsmcConfig,
-    GatedTrunk,
     UntiedLMHead,
     authors_pieces,
     authors_sizes,
+    gated,
 )
 from esmshard.model.families.family import AuthorsFile, Encoder, Family, Names, Opened, Piece, Released, renamed
 from esmshard.model.trunk import embedding
@@ -67,6 +80,16 @@ HEADS = {
 """Columns of the heads of the other tracks, by the authors' names."""
 COORDINATES, STRUCTURE = "coordinates", "structure_tokens"
 """Names of the tracks that the models read besides the sequence."""
+FARTHEST = 1e6
+"""Ångström. Coordinates beyond count as unknown, as in the reference."""
+AT_ONCE = 2**21
+"""Most pairs of residues, times heads, that are computed at once: 8 MiB for each of a handful of matrices in fp32."""
+_SOFTNESS = 3**-0.5
+NEIGHBOURS = 16
+FARTHEST_POSITION = 32
+"""Residues further apart in the sequence count as this far apart."""
+RESIDUES_AT_ONCE = 256
+"""Residues whose surroundings are computed at once: 128 MiB for the widest matrix of the released encoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +104,101 @@ class Esm3Config(EsmcConfig):
     def kept_with(self, track: str) -> int:
         """Geometric attention keeps its input, the same normalised, its vectors, and the input of the last matrix."""
         return 2 * self.dim + 18 * self.v_heads if track == COORDINATES else 0
+
+
+def frames(coordinates_T33: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rotations [T, 3, 3], origins [T, 3] in Ångström, and whether they are known [T], all but the last in fp32.
+
+    The first axis goes from C to CA, the second lies in the plane of the three atoms on the side of N, and CA is the
+    origin. Where a coordinate is unknown, rotation and origin are 0. The reference has a mean frame there; but nothing
+    attends to such a residue, and it gathers nothing, so that no number depends on it.
+
+    Args:
+        coordinates_T33: N, CA and C of each residue in Ångström; NaN where unknown.
+    """
+    known_T = (coordinates_T33.abs() < FARTHEST).flatten(1).all(1)
+    n_T3, ca_T3, c_T3 = coordinates_T33.float().masked_fill(~known_T[:, None, None], 0.0).unbind(1)
+    first_T3 = _of_length_1(ca_T3 - c_T3)
+    second_T3 = n_T3 - ca_T3
+    second_T3 = _of_length_1(second_T3 - first_T3 * (first_T3 * second_T3).sum(1, keepdim=True))
+    third_T3 = torch.linalg.cross(first_T3, second_T3)
+    return torch.stack((first_T3, second_T3, third_T3), dim=-1), ca_T3, known_T
+
+
+def _of_length_1(x_T3: torch.Tensor) -> torch.Tensor:
+    return x_T3 / (x_T3.square().sum(1, keepdim=True) + 1e-10).sqrt()
+
+
+class GeometricAttention(nn.Module):
+    """Attention over the frames of each sequence, [T, D] to [T, D]; parameter names are the authors'.
+
+    A residue without coordinates gets exactly 0 if there are no biases, and does not count for the others.
+    """
+
+    def __init__(self, dim: int, v_heads: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.s_norm = nn.LayerNorm(dim, bias=bias)
+        self.proj = nn.Linear(dim, 15 * v_heads, bias=bias)
+        self.out_proj = nn.Linear(3 * v_heads, dim, bias=bias)
+        self.distance_scale_per_head = nn.Parameter(torch.zeros(v_heads))
+        self.rotation_scale_per_head = nn.Parameter(torch.zeros(v_heads))
+
+    def forward(self, x_TD: torch.Tensor, coordinates_T33: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Map x [T, D] to [T, D].
+
+        Args:
+            x_TD: the tokens of all sequences, end to end.
+            coordinates_T33: N, CA and C in Ångström; NaN where unknown. In fp32, in which the attention is computed.
+            counts: the tokens of each sequence. No sequence sees another.
+        """
+        vectors_T5H3 = self.proj(self.s_norm(x_TD)).view(len(x_TD), 5, -1, 3)
+        rotation_T33, origin_T3, known_T = frames(coordinates_T33)
+        # Autograd alone would keep some matrices of L x L for each head: for 1,024 residues and 256 heads, 1 GiB each.
+        # So each part is computed again in the backward pass.
+        gather: Callable[..., torch.Tensor] = _gathered
+        if torch.is_grad_enabled():
+            gather = partial(checkpoint, _gathered, use_reentrant=False, preserve_rng_state=False)
+        gathered: list[torch.Tensor] = []
+        with torch.autocast(x_TD.device.type, enabled=False):
+            scales_2H = _SOFTNESS * F.softplus(
+                torch.stack((self.rotation_scale_per_head, self.distance_scale_per_head)).float()
+            )
+            sequences = [x.split_with_sizes([*counts]) for x in (vectors_T5H3, rotation_T33, origin_T3, known_T)]
+            for vectors_L5H3, *frames_L in zip(*sequences, strict=True):
+                length = len(vectors_L5H3)
+                heads, rows = max(1, AT_ONCE // length**2), max(1, AT_ONCE // length)
+                of_heads: list[torch.Tensor] = []
+                parts = zip(torch.split(vectors_L5H3, heads, 2), torch.split(scales_2H, heads, 1), strict=True)
+                for vectors_L5h3, scales_2h in parts:
+                    queries = [slice(start, start + rows) for start in range(0, length, rows)]
+                    of_heads.append(torch.cat([gather(vectors_L5h3, scales_2h, *frames_L, part) for part in queries]))
+                gathered.append(torch.cat(of_heads, 1))
+        gathered_TH3 = torch.cat(gathered).masked_fill(~known_T[:, None, None], 0.0)
+        return self.out_proj(gathered_TH3.flatten(1).to(vectors_T5H3.dtype))  # type: ignore[no-any-return]
+
+
+def _gathered(
+    vectors_L5H3: torch.Tensor,
+    scales_2H: torch.Tensor,
+    rotation_L33: torch.Tensor,
+    origin_L3: torch.Tensor,
+    known_L: torch.Tensor,
+    queries: slice,
+) -> torch.Tensor:
+    """Return what some queries of one sequence gather by some of the heads, [P, H, 3], in their frames.
+
+    Without any known residue all weights are alike.
+    """
+    turned_LN3 = vectors_L5H3.flatten(1, 2).float() @ rotation_L33.mT
+    q_HL3, k_HL3, v_HL3, far_q_HL3, far_k_HL3 = turned_LN3.view(vectors_L5H3.shape).permute(1, 2, 0, 3).unbind(0)
+    origin_L3 = origin_L3 - origin_L3.mean(0)  # Only distances count, and around 0 they have more digits.
+    direction_H11, distance_H11 = scales_2H[..., None, None]
+    far_q_HP3, far_k_HL3 = (far_q_HL3 + origin_L3)[:, queries] * distance_H11, (far_k_HL3 + origin_L3) * distance_H11
+    distances_HPL = torch.cdist(far_q_HP3, far_k_HL3, compute_mode="donot_use_mm_for_euclid_dist")
+    scores_HPL = (q_HL3[:, queries] * direction_H11 @ k_HL3.mT).sub_(distances_HPL)
+    weights_HPL = scores_HPL.masked_fill_(~known_L, torch.finfo(scores_HPL.dtype).min).softmax(-1)
+    gathered_PH3: torch.Tensor = (weights_HPL @ v_HL3).transpose(0, 1) @ rotation_L33[queries]
+    return gathered_PH3
 
 
 class OtherTracks(nn.Module):
@@ -132,7 +250,7 @@ def _radial_basis(value: float, like: torch.Tensor) -> torch.Tensor:
     return torch.exp(-(((value - centres_B) * PLDDT_BINS) ** 2)).to(like.dtype)
 
 
-class ESM3(GatedTrunk):
+class ESM3(ESMC):
     """The ESM3 trunk with the LM head of the sequence.
 
     Everything else in the released file is there too, so that the file can be written again.
@@ -152,7 +270,7 @@ class ESM3(GatedTrunk):
 
     def __init__(self, config: Esm3Config) -> None:
         d = config.dim
-        super().__init__(config, ROWS, nn.LayerNorm(d, bias=False), UntiedLMHead(d, ROWS))
+        super().__init__(config)
         self.other_tracks = OtherTracks(d)
         # It belongs to the first block, but lies beside the blocks, since sharding, planner and streaming rely on
         # equal blocks.
@@ -180,6 +298,122 @@ class ESM3(GatedTrunk):
         return self.pack.own(whole_TD)
 
 
+class _EncoderBlock(nn.Module):
+    """Geometric attention and a gated feed-forward part, under the authors' names."""
+
+    def __init__(self, dim: int, v_heads: int, ffn_width: int) -> None:
+        super().__init__()
+        self.geom_attn = GeometricAttention(dim, v_heads, bias=True)
+        self.ffn = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * ffn_width), _Gate(), nn.Linear(ffn_width, dim))
+
+
+class _Gate(nn.Module):
+    def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
+        gate_TF, up_TF = x_TF.chunk(2, dim=-1)
+        return gated(gate_TF, up_TF)
+
+
+class StructureEncoder(nn.Module):
+    """The encoder, without what its training needs. `codes` are the number C of codes, and their length Z."""
+
+    codes_CZ: torch.Tensor
+
+    def __init__(self, dim: int, v_heads: int, ffn_width: int, n_layers: int, codes: tuple[int, int]) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(2 * FARTHEST_POSITION + 2, dim)
+        self.blocks = nn.ModuleList(_EncoderBlock(dim, v_heads, ffn_width) for _ in range(n_layers))
+        self.pre_vq_proj = nn.Linear(dim, codes[1])
+        self.register_buffer("codes_CZ", torch.zeros(codes))
+
+    def forward(self, coordinates_L33: torch.Tensor) -> torch.Tensor:
+        """Return the structure tokens of one protein, int64 [L].
+
+        As in the reference, residues without coordinates get a code, too, which is the same for all of them.
+
+        Args:
+            coordinates_L33: N, CA and C of each residue in Ångström; NaN where unknown.
+        """
+        z_LZ = self.described(coordinates_L33)
+        distances_LC = self.codes_CZ.square().sum(1) - 2 * z_LZ @ self.codes_CZ.t()  # and the square of z, alike in all
+        return distances_LC.argmin(1)
+
+    def described(self, coordinates_L33: torch.Tensor) -> torch.Tensor:
+        """Return the description of each residue before it becomes a code, [L, Z]."""
+        # Residues without coordinates have no part in the description of any other.
+        place_N = frames(coordinates_L33)[2].nonzero().flatten()
+        known_N33 = coordinates_L33[place_N].to(self.codes_CZ.dtype)
+        x_LD = self.codes_CZ.new_zeros(len(coordinates_L33), self.positions.embedding_dim)
+        for start in range(0, len(place_N), RESIDUES_AT_ONCE):
+            part_P = torch.arange(start, min(start + RESIDUES_AT_ONCE, len(place_N)), device=place_N.device)
+            x_LD[place_N[part_P]] = self._surroundings(part_P, known_N33, place_N)
+        return self.pre_vq_proj(x_LD)  # type: ignore[no-any-return]
+
+    def _surroundings(self, part_P: torch.Tensor, known_N33: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
+        """Describe some of the residues with coordinates, [P, D]."""
+        ca_N3 = known_N33[:, 1]
+        apart_PN = torch.cdist(ca_N3[part_P], ca_N3, compute_mode="donot_use_mm_for_euclid_dist")
+        # Each residue comes first among its neighbours.
+        apart_PN[torch.arange(len(part_P), device=part_P.device), part_P] = -1
+        neighbour_PE = apart_PN.topk(min(NEIGHBOURS, len(ca_N3)), largest=False).indices
+        offset_PE = place_N[neighbour_PE] - place_N[part_P, None]
+        x_TD: torch.Tensor = self.positions(
+            offset_PE.clamp(-FARTHEST_POSITION, FARTHEST_POSITION) + FARTHEST_POSITION + 1
+        ).flatten(0, 1)
+        coordinates_T33, counts = known_N33[neighbour_PE].flatten(0, 1), [neighbour_PE.shape[1]] * len(part_P)
+        for n, block in enumerate(self.blocks):
+            assert isinstance(block, _EncoderBlock)
+            x_TD = x_TD + block.geom_attn(x_TD, coordinates_T33, counts)
+            if n + 1 == len(self.blocks):  # From here on only the residue itself counts.
+                x_TD = x_TD[:: counts[0]]
+            x_TD = x_TD + block.ffn(x_TD)
+        return x_TD
+
+
+@lru_cache(maxsize=1)
+def read_encoder(path: Path) -> StructureEncoder:
+    """Read the authors' file `esm3_structure_encoder_v0.pth`. The file that was read last stays in memory.
+
+    Raises:
+        InputError: the file cannot be read, or holds something else.
+    """
+    tensors = {
+        re.sub(r"^relative_positional_embedding\.embedding\.", "positions.", name)
+        .replace("transformer.blocks.", "blocks.")
+        .replace("codebook.embeddings", "codes_CZ"): reader()
+        for name, reader in weight_reader.read_tensors(path).items()
+        if name not in ("codebook.N", "codebook.z_avg")  # They are of training.
+    }
+    try:
+        encoder = StructureEncoder(
+            tensors["positions.weight"].shape[1],
+            v_heads=len(tensors["blocks.0.geom_attn.distance_scale_per_head"]),
+            ffn_width=len(tensors["blocks.0.ffn.1.weight"]) // 2,
+            n_layers=sum(name.endswith(".ffn.3.weight") for name in tensors),
+            codes=(tensors["codes_CZ"].shape[0], tensors["codes_CZ"].shape[1]),
+        )
+        encoder.load_state_dict(tensors)
+    except (KeyError, RuntimeError) as error:  # A tensor is missing, is of another shape, or has no place.
+        raise InputError(
+            f"{path}: not an encoder of structure tokens ({' '.join(str(error).split())}); give "
+            "esm3_structure_encoder_v0.pth of the repository biohub/esm3-sm-open-v1"
+        ) from None
+    return encoder.float().eval().requires_grad_(False)
+
+
+def structure_tokens(
+    path: Path, coordinates: npt.NDArray[np.floating], device: str | torch.device = "cpu"
+) -> npt.NDArray[np.int64]:
+    """Return the structure tokens of one protein, int64 [L], each below 4,096, by the authors' file of the encoder.
+
+    `coordinates` are N, CA and C of each residue in Ångström [L, 3, 3]; NaN where unknown. Neighbouring rows are
+    neighbours in the sequence, so residues without coordinates must have rows, too.
+    """
+    coordinates_L33 = torch.from_numpy(coordinates).float().to(device)
+    with torch.no_grad():
+        tokens_L: npt.NDArray[np.int64] = read_encoder(path).to(device)(coordinates_L33).cpu().numpy()
+    return tokens_L
+
+
 _HAYES = "Hayes et al. 2025, Science 387:850, doi:10.1126/science.ads0018"
 
 _TABLE = "encoder.sequence_embed.weight"
@@ -187,10 +421,8 @@ _GEOMETRIC = "transformer.blocks.0.geom_attn."
 _SCALE = f"{_GEOMETRIC}distance_scale_per_head"
 
 
-class Esm3File(AuthorsFile):
-    """The `.pth` file in which ESM3-open was published: tensors alone, without sizes."""
-
-    use = """\
+ESM3_FILE = AuthorsFile(
+    use="""\
 import torch
 from esm.models.esm3 import ESM3
 from esm.pretrained import ESM3_function_decoder_v0, ESM3_structure_decoder_v0, ESM3_structure_encoder_v0
@@ -207,13 +439,11 @@ model = ESM3(
     function_decoder_fn=ESM3_function_decoder_v0,
     tokenizers=get_esm3_model_tokenizers(),
 )
-model.load_state_dict(state)"""
-    code = "[esm](https://github.com/Biohub/esm)"
-    lacks = ("head.", "contact_head.")
-
-    def path(self, directory: Path, stem: str, config: Esm3Config) -> Path:
-        """Return the path of the file."""
-        return directory / f"{stem}.pth"
+model.load_state_dict(state)""",
+    code="[esm](https://github.com/Biohub/esm)",
+    lacks=("head.", "contact_head."),
+)
+"""The `.pth` file in which ESM3-open was published: tensors alone, without sizes."""
 
 
 class Esm3Family(Family):
@@ -241,7 +471,7 @@ class Esm3Family(Family):
         Track(STRUCTURE, "structure tokens", "codes", STRUCTURE_MASK, n_codes=STRUCTURE_TOKENS),
     )
     encoders: ClassVar[Mapping[str, Encoder]] = {STRUCTURE: structure_tokens}
-    pickles: ClassVar[Mapping[str, AuthorsFile]] = {"esm3-pth": Esm3File()}
+    pickles: ClassVar[Mapping[str, AuthorsFile]] = {"esm3-pth": ESM3_FILE}
     model_types = ("esm3",)
     names = Names(
         block=AUTHORS.block,
@@ -269,27 +499,23 @@ class Esm3Family(Family):
         return super().initial(config, name, shape, generator)
 
     def pieces(self, key: str, config: Esm3Config) -> tuple[Piece, ...]:
-        """Return our tensors in a key of the authors' file, whose names our own directory has, too."""
         return authors_pieces(key, config, self.names)
 
     def read_config(self, raw: Mapping[str, Any]) -> Esm3Config:
-        """Return the architecture that `write_config` wrote."""
         names = ("n_layers", "dim", "n_heads", "v_heads")
         return Esm3Config(**renamed(raw, dict(zip(names, names, strict=True))), ffn=raw.get("ffn"))
 
     def write_config(self, config: Esm3Config) -> dict[str, Any]:
-        """Return the content of the `config.json` in our own directory."""
         return {"model_type": "esm3", **config.sizes}
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
-        """Read the file of a published ESM3."""
         if _TABLE not in data:
             return None
         if missing := [key for key in (_TABLE, _SCALE) if not isinstance(data.get(key), torch.Tensor)]:
             raise ValueError(f"it has no {missing[0]}, which an ESM3 has")
         sizes = authors_sizes(data, _TABLE, data[_TABLE].shape)
         config = Esm3Config(**sizes, v_heads=data[_SCALE].numel())
-        return Opened(config, self.tensors(data, config), (path,))
+        return Opened(config, self.tensors(weight_reader.tensors(data), config), (path,))
 
 
 FAMILY = Esm3Family()

@@ -23,6 +23,7 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.io.paths import replace_json
+from esmshard.model import weight_reader
 from esmshard.model.attention import Between, OnAttention, SelfAttention, TrunkBlock
 from esmshard.model.config import Matrix, ModelConfig
 from esmshard.model.families.family import (
@@ -80,7 +81,6 @@ class EsmcConfig(ModelConfig):
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """Attention's four projections; gate and up, which are both `fc1`; and down."""
         d, f = self.dim, self.ffn_width
         gate_up = (Matrix("fc1", "gate", d, f, "fc1"), Matrix("fc1", "up", d, f, "fc1"))
         return (*self.projections, *gate_up, Matrix("fc2", "down", f, d, "fc2"))
@@ -153,26 +153,15 @@ class _RMSNorm(torch.autograd.Function):
 class GatedLayer(TrunkBlock):
     """A block with a norm before each part, rotary attention and a gated feed-forward part (SwiGLU).
 
-    `norm` makes the norms from their width, `branch_scale` is the factor of what attention and feed-forward part add,
-    and `SelfAttention` explains the others.
+    `norm` makes the norms from their width, and `SelfAttention` explains `interleaved`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        n_heads: int,
-        ffn_width: int,
-        *,
-        norm: Callable[[int], nn.Module] = nn.LayerNorm,
-        qk_norm: bool = False,
-        interleaved: bool = False,
-        branch_scale: float = 1.0,
-    ) -> None:
+    def __init__(self, config: EsmcConfig, norm: Callable[[int], nn.Module], interleaved: bool) -> None:
         super().__init__()
-        d, f = dim, ffn_width
-        self.branch_scale = branch_scale
+        d, f = config.dim, config.ffn_width
+        self.branch_scale = config.branch_scale
         self.self_attn_layer_norm = norm(d)
-        self.self_attn = SelfAttention(d, n_heads, interleaved=interleaved, bias=False, qk_norm=qk_norm)
+        self.self_attn = SelfAttention(d, config.n_heads, interleaved=interleaved, bias=False, qk_norm=config.qk_norm)
         self.final_layer_norm = norm(d)
         # Two products are as fast as a joined one, since each is wide enough to fill the cores.
         self.gate = nn.Linear(d, f, bias=False)
@@ -212,32 +201,29 @@ class UntiedLMHead(nn.Module):
         return self.decoder(self.layer_norm(F.gelu(self.dense(x_PD))))  # type: ignore[no-any-return]
 
 
-class GatedTrunk(Trunk):
-    """A token embedding, gated blocks, a norm, an LM head, and a contact regression, which no released file has.
-
-    `rows` are those of the token embedding, and `block` are further arguments of `GatedLayer`.
+class ESMC(Trunk):
+    """The ESM-C trunk: a token embedding, gated blocks, a norm, an LM head, and a contact regression, which no released
+    file has. Other families have subclasses; `norm` and `interleaved` are those of `GatedLayer`.
     """
 
     config: EsmcConfig
 
-    def __init__(self, config: EsmcConfig, rows: int, last_norm: nn.Module, lm_head: nn.Module, **block: Any) -> None:
+    def __init__(
+        self, config: EsmcConfig, norm: Callable[[int], nn.Module] = nn.LayerNorm, *, interleaved: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = embedding(rows, config.dim)
-        block |= {"qk_norm": config.qk_norm, "branch_scale": config.branch_scale}
-        self.layers = nn.ModuleList(
-            GatedLayer(config.dim, config.n_heads, config.ffn_width, **block) for _ in range(config.n_layers)
-        )
+        self.embed_tokens = embedding(ROWS, config.dim)
+        self.layers = nn.ModuleList(GatedLayer(config, norm, interleaved) for _ in range(config.n_layers))
         self.contact_head = ContactRegression(config.n_maps)
-        self.layer_norm_after = last_norm
-        self.lm_head = lm_head
+        self.layer_norm_after: nn.Module = nn.LayerNorm(config.dim, bias=False)
+        self.lm_head: nn.Module = UntiedLMHead(config.dim, ROWS)
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
         """Look up the token embeddings [T, D]. `<mask>` has a learned row, and nothing is scaled."""
         return self.embed_tokens(batch.tokens_T)  # type: ignore[no-any-return]
 
     def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Apply the last norm."""
         return self.layer_norm_after(x_TD)  # type: ignore[no-any-return]
 
 
@@ -339,13 +325,6 @@ def write_tokenizer(directory: Path, vocabulary: Sequence[str], roles: Mapping[s
     replace_json(directory / "tokenizer_config.json", settings)
 
 
-class ESMC(GatedTrunk):
-    """The ESM-C trunk with its LM head."""
-
-    def __init__(self, config: EsmcConfig) -> None:
-        super().__init__(config, ROWS, nn.LayerNorm(config.dim, bias=False), UntiedLMHead(config.dim, ROWS))
-
-
 _CANDIDO = "Candido et al. 2026, https://biohub.ai/papers/esm_protein.pdf"
 _HOLDER = "Chan Zuckerberg Biohub and the ESM-C authors"
 
@@ -392,7 +371,6 @@ class EsmcFamily(Family):
     )
 
     def pieces(self, key: str, config: EsmcConfig) -> tuple[Piece, ...]:
-        """Return our tensors in a key of any of the layouts. An unknown key is returned as it is."""
         bare = re.sub(r"^esmc\.", "", key)
         # An empty record of TransformerEngine, and a buffer of `transformers`, which no file holds.
         if bare.endswith("._extra_state") or bare == "rotary_emb.original_inv_freq":
@@ -423,7 +401,6 @@ class EsmcFamily(Family):
         return config if width in (None, config.ffn_width) else replace(config, ffn=width)
 
     def write_config(self, config: EsmcConfig) -> dict[str, Any]:
-        """Return the content of `config.json` for `EsmcForMaskedLM`."""
         return {
             "architectures": ["EsmcForMaskedLM"],
             "attention_bias": False,
@@ -447,7 +424,6 @@ class EsmcFamily(Family):
         }
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Write the files from which `transformers.AutoTokenizer` makes its EsmcTokenizer."""
         names = [*TOKENS]
         names[SEPARATOR] = "|"
         roles = {"bos": CLS, "cls": CLS, "eos": EOS, "mask": MASK, "pad": PAD, "unk": UNK, "chain_break": SEPARATOR}
@@ -459,7 +435,7 @@ class EsmcFamily(Family):
         if table is None or not any(str(key).startswith("transformer.blocks.") for key in data):
             return None
         config = EsmcConfig(**authors_sizes(map(str, data), "embed.weight", table.shape))
-        return Opened(config, self.tensors(data, config), (path,))
+        return Opened(config, self.tensors(weight_reader.tensors(data), config), (path,))
 
 
 FAMILY = EsmcFamily()
