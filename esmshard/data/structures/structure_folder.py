@@ -98,7 +98,7 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
     files_of: dict[str, list[str]] = {}
     for file in files:
         files_of.setdefault(chain_prefix(file), []).append(file.name)
-    found: dict[str, list[str]] = {}
+    chains_of: dict[str, list[str]] = {}
     lines: dict[str, int] = {}
     for number, line in enumerate(read_text(path, "a list of records").splitlines(), 1):
         record = line.strip()
@@ -114,7 +114,8 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
             raise InputError(f"{where} stands in line {lines[record]} too; remove one of the two")
         lines[record] = number
         # The name of a file may have underscores too, and that of a chain: the longest name of a file counts.
-        entry = next((name for name in _beginnings(parts[0]) if name in files_of), None)
+        beginnings = (parts[0][:k].lower() for k in range(len(parts[0]) - 1, 0, -1) if parts[0][k] == "_")
+        entry = next((name for name in beginnings if name in files_of), None)
         if entry is None:
             edits.add(f"record(s) of {path.name} left out, as there is no such file here", record)
             continue
@@ -122,22 +123,13 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
         if len(set(names)) < len(names):
             raise InputError(f"{where} has a chain twice; name each chain once")
         for file_name in files_of[entry]:
-            found.setdefault(file_name, []).append(BETWEEN.join(names))
-    if not found:
+            chains_of.setdefault(file_name, []).append(BETWEEN.join(names))
+    if not chains_of:
         raise InputError(
             f"{path}: has no record of the {len(files):,} structure file{'s' if len(files) > 1 else ''} here "
             f"({files[0].name}{', ...' if len(files) > 1 else ''}); write records as {chain_prefix(files[0])}_A:B"
         )
-    return found
-
-
-def _beginnings(text: str) -> list[str]:
-    """Return what stands before each underscore, in lower case, the longest first.
-
-    >>> _beginnings("AF_P1_A")
-    ['af_p1', 'af']
-    """
-    return [text[:k].lower() for k in range(len(text) - 1, 0, -1) if text[k] == "_"]
+    return chains_of
 
 
 VERSION = 2
