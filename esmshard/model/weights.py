@@ -297,21 +297,21 @@ def _complete(
     if unexpected := sorted(readers.keys() - wanted.keys()):
         raise InputError(f"{source}: {some(unexpected)} do not belong to a model of {config.n_layers} such layers")
     missing = sorted(wanted.keys() - readers.keys())
-    absent = {part for part in ("lm_head", "contact_head") if not any(name.startswith(f"{part}.") for name in readers)}
+    parts = ("lm_head", "contact_head")
+    absent = tuple(part for part in parts if not any(name.startswith(f"{part}.") for name in readers))
     if lost := [name for name in missing if not is_computed(name) and name.split(".")[0] not in absent]:
         raise InputError(f"{source}: {some(lost)} are missing; the file is not a complete model")
     for name, reader in readers.items():
         if reader.shape != wanted[name]:
             raise InputError(f"{source}: {name} is {list(reader.shape)}, {list(wanted[name])} was expected")
     tensors = {**readers, **(head or {}), **drawn(config, {name: wanted[name] for name in missing}, seed=0)}
-    parts = tuple(part for part in ("lm_head", "contact_head") if any(n.startswith(f"{part}.") for n in missing))
-    return Weights(config, source, tensors, parts, notices, files)
+    return Weights(config, source, tensors, absent, notices, files)
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
-    """Name the first few tensors, and count the others."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more tensor{'s' if more > 1 else ''}" if more > 0 else "")
+def some(names: Sequence[str]) -> str:
+    """Name the first three tensors, and count the others."""
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more tensor{'s' if more > 1 else ''}" if more > 0 else "")
 
 
 def _read_adapter(path: Path) -> Weights:
