@@ -300,8 +300,9 @@ def reads(directory: Path, count: int) -> dict[str, float]:
             file.write(b"\n".join([*ids, b""]))
         shards.append(shard)
         columns.append((some, np.full(len(some), header, np.int32), keys(ids)))
-    write_index(path, shards, columns, {"sources": [], "rules": {}, "on_duplicate": "error"}, Edits())
-    del columns, names
+    joined = [np.concatenate(parts) for parts in zip(*columns, strict=True)]
+    write_index(path, shards, joined, {"sources": [], "rules": {}, "on_duplicate": "error"}, Edits())
+    del columns, joined, names
     script = (
         "import sys, time, json, random\n"
         "from pathlib import Path; from esmshard.io.store import TokenStore\n"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from esmshard.planner.cost import data_sheet
+from esmshard.planner import data_sheet
 
 CEILING_SECONDS = 1.0
 """The seconds of matrix products before each run. After them a processor has left its short-lived top speed."""

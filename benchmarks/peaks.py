@@ -1,4 +1,4 @@
-"""Measures the peak memory of real training steps on CPU ranks, to check `esmshard.planner.memory_model`.
+"""Measures the peak memory of real training steps on CPU ranks, to check `esmshard.planner`.
 
 `measure` starts its own ranks, each a process of one thread that trains on synthetic proteins. The peak is the kernel's
 high-water mark of resident memory (VmHWM) above the memory before the model was made. glibc is set to return every
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from esmshard import planner
 from esmshard.batch import TokenBatch, pack
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import ModelConfig, Quantization
@@ -27,7 +28,6 @@ from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import shard, trainable
-from esmshard.planner import memory_model
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.tasks.contact import ContactSettings
 from esmshard.tasks.registry import new_task
@@ -90,10 +90,10 @@ def measure(
 
 def numbers(
     model_name: str, adapt: AdaptSettings = FULL, quantization: Quantization | None = None
-) -> memory_model.ModelNumbers:
+) -> planner.ModelNumbers:
     """Return the sizes of the model that `measure` trains."""
     config = SIZES[model_name]
-    return memory_model.numbers_of(_meta(config, adapt, quantization), config, quantization=quantization)
+    return planner.numbers_of(_meta(config, adapt, quantization), config, quantization=quantization)
 
 
 def head_bytes(tokens: int, length: int = 256) -> int:

@@ -17,8 +17,7 @@ import torch
 from scipy.stats import spearmanr
 
 from esmshard.batch import pack
-from esmshard.data.variants.mutations import read_variants
-from esmshard.data.variants.substitutions import Mutation
+from esmshard.data.variants import Mutation, read_variants
 from esmshard.model import weights
 from esmshard.predict.proposals import DIVERSITY, KAPPA, choose
 from esmshard.vocab import STANDARD, encode

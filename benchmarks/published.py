@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from esmshard.model.families.esm2 import EsmConfig
 from esmshard.parallel.layout import Layout
-from esmshard.planner.cost import GPUS, Cost, Machines, Work, cost
-from esmshard.planner.memory_model import ModelNumbers
+from esmshard.planner import GPUS, Cost, Machines, ModelNumbers, Work, cost
 
 FUSED_PASSES = 22
 """Megatron, TransformerEngine: LayerNorm 2 twice, rotation in one kernel 4, attention 4, bias with sum 3 twice, and the
@@ -41,7 +40,7 @@ class Run:
     """The FLOPs of one token, forward and backward, in the publisher's count for the MFU; None for our count."""
 
     def cost(self) -> Cost:
-        """Return the cost of a step by `esmshard.planner.cost`."""
+        """Return the cost of a step by `esmshard.planner`."""
         return cost(self.numbers, self.layout, self.work, self.machines)
 
     def predicted(self) -> float:

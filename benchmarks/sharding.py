@@ -1,7 +1,7 @@
 """Measures memory per rank and step time of every strategy, and loading, beside the estimates of the planner.
 
 Everything is measured on CPU ranks of this machine; `gpu.py`, stage `large`, measures every option on one GPU. The
-projection to larger clusters comes from `esmshard.planner.cost`, whose estimates are compared with published runs.
+projection to larger clusters comes from `esmshard.planner`, whose estimates are compared with published runs.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import torch
 from published import RUNS, esm2
 from random_models import SHORT
 
+from esmshard import planner
 from esmshard.model import weights
 from esmshard.model.export import write_transformers
 from esmshard.model.families.esm2 import ESM2, EsmConfig
@@ -33,8 +34,7 @@ from esmshard.parallel.layout import STRATEGIES, Layout, layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import groups, local, shard
-from esmshard.planner import memory_model
-from esmshard.planner.cost import Work, cost, exchanged, parse
+from esmshard.planner import Work, cost, exchanged, parse
 from esmshard.recipe.sections import OptimSettings, ParallelSettings
 from esmshard.tasks.registry import new_task
 from esmshard.train.optim import adamw, set_learning_rate
@@ -70,7 +70,7 @@ def memory(model: str, tokens: int, sizes: Sequence[int]) -> Table:
                     continue
                 how = laid(size, strategy=strategy, **settings)
                 measured = max(peaks.measure(SHORT[model], how, tokens))
-                planned = memory_model.memory(numbers, how, tokens, peaks.head_bytes(tokens), "cpu")
+                planned = planner.memory(numbers, how, tokens, peaks.head_bytes(tokens), "cpu")
                 name = "one process" if size == 1 else strategy
                 row = [str(size), f"{name} {option}".strip(), f"{measured / MIB:,.0f}", f"{planned.total / MIB:,.0f}"]
                 table.append([*row, f"{planned.total / measured:.2f}", planned.when])
@@ -87,7 +87,7 @@ def checkpointing(model: str, tokens: int) -> Table:
         ((kept,),) = ranks_of("forward", [SHORT[model], asdict(how), tokens], 1, os.cpu_count() or 1, whole=True)
         first = first or kept
         numbers = peaks.numbers(SHORT[model])
-        planned = tokens * numbers.config.n_layers * memory_model.layer_bytes(numbers, how, "cpu").kept
+        planned = tokens * numbers.config.n_layers * planner.layer_bytes(numbers, how, "cpu").kept
         table.append([mode, f"{kept / MIB:,.0f}", f"{first / kept:.1f}", f"{planned / MIB:,.0f}"])
         print("  " + " | ".join(table[-1]), file=sys.stderr, flush=True)
     return table
@@ -218,7 +218,7 @@ def projection() -> Table:
                 for mode in ("none", "selective", "full"):
                     settings = ParallelSettings.model_validate({"strategy": strategy, "activation_checkpointing": mode})
                     how = layout(settings, machines.world_size, 8, "bf16")
-                    need = memory_model.memory(numbers, how, tokens, 33 * 4 * tokens, "cuda").total
+                    need = planner.memory(numbers, how, tokens, 33 * 4 * tokens, "cuda").total
                     if need < 0.9 * machines.room:
                         spent = cost(numbers, how, Work(tokens=tokens, attended=attended), machines)
                         found.append((spent.seconds, f"{strategy}, checkpointing {mode}", need, spent))

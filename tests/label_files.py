@@ -8,7 +8,7 @@ from sklearn import linear_model
 
 from esmshard.data.batching.loader import Examples
 from esmshard.io.store import ingest
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import DataSettings
 from esmshard.tasks.base import Task
 
 

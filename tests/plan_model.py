@@ -1,7 +1,7 @@
 """The model of the planner's tests."""
 
 from esmshard.model.families.esm2 import EsmConfig
-from esmshard.planner.memory_model import ModelNumbers
+from esmshard.planner import ModelNumbers
 
 # 10 layers of 12 million parameters and a root of 8 million, 1,000 wide, all of it trained: 240 and 16 MB in bf16, 512
 # MB in all in fp32.

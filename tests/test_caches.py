@@ -8,7 +8,7 @@ import pytest
 from esmshard.data.splits.variant_records import table_of
 from esmshard.io.paths import remembered_sha256, sha256
 from esmshard.io.store import cached
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import DataSettings
 
 
 @pytest.fixture(autouse=True)

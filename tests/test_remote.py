@@ -141,21 +141,18 @@ def test_what_is_missing_is_one_sentence(server: Buckets, monkeypatch: pytest.Mo
         remote.local(f"s3://{BUCKET}/nothing.fasta")
     with pytest.raises(InputError, match="s3://nobody/x: there is no such object or bucket"):
         remote.local("s3://nobody/x")
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "s3fs", None)
-        without.delitem(sys.modules["fsspec.registry"]._registry, "s3")
-        remote._library.cache_clear()
-        with pytest.raises(InputError, match=r"pip install 'esmshard\[cloud\]'"):
-            remote.local(f"s3://{BUCKET}/x")
-
-
-def test_without_credentials(server: Buckets, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     bucket_server.forget()
     with pytest.raises(InputError, match="look at the credentials"):
         remote.RemoteDirectory(f"s3://{BUCKET}/x").write("y", b"")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "s3fs", None)
+        without.delitem(sys.modules["fsspec.registry"]._registry, "s3")
+        remote._library.cache_clear()
+        with pytest.raises(InputError, match=r"pip install 'esmshard\[cloud\]'"):
+            remote.local(f"s3://{BUCKET}/x")
 
 
 def test_a_full_disk_is_seen_before_the_copy(server: Buckets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +163,7 @@ def test_a_full_disk_is_seen_before_the_copy(server: Buckets, monkeypatch: pytes
         remote.local(f"s3://{BUCKET}/x")
 
 
-def test_a_result_that_cannot_be_uploaded_is_kept(server: Buckets, tmp_path: Path) -> None:
+def test_no_result_is_lost(server: Buckets, tmp_path: Path) -> None:
     def write(path: Path) -> None:
         path.write_text("hours of work")
         server.refuses = "AccessDenied"
@@ -175,17 +172,24 @@ def test_a_result_that_cannot_be_uploaded_is_kept(server: Buckets, tmp_path: Pat
         remote.write_at(f"s3://{BUCKET}/x.csv", False, write)
     (kept,) = (tmp_path / "cache" / "not-uploaded").iterdir()
     assert (kept / "x.csv").read_text() == "hours of work"
-
-
-def test_a_bucket_keeps_the_objects_that_a_command_does_not_replace(server: Buckets) -> None:
+    server.refuses = ""
     server.put("result/thesis.txt", b"years of work")
-    server.put("result/old.safetensors", b"old")
     url = f"s3://{BUCKET}/result"
     with pytest.raises(UsageError, match=r"thesis\.txt"):
         remote.write_at(url, True, lambda out: check_replaced(out, ["*.safetensors"]))
     remote.write_at(url, True, lambda out: (out / "evaluation.json").write_text("{}") and None)
     assert server.get("result/thesis.txt") == b"years of work"
     assert server.get("result/evaluation.json") == b"{}"
+
+
+def test_lists_of_an_earlier_file_do_not_stay_beside_a_new_one(server: Buckets) -> None:
+    names = ["x.h5", "x.h5.chains.tsv", "x.h5.failed.tsv"]
+    for name in names:
+        server.put(name, b"old")
+    remote.write_at(
+        f"s3://{BUCKET}/x.h5", True, lambda out: [out.with_name(n).write_text("") for n in names[:2]] and None
+    )
+    assert sorted(server.names()) == names[:2]
 
 
 def test_a_result_is_uploaded_where_strict_leaves_with_an_error(server: Buckets, tmp_path: Path) -> None:
@@ -236,11 +240,13 @@ def test_commands_that_take_no_address_say_so(
 
 def test_files_that_a_killed_command_left_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path))
-    with remote.scratch() as mine:
-        gone = mine.with_name(mine.name.replace(f"-{os.getpid()}", "-999999999"))
+    with remote.scratch() as mine, remote.scratch() as other:
+        assert mine.exists(), "its process lives"
+        gone = other.with_name(other.name.replace(f"-{os.getpid()}.", "-999999999."))
         gone.mkdir()
-    with remote.scratch():
-        assert not gone.exists()
+        with remote.scratch():
+            assert not gone.exists()
+        assert mine.exists()
     assert list((tmp_path / "uploads").iterdir()) == []
 
 
@@ -266,15 +272,7 @@ def test_a_run_that_was_copied_to_a_bucket_goes_on_from_there(server: Buckets, t
     assert "step_000006" in on.stderr
     assert "going back to the checkpoint before it" in on.stderr
     assert "going on after step 4 of 6" in on.stderr
-    losses = [
-        {
-            line["step"]: line["loss"]
-            for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
-            if "lr" in line
-        }
-        for path in (run, Path(f"{run}2"))
-    ]
-    assert losses[1] == {step: losses[0][step] for step in (5, 6)}, "bit by bit"
+    assert losses(Path(f"{run}2")) == {step: losses(run)[step] for step in (5, 6)}, "bit by bit"
     made = esmshard("consolidate", f"s3://{BUCKET}/run/checkpoints/step_000004", "-o", f"s3://{BUCKET}/model")
     assert made.returncode == 0, made.stderr
     assert "model/model.safetensors" in server.names()

@@ -12,6 +12,7 @@ import peers
 import random_models
 import torch
 
+from esmshard import planner
 from esmshard.batch import TokenBatch, pack
 from esmshard.model.attention import inverse_frequencies, kernel_name
 from esmshard.model.families.esm2 import ESM2, EsmConfig
@@ -21,9 +22,7 @@ from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import DTYPES, shard
-from esmshard.planner import memory_model
-from esmshard.planner.cost import training_flops
-from esmshard.planner.plan import head_bytes
+from esmshard.planner import head_bytes, training_flops
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.tasks.mlm import MlmSettings
 from esmshard.tasks.registry import new_task
@@ -44,7 +43,7 @@ class Trained:
     """The seconds of each step after the warm-up."""
     peak: int | None
     """The bytes of the GPU that were allocated at the peak of these steps; None on a CPU."""
-    planned: memory_model.Memory
+    planned: planner.Memory
     tokens: int
     """The tokens of a step, without padding."""
     residues: int
@@ -75,7 +74,7 @@ def prepared(
     adapt: AdaptSettings = FULL,
     micro_batches: int = 1,
     longest: int = 1022,
-) -> Iterator[tuple[Callable[[], None], memory_model.Memory, list[TokenBatch], float]]:
+) -> Iterator[tuple[Callable[[], None], planner.Memory, list[TokenBatch], float]]:
     """Prepare a sharded model and its optimizer, and yield a function that takes one step.
 
     Args:
@@ -95,10 +94,10 @@ def prepared(
     with torch.device("meta"):
         model = FineTuner(ESM2(config), task.head(config))
     model.adapt(adapt, 0)
-    numbers = memory_model.numbers_of(model, config)
+    numbers = planner.numbers_of(model, config)
     work = [_batch(tokens, longest, seed) for seed in range(micro_batches)]
-    kernels: dict[str, memory_model.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
-    planned = memory_model.memory(
+    kernels: dict[str, planner.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
+    planned = planner.memory(
         numbers,
         layout,
         tokens,

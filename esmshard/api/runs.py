@@ -126,7 +126,7 @@ def finetune(
         folds: the number of folds of a cross-validation; 5 by default for a table of variants.
         sweep: a file with settings to search (docs/sweep.md). The result is then the run of the best settings.
         trials: the number of trials of a sweep; 20 by default, or the whole grid.
-        report: draw figures and report.html at the end, if matplotlib and jinja2 are installed.
+        report: draw figures and report.html at the end, if matplotlib is installed.
         **overrides: settings of the recipe, such as `train={"steps": 10}` or `**{"optim.lr": 1e-4}`. Relative paths are
             relative to the working directory.
 
@@ -137,8 +137,8 @@ def finetune(
             `Exception`.
     """
     for name, number, least in (("nproc", nproc, 1), ("seeds", seeds, 1), ("folds", folds, 3), ("trials", trials, 1)):
-        if number is not None and number < least:
-            raise UsageError(f"{name} is {number}; a number from {least} on is expected")
+        if number is not None and not (isinstance(number, int) and number >= least):
+            raise UsageError(f"{name} is {number!r}; a number from {least} on is expected")
     given = keys(overrides)
     if isinstance(recipe, Mapping):
         given = [*keys(recipe), *given]

@@ -62,6 +62,7 @@ def consolidate(
     dtype: str = "fp32",
     overwrite: bool = False,
     best: bool = False,
+    adapter: bool = False,
     base: str | None = None,
     warn: Callable[[str], None] = lambda message: None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -78,6 +79,8 @@ def consolidate(
         dtype: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
         best: take the run's checkpoint of the best validation.
+        adapter: write the trained part of a LoRA run without its base, in fp32: an adapter for PEFT, `head.safetensors`
+            and `esmshard.json`. The base is not read, and `base` is the name of it for PEFT's configuration.
         base: the path of the base model of a LoRA or a head, if it was moved since the run began.
         warn: called with a sentence for what is skipped, lacking or altered.
         max_file_bytes: larger weights are split over several files with an index.
@@ -85,14 +88,22 @@ def consolidate(
     Raises:
         InputError: if there is no good checkpoint, it does not hold a whole model, its base is missing or different,
             or a weight is not finite or too large for `dtype`.
-        UsageError: if `out` exists, or is the source, or `best` is requested and the run kept no best checkpoint.
+        UsageError: if `out` exists, or is the source, or `best` is requested and the run kept no best checkpoint, or
+            `adapter` and the run has no LoRA.
     """
     for leftover in settle(out):
         warn(leftover)
     _check_out(out, source, overwrite)
-    if (best or base is not None) and _is_model(source):
-        raise UsageError(f"{source}: is a model and no run; leave --best and --base out")
-    opened = _open_model(source, warn) if _is_model(source) else _open_run(Path(source), warn, best, base)
+    is_model = _is_model(source)
+    if is_model and (best or adapter or base is not None):
+        raise UsageError(f"{source}: is a model and no run; leave --best, --adapter and --base out")
+    if adapter:
+        checkpoint = _open_checkpoint(Path(source), warn, best)
+        with writing(out, _NO_ROOM), whole_directory(out) as work:
+            digests = write_adapter(work, checkpoint, base, out)
+            _finish(work, out, _described(checkpoint.state) | {"format": ADAPTER_FORMAT}, digests, checkpoint.run)
+        return out
+    opened = _open_model(source, warn) if is_model else _open_run(Path(source), warn, best, base)
     kind = _target(to, opened.config)
     # A directory has no part that never learned, so that readers get an error for it. Authors' code reads whole models.
     left_out = tuple(f"{part}." for part in opened.unlearned) if kind is None else kind.lacks
@@ -109,13 +120,31 @@ def consolidate(
                 digests = export.write_pickle(kind.path(work, out.name, opened.config), kind, *parts)
         except FloatingPointError as error:
             raise InputError(f"{source}: {error}") from None
-        about = _for_others(opened.about, out) | {"dtype": dtype} | weights.record(digests)
-        replace_json(work / weights.ABOUT, about)
+        about = _finish(work, out, opened.about | {"dtype": dtype}, digests, opened.beside if kind is None else None)
         if "recipe" in about:
             card.write(work, about, opened.evaluation)
-        if opened.beside is not None and kind is None:
-            _copy_beside(opened.beside, work)
     return out
+
+
+def _finish(
+    work: Path, out: Path, about: Mapping[str, Any], digests: Mapping[str, str], beside: Path | None
+) -> dict[str, Any]:
+    """Write and return `esmshard.json`, without paths of this machine, and copy BASELINES and SEEN of the run."""
+    shared = dict(about) | weights.record(digests)
+    if "recipe" in shared:
+        shared["recipe"] = for_others(shared["recipe"], out)
+    if shared.get("base"):
+        shared["base"] = shared["base"] | {"name": shared_place(shared["base"]["name"], out)}
+    if "data" in shared:
+        shared["data"] = {
+            split: facts | ({"path": Path(facts["path"]).name} if "path" in facts else {})
+            for split, facts in shared["data"].items()
+        }
+    replace_json(work / weights.ABOUT, shared)
+    for name in (BASELINES, SEEN):
+        if beside is not None and (beside / name).is_file():
+            shutil.copyfile(beside / name, work / name)
+    return shared
 
 
 def _target(to: str | None, config: ModelConfig) -> AuthorsFile | None:
@@ -130,40 +159,6 @@ def _target(to: str | None, config: ModelConfig) -> AuthorsFile | None:
         f"--to {to}: {family.title} models can be written as {', '.join(known)}, or without --to as a directory that "
         "all commands of esmshard read"
     )
-
-
-def consolidate_adapter(
-    source: Path,
-    out: Path,
-    *,
-    overwrite: bool = False,
-    best: bool = False,
-    base: str | None = None,
-    warn: Callable[[str], None] = lambda message: None,
-) -> Path:
-    """Write the trained part of a LoRA run without its base: an adapter for PEFT, `head.safetensors`, `esmshard.json`.
-
-    Arguments and errors are those of `consolidate`, but for `base`: a name or path of the base model for PEFT's
-    configuration, if it is not the recipe's. The base is not read. `UsageError` if the run has no LoRA.
-    """
-    for leftover in settle(out):
-        warn(leftover)
-    _check_out(out, source, overwrite)
-    if _is_model(source):
-        raise UsageError(f"{source}: is no run; --adapter is for a run with adapt.method lora")
-    checkpoint = _open_checkpoint(source, warn, best)
-    with writing(out, _NO_ROOM), whole_directory(out) as work:
-        digests = write_adapter(work, checkpoint, base, out)
-        about = _for_others(_described(checkpoint.state), out) | {"format": ADAPTER_FORMAT} | weights.record(digests)
-        replace_json(work / weights.ABOUT, about)
-        _copy_beside(checkpoint.path.parent.parent, work)
-    return out
-
-
-def _copy_beside(directory: Path, work: Path) -> None:
-    for name in (BASELINES, SEEN):
-        if (directory / name).is_file():
-            shutil.copyfile(directory / name, work / name)
 
 
 def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
@@ -225,6 +220,11 @@ class Checkpoint:
     """The shapes of its tensors, named as in `Opened`."""
     read: Source
 
+    @property
+    def run(self) -> Path:
+        """The directory of the run."""
+        return self.path.parent.parent
+
 
 def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool) -> Checkpoint:
     checkpoint = manifest.locate(source, warn, prefer_best=best)
@@ -265,14 +265,13 @@ def _open_run(source: Path, warn: Callable[[str], None], best: bool, base: str |
         read = read_both
         about |= {"contact_regression": "head"}
         about["unlearned"] = [part for part in state["unlearned"] if part != "contact_head"]
-    run = checkpoint.parent.parent
-    evaluation = _evaluation(run)
+    evaluation = _evaluation(found.run)
     if evaluation is not None and (
         evaluation.get("step") != about["step"]
-        or (run / "evaluation.json").stat().st_mtime < (checkpoint / "state.json").stat().st_mtime
+        or (found.run / "evaluation.json").stat().st_mtime < (checkpoint / "state.json").stat().st_mtime
     ):
         evaluation = None
-    return Opened(config, sizes, read, about.get("unlearned", ()), about, evaluation, run)
+    return Opened(config, sizes, read, about.get("unlearned", ()), about, evaluation, found.run)
 
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,21 +279,6 @@ def _described(state: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("step", "recipe", "facts", "config", "data", "world_size", "versions", "unlearned", "base", "history")
     about = {"format": FORMAT, "version": VERSION, "esmshard": __version__}
     return about | {key: state[key] for key in keys if key in state}
-
-
-def _for_others(about: Mapping[str, Any], out: Path) -> dict[str, Any]:
-    """Return `esmshard.json` for sharing: data by their names and hashes, and without paths of this machine."""
-    shared = dict(about)
-    if "recipe" in shared:
-        shared["recipe"] = for_others(shared["recipe"], out)
-    if shared.get("base"):
-        shared["base"] = shared["base"] | {"name": shared_place(shared["base"]["name"], out)}
-    if "data" in shared:
-        shared["data"] = {
-            split: facts | ({"path": Path(facts["path"]).name} if "path" in facts else {})
-            for split, facts in shared["data"].items()
-        }
-    return shared
 
 
 def _evaluation(run: Path) -> dict[str, Any] | None:

@@ -138,14 +138,12 @@ def split(
     may_write(out, overwrite)
     if wild_type is not None:
         targets = None if method.by != "low-to-high" else (target,) if target else ()
-        counts, notices = divide(
-            VariantRows(data, wild_type, mutant, targets, offset or 0), method, out, overwrite, say
-        )
+        counts, notices = divide(VariantRows(data, wild_type, mutant, targets, offset or 0), method, out, say)
     elif mutant is not None or offset is not None:
         raise UsageError("--mutant and --offset are for variants of one protein; pass --wild-type FILE.fasta, too")
     else:
         rules = Rules(sequence_column=sequence_column, id_column=id_column)
-        counts, notices = divide(FastaRecords(data, sets, rules), method, out, overwrite, say)
+        counts, notices = divide(FastaRecords(data, sets, rules), method, out, say)
     for notice in notices:
         say(notice)
     print(f"{out}\n{counts_table(counts, 'set' if folds is None else 'fold')}")

@@ -30,13 +30,10 @@ def consolidate(
     from esmshard.checkpoint import consolidate as consolidation
     from esmshard.progress import say
 
-    how: dict[str, Any] = {"overwrite": overwrite, "best": best, "base": base, "warn": say}
     if adapter and (to not in (None, "hf") or dtype != "fp32"):
         raise UsageError("--adapter: an adapter is always written in fp32 for PEFT; leave --to and --dtype out")
-    if adapter:
-        print(consolidation.consolidate_adapter(Path(source), out, **how))
-    else:
-        print(consolidation.consolidate(source, out, to=to, dtype=dtype, **how))
+    how: dict[str, Any] = {"overwrite": overwrite, "best": best, "adapter": adapter, "base": base, "warn": say}
+    print(consolidation.consolidate(source, out, to=to, dtype=dtype, **how))
 
 
 def download(

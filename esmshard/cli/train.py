@@ -1,6 +1,7 @@
 """Commands about a run and its recipe: fine-tune, estimate memory and time, report; shipped recipes."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -60,7 +61,7 @@ def finetune(
     from esmshard.api import start_run
     from esmshard.parallel import launch
 
-    launch.join()
+    os.environ.update(launch.variables())
     try:
         options = start_run.RunOptions(
             nproc=nproc,
@@ -96,17 +97,13 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory and time of a recipe on given GPUs, and recommend a strategy. Needs no GPU, reads no weights."""
-    from esmshard.planner.cost import GPUS, parse
+    from esmshard import planner
     from esmshard.recipe import recipe_file
 
     if not gpus:
-        raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known are {', '.join(GPUS)}")
-    cluster = parse(gpus, nodes, network, memory)
-    resolved = recipe_file.load(recipe_file.resolve(recipe), overrides or [])
-
-    from esmshard.planner.plan import plan as made
-
-    found = made(resolved, cluster)
+        raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known are {', '.join(planner.GPUS)}")
+    machines = planner.parse(gpus, nodes, network, memory)
+    found = planner.plan(recipe_file.load(recipe_file.resolve(recipe), overrides or []), machines)
     print(json.dumps(found.as_json(), indent=1) if as_json else found.as_text())
 
 
@@ -171,4 +168,4 @@ def recipes_schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
     from esmshard.recipe import recipe_file
 
-    print(recipe_file.schema_text(), end="")
+    print(json.dumps(recipe_file.schema(), indent=1))

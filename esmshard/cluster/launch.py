@@ -22,9 +22,10 @@ from typing import Any, Literal
 from esmshard.cluster.site import Site
 from esmshard.data.tracks import named_tracks
 from esmshard.errors import InputError, UsageError
+from esmshard.io import remote
 from esmshard.parallel.layout import layout
 from esmshard.recipe import recipe_file
-from esmshard.recipe.data_section import INSIDE
+from esmshard.recipe.sections import INSIDE
 
 Target = Literal["slurm", "kubernetes"]
 
@@ -114,6 +115,10 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
             on_each_fold and most > 1,
             "--nodes: a table of variants is cross-validated on one node; leave it out, or set data.folds",
         ),
+        (
+            resolved.adapt.method == "probe" and (most > 1 or (options.nproc or 1) > 1),
+            "adapt.method probe: is fitted in one process; leave --nodes and --nproc out",
+        ),
     ):
         if refused:
             raise UsageError(why)
@@ -188,7 +193,7 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
         arguments=("embed", *arguments, *(("--engine", "array") if array > 1 else ())),
         out=str(out),
         directory=str(Path.cwd()),
-        reads=tuple(sorted({_absolute(path) for path in reads})),
+        reads=tuple(sorted({_absolute(path) for path in reads if remote.address(path) is None})),
         gpus_per_node=gpus,
         nproc=options.nproc or parsed["nproc"] or max(1, gpus),
         starts_processes=True,
@@ -254,15 +259,17 @@ def render(job: Job, site: Site, target: Target, template: Path | None = None) -
         raise UsageError(f"{path}:{getattr(error, 'lineno', 1)}: {error}") from None
 
 
-def write(text: str, path: Path, overwrite: bool) -> None:
+def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
     """Write the file. Another file there needs `overwrite`, unless it is the same.
 
     Raises:
-        UsageError: if another file exists there.
+        UsageError: if another file exists there, or it is one of `reads`, which are never replaced.
         InputError: if the file cannot be written.
     """
     raw = text.encode("utf-8", "surrogateescape")  # names of files need not be UTF-8
     try:
+        if path.exists() and any(Path(read).exists() and path.samefile(read) for read in reads):
+            raise UsageError(f"{path}: is what the job reads; choose another file with -o")
         if path.exists() and path.read_bytes() != raw and not overwrite:
             raise UsageError(f"{path}: exists already; choose another one with -o, or pass --overwrite")
         path.write_bytes(raw)
@@ -297,22 +304,30 @@ def _slurm(job: Job, site: Site) -> dict[str, Any]:
     container, tasks = site.container, 1 if job.starts_processes else job.nproc
     if container.runtime == "none" and site.python is None:
         raise UsageError("python: the job needs an interpreter; set it in the site profile")
-    if container.runtime != "none" and not container.image:
-        raise UsageError(f"container.runtime is {container.runtime}; set container.image in the site profile, too")
-    if container.runtime != "none" and re.search(r"[:,\s]", job.directory):
-        raise UsageError(f"{job.directory}: a container cannot mount a path with ':', ',' or a blank; rename it")
+    places = [*container.mounts, *([job.directory] if job.directory != "/" else [])]
+    mounts = [place if ":" in place else f"{place}:{place}" for place in places]
+    if container.runtime != "none":
+        if not container.image:
+            raise UsageError(f"container.runtime is {container.runtime}; set container.image in the site profile, too")
+        if re.search(r"[:,\s]", job.directory):
+            raise UsageError(f"{job.directory}: a container cannot mount a path with ':', ',' or a blank; rename it")
+        used = [*job.reads, *([] if job.kind == "doctor" or remote.address(job.out) else [job.out])]
+        used = [os.path.normpath(os.path.join(job.directory, path)) for path in used]  # noqa: PTH118
+        seen = [mount.split(":")[1] for mount in mounts]
+        if hidden := [path for path in used if not any(Path(path).is_relative_to(place) for place in seen)]:
+            fix = "the container does not see it; add its directory to container.mounts in the site profile"
+            raise UsageError(*(f"{path}: {fix}" for path in hidden))
     cores = job.nproc if job.starts_processes and not job.gpus_per_node else None
     if job.gpus_per_node and site.slurm.cpus_per_gpu is not None:
         cores = max(1, site.slurm.cpus_per_gpu * job.gpus_per_node // tasks)
     arguments = [quote(argument) for argument in job.arguments]
     if job.nodes * tasks == 1:  # one command without ranks
         arguments += ["--nproc", str(job.nproc)]
-    places = [*container.mounts, *([job.directory] if job.directory != "/" else [])]
-    mounts = [place if ":" in place else f"{place}:{place}" for place in places]
     return {
         "name": _file_name(job.name),
         "tasks": tasks,
         "cores": cores,
+        "processes": job.nproc // tasks if cores else job.nproc,
         "gpus": site.slurm.gpus.replace("{n}", str(job.gpus_per_node)) if job.gpus_per_node else None,
         "time": job.time or site.slurm.time,
         "container": container,

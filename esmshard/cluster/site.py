@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from esmshard.errors import UsageError
-from esmshard.recipe.section_base import Clash, Settings
+from esmshard.recipe.sections import Clash, Settings
 from esmshard.recipe.yaml_keys import read
 
 VARIABLE = "ESMSHARD_SITE"
@@ -71,7 +71,7 @@ class SlurmSite(Settings):
     cpus_per_gpu: int | None = Field(None, ge=1, le=4096)
     memory_per_gpu: Quantity | None = None
     """The memory of a job for each of its GPUs, such as 60G."""
-    gpus: Option = "--gpus-per-node={n}"
+    gpus: Annotated[Option, _form(r".*\{n\}.*", "with {n} for the number of GPUs")] = "--gpus-per-node={n}"
     """The option that requests N GPUs of each node, such as --gpus-per-node=a100:{n} or --gres=gpu:a100:{n}."""
     setup: tuple[Line, ...] = Field((), strict=False)
     """Lines of bash that the job runs unchanged at its begin, such as `module load cuda/12.8`, `conda activate esm`,
@@ -157,4 +157,4 @@ def load() -> Site:
         if os.environ.get(VARIABLE):
             raise UsageError(f"{place}: no such file; {VARIABLE} names it as the site profile")
         return Site()  # type: ignore[call-arg]
-    return read(place, "a site profile", Site, may_be_empty=True).checked(Site)
+    return read(place, "a site profile", Site).checked(Site)

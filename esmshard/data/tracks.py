@@ -5,7 +5,7 @@ token store lie memory-mapped in the cache, in the order of the store:
 
     values.npy      [R, ...]: the entries of the R residues of all records end to end
     known.npy       int32 [N]: of how many residues of each record something is known
-    manifest.json   sha256 of the values, and notices
+    manifest.json   sha256 of both arrays, and notices
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits
 from esmshard.io.tables import counted, first_three, shown
 from esmshard.progress import Progress
-from esmshard.recipe.data_section import INSIDE
+from esmshard.recipe.sections import INSIDE
 from esmshard.vocab import Track, decode
 
 UNKNOWN_LETTER = "#"
@@ -84,16 +85,36 @@ def values_of(track: Track, given: Any, where: str) -> npt.NDArray[Any]:
     """
     if track.kind == "letters":
         return _letters(track, given, where)
-    return _codes(track, given, where) if track.kind == "codes" else _coordinates(track, given, where)
+    values = np.asarray(given)
+    of = f"{where} is {values.dtype} {list(values.shape)}; {track.title} are"
+    if track.kind == "coordinates":
+        if values.ndim != 3 or values.shape[1:] != (3, 3) or values.dtype.kind not in "fiu":
+            raise InputError(
+                f"{of} numbers of shape [residues, 3, 3]: N, CA and C of each residue in Angstrom, nan where nothing "
+                "is known"
+            )
+        return values.astype(np.float32)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise InputError(f"{of} whole numbers, one for each residue")
+    wrong = ((values < 0) | (values >= track.n_codes)) & (values != track.unknown)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise InputError(
+            f"{where} has {values[at]} at position {at + 1}, but {track.title} are 0 to {track.n_codes - 1}, and "
+            f"{track.unknown:g} where nothing is known; make it again with the encoder of this model"
+        )
+    return values.astype(np.int64)
 
 
-def require_length(track: Track, values: npt.NDArray[Any], length: int, where: str, fix: str = "") -> None:
-    """Refuse an entry [L, ...] that has not one value for each residue. `where` begins the message, `fix` ends it."""
+def require_length(track: Track, values: npt.NDArray[Any], length: int, where: str) -> None:
+    """Refuse an entry [L, ...] that has not one value for each residue; `where` begins the message."""
     if len(values) != length:
         unknown = UNKNOWN_LETTER if track.kind == "letters" else f"{track.unknown:g}"
-        fix = fix or f"give one for each residue of the whole sequence, {unknown} where nothing is known"
+        of_files = " (structure files have the whole sequence in SEQRES or _entity_poly_seq)"
         raise InputError(
-            f"{where} has {track.title} of {len(values):,} residues, and its sequence has {length:,} residues; {fix}"
+            f"{where} has {track.title} of {len(values):,} residues, and its sequence has {length:,} residues; give "
+            f"one for each residue of the whole sequence, {unknown} where nothing is known"
+            f"{of_files if track.kind == 'coordinates' else ''}"
         )
 
 
@@ -121,32 +142,6 @@ def _letters(track: Track, given: Any, where: str) -> npt.NDArray[np.uint8]:
     return values_L
 
 
-def _codes(track: Track, given: Any, where: str) -> npt.NDArray[np.int64]:
-    values_L = np.asarray(given)
-    if values_L.ndim != 1 or values_L.dtype.kind not in "iu":
-        raise InputError(
-            f"{where} is {values_L.dtype} {list(values_L.shape)}; {track.title} are whole numbers, one for each residue"
-        )
-    wrong = ((values_L < 0) | (values_L >= track.n_codes)) & (values_L != track.unknown)
-    if wrong.any():
-        at = int(wrong.argmax())
-        raise InputError(
-            f"{where} has {values_L[at]} at position {at + 1}, but {track.title} are 0 to {track.n_codes - 1}, and "
-            f"{track.unknown:g} where nothing is known; make it again with the encoder of this model"
-        )
-    return values_L.astype(np.int64)
-
-
-def _coordinates(track: Track, given: Any, where: str) -> npt.NDArray[np.float32]:
-    values_L33 = np.asarray(given)
-    if values_L33.ndim != 3 or values_L33.shape[1:] != (3, 3) or values_L33.dtype.kind not in "fiu":
-        raise InputError(
-            f"{where} is {values_L33.dtype} {list(values_L33.shape)}; {track.title} are numbers of shape [residues, 3, "
-            "3]: N, CA and C of each residue in Angstrom, nan where nothing is known"
-        )
-    return values_L33.astype(np.float32)
-
-
 def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """Yield the number and the values [L, ...] of each record that has an entry, once, in the order of the source.
 
@@ -155,22 +150,17 @@ def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> It
     Raises:
         InputError: the source cannot be read, or an entry does not fit its record; the message names the record.
     """
+    given: Iterable[tuple[int, Any, str, str]]  # record, entry, place, and what begins a message
     if track.kind == "coordinates":
-        yield from _coordinate_entries(track, source, records, edits)
-        return
-    given: Iterable[tuple[str, Any, str]]
-    if track.kind == "letters":
-        given = ((record.id, record.text, f"{source}:{record.line}") for record in read_label_fasta(source))
+        given = _structure_entries(source, records, edits)
+    elif track.kind == "letters":
+        given = _by_id(records, ((r.id, r.text, f"{source}:{r.line}") for r in read_label_fasta(source)))
     elif source.suffix == ".npz":
-        given = ((record_id, values, str(source)) for record_id, values in read_arrays(source).items())
+        given = _by_id(records, ((name, values, str(source)) for name, values in read_arrays(source).items()))
     else:
         raise InputError(f"{source}: {track.title} are read from an .npz file with an array for each record by its id")
     places: dict[int, str] = {}
-    for record_id, value, place in given:
-        n = records.find(record_id)
-        if n is None:
-            continue
-        where = f"{place}: record {shown(record_id)}"
+    for n, value, place, where in given:
         if n in places:
             raise InputError(f"{where} stands in {places[n]} too; leave one of them out")
         places[n] = place
@@ -179,30 +169,27 @@ def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> It
         yield n, values_L
 
 
-def _coordinate_entries(
-    track: Track, source: Path, records: TokenStore, edits: Edits
-) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+def _by_id(records: TokenStore, given: Iterable[tuple[str, Any, str]]) -> Iterator[tuple[int, Any, str, str]]:
+    for record_id, value, place in given:
+        if (n := records.find(record_id)) is not None:
+            yield n, value, place, f"{place}: record {shown(record_id)}"
+
+
+def _structure_entries(source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, Any, str, str]]:
     """Read the files whose names belong to a record: `1abc.cif` for `1abc`, `1ABC`, `1abc_A` or `sp|1ABC|NAME`."""
     wanted = _records_by_entry(records)
-    found: dict[int, Path] = {}
     files = [path for path in listed_files(source, edits) if chain_prefix(path) in wanted]
     with Progress(f"structures in {source.name}", len(files), show=len(files) >= MANY) as progress:
         for done, path in enumerate(files, 1):
-            prefix, about = chain_prefix(path), Edits()
-            chains = read_chains(path, edits=about)
+            prefix = chain_prefix(path)
+            chains = read_chains(path, edits=Edits())
             for n in wanted[prefix]:
                 chain = _chain_of(path, chains, prefix, n, records)
-                if chain is None:
-                    continue
-                where = f"{path}: chain '{chain.id}' of record {shown(records.id(n))}"
-                if n in found:
-                    raise InputError(f"{where}: it has coordinates in {found[n]} too; remove one of the files")
-                found[n] = path
-                fix = "give a structure of the whole sequence, which SEQRES or _entity_poly_seq says"
-                require_length(track, chain.backbone_L33, int(records.lengths[n]), where, fix)
-                if chain.sequence != decode(records.residues(n)):
-                    edits.add("the structure has other residues than the sequence", records.id(n))
-                yield n, values_of(track, chain.backbone_L33, where)
+                if chain is not None:
+                    where = f"{path}: chain '{chain.id}' of record {shown(records.id(n))}"
+                    yield n, chain.backbone_L33, str(path), where
+                    if chain.sequence != decode(records.residues(n)):
+                        edits.add("the structure has other residues than the sequence", records.id(n))
             progress.update(done, path.name)
 
 
@@ -240,8 +227,6 @@ def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: Tok
 
 VERSION = 2
 """The version of the rules by which a source becomes a track. After a change, all sources are read again."""
-_AT_ONCE = 1 << 20
-"""Residues whose entries are written at once."""
 
 
 class TrackStore:
@@ -251,8 +236,8 @@ class TrackStore:
         self.path, self.track, self.records = path, track, store
         try:
             about = read_json(path / "manifest.json")
-            self.digest: str = about["sha256"]
-            """The sha256 of the values."""
+            self.sha256: dict[str, str] = about["sha256"]
+            """The sha256 of the two arrays, by the name of the file."""
             self.notices: list[str] = about["notices"]
             """Sentences about what the source holds."""
             self.known_N: npt.NDArray[np.int32] = np.load(path / "known.npy", mmap_mode="r", allow_pickle=False)
@@ -285,8 +270,7 @@ def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> Tra
         residues = int(store.offsets[-1]) - len(store)
         shape, dtype = (residues, *shape_of(track)), _kept_dtype(track)
         values = np.lib.format.open_memmap(work / "values.npy", mode="w+", dtype=dtype, shape=shape)
-        for first in range(0, residues, _AT_ONCE):
-            values[first : first + _AT_ONCE] = track.unknown
+        values[:] = track.unknown
         for n, entry in entries(track, source, store, edits):
             begin = int(store.offsets[n]) - n
             values[begin : begin + len(entry)] = entry
@@ -300,7 +284,8 @@ def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> Tra
         values.flush()
         del values
         np.save(work / "known.npy", known_N)
-        about = {"sha256": sha256(work / "values.npy"), "notices": edits.notices()}
+        hashes = {name: sha256(work / name) for name in ("values.npy", "known.npy")}
+        about = {"sha256": hashes, "notices": edits.notices()}
         (work / "manifest.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return TrackStore(out, track, store)
 
@@ -315,7 +300,7 @@ def _kept_dtype(track: Track) -> np.dtype[Any]:
 def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
     """Open a track for the records of a store. It is read on first use and kept in the user's cache.
 
-    The key is the path and `files.state` of the source, or of all files of a directory, and the digests of the store.
+    The key is the path and `paths.state` of the source, or of all files of a directory, and the digests of the store.
     Processes that ask at the same time wait for the one that reads.
 
     Raises:
@@ -323,7 +308,12 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
     """
     key = [VERSION, dataclasses.asdict(track), str(source.resolve()), states(source), store.manifest["sha256"]]
     with cached_directory("tracks", json.dumps(key)) as out:
-        return TrackStore(out, track, store) if out.is_dir() else write_track(track, source, store, out)
+        if out.is_dir():
+            with suppress(InputError, OSError):  # This is a damaged copy of what the source still has.
+                kept = TrackStore(out, track, store)
+                if all(sha256(out / name) == digest for name, digest in kept.sha256.items()):
+                    return kept
+        return write_track(track, source, store, out)
 
 
 @dataclass(frozen=True)
@@ -348,13 +338,10 @@ def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, ke
         UsageError: the model takes no track of a name.
     """
     known = {track.name: track for track in takes}
-    for name in named:
-        if name in known:
-            continue
-        if not known:
-            raise UsageError(f"{key}{name}: {model} reads the sequence alone and takes no track; leave it out")
+    if unknown := [name for name in named if name not in known]:
         what = " and ".join(f"{track.name} ({track.title})" for track in takes)
-        raise UsageError(f"{key}{name}: {model} takes no such track; it takes {what}")
+        instead = f"takes no such track; it takes {what}" if takes else "reads the sequence alone and takes no track"
+        raise UsageError(f"{key}{unknown[0]}: {model} {instead}; leave it out")
     # A shell leaves a ~ after = as it is.
     return [
         TrackFile(known[name], Path(path) if path == INSIDE else remote.data_file(path).expanduser())
@@ -385,7 +372,7 @@ def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
     Raises:
         InputError: the data are no structures, which alone have coordinates.
     """
-    paths = []
+    resolved = []
     for file in files:
         inside = file.path == Path(INSIDE)
         if inside and not (file.track.kind == "coordinates" and holds_structures(path)):
@@ -393,8 +380,8 @@ def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
                 f"{path}: has no {file.track.title} inside (only PDB and mmCIF files have a track inside, their "
                 f"coordinates); give the path of the {file.track.title}"
             )
-        paths.append(path if inside else file.path)
-    return [TrackFile(file.track, track_path) for file, track_path in zip(files, paths, strict=True)]
+        resolved.append(TrackFile(file.track, path) if inside else file)
+    return resolved
 
 
 def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
@@ -408,7 +395,7 @@ def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
 
 
 class RecordTracks:
-    """The tracks of the records of a token store; see `esmshard.data.batching.loader.Tracks`.
+    """The tracks of the records of a token store; see `Examples.add_tracks`.
 
     Args:
         stores: the opened tracks.
@@ -424,12 +411,12 @@ class RecordTracks:
     @property
     def digest(self) -> str:
         """A digest of all values."""
-        text = " ".join(f"{store.track.name} {store.digest}" for store in self._stores)
+        text = " ".join(f"{store.track.name} {store.sha256['values.npy']}" for store in self._stores)
         if self._protein is not None:
             text += f" {self._protein}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def get(self, n: int, part: slice) -> dict[str, npt.NDArray[Any]]:
+    def get(self, n: int, part: slice | npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
         """Return the entries of a part of record n, with its ends."""
         record, protein = (n, slice(None)) if self._protein is None else (0, self._protein)
         return {store.track.name: in_batches(store.track, store[record][protein][part]) for store in self._stores}

@@ -7,7 +7,7 @@ model that does not fit is spread over GPUs, memory and disk.
 import functools
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -135,23 +135,33 @@ class Embedder:
         return cost
 
     def compute(self, sequences: Sequence[Tokens], tracks: Sequence[Tracks] | None = None) -> list[Computed | Failed]:
-        """Compute the arrays of each sequence.
+        """Return the arrays of each sequence; see `each`."""
+        results: dict[int, Computed | Failed] = {}
+        self.each(sequences, tracks, results.__setitem__)
+        return [results[n] for n in range(len(sequences))]
+
+    def each(
+        self,
+        sequences: Sequence[Tokens],
+        tracks: Sequence[Tracks] | None,
+        take: Callable[[int, Computed | Failed], None],
+    ) -> None:
+        """Compute the arrays of each sequence, which are not kept.
 
         Args:
             sequences: `<cls> ... <eos>`, uint8 [L + 2], as from `esmshard.vocab.encode`.
             tracks: of each sequence, the same ones of all; see `TokenBatch.tracks`.
+            take: called with the place of each sequence and its arrays, pack by pack, in any order and by several
+                threads.
         """
-        seen = [Seen(tokens, {} if tracks is None else tracks[n]) for n, tokens in enumerate(sequences)]
+
+        def compute(members: Sequence[int]) -> None:
+            seen = [Seen(sequences[n], {} if tracks is None else tracks[n]) for n in members]
+            for n, result in zip(members, self._pack(seen), strict=True):
+                take(n, result)
+
         packs = self.packs([len(tokens) - 2 for tokens in sequences])
-        results = side_by_side(
-            lambda members: self._pack([seen[n] for n in members]), packs, self.device, threads=self._threads
-        )
-        by_place = {
-            n: result
-            for members, some in zip(packs, results, strict=True)
-            for n, result in zip(members, some, strict=True)
-        }
-        return [by_place[n] for n in range(len(sequences))]
+        side_by_side(compute, packs, self.device, threads=self._threads)
 
     def _pack(self, sequences: Sequence[Seen]) -> list[Computed | Failed]:
         """Compute as much as fits: all sequences at once, each half, windows of one sequence, or nothing."""
@@ -485,16 +495,20 @@ class Worker:
         failed, windowed = list[tuple[int, str]](), list[int]()
         sequences = [np.pad(self.store.residues(first_n[row]), 1, constant_values=(CLS, EOS)) for row in todo]
         tracks = None if self.tracks is None else [self.tracks.get(first_n[row], slice(None)) for row in todo]
-        for row, result in zip(todo, self.embedder.compute(sequences, tracks), strict=True):
+
+        def take(place: int, result: Computed | Failed) -> None:
             if isinstance(result, Failed):
-                failed.append((row, result.reason))
+                failed.append((todo[place], result.reason))
             else:
-                put(row, result.values)
-                windowed += [row] if result.windowed else []
+                put(todo[place], result.values)
+                windowed.extend([todo[place]] if result.windowed else [])
+
+        self.embedder.each(sequences, tracks, take)
         device = self.embedder.device
         note = {
-            "failed": failed,
-            "windowed": windowed,
+            "part": part,
+            "failed": sorted(failed),
+            "windowed": sorted(windowed),
             "reused": len(first_n) - len(todo),
             "kernel": kernel_name(device, TORCH[spec.compute]),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -504,9 +518,9 @@ class Worker:
         return len(first_n), int(length_n.sum())
 
 
-opened = functools.lru_cache(maxsize=1)(Worker)
+worker_of = functools.lru_cache(maxsize=1)(Worker)
 
 
 def compute_part(work: Work, part: int) -> tuple[int, int]:
     """Compute a part in a process that keeps the model for the next one; see `Worker.compute`."""
-    return opened(work).compute(part)
+    return worker_of(work).compute(part)

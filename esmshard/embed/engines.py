@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ import torch
 
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
 from esmshard.data.tracks import with_paths
-from esmshard.embed.compute import Work, compute_part, opened
+from esmshard.embed.compute import Work, compute_part, worker_of
 from esmshard.embed.parts import (
     EmbeddingStore,
     Parts,
@@ -67,8 +67,9 @@ Progressed = Callable[[int, int], None]
 
 STDIN = Path("-")
 ROOM = "what is finished stays there: make room, and run the command again"
-STORE = ["plan.json", "manifest.json", "failed.tsv", "index/*", "parts/*"]
-"""The files of a directory of parts."""
+PART_FILE = f"parts/{'[0-9]' * 6}-{'[0-9a-f]' * 8}.safetensors"
+STORE = ["plan.json", "manifest.json", "failed.tsv", "index/*", PART_FILE]
+"""The files of a directory of parts, as patterns of `fnmatch`."""
 MOST_LOSSES = 3
 """How often processes may be killed without a finished part in between."""
 
@@ -132,7 +133,7 @@ def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> No
         for part in parts:
             progressed(*compute_part(work, part))
     finally:
-        opened.cache_clear()  # frees the memory of the model
+        worker_of.cache_clear()  # frees the memory of the model
 
 
 def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int, progressed: Progressed) -> None:
@@ -334,18 +335,21 @@ def embed(
         job = _Job(here, sequences, settings_of(here, sequences), overwrite, url)
         with writing(directory, ROOM):
             try:
-                if mine.number == 0:
-                    manifest = job.finished()
-                else:
-                    while (manifest := job.finished()) is None and url is None and not directory.exists():
-                        time.sleep(0.5)  # Worker 0 reads the input and writes the plan.
+                manifest = job.finished()
+                if mine.number and url is None and manifest is None and not directory.exists():
+                    say(f"worker {mine.number} of {mine.count}: waits until worker 0 has read the input")
+                    while manifest is None and not directory.exists():
+                        job.clear_way()  # raises what worker 0 was refused for
+                        time.sleep(0.5)
+                        manifest = job.finished()
                 if manifest is None:
                     manifest = job.run(compute, sentences, part_tokens, work.store if mine.number == 0 else None)
                 else:
                     say(f"{url or asked.out}: is finished already")
-                    remove(directory)
-            except (InputError, OSError) as error:
-                if isinstance(error, UsageError) or directory.exists() or (manifest := job.finished()) is None:
+                    if not directory.exists() or _json(directory, "plan.json").get("settings") == job.settings:
+                        remove(directory)  # what a command left that was killed after it had written the output
+            except (InputError, OSError):
+                if directory.exists() or (manifest := job.finished()) is None:
                     raise  # Otherwise another process has made the output meanwhile, and removed the parts.
     if manifest is None:
         return None
@@ -432,7 +436,7 @@ class _Job:
             for path in [*(directory / "index").iterdir(), *directory.glob("failed.tsv"), directory / "manifest.json"]:
                 bucket.upload(path, path.relative_to(directory).as_posix())
             kept = {f"parts/{parts.name(part)}" for part in range(len(parts))}
-            bucket.remove(name for name in bucket.listing("parts") if name not in kept)
+            bucket.remove(name for name in bucket.listing("parts") if fnmatchcase(name, PART_FILE) and name not in kept)
         elif is_parts:
             shutil.rmtree(directory / "work", ignore_errors=True)
             for stray in set(parts.folder.iterdir()) - {parts.folder / parts.name(part) for part in range(len(parts))}:
@@ -461,7 +465,7 @@ class _Job:
 
     def check_same(self, known: Mapping[str, Any], verb: str) -> None:
         """Raise `UsageError` if an output was made or begun with other settings."""
-        if different := difference(known["settings"], self.settings):
+        if different := difference(known.get("settings", {}), self.settings):
             place = self.url or (self.asked.out if verb == "made" else partial(self.asked.out))
             raise UsageError(f"{place}: was {verb} with {different}; --overwrite starts over")
 
@@ -469,26 +473,33 @@ class _Job:
         """Refuse to replace an output or files of others, and an interrupted run with other settings, unless
         `overwrite` is set.
         """
-        asked, directory = self.asked, partial(self.asked.out)
-        place = directory if self.url is None else RemoteDirectory(self.url)
-        plan = _json(place, "plan.json")
-        if plan and not self.overwrite:
+        asked, directory, overwrite = self.asked, partial(self.asked.out), self.overwrite
+        bucket = None if self.url is None else RemoteDirectory(self.url)
+        names = [] if bucket is None else [*bucket.listing()]
+        plan = _json(bucket or directory, "plan.json")  # It is written first: other files without it are not ours.
+        if names and "settings" not in plan:
+            raise UsageError(
+                f"{self.url}: is no directory of embeddings (it holds {names[0]}), so nothing is written there; choose "
+                "another name"
+            )
+        if plan and not overwrite:
             self.check_same(plan, "begun")
-        replaced = plan and self.overwrite and plan["settings"] != self.settings
-        if isinstance(place, RemoteDirectory):
-            if replaced or (self.overwrite and _json(place, "manifest.json")):
-                ours = [name for name in place.listing() if any(fnmatch(name, one) for one in STORE)]
-                place.remove(sorted(ours, key=lambda name: name != "manifest.json"))
+        replaced = plan and overwrite and plan.get("settings") != self.settings
+        if bucket is not None:
+            if replaced or (overwrite and "manifest.json" in names):
+                ours = [name for name in names if any(fnmatchcase(name, pattern) for pattern in STORE)]
+                bucket.remove(sorted(ours, key=lambda name: (name == "plan.json", name != "manifest.json")))
             return
-        if not plan or self.overwrite:  # otherwise this was checked when the run was begun
+        check_replaced(directory, ["*"], marker="plan.json")
+        if not plan or overwrite:  # otherwise this was checked when the run was begun
             if asked.fmt != PARTS:
-                FORMATS[asked.fmt].check_place(asked.out, overwrite=self.overwrite)
-            elif asked.out.exists() and not self.overwrite:
+                FORMATS[asked.fmt].check_place(asked.out, overwrite=overwrite)
+            elif asked.out.exists() and not overwrite:
                 raise UsageError(f"{asked.out}: exists already; choose another name or pass --overwrite")
             else:
                 check_replaced(asked.out, STORE, marker="manifest.json")
         if replaced:
-            check_replaced(directory, [*STORE, "work/*", ".*"])
+            check_replaced(directory, [*STORE, "parts/.*", "work/*", ".*"])
             remove(directory)
 
 
@@ -517,13 +528,16 @@ def part_bytes(asked: EmbedRequest, index: RowIndex, parts: Iterable[int]) -> in
 
 
 def file_bytes(asked: EmbedRequest, index: RowIndex) -> int:
-    """Return about the bytes of the file that is made from the parts; 0 if none is made."""
+    """Return about the bytes of the file that is made from the parts; 0 if none is made. `UsageError` if the format has
+    no room for so many records.
+    """
     if asked.fmt == PARTS:
         return 0
-    spec, writer = asked.spec, FORMATS[asked.fmt]
+    spec, writer, id_bytes = asked.spec, FORMATS[asked.fmt], int(index.ids[-1])
+    suits(asked.fmt, spec.outputs, spec.dtype, asked.out, records=len(index.lengths), id_bytes=id_bytes)
     length = index.lengths if not writer.by_sequence else index.lengths[index.first]
     numbers = int(spec.numbers(spec.long.kept(length.astype(np.int64))).sum())
-    return numbers * writer.number_bytes[spec.dtype] + int(index.ids[-1])
+    return numbers * writer.number_bytes[spec.dtype] + id_bytes
 
 
 def forecast(asked: EmbedRequest, fasta: Path, reuse: Path | None = None) -> str:
@@ -566,7 +580,6 @@ def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: Token
         InputError: if a part is damaged.
     """
     about = embeddings.about()
-    suits(fmt, about.outputs, about.dtype, out)
     if FORMATS[fmt].by_sequence and sequences is None:
         raise UsageError(
             f"{embeddings.path}: has no sequences, and {fmt} stores rows by their sequences; write it with embed MODEL "
@@ -577,14 +590,13 @@ def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: Token
             writer.add(row)
             if n and n % 4096 == 0:
                 progress.update(n, fmt)
-        for path in (failures_file(out), facts_file(out)):
-            path.unlink(missing_ok=True)
+        # These files get their names together with the output.
         if embeddings.failed:
-            shutil.copyfile(embeddings.path / "failed.tsv", failures_file(out))
-        write_chains(out, embeddings.chains, embeddings.spec.chains.text)
-    facts = {"format": fmt, **embeddings.attributes, "dim": embeddings.spec.dim, **embeddings.manifest}
-    facts = {name: value for name, value in facts.items() if name not in ("bounds", "digest")}
-    replace_json(facts_file(out), facts | {"outputs": [one.name for one in embeddings.outputs]})
+            shutil.copyfile(embeddings.path / "failed.tsv", failures_file(writer.work))
+        write_chains(writer.work, embeddings.chains, embeddings.spec.chains.text)
+        facts = {"format": fmt, **embeddings.attributes, "dim": embeddings.spec.dim, **embeddings.manifest}
+        facts = {name: value for name, value in facts.items() if name not in ("bounds", "digest")}
+        replace_json(facts_file(writer.work), facts | {"outputs": [one.name for one in embeddings.outputs]})
 
 
 def status(out: Path) -> str:
@@ -612,7 +624,8 @@ def merge(directory: Path, out: Path, fmt: str | None, overwrite: bool) -> str:
     """Make one file from a finished directory of parts, which stays."""
     fmt = fmt or out.suffix.removeprefix(".")
     embeddings = EmbeddingStore(directory)
-    suits(fmt, embeddings.outputs, embeddings.spec.dtype, out)
+    size = {"records": len(embeddings), "id_bytes": int(embeddings.index.ids[-1])}
+    suits(fmt, embeddings.outputs, embeddings.spec.dtype, out, **size)
     FORMATS[fmt].check_place(out, overwrite=overwrite)
     with writing(out, ROOM):
         write_file(embeddings, out, fmt)

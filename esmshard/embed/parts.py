@@ -9,7 +9,7 @@
                            `attentions_6` [sum of H x L^2]; in the metadata a JSON `note` on failed rows and versions
       index/
         ids.txt, ids.npy       ids of the N records, one on each line, and the first byte of each, int64 [N + 1]
-        id_keys.npy, id_rows.npy   `token_store.keys` of the ids, sorted, and the record of each
+        id_keys.npy, id_rows.npy   `io.store.keys` of the ids, sorted, and the record of each
         lengths.npy            int32 [N]: residues of each record
         rows.npy               int64 [N]: the row of each record; equal sequences share one of U rows
         first.npy              int64 [U]: the first record of each row
@@ -49,18 +49,22 @@ from esmshard.embed.spec import TORCH, EmbedRequest, Spec, difference
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
 from esmshard.io.array_formats import NUMPY, About, Output, Row, as_float
-from esmshard.io.paths import read_json, remembered_sha256, replace_json, replacing, without_directories
+from esmshard.io.paths import read_json, remembered_sha256, replace_json, without_directories
 from esmshard.io.remote import RemoteDirectory
 from esmshard.io.store import TokenStore, ingest, is_store, keys
 from esmshard.io.symbols import Rules
 from esmshard.io.tables import counted
+from esmshard.io.writers import write_failures
+from esmshard.model.config import ModelConfig
 from esmshard.progress import say
 from esmshard.vocab import chain_spans, decode
 
 FORMAT = "3"
 """The version of the plan and of parts."""
 LEAST_PART, MOST_PART = 1 << 14, 1 << 18
-"""The least and most tokens of a usual part."""
+"""The least and most tokens of a usual part, the most for a model of 8M. A larger model has smaller parts, which take
+it about as long.
+"""
 SHARE_OF_PART, MOST_PARTS = 128, 4096
 """A usual part is such a share of the input, so that several processes end at about the same time; in a very large
 input parts grow, so that there are not more files.
@@ -128,28 +132,15 @@ def read_plan(directory: Path) -> dict[str, Any]:
     return plan
 
 
-def read_input(fasta: Path, store: Path, linker: int) -> TokenStore:
-    """Return the input as a token store: the input itself if it is one, else `store`, which is made if it does not
-    exist. `InputError` if the chains of records are joined by another linker.
-    """
-    if is_store(fasta):
-        given = TokenStore(fasta)
-        given.check_linker(linker, fasta)
-        return given
-    if is_store(store):
-        return TokenStore(store)
-    made = ingest([fasta], store, Rules(linker=linker))
-    for notice in made.notices:
-        say(f"{fasta}: {notice}")
-    return made
-
-
 def _plan(
     work: Path, fasta: Path, asked: EmbedRequest, notices: Sequence[str], part_tokens: int | None
 ) -> dict[str, Any]:
     """Read the input, write the index, and return the plan."""
-    index, spec, long = work / "index", asked.spec, asked.spec.long
-    store = read_input(fasta, work / "work" / "input", spec.chains.tokens)
+    index, spec, long, linker = work / "index", asked.spec, asked.spec.long, asked.spec.chains.tokens
+    store = TokenStore(fasta) if is_store(fasta) else ingest([fasta], work / "work" / "input", Rules(linker=linker))
+    store.check_linker(linker, fasta)
+    for notice in () if is_store(fasta) else store.notices:
+        say(f"{fasta}: {notice}")
     tracks = []
     for one in asked.tracks:
         tracks.append(write_track(one.track, one.path, store, work / "work" / "tracks" / one.track.name))
@@ -179,7 +170,7 @@ def _plan(
     identity = {
         "spec": asdict(spec),
         "settings": settings_of(asked, fasta),
-        "bounds": _bounds(index, spec, part_tokens or _part_tokens(tokens)),
+        "bounds": _bounds(index, spec, part_tokens or _part_tokens(tokens, asked.found.config)),
     }
     return {
         "esmshard": __version__,
@@ -241,9 +232,10 @@ def write_index(index: Path, store: TokenStore, spec: Spec, tracks: Sequence[Tra
     return len(first_U), len(chains)
 
 
-def _part_tokens(tokens: int) -> int:
+def _part_tokens(tokens: int, config: ModelConfig) -> int:
     """Return the number of tokens of a usual part."""
-    return max(min(max(tokens // SHARE_OF_PART, LEAST_PART), MOST_PART), tokens // MOST_PARTS)
+    most = max(LEAST_PART, MOST_PART * 6 * 320**2 // (config.n_layers * config.dim**2))
+    return max(min(max(tokens // SHARE_OF_PART, LEAST_PART), most), tokens // MOST_PARTS)
 
 
 def _bounds(index: Path, spec: Spec, per_part: int) -> list[int]:
@@ -379,7 +371,7 @@ class Parts:
             scratch.unlink(missing_ok=True)
 
     def note(self, part: int) -> dict[str, Any]:
-        """Return the note of a finished part. `InputError` if its file is truncated."""
+        """Return the note of a finished part. `InputError` if its file is truncated, or that of another part."""
         path = self.folder / self.name(part)
         if self._bucket is None or path.exists():
             with opened(path) as file:
@@ -388,7 +380,12 @@ class Parts:
             size = int.from_bytes(self._bucket.first_bytes(f"parts/{path.name}", 8), "little")
             metadata = json.loads(self._bucket.first_bytes(f"parts/{path.name}", size + 8)[8:])["__metadata__"]
         note: dict[str, Any] = json.loads(metadata["note"])
+        if note["part"] != part:
+            raise InputError(_DAMAGED.format(path, f"it holds part {note['part']}"))
         return note
+
+
+_DAMAGED = "{}: is damaged ({}); remove it, and run the same embed again"
 
 
 def opened(path: Path) -> Any:
@@ -396,7 +393,7 @@ def opened(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: is damaged ({error}); remove it, and run the same embed again") from None
+        raise InputError(_DAMAGED.format(path, error)) from None
 
 
 def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
@@ -408,9 +405,7 @@ def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str
     reused = sum(note["reused"] for note in notes)
     windowed = [index.bounds[k] + row for k, note in enumerate(notes) for row in note["windowed"]]
     made_by = {f"{note['device']}, kernel {note['kernel']}, torch {note['torch']}" for note in notes}
-    if failed:
-        with replacing(directory / "failed.tsv") as file:
-            file.writelines("\t".join(map(str, line)) + "\n" for line in [("id", "length", "reason"), *failed])
+    write_failures(directory / "failed.tsv", failed)
     manifest = {
         **plan,
         "computed": len(index.first) - reused,

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import shutil
+import tempfile
 import zipfile
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -153,6 +154,8 @@ class FormatWriter(Writer):
     """Whether rows are stored by their sequences, so that each sequence is stored once, with its first id."""
     number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 4, "fp16": 2, "bf16": 2}
     """The bytes of a number in the file; the most bytes, if the numbers differ in this."""
+    header: ClassVar[float] = float("inf")
+    """The most bytes of a header with the names of all records, which is read at once."""
     extra: ClassVar[tuple[str, str] | None] = None
     """The module that writes the format, and the extra of this package that installs the module."""
 
@@ -433,18 +436,18 @@ class SafetensorsFormat(FormatWriter):
 
     The format is the header's length (8 bytes, little-endian), a JSON header, and the tensors
     (https://github.com/huggingface/safetensors). The library writes only tensors that are all in memory. Here they
-    wait in a second file, because the header comes first and is known last.
+    wait in a file without a name, because the header comes first and is known last.
     """
 
     default_pool = "residue"
     dtypes = DTYPES
-    HEADER: ClassVar[int] = 100_000_000  # The library reads no larger one.
+    header = 100_000_000  # The library reads no larger one.
 
     def open(self) -> None:
         metadata = {key: str(value) for key, value in self.attributes.items()}
         self._entries: dict[str, Any] = {"__metadata__": metadata}
         self._at = 0
-        self._tensors = self.files.enter_context(open(self.work.with_name("tensors"), "wb+"))
+        self._tensors = self.files.enter_context(tempfile.TemporaryFile(dir=self.work.parent))
 
     def write(self, row: Row) -> None:
         for name, values in self.named(row):
@@ -460,13 +463,12 @@ class SafetensorsFormat(FormatWriter):
         super().finish()
         header = json.dumps(self._entries, separators=(",", ":"), ensure_ascii=False).encode()
         header += b" " * (-len(header) % 8)  # tensors are aligned
-        if len(header) > self.HEADER:
-            raise UsageError(f"{self.out}: a safetensors file has no room for the names of so many records; use h5")
+        if len(header) > self.header:
+            raise UsageError(_NO_ROOM.format(self.out))
         self._tensors.seek(0)
         with open(self.work, "wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
             shutil.copyfileobj(self._tensors, file, 1 << 24)
-        self.work.with_name("tensors").unlink()
 
 
 class ZarrFormat(BlockFormat):
@@ -533,7 +535,10 @@ FORMATS: dict[str, type[FormatWriter]] = {
 """The writer of each format, by the name of `--format` and the ending of the file."""
 
 
-def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path) -> None:
+_NO_ROOM = "{}: the header of a safetensors file has no room for the names of so many records; give --format h5"
+
+
+def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, records: int = 0, id_bytes: int = 0) -> None:
     """Refuse, before anything is computed, outputs that a format cannot hold, and a format whose library is missing.
 
     Args:
@@ -541,6 +546,8 @@ def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path) -> None:
         outputs: the outputs to write, at least one.
         dtype: the dtype of the stored numbers.
         out: the file, for the message.
+        records: the number of records, if it is known.
+        id_bytes: the bytes of all ids, if they are known.
 
     Raises:
         UsageError: with a format that can hold the outputs.
@@ -550,6 +557,8 @@ def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path) -> None:
     if reason := _reason(fmt, outputs, dtype):
         others = " or ".join(other for other in FORMATS if not _reason(other, outputs, dtype))
         raise UsageError(f"{out}: {reason}; write it with --format {others}")
+    if len(outputs) * (60 * records + id_bytes) > FORMATS[fmt].header:  # An entry takes 60 bytes and the id at least.
+        raise UsageError(_NO_ROOM.format(out))
     FORMATS[fmt].require(out)
 
 

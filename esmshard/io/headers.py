@@ -8,6 +8,7 @@ OX=9606 GN=HBB` in a UniProt header is ignored. A lower-case key is read as its 
 (Format: `docs/data_standardization.md` of sacdallago/biotrainer.)
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -39,31 +40,39 @@ def attributes(header: str, keys: Sequence[str], where: str, edits: Edits | None
         edits: collects lower-case keys.
 
     Raises:
-        InputError: an attribute comes twice, has no value, or has two `=`; the message names the record.
+        InputError: an attribute comes twice, has no value, or has no space before it; the message names the record.
 
     >>> attributes("Seq1 TARGET=0.1 SET=train", ("TARGET", "SET"), "x.fasta")
     {'TARGET': '0.1', 'SET': 'train'}
     """
-    found: dict[str, str] = {}
-    for word in _WORD.findall(header)[1:]:
-        written, equals, value = word.partition("=")
-        key = written.upper()
-        if not equals or key not in keys or not written.isascii():
-            continue
-        record = f"{where}: record {shown(id_of(header))}"
-        if not value:
-            raise InputError(f"{record} has nothing after '{written}='; write its value there, or leave it out")
-        if "=" in value:
-            raise InputError(
-                f"{record} has {shown(word)} as one word; white space divides the id and the attributes, as in '>Seq1 "
-                "TARGET=0.1 SET=train'"
-            )
-        if key in found:
-            raise InputError(f"{record} has {key}= twice; leave one of them out")
-        if written != key and edits is not None:
-            edits.add("lower-case keys were read as upper case", id_of(header))
-        found[key] = value
-    return found
+    values: dict[str, str] = {}
+    for place, word in enumerate(_WORD.findall(header)):
+        for match in _keyed(tuple(keys)).finditer(word):
+            before, written, value = word[: match.start()], match[1], word[match.end() :]
+            key, last = written.upper(), before[-1:]
+            # A space is missing in Seq1;SET=, trainSET= and TARGET=DSET=, but the key of DATASET=3 is not SET.
+            glued = "=" in before or not (last.isalpha() or last == "_") or (written == key and last.islower())
+            if before and not glued:
+                continue
+            record = f"{where}: record {shown(id_of(header))}"
+            if before or not place or "=" in value:
+                raise InputError(
+                    f"{record} has {shown(word)} as one word; white space divides the id and the attributes, as in "
+                    "'>Seq1 TARGET=0.1 SET=train'"
+                )
+            if not value:
+                raise InputError(f"{record} has nothing after '{written}='; write its value there, or leave it out")
+            if key in values:
+                raise InputError(f"{record} has {key}= twice; leave one of them out")
+            if written != key and edits is not None:
+                edits.add("lower-case keys were read as upper case", id_of(header))
+            values[key] = value
+    return values
+
+
+@functools.lru_cache
+def _keyed(keys: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(f"({'|'.join(map(re.escape, keys))})=", re.IGNORECASE | re.ASCII)
 
 
 def id_of(header: str) -> str:

@@ -1,6 +1,7 @@
 """Files and directories: writing completely or not at all, sha256, sizes, caches. No torch."""
 
 import fnmatch
+import glob
 import hashlib
 import json
 import math
@@ -8,6 +9,7 @@ import os
 import re
 import shutil
 import socket
+import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,19 +71,26 @@ def sync_directory(path: Path) -> None:
             os.close(handle)
 
 
+_IN_USE: set[Path] = set()
+"""The scratch directories of this process."""
+
+
 @contextmanager
 def scratch_directory(out: Path) -> Iterator[Path]:
     """Provide an empty directory beside `out`, in which `out` is made. It is removed when the block ends, and so are
     those that killed processes of this machine left behind.
     """
-    settle(out)
+    out = _absolute(out)
+    _remove_leftovers(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    work = _work(_absolute(out))
-    work.mkdir()
+    work = _work(out)
+    _IN_USE.add(work)
     try:
+        work.mkdir()
         yield work
     finally:
-        settle(out)
+        _remove(work)
+        _IN_USE.discard(work)
 
 
 @contextmanager
@@ -93,18 +102,22 @@ def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
     `.old-NAME` beside it, so one of the two exists even if this process is killed; `settle` then cleans up.
     """
     out = _absolute(out)
-    with scratch_directory(out) as work:
-        yield work
-        for path in [*work.rglob("*"), work] if sync else ():
-            if path.is_dir():
-                sync_directory(path)
-                continue
-            with open(path, "rb+") as written:
-                os.fsync(written.fileno())
-        if os.path.lexists(out):
-            out.rename(_old(out))
-        work.rename(out)
-        sync_directory(out.parent)
+    settle(out)
+    try:
+        with scratch_directory(out) as work:
+            yield work
+            for path in [*work.rglob("*"), work] if sync else ():
+                if path.is_dir():
+                    sync_directory(path)
+                    continue
+                with open(path, "rb+") as written:
+                    os.fsync(written.fileno())
+            if os.path.lexists(out):
+                out.rename(_old(out))
+            work.rename(out)
+            sync_directory(out.parent)
+    finally:
+        settle(out)
 
 
 def check_replaced(out: Path, written: Collection[str], marker: str | None = None) -> None:
@@ -140,24 +153,26 @@ def settle(out: Path) -> list[str]:
         A sentence for each directory of a process on another machine, which may still be running.
     """
     out = _absolute(out)
-    if not out.parent.is_dir():
-        return []
-    old, mine = _old(out), _work(out)
-    if os.path.lexists(old) and not os.path.lexists(out):
-        old.rename(out)
-    _remove(mine)
-    if os.path.lexists(old):  # renamed first, so that a half-removed directory is never taken for the model
-        old.rename(mine)
-        _remove(mine)
+    old = _old(out)
+    if os.path.lexists(old):
+        if os.path.lexists(out):  # renamed first, so that a half-removed directory is never taken for the model
+            _remove(old.rename(_work(out)))
+        else:
+            old.rename(out)
+    return _remove_leftovers(out)
+
+
+def _remove_leftovers(out: Path) -> list[str]:
+    """Remove the scratch directories of processes that are over. See `settle`."""
     unknown = []
-    for leftover in sorted(out.parent.iterdir()):
-        maker = re.fullmatch(re.escape(f".tmp-{out.name}-") + r"(.+)-(\d+)", leftover.name)
+    for leftover in sorted(out.parent.glob(f".tmp-{glob.escape(out.name)}-*")):
+        maker = re.fullmatch(r"(.+)-(\d+)(\.[0-9a-f]{8})?", leftover.name.removeprefix(f".tmp-{out.name}-"))
         if maker and maker[1] != socket.gethostname():
             unknown.append(
                 f"{leftover}: is being made, or was left half made, by process {maker[2]} of {maker[1]}; remove it if "
                 "that process is over"
             )
-        elif maker and not lives(int(maker[2])):
+        elif maker and leftover not in _IN_USE and (int(maker[2]) == os.getpid() or not lives(int(maker[2]))):
             _remove(leftover)
     return unknown
 
@@ -167,8 +182,8 @@ def _absolute(out: Path) -> Path:
 
 
 def _work(out: Path) -> Path:
-    """Return the work directory, which names machine and process. One of mkdtemp would be closed to the group."""
-    return out.with_name(f".tmp-{out.name}-{socket.gethostname()}-{os.getpid()}")
+    """Return a new scratch directory, which names machine and process. One of mkdtemp would be closed to the group."""
+    return out.with_name(f".tmp-{out.name}-{socket.gethostname()}-{os.getpid()}.{uuid.uuid4().hex[:8]}")
 
 
 def _old(out: Path) -> Path:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import cache_directory, read_json, replace_json, scratch_directory, shipped, size_text
+from esmshard.io.writers import chains_file, failures_file
 from esmshard.progress import say
 
 _ADDRESS = re.compile(r"(s3|gs):/{1,2}(?=[^/])")
@@ -313,6 +314,7 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
         made = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         names = sorted(made, key=lambda name: (_LAST.get(name.rpartition("/")[2], 0), name == out.name, name))
         old = {f"{out.name}/{name}" for name in before if name not in kept}
+        old |= {failures_file(out).name, chains_file(out).name}  # of an earlier file
         try:
             parent.remove(sorted(name for name in old if name.rpartition("/")[2] in _LAST))
             for name in names:

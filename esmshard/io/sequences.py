@@ -1,10 +1,18 @@
-"""FASTA files, plain or compressed, in blocks of whole records.
+"""FASTA files, plain or compressed, in blocks of whole records; and tables and other files, which become FASTA text.
 
-A file is read in blocks of about a mebibyte that begin and end with a record. Where a block holds nothing unusual, all
-its records are encoded by one `bytes.translate`; only unusual records are looked at one by one
+A FASTA file is read in blocks of about a mebibyte that begin and end with a record. Where a block holds nothing
+unusual, all its records are encoded by one `bytes.translate`; only unusual records are looked at one by one
 (`esmshard.io.symbols` has the rules).
 
 The id is the first word of the header; `>` alone gets `seqnum000000004`, its line counted from 0, as in fair-esm.
+
+Of a table, these columns are read:
+
+| column | names, in upper or lower case |
+|---|---|
+| sequences | one of SEQUENCE_NAMES; else a pair of CHAIN_NAMES; else `protein`, as in the tables of SaprotHub |
+| ids | `id`, else one of ID_NAMES; else a record is called `row_` and the number of its line |
+| sets | `set` or `split`, with `validation` as in FLIP's tables; else a `stage` that holds names of sets alone |
 """
 
 import codecs
@@ -17,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -211,30 +219,17 @@ CONVERSION = 3
 _MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
 _TEXT_TABLE = re.compile(r"\.(csv|tsv|tab)(\.(gz|bgz|bz2|xz|zst))?$", re.IGNORECASE)
 _BINARY_TABLES = {".parquet": b"PAR1", ".xlsx": b"PK\x03\x04"}
-_HEAD = 4096
+_HEAD, _MARK = 4096, b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
-class SequenceFormat:
-    """A format of files of sequences that Biopython reads."""
-
-    name: str
-    """The name in `Bio.SeqIO`."""
-    title: str
-    head: re.Pattern[bytes]
-    """The beginning of every file."""
-
-
-FORMATS = tuple(
-    SequenceFormat(name, title, re.compile(head))
-    for name, title, head in (
-        ("genbank", "a GenBank file", rb"LOCUS "),
-        ("swiss", "a UniProt text file", rb"ID   [^\r\n]* AA\."),
-        ("uniprot-xml", "a UniProt XML file", rb"<\?xml[^>]*>\s*(<!--.*?-->\s*)?<uniprot[\s>]"),
-        ("stockholm", "a Stockholm alignment", rb"# STOCKHOLM"),
-        ("clustal", "a Clustal alignment", rb"CLUSTAL"),
-    )
-)
+FORMATS = {
+    "genbank": ("a GenBank file", re.compile(rb"LOCUS ")),
+    "swiss": ("a UniProt text file", re.compile(rb"ID   [^\r\n]* AA\.")),
+    "uniprot-xml": ("a UniProt XML file", re.compile(rb"<\?xml[^>]*>\s*(<!--.*?-->\s*)?<uniprot[\s>]")),
+    "stockholm": ("a Stockholm alignment", re.compile(rb"# STOCKHOLM")),
+    "clustal": ("a Clustal alignment", re.compile(rb"CLUSTAL")),
+}
+"""What Biopython reads, and the beginning of every such file, by the name in `Bio.SeqIO`."""
 
 
 class ConvertedSource(io.BytesIO):
@@ -262,30 +257,31 @@ class ConvertedSource(io.BytesIO):
         return 0 if self._lines is None else self._lines[(line - 1) // 2]
 
 
-def read_format(path: Path, kind: SequenceFormat) -> ConvertedSource:
-    """Read the proteins of a file, plain or compressed.
+def read_format(path: Path, kind: str) -> ConvertedSource:
+    """Read the proteins of a file of one of FORMATS, plain or compressed.
 
     Raises:
         InputError: the file cannot be read, or a record has no sequence.
     """
     from Bio import SeqIO
 
-    text = read_text(path, kind.title).replace("\r\n", "\n").replace("\r", "\n")
+    title, _ = FORMATS[kind]
+    text = read_text(path, title).replace("\r\n", "\n").replace("\r", "\n")
     edits, body = Edits(), text.strip()
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             # The reader of XML takes bytes, since such a file names its encoding. `read_text` has checked for UTF-8.
-            source = io.BytesIO(body.encode()) if kind.name == "uniprot-xml" else io.StringIO(body)
+            source = io.BytesIO(body.encode()) if kind == "uniprot-xml" else io.StringIO(body)
             # Biopython reads a Clustal file without a record for ever.
-            is_empty = kind.name == "clustal" and re.search(r"\n\S", body) is None
-            records = [] if is_empty else list(SeqIO.parse(source, kind.name))  # type: ignore[no-untyped-call]
+            is_empty = kind == "clustal" and re.search(r"\n\S", body) is None
+            records = [] if is_empty else list(SeqIO.parse(source, kind))  # type: ignore[no-untyped-call]
             sequences = ["".join(str(record.seq).split()) for record in records]
     except Exception as error:  # The reader of each format has errors of its own.
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"{path}: cannot be read as {kind.title} ({reason}); download or make it again") from None
+        raise InputError(f"{path}: cannot be read as {title} ({reason}); download or make it again") from None
     if not records:
-        raise InputError(f"{path}: is {kind.title} without a record; download or make it again")
+        raise InputError(f"{path}: is {title} without a record; download or make it again")
     for warning in warned:
         edits.add(f"Biopython warned of this: {' '.join(str(warning.message).split())}", path.name)
     headers = []
@@ -305,8 +301,8 @@ def is_plain(path: Path) -> bool:
         return not file.read(6).startswith(tuple(_MAGIC)) and other_kind(path) is None
 
 
-def other_kind(path: Path) -> SequenceFormat | Literal["table"] | None:
-    """Return what a file of sequences is if it is no FASTA file: a table, or one of FORMATS.
+def other_kind(path: Path) -> str | None:
+    """Return what a file of sequences is if it is no FASTA file: `table`, or a name of FORMATS.
 
     The first bytes decide, for tables with the ending of the name: .parquet, .xlsx, or, for text that does not begin
     with `>`, .csv, .tsv or .tab. None for a FASTA file, the standard input, and everything else.
@@ -314,12 +310,14 @@ def other_kind(path: Path) -> SequenceFormat | Literal["table"] | None:
     if path == STDIN or not path.is_file():
         return None
     with readable(path, "a FASTA file"), open_bytes(path) as stream:
-        head = read_block(stream, _HEAD).removeprefix(b"\xef\xbb\xbf").lstrip(BLANKS)
+        head = stream.read(_HEAD).removeprefix(_MARK).lstrip(BLANKS)
     if head.startswith(b">"):
         return None
+    for name, (_, beginning) in FORMATS.items():
+        if beginning.match(head):
+            return name
     binary = any(head.startswith(begin) and path.suffix.lower() == end for end, begin in _BINARY_TABLES.items())
-    known = next((known for known in FORMATS if known.head.match(head)), None)
-    return known or ("table" if binary or _TEXT_TABLE.search(path.name) else None)
+    return "table" if binary or _TEXT_TABLE.search(path.name) else None
 
 
 def is_sequence_table(path: Path) -> bool:
@@ -358,16 +356,6 @@ def open_bytes(path: Path) -> BinaryIO:
     return xopen(raw, "rb", format=kind, threads=1 if kind == "gz" else 0)  # type: ignore[no-any-return]
 
 
-def read_block(stream: BinaryIO, size: int) -> bytes:
-    """Read the next bytes of a stream. Damaged compressed data are an OSError."""
-    try:
-        return stream.read(size)
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # each decompression library has errors of its own
-        raise OSError(str(error)) from None
-
-
 def _open(path: Path) -> BufferedReader:
     if path.is_fifo() or path.is_char_device():  # Files are read several times, a pipe only once.
         raise InputError(f"{path}: is a pipe, not a file; pipe it into the standard input and name that, as -")
@@ -380,8 +368,6 @@ LONGEST = 1 << 26
 """Most bytes of a record, line ends included: nature's longest protein has 36,000 residues, a chromosome has 10^8
 bases.
 """
-
-_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -407,7 +393,7 @@ def read_blocks(
     """Read the records of a file that begin at bytes `start` to `stop` (exclusive), in blocks. Ids may repeat.
 
     Ranges are for plain files. Ranges that touch each other share no record and lose none. Errors are those of
-    `fasta_reader.read_fasta`.
+    `read_fasta`.
     """
     with readable(path, "a FASTA file"), open_source(path, rules) as stream:
         reader = _Reader(path, edits, rules)
@@ -436,18 +422,17 @@ class _Reader:
         if at < start:
             at, rest = self._next(stream, start)
         while rest and (stop is None or at < stop):
-            data = read_block(stream, BLOCK)
+            data = stream.read(BLOCK)
             whole = rest + data
             cut = _last_record(whole) if data else len(whole)
             if cut == 0:
                 rest = whole
                 if len(whole) > LONGEST:
-                    line = self.line(at, whole, 0)
                     words = re.split(rb"[\r\n]", whole[1:201], maxsplit=1)[0].split(None, 1)
-                    name = (words[0] if words else _numbered(line - 1)).decode(errors="replace")
+                    name = (words[0] if words else _numbered(self.line(at, whole, 0) - 1)).decode(errors="replace")
                     raise InputError(
-                        f"{self._path}:{line}: record '{shown(name)}' is longer than {LONGEST:,} bytes; proteins are "
-                        "expected, not a genome"
+                        f"{self._where(at, whole, 0)}: record '{shown(name)}' is longer than {LONGEST:,} bytes; "
+                        "proteins are expected, not a genome"
                     )
                 continue
             yield at, whole[:cut]
@@ -457,7 +442,7 @@ class _Reader:
 
     def _first(self, stream: BinaryIO) -> tuple[int, bytes]:
         """Find the first record: its offset, and the text read from there on."""
-        at, data = 0, read_block(stream, BLOCK)
+        at, data = 0, stream.read(BLOCK)
         if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise InputError(f"{self._path}: is UTF-16 text; save it as UTF-8")
         if data.startswith(_MARK):
@@ -478,7 +463,7 @@ class _Reader:
                 if self._path == STDIN:
                     self._lines, self._counted = lines, at
                 return at, text
-            data = read_block(stream, BLOCK)
+            data = stream.read(BLOCK)
         raise InputError(f"{self._path}: holds no record; a FASTA file has lines that begin with '>'")
 
     def _next(self, stream: BinaryIO, start: int) -> tuple[int, bytes]:
@@ -487,12 +472,12 @@ class _Reader:
         """
         at = start - 1
         stream.seek(at)
-        data = read_block(stream, BLOCK)
+        data = stream.read(BLOCK)
         while data:
             found = re.search(rb"[\r\n]>", data)
             if found:
                 return at + found.start() + 1, data[found.start() + 1 :]
-            more = read_block(stream, BLOCK)
+            more = stream.read(BLOCK)
             at, data = at + len(data) - 1, data[-1:] + more if more else b""
         return at, b""
 

@@ -1,6 +1,6 @@
 """The token store: FASTA files as uint8 tokens with int64 offsets, memory-mapped; and `ingest`, which writes it.
 
-A store is a directory that is written under another name and renamed when it is complete. Version 3:
+A store is a directory that is written under another name and renamed when it is complete. Version 4:
 
     tokens-00000.u8 ...   residues of all records, one byte each; every record is followed by `<eos>`
     headers-00000.txt ... header lines without `>`, one a line; the first word is the id
@@ -8,7 +8,8 @@ A store is a directory that is written under another name and renamed when it is
     headers.npy           int64 [N + 1]: the same for the header shards
     ids.npy               uint64 [N]: `keys` of the ids, sorted
     rows.npy              uint32 or uint64 [N]: the number of the record of each key
-    manifest.json         version, alphabet, counts, lengths, sources, rules, edits; sha256 of each file and of itself
+    manifest.json         version, alphabet, counts, lengths, sources, rules, edits; sha256 of each file, of all tokens
+                          together and of itself
 
 Every file is compared with its sha256 before anything of it is used: the manifest and the arrays when a store is
 opened, a shard when a process first reads it. So no altered byte is ever read as a residue or an id, and a run reads
@@ -23,7 +24,6 @@ import multiprocessing
 import shutil
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -43,7 +43,7 @@ from esmshard.io.tables import counted
 from esmshard.progress import INTERVAL, say
 from esmshard.vocab import ALPHABET_HASH
 
-FORMAT, VERSION = "esmshard-tokens", 3
+FORMAT, VERSION = "esmshard-tokens", 4
 ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
 COLUMNS = {"lengths": np.int32, "headers": np.int32, "keys": np.uint64}
 """What the index needs of each record: residues, bytes of the header line, and `keys` of the id."""
@@ -78,7 +78,7 @@ class TokenStore:
         # For each shard, the number of its first record, and its first byte of tokens and of headers.
         sizes = [[shard["records"], shard["tokens"], shard["headers"]] for shard in self.manifest["shards"]]
         self._first_records, *self._first_bytes = np.cumsum([[0, 0, 0], *sizes], axis=0).T.tolist()
-        self._maps: OrderedDict[str, npt.NDArray[np.uint8]] = OrderedDict()
+        self._mapped = functools.lru_cache(_OPEN_SHARDS)(self._map)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "checked": frozenset(self._checked)}
@@ -92,7 +92,7 @@ class TokenStore:
     @functools.cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
         """Number of residues of each record, int32 [N]. Computed on first use."""
-        lengths = np.empty(len(self), np.int32)  # No record is longer than `fasta_blocks.LONGEST`, so int32 suffices.
+        lengths = np.empty(len(self), np.int32)  # No record is longer than `sequences.LONGEST`, so int32 suffices.
         for at in range(0, len(self), _AT_ONCE):
             lengths[at : at + _AT_ONCE] = np.diff(self.offsets[at : at + _AT_ONCE + 1]) - 1
         return lengths
@@ -142,10 +142,8 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """A digest of the sequences and their order: the hash of the sha256 of all token shards."""
-        hashes = self.manifest["sha256"]
-        text = "".join(hashes[token_shard(k)] for k in range(len(self.manifest["shards"])))
-        return hashlib.sha256(text.encode()).hexdigest()
+        """A digest of the sequences and their order, which does not depend on how they are divided into shards."""
+        return hashlib.sha256(self.manifest["tokens_sha256"].encode()).hexdigest()
 
     def verify(self) -> None:
         """Compare every file with its sha256 now, and not when it is first read. `InputError` names the first altered
@@ -180,17 +178,13 @@ class TokenStore:
             raise IndexError(n)
         shard = bisect.bisect_right(self._first_records, n) - 1
         name = token_shard(shard) if kind == "tokens" else header_shard(shard)
-        mapped = self._maps.get(name)
-        if mapped is None:
-            self._check(name)
-            mapped = np.asarray(np.memmap(self.path / name, dtype=np.uint8, mode="r"))
-            self._maps[name] = mapped
-            if len(self._maps) > _OPEN_SHARDS:
-                self._maps.popitem(last=False)
-        else:
-            self._maps.move_to_end(name)
         begin = self._first_bytes[column][shard]
-        return mapped[int(offsets[n]) - begin : int(offsets[n + 1]) - 1 - begin]
+        return self._mapped(name)[int(offsets[n]) - begin : int(offsets[n + 1]) - 1 - begin]
+
+    def _map(self, name: str) -> npt.NDArray[np.uint8]:
+        """Map a file, once it was compared with its sha256."""
+        self._check(name)
+        return np.asarray(np.memmap(self.path / name, dtype=np.uint8, mode="r"))
 
 
 def token_shard(k: int) -> str:
@@ -265,7 +259,7 @@ class Shard:
 def write_index(
     directory: Path,
     shards: Sequence[Shard],
-    columns: Iterable[Sequence[npt.NDArray[Any]]],
+    columns: Sequence[npt.NDArray[Any]],
     facts: Mapping[str, Any],
     edits: Edits,
 ) -> None:
@@ -274,34 +268,22 @@ def write_index(
     Args:
         directory: the directory with the shards under their final names.
         shards: what the shards hold.
-        columns: arrays of some records at a time, in file order: residues, bytes of the header line, and
-            `keys` of the id.
+        columns: residues, bytes of the header line, and `keys` of the id of all records in file order.
         facts: further entries of the manifest.
         edits: what was changed while reading.
     """
-    total = sum(shard.records for shard in shards)
-    offsets = _array(directory / "offsets.npy", total + 1)
-    headers = _array(directory / "headers.npy", total + 1)
-    keys = np.empty(total, np.uint64)
-    histogram = np.zeros(len(_EDGES) - 1, np.int64)
-    shortest, longest, at = 1 << 62, 0, 0
-    for length_N, header_N, key_N in columns:
-        if not len(length_N):
-            continue
-        rows = slice(at + 1, at + 1 + len(length_N))
-        for array, column_N in ((offsets, length_N), (headers, header_N)):  # Each record has one byte more at its end.
-            np.cumsum(column_N.astype(np.int64) + 1, out=array[rows])
-            array[rows] += array[at]
-        keys[at : at + len(key_N)] = key_N
-        histogram += np.histogram(length_N, _EDGES)[0]
-        shortest, longest = min(shortest, int(length_N.min())), max(longest, int(length_N.max()))
-        at += len(length_N)
-    assert at == total
-    residues = int(offsets[-1]) - total
-    del offsets, headers  # Deleting the arrays writes them to disk.
+    length_N, header_N, keys = columns
+    total, residues = len(length_N), int(length_N.sum(dtype=np.int64))
+    for name, column_N in (("offsets.npy", length_N), ("headers.npy", header_N)):
+        offsets = np.zeros(total + 1, np.int64)
+        np.cumsum(column_N, out=offsets[1:])
+        np.save(directory / name, offsets + np.arange(total + 1))  # Each record has one byte more at its end.
     order = np.argsort(keys, kind="stable")
     np.save(directory / "rows.npy", order.astype(np.uint32 if total < 1 << 32 else np.uint64))
     np.save(directory / "ids.npy", keys[order])
+    tokens = hashlib.sha256()
+    for k in range(len(shards)):
+        tokens.update(np.memmap(directory / token_shard(k), np.uint8, mode="r").data)
     names = [name for k in range(len(shards)) for name in (token_shard(k), header_shard(k))]
     hashes = dict(zip(names, (digest for shard in shards for digest in shard.sha256), strict=True))
     hashes |= {name: sha256(directory / name) for name in ARRAYS}
@@ -311,13 +293,14 @@ def write_index(
         "alphabet": ALPHABET_HASH,
         "records": total,
         "residues": residues,
+        "tokens_sha256": tokens.hexdigest(),
         "lengths": {
-            "shortest": shortest,
-            "longest": longest,
+            "shortest": int(length_N.min()),
+            "longest": int(length_N.max()),
             "mean": round(residues / total, 2),
             "histogram": {
                 f"{low}-{high - 1}": int(count)
-                for low, high, count in zip(_EDGES[:-1], _EDGES[1:], histogram, strict=True)
+                for low, high, count in zip(_EDGES, _EDGES[1:], np.histogram(length_N, _EDGES)[0], strict=False)
                 if count
             },
         },
@@ -331,12 +314,6 @@ def write_index(
     scratch = directory / ".manifest.json"
     scratch.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     scratch.rename(directory / "manifest.json")  # The manifest makes the directory a store.
-
-
-def _array(path: Path, length: int) -> npt.NDArray[np.int64]:
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=(length,))
-    array[0] = 0
-    return array
 
 
 OnDuplicate = Literal["error", "first", "suffix"]
@@ -410,12 +387,13 @@ def ingest(
             raise InputError(f"{named}: changed while being read; ingest again")
         if not shards:
             raise InputError(f"{named}: no record is left under these rules")
-        columns = (np.load(_folder(work, number) / "columns.npz") for number in range(len(pieces)))
-        write_index(final, shards, ([each[name] for name in COLUMNS] for each in columns), facts, edits)
+        columns = [[*np.load(_folder(work, number) / "columns.npz").values()] for number in range(len(pieces))]
+        write_index(final, shards, [*map(np.concatenate, zip(*columns, strict=True))], facts, edits)
         store = _without_duplicates(TokenStore(final), work / "unique", on_duplicate, named, facts, edits)
-        found = nucleotides(map(store.residues, some_of(len(store))), counted(len(store), "record"))
-        if found and rules.on_nucleotides == "error":
-            raise InputError(f"{named}: {found}; translate them, or {in_a_store('--on-nucleotides keep')}")
+        if rules.on_nucleotides == "error":
+            some = map(store.residues, some_of(len(store)))
+            if why := nucleotides(some, counted(len(store), "record")):
+                raise InputError(f"{named}: {why}; translate them, or {in_a_store('--on-nucleotides keep')}")
         for file in store.path.iterdir():
             file.rename(work / file.name)
         for directory in [path for path in work.iterdir() if path.is_dir()]:
@@ -503,9 +481,9 @@ class _ShardWriter:
         self.shards: list[Shard] = []
         self._columns: list[list[npt.NDArray[Any]]] = [[np.zeros(0, kind)] for kind in COLUMNS.values()]
 
-    def add(self, block: Block, *, begin: bool = False) -> None:
-        """Append records to the shard, or to a new one if it is full or if `begin` is set."""
-        if begin or not self.shards or self.shards[-1].tokens + self.shards[-1].headers >= SHARD:
+    def add(self, block: Block) -> None:
+        """Append records to the shard, or to a new one if it is full."""
+        if not self.shards or self.shards[-1].tokens + self.shards[-1].headers >= SHARD:
             self._close()
             names = (token_shard(len(self.shards)), header_shard(len(self.shards)))
             self._open = [self._files.enter_context(open(self._directory / name, "wb")) for name in names]
@@ -545,7 +523,7 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
     cached.
 
     The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) is keyed by path and
-    `files.state`, so that an edited file is read again. If several processes open the same file, one reads and the
+    `paths.state`, so that an edited file is read again. If several processes open the same file, one reads and the
     others wait.
 
     Args:
@@ -615,6 +593,11 @@ def _without_duplicates(
         raise InputError(repeated(clash[1], named))
     if not dropped and not renamed:
         return store
+    kept_N = np.ones(len(store), dtype=bool)
+    kept_N[list(dropped)] = False
+    header_N = np.diff(store.header_offsets) - 1
+    key_N = np.empty_like(store.keys)
+    key_N[store.rows] = store.keys
     new_headers: dict[int, bytes] = {}
     for n in sorted({*dropped, *renamed}):
         if n in dropped:
@@ -623,23 +606,32 @@ def _without_duplicates(
             old, new = renamed[n]
             edits.add("an id that came again got a number", new)
             new_headers[n] = new.encode() + store.header(n).lstrip()[len(old.encode()) :]
+            header_N[n], key_N[n] = len(new_headers[n]), keys([new.encode()])[0]
+    changed_N = ~kept_N
+    changed_N[list(new_headers)] = True
     final.mkdir()
-    with _ShardWriter(final) as writer:
-        begin = 0
-        for k, shard in enumerate(store.manifest["shards"]):
-            length_N = store.lengths[begin : begin + shard["records"]]
-            lines = enumerate((store.path / header_shard(k)).read_bytes().split(b"\n")[:-1], begin)
-            headers = {n: new_headers.get(n, line) for n, line in lines if n not in dropped}
-            kept_N = np.zeros(len(length_N), dtype=bool)
-            kept_N[[n - begin for n in headers]] = True
-            begin += len(length_N)
-            if headers:
-                tokens = np.fromfile(store.path / token_shard(k), np.uint8)[np.repeat(kept_N, length_N + 1)]
-                ids = [header.split(None, 1)[0] for header in headers.values()]
-                writer.add(
-                    Block(ids, [*headers.values()], tokens.tobytes(), length_N[kept_N].astype(np.int64)), begin=True
-                )
-    write_index(final, writer.shards, [writer.columns()], facts, edits)
+    shards, start = list[Shard](), 0
+    for k, before in enumerate(store.manifest["shards"]):
+        part = slice(start, start + before["records"])
+        start, kept = part.stop, kept_N[part]
+        if not kept.any():
+            continue
+        sources = [store.path / token_shard(k), store.path / header_shard(k)]
+        files = [final / token_shard(len(shards)), final / header_shard(len(shards))]
+        if changed_N[part].any():
+            tokens = np.fromfile(sources[0], np.uint8)[np.repeat(kept, store.lengths[part] + 1)]
+            lines = enumerate(sources[1].read_bytes().split(b"\n")[:-1], part.start)
+            headers = b"".join(new_headers.get(n, line) + b"\n" for n, line in lines if kept_N[n])
+            for file, data in zip(files, (tokens.tobytes(), headers), strict=True):
+                file.write_bytes(data)
+            hashes = [sha256(file) for file in files]
+        else:
+            hashes = [store.manifest["sha256"][source.name] for source in sources]
+            for source, file in zip(sources, files, strict=True):
+                source.rename(file)
+        token_bytes, header_bytes = (file.stat().st_size for file in files)
+        shards.append(Shard(int(kept.sum()), token_bytes, header_bytes, hashes))
+    write_index(final, shards, [store.lengths[kept_N], header_N[kept_N], key_N[kept_N]], facts, edits)
     return TokenStore(final)
 
 

@@ -333,7 +333,7 @@ def _separator(path: Path, text: str) -> str:
         rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
         widths = []
         with suppress(csv.Error):  # The reader of the whole file reports the line.
-            for row in itertools.islice(filter(None, rows), 20):
+            for row in itertools.islice((row for row in rows if len(row) > 1 or "".join(row).strip()), 20):
                 widths.append(len(row))
         return min(widths, default=0)
 

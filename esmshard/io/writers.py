@@ -58,13 +58,14 @@ class Writer(ABC):
                 if kind is None:  # Otherwise the earlier error is raised.
                     raise
             if kind is None:
-                for path in sorted(
-                    self.work.parent.iterdir(), key=lambda path: path == self.work
-                ):  # The file itself comes last.
-                    place = self.out.with_name(path.name)
-                    if place.is_dir():
-                        shutil.rmtree(place)
-                    path.replace(place)
+                # The older facts go first and the new ones come last, so they are never those of another file.
+                for older in (facts_file(self.out), failures_file(self.out), chains_file(self.out)):
+                    older.unlink(missing_ok=True)
+                if self.work.is_dir() and self.out.is_dir():
+                    shutil.rmtree(self.out)
+                order = [self.work, facts_file(self.work)]
+                for path in sorted(self.work.parent.iterdir(), key=lambda path: (path in order, path == order[1])):
+                    path.replace(self.out.with_name(path.name))
 
 
 class TableWriter(Writer):
@@ -147,43 +148,41 @@ def text(value: float) -> str:
 
 
 def chains_file(out: Path) -> Path:
-    """Return the path of the list of an output's records with several chains.
-
-    >>> chains_file(Path("maps/x.npz")).as_posix()
-    'maps/x.npz.chains.tsv'
-    """
+    """Return the path of the list of an output's records with several chains, as `maps/x.npz.chains.tsv`."""
     return out.with_name(f"{out.name}.chains.tsv")
 
 
 def failures_file(out: Path) -> Path:
-    """Return the path of the list of an output's failures.
-
-    >>> failures_file(Path("maps/x.npz")).as_posix()
-    'maps/x.npz.failed.tsv'
-    """
+    """Return the path of the list of an output's failures, as `maps/x.npz.failed.tsv`."""
     return out.with_name(f"{out.name}.failed.tsv")
 
 
 def facts_file(out: Path) -> Path:
-    """Return the path of the facts about an output, as `embed` names it.
-
-    >>> facts_file(Path("maps/x.npz")).as_posix()
-    'maps/x.npz.json'
-    """
+    """Return the path of the facts about an output, as `maps/x.npz.json`."""
     return out.with_name(f"{out.name}.json")
 
 
 def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> None:
     """Write `OUT.chains.tsv`: how many residues each chain has of the records with several, whose rows follow each
-    other in the output, and how the chains were joined. Without such a record, remove the file of an earlier run.
+    other in the output, and how the chains were joined. Without such a record there is no file.
     """
-    path = chains_file(out)
-    if not lengths:
-        path.unlink(missing_ok=True)
-        return
     rows = [(record_id, ",".join(map(str, each)), join) for record_id, each in lengths.items()]
+    if rows:
+        with replacing(chains_file(out)) as file:
+            file.writelines("\t".join(row) + "\n" for row in [("id", "residues", "join"), *rows])
+
+
+def write_failures(path: Path, failures: Sequence[tuple[str, int, str]]) -> None:
+    """Write the list of records that failed: the id of each, its residues, and the reason. Without such a record, the
+    file of an earlier attempt is removed.
+    """
+    path.unlink(missing_ok=True)
+    if not failures:
+        return
+    # Ids have no white space; reasons come from libraries, and may have any.
+    rows = ((record_id, str(length), " ".join(reason.split())) for record_id, length, reason in failures)
     with replacing(path) as file:
-        file.writelines("\t".join(row) + "\n" for row in [("id", "residues", "join"), *rows])
+        file.writelines("\t".join(row) + "\n" for row in [("id", "length", "reason"), *rows])
 
 
 def library(module: str, extra: str, out: Path) -> Any:

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from esmshard.errors import InputError, UsageError, writing
-from esmshard.io.paths import check_replaced, is_hub_name, sha256, size_text, whole_directory
-from esmshard.model.families.family_registry import RELEASED
+from esmshard.io.paths import check_replaced, is_hub_name, read_json, sha256, size_text, whole_directory
+from esmshard.model.families.family_registry import RELEASED, transformers_config
 from esmshard.progress import say
 
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
@@ -79,7 +79,8 @@ def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
 
     Raises:
         UsageError: the name is unknown or the output exists.
-        InputError: the model is not here and cannot be downloaded, or the download is not what the hub announced.
+        InputError: the model is not here and cannot be downloaded, the download is not what the hub announced, or the
+            configuration of a repository is that of no model that can be read.
     """
     check([name], to, overwrite)
     if to is None:
@@ -159,8 +160,14 @@ def _download(name: str, directory: Path | None = None) -> Path:
         if not files:
             raise InputError(f"{name}: {address} holds no complete model in a form that is read here; {by_hand}")
         say(f"{name}: downloading {size_text(sum(announced[file].size or 0 for file in files))} from {address}")
-        # `snapshot_download` would download in threads, for whose gigabytes Ctrl-C would wait.
-        paths = [Path(hf_hub_download(repository(name), file, local_dir=directory)) for file in files]
+        paths = []
+        for file in files:  # `snapshot_download` would download in threads, for whose gigabytes Ctrl-C would wait.
+            paths.append(Path(hf_hub_download(repository(name), file, local_dir=directory)))
+            if file == _CONFIG and name not in RELEASED and authors_weights(files) is None:
+                try:  # before the weights are downloaded
+                    transformers_config(read_json(paths[-1]))
+                except ValueError as error:
+                    raise InputError(f"{name}: {file} is not that of a model that can be read: {error}") from None
     except InputError:
         raise
     except Exception as error:  # requests, httpx and hf_xet have no common exception type.

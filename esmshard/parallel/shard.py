@@ -78,7 +78,10 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     if mesh is None and layout.precision != "fp32":
         with_own_parts = [partial(computing_with, layer, partial(_in_precision, layout, layer)) for layer in layers]
     if mesh is not None and layout.context > 1:
-        context_parallel.split(model, _mesh_of_context(mesh, layout, world.step_timeout))
+        # The mesh of this rank's group is apart from FSDP's mesh, which divides over these ranks, too.
+        sizes, names = (layout.data_size, layout.context), ("data", context_parallel.DIMENSION)
+        of_context = _named_mesh(mesh.device_type, sizes, names, world.step_timeout)
+        context_parallel.split(model, of_context[context_parallel.DIMENSION])
     checkpointed = _checkpointing(model, layout)
     # `forward` is replaced: a wrapping module would change names, and FSDP's hooks must stay outside.
     for layer, wrapped in zip(layers, with_own_parts, strict=True):
@@ -148,12 +151,6 @@ def _mesh(ranks: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
     return _named_mesh(ranks.device_type, tuple(sizes[name] for name in names), names, seconds)
 
 
-def _mesh_of_context(mesh: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
-    """Return the mesh of this rank's group. It is apart from FSDP's mesh, which divides over these ranks, too."""
-    sizes, names = (layout.data_size, layout.context), ("data", context_parallel.DIMENSION)
-    return _named_mesh(mesh.device_type, sizes, names, seconds)[context_parallel.DIMENSION]
-
-
 def _named_mesh(device: str, sizes: tuple[int, ...], names: tuple[str, ...], seconds: int) -> DeviceMesh:
     """Return a mesh of all ranks whose groups have the time-out of the run. `init_device_mesh` gives its groups the
     time-out of the backend, so that ranks would wait up to half an hour for one that is stuck.
@@ -217,8 +214,10 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
-_VARLEN = "torch_attn::_varlen_attn"
-"""The name of the operation of `varlen_attn`, which is registered at its first use."""
+_KEPT_NAMES = {
+    "torch_attn::_varlen_attn",  # registered at the first use of `varlen_attn`
+    "_c10d_functional::reduce_scatter_tensor",  # sums of a layer that several ranks compute
+}
 
 
 def _selective(products: Mapping[tuple[int, int], int]) -> Any:
@@ -232,7 +231,7 @@ def _selective(products: Mapping[tuple[int, int], int]) -> Any:
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Keep the results that take longest to recompute for their bytes."""
-        kept = operation in _KEPT or operation.name().split(".")[0] == _VARLEN
+        kept = operation in _KEPT or operation.name().split(".")[0] in _KEPT_NAMES
         if operation in _PRODUCTS:
             shape = tuple(args[-1].shape)
             kept = left[context.is_recompute][shape] > 0

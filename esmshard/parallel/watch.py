@@ -7,6 +7,7 @@ no error while others waited in vain, is stuck. It is named with its host and it
 
 A step has one small collective for losses and norms. `Watch.numbers` are part of this collective, so watching needs no
 collective and no wait of its own. The report is a mapping for metrics.jsonl (docs/watching.md) and messages to print.
+torch.profiler records some steps on request.
 """
 
 import json
@@ -20,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -27,11 +29,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from esmshard.errors import ExitCode, InputError, LostProcess
+from esmshard.errors import ExitCode, InputError, LostProcess, UsageError
 from esmshard.parallel.preemption import Preempted
 from esmshard.parallel.process_group import World
-from esmshard.parallel.profiler import reading
 
 T = TypeVar("T")
 
@@ -51,6 +53,11 @@ LEAST = 0.03
 """The seconds of a step below which no rank counts as slow, because a machine's noise on small models is that large."""
 LISTED = 64
 """The most ranks whose own values are written at each step."""
+
+WARM_UP = 2
+"""Steps before the first recorded step. They contain the start of the profiler and of the allocator."""
+OPERATIONS = 15
+"""The number of operations in the table of a profile."""
 
 _LOST = re.compile(r"gloo|nccl|timed out|timeout|connection (closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
 
@@ -271,13 +278,13 @@ def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) 
         first = rank - rank % world.together
         if first == rank:
             shared = [(owners.setdefault(digest, rank), record_id) for digest, record_id in share.items()]
-            wrong = [(owner, "would train on the same", record_id) for owner, record_id in shared if owner != rank]
+            wrong = [(owner, "the same records", record_id) for owner, record_id in shared if owner != rank]
         else:
-            what = "compute each layer together (parallel.tensor or context) and would train on different"
+            what = "different records, though parallel.tensor or context lets them compute each layer together"
             wrong = [(first, what, record_id) for _, record_id in share.items() ^ shares[first].items()]
         for owner, what, record_id in wrong:
             error = InputError(
-                f"ranks {owner} and {rank} {what} records (first: '{record_id}'); start all through `esmshard "
+                f"ranks {owner} and {rank} would train on {what} (first: '{record_id}'); start all through `esmshard "
                 "finetune --nproc N`, torchrun or srun, with the same files and the same version of esmshard"
             )
             error.shared = True
@@ -440,3 +447,55 @@ def _memory(device: torch.device) -> tuple[float, float, float]:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024, math.nan, 0
+
+
+def reading() -> AbstractContextManager[Any]:
+    """Mark the time in which the main thread waits for data. Without a trace this takes microseconds."""
+    return record_function("esmshard: data")
+
+
+@contextmanager
+def profiled(world: World, steps: int, left: int, directory: Path) -> Iterator[Callable[[], str | None]]:
+    """Record some steps, from the third step on, as `rank_R.json.gz` in a directory. A run that ends before the last of
+    them writes none.
+
+    Yields a function to call at the end of each step. After the last recorded step it returns the table of this rank's
+    operations, else None.
+
+    Args:
+        world: all ranks.
+        steps: the number of steps to record; 0 records nothing.
+        left: the number of steps that the run will take.
+        directory: the directory for the traces.
+
+    Raises:
+        UsageError: if `steps` is more than the run has.
+    """
+    if not steps:
+        yield lambda: None
+        return
+    if steps + WARM_UP > left:
+        raise UsageError(
+            f"--profile {steps} needs {steps + WARM_UP} steps, the first {WARM_UP} to warm up, and {left} are "
+            "left; profile fewer, or raise train.steps"
+        )
+    on_gpu, tables = world.device.type == "cuda", []
+
+    def write(recorded: profile) -> None:
+        if recorded.step_num < WARM_UP + steps:  # an error or a request to stop ends the recording, and is raised next
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(directory / f"rank_{world.rank}.json.gz"))
+        order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        tables.append(str(recorded.key_averages().table(sort_by=order, row_limit=OPERATIONS)))
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints lines of its own when it starts and stops
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    plan = schedule(wait=0, warmup=WARM_UP, active=steps, repeat=1)
+    with profile(activities=activities, schedule=plan, on_trace_ready=write) as recorder:
+
+        def step_done() -> str | None:
+            recorder.step()
+            return tables.pop() if tables else None
+
+        yield step_done

@@ -4,6 +4,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from esmshard.data.tracks import record_tracks, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device, is_out_of_memory, packs_at_once, side_by_side
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.io.array_formats import FORMATS, About, FormatWriter, Output, Pool, Row
-from esmshard.io.paths import replace_json, replace_text, without_directories
+from esmshard.io.paths import replace_json, without_directories
 from esmshard.io.store import TokenStore, ingest, is_store, linker_of
 from esmshard.io.symbols import Rules
 from esmshard.io.writers import (
@@ -31,6 +32,7 @@ from esmshard.io.writers import (
     failures_file,
     library,
     write_chains,
+    write_failures,
 )
 from esmshard.model import weights
 from esmshard.model.families.family_registry import family_of
@@ -49,9 +51,9 @@ one pack: TOKENS on the CPU and for pair maps, GPU_TOKENS for other tasks on a G
 """
 LEAST = 1024
 """The tokens of a pack below which smaller packs are only slower."""
-WINDOW, MAPS = 512, 32
-"""The records that are sorted by length together, and those with pair maps. Their predictions stay in memory until the
-window is done.
+WINDOW, WINDOW_TOKENS = 512, 1 << 18
+"""The most records that are sorted by length together, and the most tokens. Their predictions stay in memory until the
+window is done: those of pair maps, whose tokens are as for PAIR, are at most 256 MiB, but for a single longer record.
 """
 PAIR = 256
 """The tokens of a record from which on the pair map uses more memory than the trunk. A pack of 4,096 tokens of shorter
@@ -148,9 +150,10 @@ def predict(
                 "notices": sentences,
             }
         )
-        began, residues, names = time.monotonic(), 0, set[str]()
+        began, residues = time.monotonic(), 0
         with (
             writing(out, "make room, or choose another place with -o; the unfinished file was removed"),
+            nullcontext() if png is None else pictures.collected(png) as add_picture,
             _writer(out, task, facts, store) as writer,
             Progress("predict", len(store)) as progress,
         ):
@@ -165,26 +168,19 @@ def predict(
                     writer.add(rows_of(task, record_id, values, decode(sequence)))
                 else:
                     writer.add(Row(record_id, sum(each), {PREDICTION: values}, chains=tuple(several)))
-                    if png is not None:
-                        png.mkdir(parents=True, exist_ok=True)
-                        picture = pictures.draw(values, record_id, chains=each)
-                        (png / pictures.file_name(record_id, names)).write_bytes(picture)
+                    if add_picture is not None:
+                        add_picture(record_id, pictures.draw(values, record_id, chains=each))
                 residues += sum(each)
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
-            failures_file(out).unlink(missing_ok=True)
-            if failed:
-                # Ids have no white space; reasons come from libraries, and may have any.
-                lines = (f"{one.id}\t{one.length}\t{' '.join(one.reason.split())}\n" for one in failed)
-                replace_text(failures_file(out), "id\tlength\treason\n" + "".join(lines))
-            # These two files get their names together with the output.
-            write_chains(writer.work, chains, found.model.trunk.config.chains.text)
             if len(failed) == len(store):
+                write_failures(failures_file(out), failed)
                 raise InputError(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0].reason}"
                 )
+            # These files get their names together with the output.
+            write_failures(failures_file(writer.work), failed)
+            write_chains(writer.work, chains, found.model.trunk.config.chains.text)
             replace_json(facts_file(writer.work), facts | {"records": len(store) - len(failed), "failed": len(failed)})
-        if not chains:
-            chains_file(out).unlink(missing_ok=True)  # of an earlier prediction
         return len(store) - len(failed), failed
 
 
@@ -336,8 +332,7 @@ def predictions(
                 raise
             return f"memory does not suffice: {error}"[:300]
 
-    size = MAPS if pairs else WINDOW
-    for window in (range(n, min(n + size, len(cost_N))) for n in range(0, len(cost_N), size)):
+    for window in windows(cost_N):
         inputs_of = {n: question(n) for n in window}
         short = [n for n in window if limit is None or inputs_of[n].longest <= limit]
         too_long = f"the model has learned positions for {(limit or 0) - 2} residues"
@@ -359,3 +354,14 @@ def predictions(
         for n in window:
             array = done.pop(n)
             yield array if isinstance(array, str) or np.isfinite(array).all() else NOT_FINITE
+
+
+def windows(cost_N: npt.NDArray[np.int64]) -> Iterator[range]:
+    """Yield all records in order, at most WINDOW at a time and at most WINDOW_TOKENS, but at least one."""
+    first = total = 0
+    for n, cost in enumerate(cost_N.tolist()):
+        if n > first and (n - first == WINDOW or total + cost > WINDOW_TOKENS):
+            yield range(first, n)
+            first, total = n, 0
+        total += cost
+    yield range(first, len(cost_N))

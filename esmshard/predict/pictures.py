@@ -2,7 +2,8 @@
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from esmshard.data.labels.coordinates import MIN_SEPARATION
 from esmshard.errors import InputError, UsageError
+from esmshard.io.paths import scratch_directory
 
 LEAST_DPI = 140
 INCHES = 3.8
@@ -74,6 +76,19 @@ def file_name(record_id: str, taken: set[str]) -> str:
         name = f"{base}_{count}"
     taken.add(name.lower())
     return f"{name}.png"
+
+
+@contextmanager
+def collected(folder: Path) -> Iterator[Callable[[str, bytes], object]]:
+    """Provide a function that writes the picture of a record id. The pictures get their names in the folder when the
+    block ends, and none stays if it ends with an error.
+    """
+    with scratch_directory(folder) as work:
+        taken = set[str]()
+        yield lambda record_id, picture: (work / file_name(record_id, taken)).write_bytes(picture)
+        folder.mkdir(exist_ok=True)
+        for path in work.iterdir():
+            path.replace(folder / path.name)
 
 
 def draw(

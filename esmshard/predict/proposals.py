@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.preprocessing import MultiLabelBinarizer
 
-from esmshard.data.variants.mutations import is_library
-from esmshard.data.variants.substitutions import Mutation
+from esmshard.data.variants import Mutation, is_library
 from esmshard.vocab import STANDARD
 
 KAPPA = 1.0

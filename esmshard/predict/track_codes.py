@@ -38,11 +38,13 @@ def write_codes(
         raise UsageError(f"{out}: codes are written as .npz; give a name that ends with it")
     check(out, overwrite=overwrite)
     codes, unknown, files = dict[str, npt.NDArray[np.uint16]](), 0, listed_files(structures, edits)
+    file_of = dict[str, Path]()
     with Progress(f"{track} of {structures.name}", len(files)) as progress:
         for done, path in enumerate(files, 1):
             for chain in read_chains(path, edits=edits):
                 if chain.id in codes:
-                    raise InputError(f"{path}: chain '{chain.id}' comes from another file too; remove one file")
+                    raise InputError(f"{path}: chain '{chain.id}' comes from {file_of[chain.id]} too; remove one file")
+                file_of[chain.id] = path
                 codes[chain.id] = encode(weights, chain.backbone_L33, computing).astype(np.uint16)
                 unknown += int(np.isnan(chain.backbone_L33).any((1, 2)).sum())
             progress.update(done, path.name)

@@ -16,10 +16,9 @@ from esmshard.data.batching.loader import SEEN as SEEN_FILE
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.variant_records import OUT_OF_FOLD as OUT_OF_FOLD_FILE
 from esmshard.data.splits.variant_records import VariantRecords
-from esmshard.data.variants.mutations import is_library, read_variants
-from esmshard.data.variants.substitutions import Mutation, name_of, parse_variant, renumbered
+from esmshard.data.variants import Mutation, is_library, name_of, parse_variant, read_variants, renumbered
 from esmshard.devices import DeviceName, packs_at_once, side_by_side
-from esmshard.errors import InputError, UsageError, writing
+from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.io.paths import read_json, replace_json, without_directories
 from esmshard.io.tables import Table, counted, first_three
 from esmshard.io.writers import TableWriter, check, facts_file, text
@@ -205,7 +204,7 @@ def models_of(run: str) -> list[Path]:
     """Return the models of a cross-validation of variants, of a single run, or the model itself; none for another task.
 
     Raises:
-        InputError: runs of the cross-validation have no model yet.
+        InputError: runs of the cross-validation have no model yet, or the `esmshard.json` of a model is damaged.
     """
     path = Path(run)
     if traits((summary := _summary(path)).get("task")).reads_table:
@@ -215,8 +214,9 @@ def models_of(run: str) -> list[Path]:
         return models
     for model in (path / "model", path):
         if (about := model / "esmshard.json").is_file():
-            task = read_json(about).get("recipe", {}).get("task", {})
-            return [model] if traits(task.get("name")).reads_table else []
+            with reading(str(about), "consolidate the run again"):
+                recipe = read_json(about).get("recipe", {"task": {"name": None}})  # a converted model has none
+                return [model] if traits(recipe["task"]["name"]).reads_table else []
     return []
 
 

@@ -17,7 +17,7 @@ import torch
 
 from esmshard.data.batching.loader import Examples
 from esmshard.data.tracks import protein_tracks, track_files, with_paths
-from esmshard.data.variants.mutations import TARGET_COLUMNS, protein_of
+from esmshard.data.variants import TARGET_COLUMNS, protein_of
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.io.paths import replace_json, without_directories

@@ -6,13 +6,13 @@ overrides with the same checks, and makes every path absolute.
 
 Paths: `sample:NAME` is data shipped with the package, and `s3://` and `gs://` are addresses in buckets; other data and
 model paths are relative to the recipe file, those given as an override and `out` to the working directory. `~` expands,
-and so does `${VAR}` for the variables of `may_read`.
+and so does `${VAR}` for the variables of HARMLESS.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,7 @@ from ruamel.yaml import YAML
 from esmshard.errors import UsageError
 from esmshard.io import remote
 from esmshard.io.paths import is_hub_name, shared_place, shipped
-from esmshard.recipe.data_section import EVERY, INSIDE
-from esmshard.recipe.sections import Recipe
-from esmshard.recipe.task_section import sections
+from esmshard.recipe.sections import EVERY, INSIDE, Recipe, sections
 from esmshard.recipe.yaml_keys import Tree, did_you_mean, read
 
 PATH_KEYS = (
@@ -33,15 +31,15 @@ PATH_KEYS = (
         ("data", key)
         for key in ("train", "valid", "test", "labels", "mask", "complexes", "clusters", "table", "wild_type")
     ),
+    ("out",),
 )
+"""The keys that are paths, like the members of `data.tracks`."""
 
 TWO_WAYS = (("train", "steps", "epochs"), ("batch", "sequences", "global_tokens"))
 """A section, and two of its keys that say the same thing in two ways."""
 
-TRACKS = ("data", "tracks")
-"""The key whose members are paths, too."""
-
-_HARMLESS = re.compile(r"HOME|USER|SCRATCH|TMPDIR|WORK|SLURM_(?!JWT)\w+")  # SLURM_JWT is a password for Slurm's server
+HARMLESS = r"HOME|USER|SCRATCH|TMPDIR|WORK|SLURM_(?!JWT)\w+"  # SLURM_JWT is a password for Slurm's server
+"""The environment variables that a recipe reads. A stranger may have written it, so none of them is a secret."""
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
 """The beginning of the first line of a recipe, which names the schema for editors."""
@@ -65,15 +63,6 @@ def resolve(name: str) -> Path:
     raise UsageError(f"{name}: neither a file nor a shipped recipe ({', '.join(names())}){hint}")
 
 
-def may_read(name: str) -> bool:
-    """Whether a recipe, which a stranger may have written, may read an environment variable: no secret is in these.
-
-    >>> may_read("SCRATCH"), may_read("SLURM_JOB_ID"), may_read("AWS_SECRET_ACCESS_KEY")
-    (True, True, False)
-    """
-    return _HARMLESS.fullmatch(name) is not None
-
-
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and check a recipe.
 
@@ -89,7 +78,9 @@ def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
     for override in overrides:
         tree.override(override)
     _make_room(tree, path)
-    _expand_all(tree, path.parent)
+    for node, keys in list(_paths(tree.node)):
+        is_typed = keys == ("out",) or tree.override_of(keys) is not None
+        _expand(tree, node, keys, Path.cwd() if is_typed else path.parent)
     return tree
 
 
@@ -104,19 +95,27 @@ def _make_room(tree: Tree, path: Path) -> None:
             if overridden and (section, other) not in tree.overrides:
                 node.pop(other, None)
     data = tree.node.get("data")
-    if isinstance(data, dict) and ("data", "train") in tree.overrides and not is_sample(data.get("train")):
+    if isinstance(data, dict) and ("data", "train") in tree.overrides and not _is_sample(data.get("train")):
         for key in ("valid", "test"):
-            if ("data", key) not in tree.overrides and (is_sample(data.get(key)) or _is_shipped(path)):
+            has_placeholder = _is_sample(data.get(key)) or path.parent == shipped("recipes")
+            if ("data", key) not in tree.overrides and has_placeholder:
                 data.pop(key, None)
 
 
-def is_sample(value: object) -> bool:
-    """Return whether a value of the data section names data that are shipped with the package."""
+def _is_sample(value: object) -> bool:
     return str(value).startswith("sample:")
 
 
-def _is_shipped(recipe: Path) -> bool:
-    return recipe.parent == shipped("recipes")
+def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Yield the keys of each path in a recipe, and the mapping that holds the last one."""
+    data = recipe.get("data")
+    tracks = data.get("tracks") if isinstance(data, dict) else None
+    for keys in (*PATH_KEYS, *(("data", "tracks", name) for name in (tracks if isinstance(tracks, dict) else ()))):
+        node = recipe
+        for key in keys[:-1]:
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, dict) and isinstance(node.get(keys[-1]), str):
+            yield node, keys
 
 
 def checked(tree: Tree) -> Recipe:
@@ -140,31 +139,18 @@ def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         recipe: as `model_dump` makes it.
         directory: of that file.
     """
-    told = {key: dict(part) if isinstance(part, Mapping) else part for key, part in recipe.items()}
-    tracks = []
-    if found := told.get("data", {}).get("tracks"):
-        told["data"]["tracks"] = dict(found)
-        tracks = [(*TRACKS, name) for name in found]
-    for keys in (*PATH_KEYS, *tracks, ("out",)):
-        section: Any = told
-        for key in keys[:-1]:
-            section = section.get(key)
-        value = section.get(keys[-1]) if isinstance(section, dict) else None
-        if not isinstance(value, str) or value.startswith("sample:"):
-            continue
-        model = keys == ("model", "name")
-        section[keys[-1]] = shared_place(value, directory) if model else Path(value).name or value
-    return told
+    shared = deepcopy(dict(recipe))
+    for section, keys in _paths(shared):
+        value = section[keys[-1]]
+        if not _is_sample(value):
+            is_model = keys == ("model", "name")
+            section[keys[-1]] = shared_place(value, directory) if is_model else Path(value).name or value
+    return shared
 
 
 def schema() -> dict[str, Any]:
     """JSON schema of a recipe, for editors. `recipes/schema.json` holds it."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
-
-
-def schema_text() -> str:
-    """Return the schema as the text that is shipped and printed."""
-    return json.dumps(schema(), indent=1) + "\n"
 
 
 def description(name: str) -> str:
@@ -197,35 +183,36 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, node
 
 
-def _expand_all(tree: Tree, base: Path) -> None:
-    tracks = [(*TRACKS, str(name)) for _, name in tree.texts(*TRACKS) if name != TRACKS[-1]]
-    for keys in (*PATH_KEYS, *tracks, ("out",)):
-        typed = keys in tree.overrides or (keys[:-1] == TRACKS and TRACKS in tree.overrides)
-        here = keys == ("out",) or typed  # typed in the shell, or made there
-        for node, last in tree.texts(*keys):
-            if last == keys[-1]:
-                _expand(tree, node, keys, Path.cwd() if here else base)
-
-
 def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path) -> None:
     """Expand `${VAR}` and `~`, and make a path absolute. Names of samples, model sizes and repositories of the hub stay
     as they are.
     """
-    text = tree.variables(str(node[keys[-1]]), keys, allowed=may_read)
-    if text is None:
-        return
-    is_model = keys == ("model", "name")
-    is_name = text.startswith("sample:") or (is_model and (re.fullmatch(r"[\w-]+", text) or is_hub_name(text)))
-    is_name = is_name or (keys[:-1] == TRACKS and text == INSIDE)
-    is_name = is_name or (keys == ("data", "complexes") and text == EVERY)
-    if (url := remote.address(text)) is not None:
-        text, is_name = url, True
-        if keys == ("out",):
-            tree.problems.append(
-                f"{tree.where(keys, on_value=True)}: out: a run needs a directory on a disk, where it renames and "
-                f"appends; set out=runs/NAME, and copy it beside the run, as with `aws s3 sync runs/NAME {url}` every "
-                "few minutes (docs/clouds.md)"
+    text, key, problem = str(node[keys[-1]]), ".".join(keys), None
+    for name in re.findall(r"\$\{(\w+)\}", text):
+        if not re.fullmatch(HARMLESS, name):
+            problem = (
+                f"a recipe does not read the environment variable {name}, since it may hold a secret; let the shell "
+                f"expand it, as in {key}=${name}"
             )
-    if not is_name or (is_model and (base / text).exists()):
-        text = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # links stay what they are
-    node[keys[-1]] = text
+        elif name not in os.environ:
+            problem = f"the environment variable {name} is not set"
+        else:
+            text = text.replace(f"${{{name}}}", os.environ[name])
+    is_model, url = keys == ("model", "name"), remote.address(text)
+    if url is not None and keys == ("out",):
+        problem = (
+            "a run needs a directory on a disk, where it renames and appends; set out=runs/NAME, and copy it beside "
+            f"the run, as with `aws s3 sync runs/NAME {url}` every few minutes (docs/clouds.md)"
+        )
+    if problem is not None:
+        tree.problems.append(f"{tree.where(keys, on_value=True)}: {key}: {problem}")
+        return
+    is_name = (
+        _is_sample(text)
+        or (is_model and (re.fullmatch(r"[\w-]+", text) or is_hub_name(text)) and not (base / text).exists())
+        or (keys[:-1] == ("data", "tracks") and text == INSIDE)
+        or (keys == ("data", "complexes") and text == EVERY)
+    )
+    if url is None and not is_name:
+        url = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # links stay what they are
+    node[keys[-1]] = url or text

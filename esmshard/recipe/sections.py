@@ -1,16 +1,302 @@
 """The sections of a recipe: typed, frozen, with a description of every field. No torch.
 
-`esmshard.recipe.recipe_file` reads them from files; `esmshard recipes schema` prints them.
+`esmshard.recipe.recipe_file` reads them from files; `esmshard recipes schema` prints them. The settings of a task are
+in the module of the task, in `esmshard/tasks/` or in another installed package. `esmshard.tasks.registry` imports them
+when a recipe is read, and not before: they import torch.
 """
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import CoreSchema, core_schema
 
-from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.section_base import Clash, Names, Settings, as_list
-from esmshard.recipe.task_section import AnyTask, suiting
+from esmshard.tasks import registry
+from esmshard.vocab import LONGEST_LINKER, WIDEST_GAP, Chains
+
+
+class Settings(BaseModel):
+    """The base of all sections. They are frozen, refuse unknown keys, convert nothing silently, and have the docstrings
+    of their fields in the schema.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+def as_list(value: Any) -> Any:
+    """Convert a single name to a list of one name."""
+    return (value,) if isinstance(value, str) else value
+
+
+def each_once(names: Any) -> Any:
+    """Refuse a list that has a name twice."""
+    if len(set(names)) < len(names):
+        raise ValueError(f"has a name twice ({', '.join(names)}); write each once")
+    return names
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(as_list, json_schema_input_type=str | list[str])]
+"""A list of names, or a single one."""
+
+
+class Clash(ValueError):
+    """A key of one section contradicts another section."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key}: {reason}")
+        self.key, self.reason = key, reason
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join names as in a sentence: `a`, `a and b`, `a, b and c`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+OPTIONAL = (
+    *("labels", "target", "sequence_column", "id_column", "mask"),
+    *("table", "wild_type", "mutant", "offset", "unusable", "replicates", "transform", "lower_is_better"),
+    *("split", "train_max", "train_share"),
+)
+"""Keys that only some tasks read. These tasks name them in `TaskSettings.data_keys`."""
+
+INSIDE = "inside"
+"""The word for a track that the file of the sequences has, in place of a path."""
+EVERY = "all"
+"""The word for all chains of a structure file in `data.complexes`, in place of a path."""
+
+
+class JoinSettings(Settings):
+    """How the chains of a record `A:B` become one sequence for the model (docs/chains.md). By default as the model was
+    trained, or with a linker of 25 glycines and no gap.
+    """
+
+    linker: Annotated[int, Field(ge=1, le=LONGEST_LINKER)] | Literal["break"] | None = None
+    """Number of glycines between two chains; `break` for the one token of a chain break that ESM-C and ESM3 have."""
+    gap: int | None = Field(None, ge=0, le=WIDEST_GAP)
+    """Number that is added to the positions of a chain for every chain before it, besides the linker. For models with
+    rotary positions."""
+
+    def over(self, usual: Chains) -> Chains:
+        """Return how a model joins chains that usually does so in another way."""
+        return Chains(usual.linker if self.linker is None else self.linker, usual.gap if self.gap is None else self.gap)
+
+
+class DataSettings(Settings):
+    """The training, validation and test records: FASTA files, token stores, or tables with sequences and labels
+    (docs/labels.md). For contacts each is a directory of PDB or mmCIF files (docs/structures.md), or a FASTA file or
+    token store with the coordinates beside it as `.npz` (data/README.md). Task `variant` has `table` and `wild_type`
+    instead.
+    """
+
+    train: str | None = None
+    """The training records: a path, or `sample:contact/train`. If several splits name the same file, the file is
+    divided by `SET=` in its headers, or by the column `set` of the table or of its labels (docs/labels.md)."""
+    valid: str | None = None
+    """The validation records, which are scored during training. The model is never trained on them. By default they are
+    in the file of `train`."""
+    test: str | None = None
+    """The test records, which are scored once at the end. By default they are in the file of `train`."""
+    table: str | None = None
+    """A table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). This key and the next
+    ones are for task `variant`."""
+    wild_type: str | None = None
+    """The FASTA file with this protein."""
+    mutant: str | None = None
+    """The column with the mutations. By default it is found by its name."""
+    offset: Annotated[int, Field(ge=-(10**6), le=10**6)] | Literal["auto"] | None = None
+    """The number that is added to the positions of the table. `auto`, the default, finds the number that fits the wild
+    type."""
+    unusable: Literal["drop", "error"] | None = None
+    """How unusable rows are treated: rows without a substitution, with a stop codon, with a synonymous change, or with
+    a residue that the wild type does not have. `drop`, the default, leaves them out and names them. Unreadable rows may
+    be a tenth of the table at most, and so may rows that do not fit the wild type."""
+    replicates: Literal["mean", "keep", "error"] | None = None
+    """How several rows of the same variant are treated; `mean` by default."""
+    transform: Literal["none", "log", "rank"] | None = None
+    """The transform of the measured values before training. Predictions are in the unit of the table again. `log` is
+    for ratios and affinities, `rank` for values with a skewed distribution; `none` is the default."""
+    lower_is_better: Names | None = Field(None, strict=False)
+    """The targets for which lower values are better, such as a dissociation constant. Their ranks and zero-shot scores
+    are reversed."""
+    split: Literal["position", "contiguous", "modulo", "random", "mutations", "given"] | None = None
+    """How variants are divided into folds. `position`, the default, keeps the variants of one position together, so
+    that every test is on positions that training has not seen. `contiguous` and `modulo` are the schemes of ProteinGym.
+    `random` gives scores that are too high. `mutations` and `given` make one split of the table without folds:
+    `mutations` trains on variants with up to `train_max` mutations and tests on the others, `given` follows the column
+    `set` (or `split`) of the table."""
+    train_max: int | None = Field(None, ge=1, le=10**6)
+    """For split `mutations`, the most mutations of a training variant; 1 by default."""
+    train_share: float | None = Field(None, gt=0, le=1)
+    """The share of the training variants that is used, for learning curves. A smaller share is a subset of a larger
+    one. All are used by default."""
+    labels: str | None = None
+    """One file with the labels of all three splits: a table, a label FASTA, or an `.npz` (docs/labels.md). By default
+    labels are read from the table that has the sequences, from the headers of the FASTA files, or from the `.npz`
+    beside each of them."""
+    target: Names | None = Field(None, strict=False)
+    """The columns of the table, the keys of the headers, or the array of the `.npz` with the labels: one name, or a
+    list."""
+    sequence_column: str | None = None
+    """The column with the sequences, if `train` is a table. By default it is found by its name (docs/ingest.md)."""
+    id_column: str | None = None
+    """The column of the table with the ids, of `labels` or else of `train`. By default it is found by its name."""
+    mask: str | None = None
+    """A FASTA file of 0 and 1 for task `residue`. A residue with 0 has no label."""
+    complexes: str | None = None
+    """The chains of a structure file that become one record (docs/structures.md). By default each chain is a record of
+    its own. `all`: all protein chains of a file are one record, in the order of the file. Or the path of a list with a
+    record on each line, such as `1abc_A:B` for chain A followed by chain B of the file `1abc.cif`."""
+    join: JoinSettings = JoinSettings()  # type: ignore[call-arg]  # see Recipe
+    tracks: dict[str, str] | None = None
+    """What the model reads of each residue besides the amino acid, if it is of a family that does (docs/tracks.md): a
+    path by the name of the track, such as {3di: letters.fasta}, or `inside` for the coordinates of structures that
+    are the data themselves."""
+    folds: int | None = Field(None, ge=3, le=10**4)
+    """The number of parts into which `train`, or `table`, is divided for cross-validation. One part is the test set;
+    the next part is the validation set of a table, or if `valid` names the same file as `train`. `--folds` sets this
+    key and `fold` for each run. If this key is set without `--folds`, `fold` must be set, too."""
+    fold: int = Field(0, ge=0)
+    """The number of the part that is the test set, counted from 0."""
+    clusters: str | None = None
+    """The `_cluster.tsv` of MMseqs2 for the training records. `folds` then keep clusters together; without this key
+    they keep only equal sequences together."""
+    long: Literal["crop", "window", "full", "skip", "error"] = "crop"
+    """How a training record over `max_length` is treated. `crop` cuts a random window, another one in each epoch;
+    `window` makes as few windows as cover the record, each of them an example; `full` uses the whole record; `skip`
+    leaves the record out and counts it; `error` refuses it. Validation, test and prediction always use whole chains.
+    For task `sequence`, `full` is the default, and `crop` is refused because it may remove the cause of the label."""
+    max_length: int = Field(1022, ge=8, le=10**6)
+    """The most residues of a training record."""
+
+    @field_validator("fold")
+    @classmethod
+    def _of_folds(cls, fold: int, info: ValidationInfo) -> int:
+        if "folds" not in info.data:  # the value of `folds` has been refused
+            return fold
+        folds = info.data["folds"]
+        if fold and folds is None:
+            raise ValueError("is one of data.folds, and the recipe has none; add data.folds, or remove it")
+        if folds is not None and fold >= folds:
+            raise ValueError(f"is counted from 0, and of {folds} folds the last one is {folds - 1}, not {fold}")
+        return fold
+
+
+class TaskSettings(Settings):
+    """The settings of one task, and facts about the task for the rest of the program. Each default is the safe
+    choice.
+    """
+
+    name: str
+
+    data_keys: ClassVar[tuple[str, ...]] = ()
+    """The keys of OPTIONAL that the task reads from the data section. Its recipes may not have the others."""
+    may_crop: ClassVar[bool] = False
+    """Whether the label of a protein is also right for a random part of it. If not, `data.long: crop` is refused, and
+    `full` is the default."""
+    instead_of_crop: ClassVar[str] = "full or skip"
+    """The values of `data.long` that the message about a refused `crop` proposes."""
+    reads_table: ClassVar[bool] = False
+    """Whether the data are one table of measured variants of one protein (`data.table`), which is cross-validated
+    unless `data.folds` is set. For subclasses of `VariantSettings` only."""
+    trains_lm_head: ClassVar[bool] = False
+    """Whether the head is the language model's own, so that the LM head is trained and used."""
+    pairs: ClassVar[bool] = False
+    """Whether a record is two chains, `A:B`, which the model reads as two sequences."""
+    predicts_contacts: ClassVar[bool] = False
+    """Whether predictions are maps of contact probabilities, which are drawn beside the true contacts."""
+
+    @property
+    def wild_type_alone(self) -> bool:
+        """Whether one forward pass of the wild type serves all variants of a table."""
+        return False
+
+    def no_probe(self) -> str | None:
+        """Return why `adapt.method: probe` cannot be used with these settings; None if it can."""
+        return f"probe is not offered by task {self.name}; choose full, lora or head"
+
+    def suit(self, data: DataSettings) -> DataSettings:
+        """Return the data section with the defaults of this task.
+
+        Raises:
+            Clash: if a key contradicts the task, or is missing.
+        """
+        if data.train is None:
+            raise Clash("train", "this key is required")
+        return data.model_copy(update={key: data.train for key in ("valid", "test") if getattr(data, key) is None})
+
+    def head_bytes(self, tokens: int, n_logits: int) -> int:
+        """Estimate the bytes that the head keeps for the backward pass of a record of this many tokens, in fp32.
+
+        Args:
+            tokens: of the record.
+            n_logits: columns of the logits of the language model, of which a head may keep some.
+        """
+        return 0
+
+
+def suiting(data: DataSettings, task: TaskSettings) -> DataSettings:
+    """Return the data section with the defaults of a task.
+
+    Raises:
+        Clash: if the task does not read a key, or if a key is missing.
+    """
+    for key in OPTIONAL:
+        if getattr(data, key) is not None and key not in task.data_keys:
+            owners = [name for name, settings in sections().items() if key in settings.data_keys]
+            raise Clash(key, f"is for task {listed(owners)}, and the recipe has {task.name}; remove it")
+    if not task.may_crop and data.long == "crop":
+        if "long" in data.model_fields_set:
+            reason = f"crop may remove the cause of the label of a protein; choose {task.instead_of_crop}"
+            raise Clash("long", reason)
+        data = data.model_copy(update={"long": "full"})
+    data = task.suit(data)
+    if data.folds is not None and "fold" not in data.model_fields_set:
+        raise Clash(
+            "folds",
+            f"makes {data.folds} parts, and a run is tested on one of them; to train all {data.folds} runs, remove it "
+            f"and pass --folds {data.folds}; to train one, add data.fold, from 0 to {data.folds - 1}",
+        )
+    return data
+
+
+def sections() -> Mapping[str, type[TaskSettings]]:
+    """Return the settings of all registered tasks, by the name of the task."""
+    return registry.registered().settings
+
+
+class _AnyRegistered:
+    """Makes pydantic choose the settings by `name` among all registered tasks."""
+
+    def __get_pydantic_core_schema__(self, _source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        every = tuple(sections().values())
+        choice = handler.generate_schema(Annotated[Union[every], Field(discriminator="name")])  # noqa: UP007
+        return core_schema.no_info_before_validator_function(_usable, choice)
+
+
+def _usable(section: Any) -> Any:
+    """Refuse a registered task that cannot be used, with the reason."""
+    name = section.get("name") if isinstance(section, dict) else None
+    if isinstance(name, str) and name in registry.registered().unusable:
+        raise Clash("name", registry.registered().unusable[name])
+    return section
+
+
+AnyTask = Annotated[TaskSettings, _AnyRegistered()]
+"""The settings of one of the registered tasks."""
+
 
 MOST_STEPS, MOST_TOKENS, MOST_PROCESSES, MOST_SECONDS = 10**8, 10**9, 10**6, 10**8
 """Limits far above any run. A number with a few digits too many is refused here instead of after days, or when memory
@@ -25,22 +311,26 @@ class ModelSettings(Settings):
     """`starter` or `demo` (small models that come with the package; no ESM-2), a released name (`esm2_t6_8M_UR50D` ...
     `esm2_t48_15B_UR50D`), OWNER/NAME for a repository of the Hugging Face hub, or the path of trained weights: a
     fair-esm `.pt` file, or a directory in the layout of `transformers`. With `init: random`, any of these names, and
-    `mini`, gives the shape only.
-    """
+    `mini`, gives the shape only."""
     quantize: Literal["nf4", "int8"] | None = None
     """How the frozen matrices of the layers are kept in the memory of an NVIDIA GPU, for `adapt.method` lora, head and
     probe: in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314) or in 8 bits a number, by bitsandbytes. By default
-    in 32 bits. The consolidated model is made of the weights of `name` as they are.
-    """
+    in 32 bits. The consolidated model is made of the weights of `name` as they are."""
 
 
 LoraTarget = Literal["q", "k", "v", "out", "fc1", "fc2"]
 """Linear layers of a block: query, key and value, attention's output, and the feed-forward pair."""
 Targets = Annotated[
-    tuple[LoraTarget, ...], BeforeValidator(as_list, json_schema_input_type=LoraTarget | list[LoraTarget])
+    tuple[LoraTarget, ...],
+    BeforeValidator(as_list, json_schema_input_type=LoraTarget | list[LoraTarget]),
+    AfterValidator(each_once),
 ]
 Tracker = Literal["tensorboard", "wandb"]
-Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(as_list, json_schema_input_type=Tracker | list[Tracker])]
+Trackers = Annotated[
+    tuple[Tracker, ...],
+    BeforeValidator(as_list, json_schema_input_type=Tracker | list[Tracker]),
+    AfterValidator(each_once),
+]
 _LORA = {"rank": 4, "alpha": 1.0, "targets": ("q", "k", "v", "out", "fc1", "fc2"), "bias": "all"}
 
 
@@ -52,13 +342,11 @@ class AdaptSettings(Settings):
     method: Literal["full", "lora", "head", "probe"] = "full"
     """`full`: every weight; `lora`: low-rank matrices beside the frozen matrices of each layer (Hu et al. 2021,
     arXiv:2106.09685); `head`: only the head; `probe`: a linear head fitted by scikit-learn on the frozen model, without
-    optimizer steps.
-    """
+    optimizer steps."""
     freeze: Names = Field((), strict=False)
     """For `full`: parts that are not trained, such as [embedding, layers.0-10]: `embedding`, `norms`, `biases`, layers
     counted from 0, or `tracks`, the parts of ESM3 that read tracks: geometric attention and the table of structure
-    tokens.
-    """
+    tokens."""
     rank: int | None = Field(None, ge=1, le=1024, validate_default=True)
     """Rank of the LoRA matrices; 4 by default. For `lora` only, like the keys below."""
     alpha: float | None = Field(None, gt=0, le=1e6, validate_default=True)
@@ -96,20 +384,13 @@ class AdaptSettings(Settings):
     @classmethod
     def _of_lora(cls, value: Any, info: ValidationInfo) -> Any:
         method = info.data.get("method")
+        if isinstance(value, list | tuple) and not value:
+            raise ValueError("names no layer; name some, or set adapt.method: head")
         if method == "lora":
             return _LORA[str(info.field_name)] if value is None else value
         if value is not None and method is not None:
             raise ValueError(f"is for adapt.method lora, and the recipe has {method}; remove it, or change the method")
         return value
-
-    @field_validator("targets")
-    @classmethod
-    def _each_once(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if targets == ():
-            raise ValueError("names no layer; name some, or set adapt.method: head")
-        if targets is not None and len(set(targets)) < len(targets):
-            raise ValueError(f"names a layer twice ({', '.join(targets)}); name each once")
-        return targets
 
 
 class BatchSettings(Settings):
@@ -117,14 +398,12 @@ class BatchSettings(Settings):
 
     global_tokens: int = Field(16384, ge=3, le=MOST_TOKENS)
     """Most tokens of one optimizer step over all processes. Nearly every step has this size, with the same records for
-    any number of processes.
-    """
+    any number of processes."""
     sequences: int | None = Field(None, ge=1, le=MOST_TOKENS)
     """Records of a step. Sets `global_tokens` to this number times the tokens of the longest training record."""
     tokens_per_rank: Annotated[int, Field(ge=3, le=MOST_TOKENS)] | Literal["auto"] = "auto"
     """Most tokens that one process computes at once; a larger share is divided into micro-batches whose gradients are
-    added. `auto` estimates what the free memory allows and takes the least over all processes.
-    """
+    added. `auto` estimates what the free memory allows and takes the least over all processes."""
 
     @field_validator("sequences")
     @classmethod
@@ -181,8 +460,7 @@ class TrainSettings(Settings):
     """Steps between two validations, or `epoch`."""
     early_stop: int | None = Field(None, ge=1, le=MOST_STEPS)
     """Stop after so many successive validations without a better headline metric, and keep the
-    model of the best one.
-    """
+    model of the best one."""
 
 
 class ParallelSettings(Settings):
@@ -191,30 +469,25 @@ class ParallelSettings(Settings):
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
     """`full_shard` frees each layer's gathered weights after use (ZeRO 3). `shard_grad_op` keeps them from the forward
     to the backward pass (ZeRO 2): less traffic, more memory. `hybrid_shard` shards within groups of processes and keeps
-    a copy in each group. `no_shard` keeps a copy in every process (DDP).
-    """
+    a copy in each group. `no_shard` keeps a copy in every process (DDP)."""
     group_size: int | None = Field(None, ge=2, le=MOST_PROCESSES)
     """Processes that share one copy of the weights under `hybrid_shard`; by default those of one machine."""
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Neighbouring processes of one machine that compute each layer together: they share the attention heads and the
     columns of the feed-forward part, see the same records, and hold 1/N of the layers' weights and activations. The
-    strategy divides what is left over the other processes.
-    """
+    strategy divides what is left over the other processes."""
     context: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Neighbouring processes of one machine that divide the tokens of each micro-batch, attention included, for single
-    proteins that are too long for one GPU. Weights are divided by the strategy alone.
-    """
+    proteins that are too long for one GPU. Weights are divided by the strategy alone."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision of the arithmetic; weights, optimizer state and gradient sums stay fp32. `auto`: bf16 on NVIDIA GPUs
-    from compute capability 8.0 on, fp16 with a loss scale from 7.0 on, else fp32.
-    """
+    from compute capability 8.0 on, fp16 with a loss scale from 7.0 on, else fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are added over processes. bf16 halves this traffic and loses digits."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """`full` keeps only the input of each layer and computes the rest again: a third more work, far less memory.
     `selective` also keeps the outputs of matrix products and attention: little more work, about two thirds of the
-    memory.
-    """
+    memory."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in the machine's memory, and gather each layer from there."""
     accumulate: Literal["sharded", "unsharded"] = "sharded"
@@ -223,14 +496,12 @@ class ParallelSettings(Settings):
     """
     compile: bool = False
     """Compile each layer, once for all lengths. This takes a minute at the start, and does not make a CPU faster
-    (docs/devices.md).
-    """
+    (docs/devices.md)."""
     start_timeout: int = Field(1800, ge=1, le=MOST_SECONDS)
     """Seconds that a process waits for the others until the first step is done, for example while weights are read."""
     step_timeout: int = Field(600, ge=1, le=MOST_SECONDS)
     """Seconds that a process waits for the others in later steps. Then the run ends and names the process that did not
-    respond.
-    """
+    respond."""
 
 
 class CheckpointSettings(Settings):
@@ -242,12 +513,10 @@ class CheckpointSettings(Settings):
     """Number of newest checkpoints that are kept."""
     keep_best: bool = False
     """Save a checkpoint after every validation that is the best so far, and keep it for `esmshard
-    consolidate --best`.
-    """
+    consolidate --best`."""
     async_save: Literal["auto"] | bool = "auto"
     """Write in the background while training continues, from a copy in host memory: 12 bytes for each trained
-    parameter, over all processes together. `auto`: with GPUs.
-    """
+    parameter, over all processes together. `auto`: with GPUs."""
 
 
 class Recipe(Settings):
@@ -270,8 +539,7 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
     track: Trackers = Field((), strict=False)
     """The trackers that show metrics in addition to metrics.jsonl: `tensorboard` (files in `out`/tensorboard), `wandb`
-    (Weights & Biases, configured by its own environment variables). See docs/watching.md.
-    """
+    (Weights & Biases, configured by its own environment variables). See docs/watching.md."""
     out: str
     """Directory of the run, relative to the working directory."""
 
@@ -284,13 +552,6 @@ class Recipe(Settings):
                 "directory of yours"
             )
         return out
-
-    @field_validator("track")
-    @classmethod
-    def _trackers_once(cls, track: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(track)) < len(track):
-            raise ValueError(f"names a tracker twice ({', '.join(track)}); name each once")
-        return track
 
     @field_validator("adapt")
     @classmethod

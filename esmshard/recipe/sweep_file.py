@@ -10,19 +10,21 @@ before anything is trained.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from esmshard.errors import UsageError
 from esmshard.recipe import recipe_file
-from esmshard.recipe.section_base import Clash, Settings
-from esmshard.recipe.sections import Recipe
+from esmshard.recipe.sections import Clash, Settings
 from esmshard.recipe.yaml_keys import Tree, read
 
-REFUSED = ("out", "data", "task.name", "train.seed", "train.eval_every", "track", "checkpoint", "parallel")
+REFUSED = (
+    *("out", "data", "task.name", "train.seed", "train.eval_every", "track", "checkpoint", "parallel"),
+    "batch.tokens_per_rank",
+)
 """The keys, and sections, that are not searched: trials have the same task, data and validations, and a directory of
 their own; the best seed is luck, and not a setting.
 """
@@ -54,15 +56,10 @@ class SearchSpace(Settings):
                 raise Clash("choices", f"are the values themselves; remove {', '.join(others)}")
             if len({json.dumps(choice, default=str) for choice in self.choices}) < max(2, len(self.choices)):
                 raise Clash("choices", "two different values or more are expected, each once")
-        elif self.low is None or self.high is None:
-            name = "high" if self.high is None else "low"
-            raise Clash(name, "is missing; write {low: 1.0e-5, high: 1.0e-3}, or {choices: [4, 8]}")
-        elif self.low >= self.high:
-            raise Clash("high", f"must be above low ({self.low}), not {self.high}")
-        elif self.log and self.low <= 0:
-            raise Clash("low", f"must be above 0 on a logarithmic scale, not {self.low}")
-        elif self.log and self.step is not None:
-            raise Clash("step", "does not go with log; remove one of the two, or list the values as choices")
+        elif self.low is None or self.high is None or self.low >= self.high:
+            raise Clash("low", "must be below high; write {low: 1.0e-5, high: 1.0e-3}, or {choices: [4, 8]}")
+        elif self.log and (self.low <= 0 or self.step is not None):
+            raise Clash("log", "is for a low above 0, without step; remove log, or list the values as choices")
         return self
 
     @property
@@ -125,26 +122,28 @@ def load(path: Path, recipe: Path, overrides: Sequence[str]) -> SweepSettings:
         UsageError: with one sentence for each problem, as `sweep.yaml:2:3: optim.lrr: unknown key; did you mean 'lr'?`.
     """
     tree = read(path, "a sweep", SweepSettings)
-    found = tree.checked(SweepSettings)
-    base, resolved = recipe_file.opened(recipe, overrides), recipe_file.load(recipe, overrides)
-    for key in found.space:
+    sweep, base = tree.checked(SweepSettings), recipe_file.opened(recipe, overrides)
+    recipe_file.checked(base)
+    for key in sweep.space:
         at = f"{tree.where(('space', key))}: {key}:"
-        if any(f"{key}.".startswith(f"{name}.") for name in (*REFUSED, "batch.tokens_per_rank")):
+        if any(f"{key}.".startswith(f"{name}.") for name in REFUSED):
             tree.problems.append(f"{at} cannot be searched; set it in the recipe")
-        if found.metric == "loss" and key.startswith("task."):
+        if sweep.metric == "loss" and key.startswith("task."):
             tree.problems.append(f"{at} may change what the loss is; search it with metric: headline")
-        if tuple(key.split(".")) in base.overrides:
-            tree.problems.append(f"{at} is searched, and {base.overrides[tuple(key.split('.'))]} sets it; remove one")
-    tree.problems += [] if tree.problems else dict.fromkeys(_unfit(tree, found, base))
+        if (typed := base.override_of(tuple(key.split(".")))) is not None:
+            tree.problems.append(f"{at} is searched, and {typed} sets it; remove one")
     if tree.problems:
         raise UsageError(*tree.problems)
-    found = found.model_copy(update={"space": {key: _typed(resolved, key, one) for key, one in found.space.items()}})
-    if found.sampler == "grid" and not 0 < found.cells <= MOST_CELLS:
+    space = {key: _fitting(key, tree, sweep, base) for key in sweep.space}
+    if tree.problems:
+        raise UsageError(*dict.fromkeys(tree.problems))
+    sweep = sweep.model_copy(update={"space": space})
+    if sweep.sampler == "grid" and not 0 < sweep.cells <= MOST_CELLS:
         raise UsageError(
             f"{tree.where(('sampler',))}: sampler: a grid takes choices, or ranges with a step, and has at most "
             f"{MOST_CELLS:,} combinations; use tpe"
         )
-    return found
+    return sweep
 
 
 def override(key: str, value: Any) -> str:
@@ -152,36 +151,29 @@ def override(key: str, value: Any) -> str:
     return f"{key}={json.dumps(value)}"
 
 
-def _unfit(tree: Tree, sweep: SweepSettings, base: Tree) -> Iterator[str]:
-    """Yield a sentence for each value that the recipe refuses, beside the first value of each other key."""
-    for key, space in sweep.space.items():
-        for value in space.ends:
-            for name, other in sweep.space.items():
-                chosen = value if name == key else other.ends[0]
-                base.put(tuple(name.split(".")), chosen, tree.where(("space", name), on_value=True))
-            try:
-                recipe_file.checked(base)
-            except UsageError as error:
-                yield from error.problems
+def _fitting(key: str, tree: Tree, sweep: SweepSettings, base: Tree) -> SearchSpace:
+    """Return the values of a key, in the type that the key has. The recipe is checked with each of them, beside the
+    first value of each other key; what it refuses is added to the problems of the sweep.
+    """
+    space = sweep.space[key]
+    for value in space.ends:
+        for name, other in sweep.space.items():
+            chosen = value if name == key else other.ends[0]
+            base.put(tuple(name.split(".")), chosen, tree.where(("space", name), on_value=True))
+        try:
+            section: Any = recipe_file.checked(base)
+        except UsageError as error:
+            tree.problems += error.problems
             base.problems = []
-
-
-def _typed(recipe: Recipe, key: str, space: SearchSpace) -> SearchSpace:
-    """Return a range with ends and step of the type of its key."""
-    *sections, last = key.split(".")
-    section: BaseModel = recipe
-    for name in sections:
-        section = getattr(section, name)
-    field = type(section).model_fields[last]
-    if space.choices is not None or float not in _kinds(field.annotation):
+            continue
+        for part in key.split("."):
+            section = getattr(section, part)
+    is_range = space.choices is None and not tree.problems
+    if not is_range or not isinstance(section, float):
         return space
-    number = {name: float(value) for name in ("low", "high", "step") if (value := getattr(space, name)) is not None}
-    return space.model_copy(update=number)
-
-
-def _kinds(annotation: Any) -> set[Any]:
-    """Return the types that an annotation is made of."""
-    return {annotation}.union(*(_kinds(part) for part in get_args(annotation)))
+    return space.model_copy(
+        update={name: float(end) for name in ("low", "high", "step") if (end := getattr(space, name)) is not None}
+    )
 
 
 def shown(values: Mapping[str, Any]) -> str:

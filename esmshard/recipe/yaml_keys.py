@@ -5,9 +5,7 @@ at once, each with its line and column, or with the override that caused it.
 """
 
 import difflib
-import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -19,7 +17,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from esmshard.errors import UsageError
-from esmshard.recipe.section_base import Clash
+from esmshard.recipe.sections import Clash
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -30,16 +28,18 @@ class Tree:
 
     node: CommentedMap
     file: str
-    called: str
-    """The kind of file in messages, such as `a recipe`."""
     overrides: dict[tuple[str, ...], str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
+    def override_of(self, keys: tuple[str, ...]) -> str | None:
+        """Return the override that set a key, or a section around it."""
+        typed = (self.overrides[keys[:depth]] for depth in range(len(keys), 0, -1) if keys[:depth] in self.overrides)
+        return next(typed, None)
+
     def where(self, keys: tuple[str, ...], on_value: bool = False) -> str:
         """Return where a key was written, as `my.yaml:4:3`, or the override that set the key."""
-        for depth in range(len(keys), 0, -1):
-            if keys[:depth] in self.overrides:
-                return self.overrides[keys[:depth]]
+        if (typed := self.override_of(keys)) is not None:
+            return typed
         line, column = 0, 0
         node: Any = self.node
         for key in keys:
@@ -80,42 +80,6 @@ class Tree:
                 self.problems.append(f"{where}: {key} has no keys of its own")
                 return
         node[keys[-1]] = value
-
-    def texts(self, *keys: str) -> "list[tuple[Any, Any]]":
-        """Return where the strings at a key are kept: a mapping and its key, or a list and the
-        numbers of its members.
-        """
-        node: Any = self.node
-        for key in keys[:-1]:
-            node = node.get(key) if isinstance(node, dict) else None
-        value = node.get(keys[-1]) if isinstance(node, dict) else None
-        if isinstance(value, str):
-            return [(node, keys[-1])]
-        if isinstance(value, dict):
-            return [(value, key) for key, one in value.items() if isinstance(one, str)]
-        return [(value, n) for n, one in enumerate(value) if isinstance(one, str)] if isinstance(value, list) else []
-
-    def variables(
-        self, text: str, keys: tuple[str, ...], keep: str = "", allowed: Callable[[str], bool] | None = None
-    ) -> str | None:
-        """Expand `${VAR}` in a value, except names that `keep` matches. If a variable is not set, or not `allowed`, add
-        a problem and return None.
-        """
-        for name in re.findall(r"\$\{(\w+)\}", text):
-            if keep and re.fullmatch(keep, name):
-                continue
-            at = f"{self.where(keys, on_value=True)}: {'.'.join(keys)}:"
-            if allowed is not None and not allowed(name):
-                self.problems.append(
-                    f"{at} {self.called} does not read the environment variable {name}, since it may hold a secret; "
-                    f"let the shell expand it, as in {'.'.join(keys)}=${name}"
-                )
-                return None
-            if name not in os.environ:
-                self.problems.append(f"{at} the environment variable {name} is not set")
-                return None
-            text = text.replace(f"${{{name}}}", os.environ[name])
-        return text
 
     def checked(self, root: type[M], named: Mapping[str, type[BaseModel]] | None = None) -> M:
         """Validate the settings. `named` has the sections that are told apart by their `name`.
@@ -174,14 +138,13 @@ def _keys_of(root: type[BaseModel], loc: Sequence[int | str], named: Mapping[str
     return list(getattr(kind, "model_fields", ()))
 
 
-def read(path: Path, called: str, root: type[BaseModel], *, may_be_empty: bool = False) -> Tree:
+def read(path: Path, called: str, root: type[BaseModel]) -> Tree:
     """Read a file.
 
     Args:
         path: path of the file.
         called: the kind of file in messages, such as `a recipe`.
         root: the settings that the file is for.
-        may_be_empty: whether a file of comments alone is allowed.
 
     Raises:
         UsageError: the file cannot be read, is not YAML, or is no mapping.
@@ -193,11 +156,11 @@ def read(path: Path, called: str, root: type[BaseModel], *, may_be_empty: bool =
         raise UsageError(f"{path}:{mark.line + 1}:{mark.column + 1}: not YAML: {error.problem}") from None
     except (OSError, ValueError, YAMLError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
-    if node is None and may_be_empty:
+    if node is None:  # a file of comments alone
         node = CommentedMap()
     if not isinstance(node, CommentedMap):
         raise UsageError(f"{path}:1:1: {called} is a YAML mapping with the keys {', '.join(root.model_fields)}")
-    return Tree(node, str(path), called)
+    return Tree(node, str(path))
 
 
 def parse_yaml(text: str) -> Any:

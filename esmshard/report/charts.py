@@ -44,11 +44,7 @@ def data_uri(picture: bytes, kind: str) -> str:
 
 def chart(draw: Callable[..., None], *values: Any, height: float = 2.7, width: float = 4.4, **options: Any) -> str:
     """Return a chart, which `draw(axes, *values, **options)` draws, as a data URI. Height and width are in inches."""
-
-    def on_figure(figure: Any) -> None:
-        draw(figure.add_subplot(), *values, **options)
-
-    return _svg(on_figure, height, width)
+    return _svg(lambda figure: draw(figure.add_subplot(), *values, **options), height, width)
 
 
 def _svg(draw: Callable[[Any], None], height: float, width: float) -> str:
@@ -232,7 +228,7 @@ def _short(text: str, most: int = 50) -> str:
 
 def contact_figures(run: Path, data: Examples, device: str | None = None) -> list[Path]:
     """Draw predicted against true contacts of the test proteins of up to LONGEST_MAP residues with the best, the median
-    and the worst long-range P@L: `figures/contacts_best_ID.png` and so on. Maps of an earlier model are removed.
+    and the worst long-range P@L: `figures/contacts_best_ID.png` and so on.
     """
     with open(run / "per_protein.csv", encoding="utf-8", newline="") as file:
         rows = [
@@ -242,8 +238,6 @@ def contact_figures(run: Path, data: Examples, device: str | None = None) -> lis
     if not ranked:
         raise InputError(f"{run}: no protein of up to {LONGEST_MAP} residues has a long P@L, so there is none to draw")
     (run / "figures").mkdir(exist_ok=True)
-    for old in (run / "figures").glob("contacts_*.png"):
-        old.unlink()
     model, places = load_finetuned(str(run / "model"), device), {data.id(n): n for n in range(len(data))}
     chosen = {"best": ranked[-1], "median": ranked[len(ranked) // 2], "worst": ranked[0]}
     drawn: dict[str, Path] = {}
@@ -257,13 +251,10 @@ def contact_figures(run: Path, data: Examples, device: str | None = None) -> lis
 
 def draw_maps(model: FineTuned, data: Examples, folder: Path) -> None:
     """Write `ID.png` for each record: its predicted map beside its true contacts; see `contact_map`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    taken = set[str]()
-    with Progress("draw", len(data)) as progress:
+    with pictures.collected(folder) as add, Progress("draw", len(data)) as progress:
         for n in range(len(data)):
             example = data.get(n)
-            picture = contact_map(model, example, f"{is_residue(example.tokens).sum()} residues")
-            (folder / pictures.file_name(example.id, taken)).write_bytes(picture)
+            add(example.id, contact_map(model, example, f"{is_residue(example.tokens).sum()} residues"))
             progress.update(n + 1, "")
 
 

@@ -9,20 +9,21 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from esmshard import __version__
-from esmshard.data.variants.substitutions import Mutation, parse_variant
+from esmshard.data.variants import Mutation, parse_variant
 from esmshard.errors import InputError, reading, writing
 from esmshard.io.paths import memory_text, read_json, replace_text, without_directories
 from esmshard.io.tables import counted
 from esmshard.predict.variants import better_baseline, rows_of_run
 from esmshard.progress import duration, rate
 from esmshard.recipe import recipe_file, sweep_file
+from esmshard.recipe.sections import Recipe
 from esmshard.report import charts
 from esmshard.report.charts import Values, chart
 from esmshard.tasks.base import BEFORE, MAIN
@@ -59,19 +60,28 @@ def report(run: Path, out: Path | None = None) -> Path:
         InputError: if there is no run, a file of it is damaged, or matplotlib is missing.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     out = out or run / "report.html"
     if not out.parent.is_dir():
         raise InputError(f"{out}: there is no directory {out.parent}; make it first")
+    known = {f"{run.absolute().parent}/", f"{run.resolve().parent}/"}
+
+    def shared(value: Any) -> Any:
+        """Name files without their directories, since a page is made to be shared. The directories of a path in a
+        sentence may contain blanks, so that the sentence does not show where they end.
+        """
+        if type(value) is not str:
+            return value
+        ends = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
+        return without_directories(re.sub(rf"(?<![\w.:/~<&])(?:{ends})", "", value))
+
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        # A page is made to be shared, so that texts name files without their directories.
-        finalize=lambda value: value if isinstance(value, Markup) else without_directories(value),
+        finalize=shared,
     )
     environment.filters |= {"number": number_text, "unit": unit_text, "range": range_text, "cell": cell}
     environment.filters |= {"memory": memory_text, "duration": duration, "rate": rate}
@@ -83,11 +93,22 @@ def report(run: Path, out: Path | None = None) -> Path:
             name, values = "variants", variants_page(run)
         else:
             name, values = "run", run_page(run)
+        known.update(_directories(values))
         template = environment.get_template(f"{name}.html.jinja")
         page = template.render(title=run.resolve().name, version=__version__, main=MAIN, before=BEFORE, **values)
     with writing(out, "make room, or choose another place with -o FILE"):
         replace_text(out, page)
     return out
+
+
+def _directories(node: Any) -> Iterator[str]:
+    """Yield the directories of all absolute paths among the values of a page."""
+    node = node.model_dump() if isinstance(node, Recipe) else node
+    if isinstance(node, str) and node.startswith("/") and ": " not in node:
+        yield f"{Path(node).parent}/"
+    elif isinstance(node, Mapping | list | tuple):
+        for part in node.values() if isinstance(node, Mapping) else node:
+            yield from _directories(part)
 
 
 def run_page(run: Path) -> dict[str, Any]:
@@ -259,7 +280,8 @@ def variants_page(run: Path) -> dict[str, Any]:
     targets = targets or [joint["targets"]]
     pairs = dict(zip(targets, zip(measured_NT.T, predicted_NT.T, strict=True), strict=True))
     ranked = _ranked(run / RANKED)
-    options = [*(["--folds", str(folds)] if folds else []), *_seeds(joint["seeds"])]
+    options = ["--folds", str(folds)] if folds else []
+    options += ["--seeds", str(len(joint["seeds"]))] if len(joint["seeds"]) > 1 else []
     return {
         "summary": summary,
         "joint": joint,
@@ -285,15 +307,11 @@ def variants_page(run: Path) -> dict[str, Any]:
         "ranked": ranked,
         "most": BEST,
         "better": better_baseline(summary),
-        "run": shlex.quote(str(run)),
+        "run": shlex.quote(run.resolve().name),
         "recipe_text": _recipe_text(summary["recipe_yaml"]),
         # The recipe of a run names one fold; without this key the recipe covers all folds.
         "command": _command(run, f"{summary['runs'][0]}/recipe.yaml", 1, "data.folds=null", "data.fold=0", *options),
     }
-
-
-def _seeds(seeds: Sequence[int]) -> list[str]:
-    return ["--seeds", str(len(seeds))] if len(seeds) > 1 else []
 
 
 def _out_of_fold(run: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Values, Values, Any]:
@@ -391,8 +409,9 @@ def _learning_curve(path: Path) -> dict[str, Any] | None:
 def sweep_page(out: Path) -> dict[str, Any]:
     """Return the values of `sweep.html.jinja`, from the files of a sweep, which may be unfinished."""
     sweep = _json(out / SWEEP)
-    summary = _json(out / "best" / SUMMARY)
-    tested = summary or _json(out / "best" / "evaluation.json")  # of several seeds, or of one
+    tested_run = out / (sweep["best_run"] or "")
+    summary = _json(tested_run / SUMMARY)
+    tested = summary or _json(tested_run / "evaluation.json")  # of several seeds, or of one
     keys, trials, lower = list(sweep["sweep"]["space"]), sweep["trials"], sweep["lower_is_better"]
     order = {"complete": 0, "running": 1, "pruned": 2, "failed": 3}
 

@@ -17,11 +17,9 @@ from esmshard.batch import Inputs, TokenBatch, batch_of
 from esmshard.data.batching.loader import FIXED, Example, Examples, Labels
 from esmshard.errors import InputError, UsageError
 from esmshard.io.store import TokenStore
-from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.task_section import TaskSettings
+from esmshard.recipe.sections import DataSettings, TaskSettings
 from esmshard.tasks.metrics import Row, means
 from esmshard.vocab import is_residue
 
@@ -150,6 +148,18 @@ class Task(ABC):
         """Convert the head's output of one record for the user: probabilities, or values in the unit of the labels."""
         return output
 
+    def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
+        """Return what an interval over a split resamples: the block of each record, int64 [N], or None for single
+        records; and the noun for one of them.
+        """
+        return data.blocks(), "record"
+
+    def groups(self, data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
+        """Return the group of each record whose metrics an evaluation gives apart, besides those of all; '' for none.
+        An empty list is no groups. `known` is of `baselines`.
+        """
+        return []
+
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
         """Keep in `base.remembered` what `baselines` will ask of the base model about some of the training examples.
 
@@ -227,21 +237,21 @@ def regression_loss(output: torch.Tensor, target: torch.Tensor, loss: str) -> Lo
     return LossSum(errors, known.sum())
 
 
-def require_two_values(path: Path, name: str, values: npt.NDArray[Any], unit: str) -> None:
+def require_two_values(path: Path, target: str, values: npt.NDArray[Any], unit: str) -> None:
     """Refuse a target that has one value, or none, in training.
 
     Args:
         path: the training data.
-        name: the target.
+        target: the target as a message names it.
         values: the values of the target that are known.
-        unit: what has a value: `record` or `variant`.
+        unit: what has a value: `record`, `residue` or `variant`.
     """
     distinct = np.unique(values)
     if len(distinct) < 2:
         what = f"is {distinct[0]:g} for every {unit} that has one" if len(distinct) else "has no value"
         raise InputError(
-            f"{path}: the target {shown(name)} {what} in training, so that nothing can be learned; give other values, "
-            "or leave it out of data.target"
+            f"{path}: {target} {what} in training, so that nothing can be learned; give other values, or name another "
+            "data.target"
         )
 
 

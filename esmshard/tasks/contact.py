@@ -51,8 +51,7 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import ContactAccumulators, corrected_maps
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.trunk import Trunk
-from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.task_section import TaskSettings
+from esmshard.recipe.sections import DataSettings, TaskSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import BEFORE, LossSum, Outputs, Task, on_device_of
 from esmshard.tasks.baselines import copy_to

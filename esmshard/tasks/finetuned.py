@@ -15,8 +15,7 @@ from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES, family_of
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import Weights
-from esmshard.recipe.section_base import listed
-from esmshard.recipe.sections import Recipe
+from esmshard.recipe.sections import Recipe, listed
 from esmshard.tasks.base import Task
 from esmshard.tasks.registry import new_task, settings_of
 

@@ -4,8 +4,7 @@ A label is a number, one of several classes, or (`multilabel`) any of several cl
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -22,7 +21,7 @@ from esmshard.errors import InputError
 from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner, RecordDropout
-from esmshard.recipe.task_section import TaskSettings
+from esmshard.recipe.sections import TaskSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import LossSum, Outputs, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.baselines import apply, copy_to, fit_classes, fit_labels, fit_numbers
@@ -130,7 +129,8 @@ class LabelTask(Task):
             values_MT = np.concatenate(every).reshape(-1, len(names)).astype(np.float64)
             known = [y_M[~np.isnan(y_M)] for y_M in values_MT.T]
             for name, y_M in zip(names, known, strict=True):
-                require_two_values(train.path, name, y_M, unit)
+                what = "the label" if self.per_residue else f"the target {shown(name)}"
+                require_two_values(train.path, what, y_M, unit)
             mean, std = [float(y_M.mean()) for y_M in known], [float(y_M.std()) for y_M in known]
             return type(self)(self.settings, {"targets": list(names), "mean": mean, "std": std})
         named = type(self)(self.settings, {"classes": list(names)})
@@ -148,16 +148,19 @@ class LabelTask(Task):
         if not counts.any():
             raise InputError(f"{train.path}: no training {unit} has a label; look at labels and masks")
         several = self.settings.kind == "multilabel"
-        if (counts == len(train)).all() if several else len(never) == len(names) - 1:
+        if several and (counts == len(train)).all():
+            raise InputError(f"{train.path}: every training record has the same labels; give others")
+        if not several and len(never) == len(names) - 1:
             raise InputError(
-                f"{train.path}: every training {unit} has the label {shown(names[int(counts.argmax())])}; give labels "
+                f"{train.path}: every training {unit} has the class {shown(names[int(counts.argmax())])}; give labels "
                 "of two classes or more"
             )
         if never:
             more = ", ..." if len(never) > 3 else ""
             raise InputError(
-                f"{train.path}: no training {unit} has the class {', '.join(never[:3])}{more}, so that it cannot be "
-                "learned; divide the records in another way, join it with another class, or leave it out"
+                f"{train.path}: no training {unit} has the {'label' if several else 'class'} {', '.join(never[:3])}"
+                f"{more}, so that it cannot be learned; divide the records in another way, join it with another, or "
+                "leave it out"
             )
 
     def head(self, config: ModelConfig) -> nn.Module:
@@ -257,22 +260,9 @@ class LabelTask(Task):
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.floating]:
         """Return the base model's representation of each residue [L, D], or the mean of each sequence of a record."""
 
-    def _gather(
-        self, train: Sequence[Example], features: Callable[[int, npt.NDArray[np.intp]], npt.NDArray[np.floating]]
-    ) -> tuple[npt.NDArray[np.floating], npt.NDArray[Any]]:
-        """Gather features [M, F] and targets of the rows of `_chosen`.
-
-        Args:
-            train: the examples.
-            features: returns [P, F] for the number of an example and P places in it.
-        """
-        taken, targets = self._chosen(train)
-        x_MF = np.concatenate([features(n, places) for n, places in enumerate(taken) if len(places)])
-        return x_MF, np.concatenate([target[places] for target, places in zip(targets, taken, strict=True)])
-
-    def _chosen(self, train: Sequence[Example]) -> tuple[list[npt.NDArray[np.intp]], list[npt.NDArray[Any]]]:
+    def _chosen(self, train: Sequence[Example]) -> tuple[list[npt.NDArray[np.intp]], npt.NDArray[Any]]:
         """Choose at most MOST_ROWS labelled residues of some examples, evenly spread; or whole records. Return the
-        places in each example, and all its targets.
+        places in each example, and the targets of all, [M] or [M, O].
         """
         targets = [self.inputs(example).target for example in train]
         targets = targets if self.per_residue else [target[None] for target in targets]
@@ -283,7 +273,7 @@ class LabelTask(Task):
             places = np.flatnonzero(known_L)
             taken.append(places[-passed % step :: step])
             passed += len(places)
-        return taken, targets
+        return taken, np.concatenate([target[places] for target, places in zip(targets, taken, strict=True)])
 
     def _fit(self, x_MF: npt.NDArray[np.floating], target_M: npt.NDArray[Any], seed: int) -> npt.NDArray[np.float32]:
         if self.settings.kind == "number":
@@ -301,15 +291,16 @@ class LabelTask(Task):
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
         """Fit linear models to the features of each baseline of `fitted`."""
-
-        def seen(name: str, n: int, places: npt.NDArray[np.intp]) -> npt.NDArray[np.floating]:
-            if name == FROZEN and n in base.remembered[FROZEN]:
-                return np.asarray(base.remembered[FROZEN][n])
-            return self.features(name, train[n], base)[places]
-
-        if not any(map(len, self._chosen(train)[0])):
-            return {}
-        return {name: self._fit(*self._gather(train, partial(seen, name)), 0) for name in self.fitted}
+        (taken, target_M), found = self._chosen(train), dict[str, npt.NDArray[Any]]()
+        for name in self.fitted if len(target_M) else ():
+            kept = base.remembered[FROZEN] if name == FROZEN else {}
+            seen = [
+                kept[n] if n in kept else self.features(name, train[n], base)[places]
+                for n, places in enumerate(taken)
+                if len(places)
+            ]
+            found[name] = self._fit(np.concatenate(seen), target_M, 0)
+        return found
 
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
@@ -331,12 +322,12 @@ class LabelTask(Task):
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
         """Fit ridge or logistic regression to what the last layer reads of the frozen model."""
         assert isinstance(head, LabelHead)
-
-        def seen(n: int, places: npt.NDArray[np.intp]) -> npt.NDArray[np.floating]:
-            x_SD = torch.from_numpy(self.represented(train[n], base)).to(head.norm.weight)
-            return np.asarray(head.combined(x_SD).cpu().numpy())[places]
-
-        copy_to(head.out, self._fit(*self._gather(train, seen), seed))
+        (taken, target_M), seen = self._chosen(train), list[npt.NDArray[np.floating]]()
+        for example, places in zip(train, taken, strict=True):
+            if len(places):
+                x_SD = torch.from_numpy(self.represented(example, base)).to(head.norm.weight)
+                seen.append(head.combined(x_SD).cpu().numpy()[places])
+        copy_to(head.out, self._fit(np.concatenate(seen), target_M, seed))
 
 
 # Probabilities

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.splits.variant_records import site_blocks
-from esmshard.data.variants.substitutions import Mutation, name_of
+from esmshard.data.variants import Mutation, name_of
 
 Row = Mapping[str, float | npt.NDArray[Any]]
 """The contribution of one record to the metrics. Numbers (NaN if undefined) become columns of `per_protein.csv`;

@@ -16,7 +16,7 @@ from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
-from esmshard.recipe.task_section import TaskSettings
+from esmshard.recipe.sections import TaskSettings
 from esmshard.tasks.base import BEFORE, LossSum, Outputs, Task, on_device_of
 from esmshard.tasks.metrics import Row
 from esmshard.vocab import MASK, STANDARD, VOCAB_SIZE, encode_residues
@@ -76,10 +76,6 @@ class MlmSettings(TaskSettings):
     mask: float = Field(0.15, gt=0, le=0.5)
     """The share of residues that the model predicts. 80% of them are replaced by `<mask>`, 10% by a random one of the
     20 amino acids, and 10% stay unchanged."""
-
-    def no_probe(self) -> str | None:
-        """A probe has no labels to fit."""
-        return "probe has no meaning for task mlm, which has no labels; choose full, lora or head"
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
         """Count logits, their log-softmax and its gradient at the predicted residues. Tensors as wide as the model are

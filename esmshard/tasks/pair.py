@@ -11,16 +11,16 @@ import numpy.typing as npt
 import torch
 
 from esmshard.batch import Inputs, piece
-from esmshard.data.batching.loader import Example
+from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.labels.protein_labels import ProteinLabels
-from esmshard.data.splits.leakage import key, two_chains
+from esmshard.data.splits.leakage import CLASSES, key, two_chains
 from esmshard.io.store import TokenStore
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.data_section import DataSettings, JoinSettings
-from esmshard.recipe.section_base import Clash
+from esmshard.recipe.sections import Clash, DataSettings, JoinSettings
 from esmshard.tasks.base import Outputs
 from esmshard.tasks.labels import FROZEN
 from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask
+from esmshard.vocab import chain_spans
 
 SINGLE, MEMORY = "single sequences", "labels of each sequence"
 """Names of baselines. Neither can know which two sequences belong together: they add up what is known of each."""
@@ -121,6 +121,18 @@ class PairTask(SequenceTask):
             both_2F = np.concatenate(each)
         one, other = np.split(both_2F, 2)
         return one + other if name == SINGLE else np.concatenate(_symmetric(one, other), axis=1)
+
+    def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
+        """Return the block of each pair: of its two sequences, that one which is in most pairs."""
+        return data.blocks(), "sequence"
+
+    def groups(self, data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
+        """Return the class of each pair by its sequences that training pairs have (`leakage.CLASSES`)."""
+        if (trained := known.get(TRAINED_CHAINS)) is None:
+            return []
+        whole = map(data.whole, range(len(data)))
+        key_N2 = [[key(residues[slice(*span)]) for span in chain_spans(residues)] for residues in whole]
+        return [CLASSES[count] for count in np.isin(key_N2, trained).sum(1)]
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
         """Keep the mean representations of the pairs that the linear models are fitted to."""

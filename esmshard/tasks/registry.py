@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from esmshard.errors import InputError
 
 if TYPE_CHECKING:
-    from esmshard.recipe.task_section import TaskSettings
+    from esmshard.recipe.sections import TaskSettings
     from esmshard.tasks.base import Facts, Task
 
 GROUP = "esmshard.tasks"
@@ -75,7 +75,7 @@ def traits(name: object) -> "type[TaskSettings]":
     """Return the settings class of a task that a file names. For a name that nothing registers here it is the base
     class, whose traits are the cautious ones.
     """
-    from esmshard.recipe.task_section import TaskSettings
+    from esmshard.recipe.sections import TaskSettings
 
     return registered().settings.get(str(name), TaskSettings)
 
@@ -101,8 +101,13 @@ def new_task(settings: "TaskSettings", facts: "Facts") -> "Task":
 
 def _load(name: str, place: str) -> Any:
     """Import the class that `module:Class` names, and refuse what cannot be a task of that name."""
+    from esmshard.recipe.sections import TaskSettings
+
     module, _, attribute = place.partition(":")
     task = getattr(import_module(module), attribute)
-    if task.Settings.model_fields["name"].annotation != Literal[name]:
+    settings = getattr(task, "Settings", None)
+    if not (isinstance(settings, type) and issubclass(settings, TaskSettings)):
+        raise TypeError("it has no Settings that are a subclass of esmshard.recipe.sections.TaskSettings")
+    if getattr(settings.model_fields["name"].annotation, "__args__", None) != (name,):
         raise TypeError(f'the field `name` of its Settings must be annotated Literal["{name}"]')
     return task

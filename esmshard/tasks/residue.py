@@ -19,7 +19,7 @@ from esmshard.errors import UsageError
 from esmshard.io import remote
 from esmshard.io.store import TokenStore
 from esmshard.model.finetuner import FineTuner, of_tokens
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import DataSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.labels import (
     FROZEN,

@@ -20,7 +20,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.io.store import TokenStore
 from esmshard.io.tables import shown
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import DataSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.labels import FROZEN, LabelHead, LabelSettings, LabelTask, of_probabilities, probability_row
 from esmshard.tasks.metrics import Row
@@ -96,8 +96,6 @@ class SequenceTask(LabelTask):
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> ProteinLabels:
         """Read labels from a table, or from the headers of the FASTA file; see `protein_labels`."""
-        if data.mask is not None:
-            raise UsageError("data.mask: is for labels of residues (task residue); remove it")
         source = label_source(fasta, data)
         if isinstance(source, Path):
             raise InputError(f"{source}: a label FASTA has labels of residues; give those of whole proteins in a table")

@@ -17,6 +17,7 @@ from torch import nn
 from esmshard.batch import Inputs, TokenBatch, batch_of, pack_variants
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels
+from esmshard.data.variants import parse_variant
 from esmshard.devices import packs_at_once, side_by_side
 from esmshard.errors import InputError
 from esmshard.io.store import TokenStore
@@ -25,9 +26,7 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner, of_changes
 from esmshard.model.weights import Weights
 from esmshard.progress import Progress
-from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.section_base import Clash
-from esmshard.recipe.task_section import TaskSettings
+from esmshard.recipe.sections import Clash, DataSettings, TaskSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import Facts, LossSum, Outputs, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.baselines import apply, copy_to, fit_numbers
@@ -55,8 +54,8 @@ in Hsu et al. 2022."""
 AMINO_ACIDS = encode(STANDARD)[1:-1].tolist()
 """Tokens of the 20."""
 
-PACKED = 4096
-"""Tokens that go through the model at once."""
+PACKED, LONG = 4096, 64
+"""Tokens that go through the model at once, and the variants from which on it shows its progress."""
 ZERO_SHOT = 0.1
 """Weight that a new head gives to a unit of the zero-shot score, in standard deviations of the target: scores of single
 substitutions deviate by 2 to 4 and explain a part of it, so that a new head ranks as the language model does."""
@@ -115,26 +114,26 @@ class VariantSettings(TaskSettings):
 
     def suit(self, data: DataSettings) -> DataSettings:
         """Return the data section with the defaults of the keys that only this task reads."""
-        other = "is for the other tasks, and the recipe has variant, which divides data.table; remove it"
-        clashes = [(key, "this key is required") for key in ("table", "wild_type") if getattr(data, key) is None]
-        clashes += [(key, other) for key in ("train", "valid", "test", "clusters") if getattr(data, key) is not None]
-        if data.long not in ("full", "window"):
-            clashes.append(
-                ("long", f"{data.long} leaves variants out; choose full, or window for a part of a long protein")
-            )
         if self.loss == "ranking" and data.transform == "log":
-            clashes.append(("transform", "log has no effect on task.loss ranking, which uses ranks; remove it"))
+            raise Clash("transform", "log has no effect on task.loss ranking, which uses ranks; remove it")
+        for key in ("table", "wild_type"):
+            if getattr(data, key) is None:
+                raise Clash(key, "this key is required")
+        for key in ("train", "valid", "test", "clusters"):
+            if getattr(data, key) is not None:
+                reason = "is for the other tasks, and the recipe has variant, which divides data.table; remove it"
+                raise Clash(key, reason)
+        if data.long not in ("full", "window"):
+            reason = f"{data.long} leaves variants out; choose full, or window for a part of a long protein"
+            raise Clash("long", reason)
         data = data.model_copy(update={key: value for key, value in DEFAULTS.items() if getattr(data, key) is None})
         if data.split in ("mutations", "given") and data.folds is not None:
             reason = f"divides the table, and data.split {data.split} does so in another way; remove one of them"
-            clashes.append(("folds", reason))
+            raise Clash("folds", reason)
         if data.split != "mutations" and data.train_max is not None:
-            clashes.append(("train_max", f"is for data.split mutations, and the recipe has {data.split}; remove it"))
+            raise Clash("train_max", f"is for data.split mutations, and the recipe has {data.split}; remove it")
         if data.target and (foreign := set(data.lower_is_better or ()) - set(data.target)):
-            named = ", ".join(data.target)
-            clashes.append(("lower_is_better", f"{min(foreign)} is no target; data.target names {named}"))
-        if clashes:
-            raise Clash(*clashes[0])
+            raise Clash("lower_is_better", f"{min(foreign)} is no target; data.target names {', '.join(data.target)}")
         return data
 
 
@@ -320,7 +319,7 @@ def frozen(
         return x_NF
 
     at_once = max(1, 4 * packs_at_once(base.device))
-    with Progress("frozen model", len(new), show=alone and bool(new)) as progress:
+    with Progress("frozen model", len(new), show=alone and len(new) >= LONG) as progress:
         for first in range(0, len(parts), at_once):
             some = parts[first : first + at_once]
             for part, x_NF in zip(some, side_by_side(one, some, base.device, threads=alone), strict=True):
@@ -397,7 +396,7 @@ class VariantTask(Task):
         scales = []
         for name, y_N in zip(labels.names, y_NT.T, strict=True):
             known = y_N[~np.isnan(y_N)]
-            require_two_values(train.path, name, known, "variant")
+            require_two_values(train.path, f"the target {shown(name)}", known, "variant")
             scales.append(fit_scale(known, kind))
         facts = {
             "targets": list(labels.names),
@@ -524,6 +523,10 @@ class VariantTask(Task):
         if base is not None and FROZEN in known:
             found[FROZEN] = list(apply(known[FROZEN], self._frozen(examples, base)))
         return found
+
+    def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
+        """Return blocks of variants that change the same sites, or single variants."""
+        return metrics.variant_units([parse_variant(data.id(n)) for n in range(len(data))])
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
         """Keep the frozen model's vectors of variants."""

@@ -18,13 +18,12 @@ import numpy.typing as npt
 
 from esmshard.data.splits.assignment import LEFT_OUT
 from esmshard.data.splits.variant_records import FOLDS, LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
-from esmshard.data.variants.substitutions import name_of, parse_variant
+from esmshard.data.variants import name_of, parse_variant
 from esmshard.errors import UsageError
 from esmshard.io.paths import read_json, replace_json, replacing
 from esmshard.io.tables import counted, write_rows
 from esmshard.recipe import recipe_file
-from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.sections import Recipe
+from esmshard.recipe.sections import DataSettings, Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
 from esmshard.tasks.metrics import LEAST, Interval, count_units, difference, interval, variant_units
@@ -315,16 +314,18 @@ def _samples(
     block_N: npt.NDArray[np.int64],
     lower_is_better: bool,
 ) -> dict[str, list[float]]:
-    """Call `bootstrap` for Spearman, and for recall and mean of the chosen of the first target."""
+    """Compute Spearman, and of the first target recall and mean of the chosen: of all variants, and of each resample
+    (see `metrics.draws`).
+    """
     sign = -1 if lower_is_better else 1
 
-    def scores(rows: Sequence[int]) -> dict[str, float]:
-        draw = np.array(rows)
+    def scores(draw: npt.NDArray[np.int64]) -> dict[str, float]:
         x_NT, y_NT, of_fold_N = predicted_NT[draw], measured_NT[draw], fold_N[draw]
         recall, chosen = metrics.top_of_list(sign * x_NT[:, 0], sign * y_NT[:, 0], of_fold_N)
         return {SPEARMAN: _spearman(x_NT, y_NT, of_fold_N), RECALL: recall, CHOSEN: sign * chosen}
 
-    return metrics.bootstrap(scores, range(len(block_N)), block_N=block_N)
+    samples = [scores(draw) for draw in (np.arange(len(block_N)), *metrics.draws(len(block_N), block_N))]
+    return {name: [sample[name] for sample in samples] for name in samples[0]}
 
 
 def _as_text(

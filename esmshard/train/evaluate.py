@@ -14,8 +14,7 @@ from torch import nn
 
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.batching.packing import SCORED_TOKENS, assign
-from esmshard.data.splits.leakage import CLASSES, ComparedRecords, hashes, key
-from esmshard.data.variants.substitutions import parse_variant
+from esmshard.data.splits.leakage import ComparedRecords, hashes
 from esmshard.errors import InputError
 from esmshard.io.paths import found_place, is_hub_name, replace_json, replacing, shared_place
 from esmshard.io.tables import counted, write_rows
@@ -25,9 +24,7 @@ from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shared_calls
 from esmshard.progress import Progress, say
-from esmshard.recipe.data_section import EVERY
-from esmshard.recipe.section_base import listed
-from esmshard.recipe.sections import Recipe
+from esmshard.recipe.sections import EVERY, Recipe, listed
 from esmshard.tasks.base import BEFORE, MAIN, Task, collate
 from esmshard.tasks.finetuned import FineTuned, load_base, without_tracks
 from esmshard.tasks.metrics import (
@@ -41,9 +38,7 @@ from esmshard.tasks.metrics import (
     interval,
     ranked,
     records_with,
-    variant_units,
 )
-from esmshard.tasks.pair import TRAINED_CHAINS
 from esmshard.tasks.registry import new_task
 from esmshard.vocab import chain_spans
 
@@ -163,17 +158,6 @@ def seen_before(
         f"leakage: {model} was trained on {train['records']} records of {Path(train['path']).name}, with which these "
         f"{len(data):,} were not compared; scores on records that are among them are no test"
     ], 0
-
-
-def pair_groups(data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-    """Return the class of each pair by its sequences that training pairs have (`leakage.CLASSES`); of other records,
-    and without baselines, nothing. `known` is of `fit_baselines`.
-    """
-    if (trained := known.get(TRAINED_CHAINS)) is None:
-        return []
-    whole = map(data.whole, range(len(data)))
-    chains = [[key(residues[slice(*span)]) for span in chain_spans(residues)] for residues in whole]
-    return [CLASSES[int(np.isin(of_pair, trained).sum())] for of_pair in chains]
 
 
 def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
@@ -314,7 +298,7 @@ def report(
         about["tracks"] = {track: _place(path, out) for track, path in tracks.items()}
     if complexes is not None:
         about["complexes"] = complexes if complexes == EVERY else _place(complexes, out)
-    groups = pair_groups(data, known)
+    groups = tuned.task.groups(data, known)
     return write(out, data, tuned.task, table, about, groups, name=model if model in SHIPPED else MAIN)
 
 
@@ -350,6 +334,7 @@ def write(
 ) -> str:
     """Write `evaluation.json` and `per_protein.csv`, and return a text: the table, what is missing, and the verdict.
 
+    Contact maps of an earlier evaluation are removed.
     `evaluation.json` holds the intervals of every method and of the model's gains over the baselines, and the verdict.
     `per_protein.csv` holds every number of the model's rows.
 
@@ -359,12 +344,10 @@ def write(
         task: the task.
         table: the rows of every method.
         about: more entries for `evaluation.json`.
-        groups: of each record (`pair_groups`); empty for no groups.
+        groups: of each record (`Task.groups`); empty for no groups.
         name: the name of the model in the results; a shipped model has not been fine-tuned by anybody.
     """
-    block_N, unit = data.blocks(), "sequence" if task.settings.pairs else "record"
-    if task.settings.reads_table:
-        block_N, unit = variant_units([parse_variant(data.id(n)) for n in range(len(data))])
+    block_N, unit = task.units(data)
     samples = {method: _resampled(task, rows, block_N) for method, rows in table.items()}
     columns = tuple(column for column in task.columns if column in samples[MAIN])
     intervals = {method: {m: interval(values, m) for m, values in row.items()} for method, row in samples.items()}
@@ -414,6 +397,8 @@ def write(
         **_summed(table[MAIN], task, scaling),
         **_profiles(table[MAIN], data, task),
     }
+    for old in (directory / "figures").glob("contacts_*.png"):
+        old.unlink()
     replace_json(directory / "evaluation.json", evaluation)
     _write_rows(directory / "per_protein.csv", data, task, table, groups)
     rows = intervals | {

@@ -142,7 +142,7 @@ def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) 
     table |= evaluate.score_baselines(task, job.test, known, model, sharing)
 
     def write() -> None:
-        groups = evaluate.pair_groups(job.test, known)
+        groups = task.groups(job.test, known)
         if len(job.train) <= evaluate.MOST_TRAINED_ON:
             known[evaluate.TRAINED_ON] = np.unique(evaluate.sequence_hashes(job.train))
         with replacing(out / evaluate.BASELINES, binary=True) as file:

@@ -41,7 +41,7 @@ RUN_FILES = (
 """
 
 NOTICES_PRINTED = "ESMSHARD_NOTICES_PRINTED"
-"""An environment variable that is set for runs of one command whose notices the command or the first run has printed.
+"""An environment variable of later runs of one command: the first has printed what was changed or left out of the data.
 """
 
 
@@ -238,7 +238,7 @@ def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
     """Return notices on data and weights: what was changed or left out and, if requested, what the splits share."""
     found: dict[str, None] = {}
     for split in (job.train, job.valid, job.test):
-        for notice in split.notices:
+        for notice in split.notices if NOTICES_PRINTED not in os.environ else ():
             found[notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}"] = None
     longer = int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0
     if longer:

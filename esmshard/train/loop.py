@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from esmshard import planner
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint import manifest, sharded
 from esmshard.checkpoint.sharded import Saver
@@ -30,12 +31,9 @@ from esmshard.model.weights import identity, report_altered
 from esmshard.parallel.load import check_optimizer, materialise
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.process_group import World, processes_per_machine
-from esmshard.parallel.profiler import profiled
 from esmshard.parallel.shard import DTYPES, shard
-from esmshard.parallel.watch import Control, Watch, check_first_batch
-from esmshard.planner import memory_model
-from esmshard.planner.cost import data_sheet, training_flops
-from esmshard.planner.plan import MicroBatches
+from esmshard.parallel.watch import Control, Watch, check_first_batch, profiled
+from esmshard.planner import MicroBatches, data_sheet, training_flops
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task, collate
@@ -86,7 +84,8 @@ def train(
     if ranks.is_first:
         describe_run(job, training.recipe, state.step, ranks, training.facts["history"])
         attempt.begin(state.step, training.is_validated)
-    check_first_batch(training.ranks, training.digests_of_first_step)
+    epoch, _, mine = training.share_of(state.step)
+    check_first_batch(training.ranks, lambda: digests(job.train, mine, epoch))
     training.ranks = ranks  # from here on with the time-out of a step
     with (
         preemption.noted(),
@@ -98,7 +97,9 @@ def train(
         training.catch_up(start)
         for step in range(state.step, job.steps):
             if training.is_enough:
-                training.say_enough()
+                if ranks.is_first:
+                    since = f"that of step {state.best['step']}" if state.best else "undefined"
+                    say(f"stopped after step {step}: {state.stale} validations in a row were no better than {since}")
                 break
             line = training.step(step, recording)
             training.validate_and_save(step + 1)
@@ -161,11 +162,11 @@ class Training:
             self.model = FineTuner(family_registry.build(weights.config), job.task.head(weights.config))
         tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
         self.model.adapt(recipe.adapt, recipe.train.seed, tracks, quantization)
-        self.numbers = memory_model.numbers_of(self.model, weights.config, tracks=tracks, quantization=quantization)
+        self.numbers = planner.numbers_of(self.model, weights.config, tracks=tracks, quantization=quantization)
         shard(self.model, job.layout, ranks)
         saved = sharded.read_state(start) if start is not None else None
         # This comes before the model has memory of its own, because the planner counts the model's memory too.
-        free = memory_model.free_bytes(ranks.device, processes_per_machine(ranks.size))
+        free = planner.free_bytes(ranks.device, processes_per_machine(ranks.size))
         room = int(ranks.min(RESERVED * free))
         self.largest_fitting = partial(largest_fitting, job, self.numbers, room, ranks)
         """Returns the largest micro-batch, in tokens, that fits into memory."""
@@ -275,11 +276,6 @@ class Training:
         mine = assign(records, self.job.train.tokens, self.tokens_per_rank, data_rank, data_size)
         return epoch, len(records), mine
 
-    def digests_of_first_step(self) -> dict[bytes, str]:
-        """Return the digests of the records of this rank's first step, with their ids."""
-        epoch, _, mine = self.share_of(self.state.step)
-        return digests(self.job.train, mine, epoch)
-
     def catch_up(self, start: Path | None) -> None:
         """Do the validation that a stopped run had not done. Validate and save a probe, which takes no steps."""
         state, recipe = self.state, self.job.recipe
@@ -299,13 +295,6 @@ class Training:
         """Whether early stopping ends the run at this step."""
         patience = self.job.recipe.train.early_stop
         return patience is not None and self.state.stale >= patience
-
-    def say_enough(self) -> None:
-        """Print why the run stops before its last step."""
-        state = self.state
-        if self.ranks.is_first:
-            since = f"that of step {state.best['step']}" if state.best else "undefined"
-            say(f"stopped after step {state.step}: {state.stale} validations in a row were no better than {since}")
 
     def step(self, step: int, recording: Callable[[], str | None]) -> dict[str, Any]:
         """Take one optimizer step, record it, and return its line of metrics.jsonl.
@@ -437,7 +426,7 @@ def advice_if_out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
 
 
 def _work(
-    mine: Sequence[MicroBatch], tokens_N: npt.NDArray[np.integer[Any]], numbers: memory_model.ModelNumbers
+    mine: Sequence[MicroBatch], tokens_N: npt.NDArray[np.integer[Any]], numbers: planner.ModelNumbers
 ) -> tuple[int, float]:
     """Return the residues of this rank's share of a step, and the FLOPs of the forward and backward pass over them."""
     own_N = tokens_N[[n for micro in mine if not micro.is_dummy for n in micro.records]].astype(np.int64)
@@ -459,7 +448,7 @@ def _memory_keys(recipe: Recipe) -> dict[str, Any]:
     return recipe.parallel.model_dump(exclude={"start_timeout", "step_timeout", "precision"})
 
 
-def largest_fitting(job: RunInputs, numbers: memory_model.ModelNumbers, room: int, ranks: World) -> int:
+def largest_fitting(job: RunInputs, numbers: planner.ModelNumbers, room: int, ranks: World) -> int:
     """Return the largest `batch.tokens_per_rank` that fits, as the planner says; 0 if the longest record does not fit.
 
     Args:
@@ -468,6 +457,6 @@ def largest_fitting(job: RunInputs, numbers: memory_model.ModelNumbers, room: in
         room: bytes that may be planned with, weights included, on the rank with the least memory.
         ranks: the ranks over which a step is divided.
     """
-    kernels: dict[str, memory_model.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
+    kernels: dict[str, planner.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
     device = kernels[kernel_name(ranks.device, DTYPES[job.layout.precision])]
     return MicroBatches(job.recipe, job.train, numbers, job.layout, device).largest(room)

@@ -12,11 +12,12 @@ from esmshard.checkpoint import manifest, sharded
 from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import replace_json, replace_text, size_text
 from esmshard.model import weights
+from esmshard.parallel.launch import TRIAL
 from esmshard.parallel.process_group import World
 from esmshard.progress import say
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.train.inputs import NOTICES_PRINTED, RUN_FILES, RunInputs, notices, provenance, versions
+from esmshard.train.inputs import RUN_FILES, RunInputs, notices, provenance, versions
 from esmshard.train.run_dir import METRICS
 from esmshard.train.tracking import TRACKED
 
@@ -123,8 +124,8 @@ def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
 
 
 def describe_run(job: RunInputs, recipe: Recipe, done: int, ranks: World, history: Sequence[Mapping[str, Any]]) -> None:
-    """Write recipe and versions beside the results, and print notices on data and weights, unless they are printed
-    already (`NOTICES_PRINTED`). One rank calls this.
+    """Write recipe and versions beside the results, and print notices on data and weights; those of a trial have been
+    printed once for the sweep. One rank calls this.
 
     Args:
         job: the prepared run.
@@ -137,7 +138,7 @@ def describe_run(job: RunInputs, recipe: Recipe, done: int, ranks: World, histor
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
     facts = {**versions(job.recipe, ranks.device), "processes": ranks.size, "data": provenance(job)}
     replace_json(job.out / "versions.json", facts | {"history": history})
-    for notice in notices(job, leakage=not done) if NOTICES_PRINTED not in os.environ else ():
+    for notice in notices(job, leakage=not done) if TRIAL not in os.environ else ():
         say(notice)
     if not done:
         return

@@ -13,10 +13,8 @@ import json
 import math
 import os
 import socket
-import sys
 import time
 import uuid
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +26,7 @@ from pydantic import BaseModel
 from esmshard.checkpoint import manifest
 from esmshard.errors import ExitCode, InputError, UsageError
 from esmshard.io.paths import lives, read_json, replace_json, replace_text
-from esmshard.parallel.launch import LAUNCH
+from esmshard.parallel.launch import LAUNCH, TRIAL
 from esmshard.parallel.preemption import Preempted
 from esmshard.progress import duration, say
 from esmshard.train.tracking import Tracking
@@ -36,6 +34,9 @@ from esmshard.train.tracking import Tracking
 LOCK, STATUS, METRICS = "lock.json", "status.json", "metrics.jsonl"
 SWEEP = "sweep.json"
 """The state of a sweep (`esmshard.train.search`)."""
+
+TAIL = 1 << 18
+"""The bytes at the end of metrics.jsonl in which the last step is looked for. A line of 64 ranks has 5 KB."""
 
 State = Literal["running", "preempted", "done", "failed"]
 EXIT_CODES: Mapping[State, int] = {
@@ -52,7 +53,8 @@ class Holder(BaseModel):
 
     host: str
     namespace: str
-    """The namespace within which process ids have one meaning: each container has its own."""
+    """The boot of the machine and the namespace within which process ids have one meaning: each container has its own.
+    """
     pid: int
     process_start: str | None
     """See `process_start`."""
@@ -75,11 +77,11 @@ class Holder(BaseModel):
 
     @property
     def lives(self) -> bool | None:
-        """Whether the process exists; None on another machine, where that cannot be seen."""
+        """Whether the process exists; None if that cannot be seen, as on another machine."""
         if (self.host, self.namespace) != (socket.gethostname(), _namespace()):
             return None
         start = process_start(self.pid)
-        return start is not None and start == self.process_start
+        return None if start == "" else start is not None and start == self.process_start
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
@@ -159,7 +161,8 @@ class Lock:
         is_this_job = held is not None and held.job is not None and held.job == self._me.job
         if is_alive or not (is_gone or is_this_job or self._take_over):
             raise InputError(
-                f"{who}; wait for it, stop it, or choose another directory with out=DIR"
+                f"{who}{', which is still running' if is_alive else ''}; wait for it, stop it, or choose another "
+                "directory with out=DIR"
                 + ("" if is_alive else "; whether it still runs cannot be seen from here: if not, pass --take-over")
             )
         aside = self._path.with_name(f".{LOCK}.{uuid.uuid4().hex}")
@@ -198,21 +201,20 @@ def _parsed(text: bytes) -> Holder | None:
 
 def process_start(pid: int) -> str | None:
     """Return what tells a process of this machine from a later one with the same id: its start in the kernel's ticks,
-    or an empty text outside Linux. None if there is no such process, or only its exit code is left.
+    or an empty text where the system does not show it. None if there is no such process, or only its exit code is left.
     """
-    if sys.platform != "linux":
-        return "" if lives(pid) else None
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
+    except OSError:  # outside Linux, or /proc hides the processes of other users
+        return "" if lives(pid) else None
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in ("Z", "X") else fields[19]
 
 
 def _namespace() -> str:
     try:
-        return str(Path("/proc/self/ns/pid").readlink())
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # outside Linux
         return ""
 
@@ -397,7 +399,8 @@ class Attempt:
             return
         ended: tuple[State, str, int]
         if error is None:
-            ended = ("done", "trained and evaluated", 0)
+            is_trial = TRIAL in os.environ
+            ended = ("done", f"trained and {'validated, as a trial of a sweep' if is_trial else 'evaluated'}", 0)
         elif isinstance(error, Preempted | InputError):
             ended = ("preempted" if isinstance(error, Preempted) else "failed", str(error), error.exit_code)
         elif isinstance(error, KeyboardInterrupt):
@@ -420,16 +423,18 @@ class Attempt:
             self._lock.__exit__(kind, error, trace)
 
 
-def metrics_of(out: Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics.jsonl, if it has one, or only the `last` of them. A line that a crash cut off
-    is left out.
+def metrics_of(out: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run's metrics.jsonl, if it has one, or those in the `tail`, the last bytes. A line that a
+    crash cut off is left out.
     """
     if not (out / METRICS).is_file():
         return
-    with open(out / METRICS, encoding="utf-8", errors="replace") as file:
-        for text in file if last is None else deque(file, last):
+    with open(out / METRICS, "rb") as file:
+        if tail is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
+        for text in file:
             try:
-                line = json.loads(text)
+                line = json.loads(text.decode(errors="replace"))
             except ValueError:
                 continue
             if isinstance(line, dict):
@@ -545,7 +550,7 @@ def standings(out: Path) -> list[dict[str, Any]]:
     runs = []
     for run in [out] if (out / STATUS).exists() else sorted(path.parent for path in out.glob(f"*/{STATUS}")):
         if (status := read_status(run)) is not None:
-            steps = [int(line["step"]) for line in metrics_of(run, last=100) if is_step(line)]
+            steps = [int(line["step"]) for line in metrics_of(run, tail=TAIL) if is_step(line)]
             if status["state"] == "running" and steps:
                 status["step"] = max(steps[-1], status["step"])
             runs.append({"run": str(run), "unit": "step", **status, **_seen(holder(run), run / METRICS, run / STATUS)})
@@ -585,7 +590,8 @@ def status_text(runs: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for run in runs:
         when = f", last seen {duration(time.time() - run['last_seen'])} ago" if run["last_seen"] else ""
-        lines.append(f"{Path(run['run']).name}  {run['state']:11}{run['unit']} {run['step']} of {run['steps']}{when}")
+        name = Path(run["run"]).resolve().name
+        lines.append(f"{name}  {run['state']:11}{run['unit']} {run['step']} of {run['steps']}{when}")
     if len(runs) == 1:
         keys = ("message", "attempt", "checkpoint", "holder")
         lines += [f"  {key}: {runs[0][key]}" for key in keys if runs[0].get(key)]

@@ -26,7 +26,6 @@ from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.recipe.sweep_file import SearchSpace, SweepSettings, override, shown
 from esmshard.tasks.base import Task
-from esmshard.train.inputs import NOTICES_PRINTED
 from esmshard.train.run_dir import SWEEP, last_word, metrics_of, read_status
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class Search:
         with FileLock(self.out / DATABASE_LOCK):  # two workers cannot make the tables of a database at once
             study = self._opened()
         while True:
-            sweep = self.write(study)
+            self.write(study)
             optuna.storages.fail_stale_trials(study)
             trials = study.get_trials(deepcopy=False)
             if len(_by_run(trials)) >= self.count and not any(trial.state.name == "WAITING" for trial in trials):
@@ -119,6 +118,7 @@ class Search:
         if running := sum(trial.state.name == "RUNNING" for trial in trials):
             say(f"no trial is left to begin; others train {running}, and the last one trains the best settings")
             return False
+        sweep = self.write(study)
         if sweep["best"] is None:
             self.write(study, state="failed")
             raise InputError(f"{self.out}: no trial has a validation value; {sweep['trials'][-1]['message']}")
@@ -198,35 +198,28 @@ class Search:
         say(f"{which}: {shown(values)}")
         told, looked, is_pruned = 0, 0.0, False
 
-        def look() -> None:
-            """Tell Optuna the new validations. What the pruner decides depends on values and steps only, also where the
-            run has gone on for a while before its worker looked.
+        def is_over(every: float = 1.0) -> bool:
+            """Tell Optuna the new validations, at most once in some seconds, and return whether the trial is pruned.
+            That depends on values and steps only, also where the run has gone on before its worker looked.
             """
-            nonlocal told, is_pruned
-            if (status := read_status(run)) is None:
-                return
-            for line in _validations(run)[told:]:
-                if is_pruned:
-                    return
+            nonlocal told, looked, is_pruned
+            if time.monotonic() < looked + every or (status := read_status(run)) is None:
+                return is_pruned
+            looked = time.monotonic()
+            for line in _validations(run)[told:] if not is_pruned else ():
                 told += 1
                 if line[self.metric] is not None:
                     trial.report(line[self.metric], line["step"])
-                    is_pruned = line["step"] < status["steps"] and trial.should_prune()
-
-        def is_over() -> bool:
-            nonlocal looked
-            if time.monotonic() >= looked + 1:
-                looked = time.monotonic()
-                look()
+                    if is_pruned := line["step"] < status["steps"] and trial.should_prune():
+                        break
             return is_pruned
 
         arguments = ["-m", "esmshard", "finetune", self.name, *self.overrides, *overrides, *self.flags]
-        with launch.environment({launch.TRIAL: "1", NOTICES_PRINTED: "1"}):
+        with launch.environment({launch.TRIAL: "1"}):
             code = launch.run_local(arguments, self.processes, max_restarts=self.max_restarts, is_enough=is_over)
-        look()
-        if is_pruned:
+        if is_over(0):
             code = 0
-        elif code == preemption.Preempted.exit_code or code in {128 + number for number in launch.TO_END}:
+        elif code in (preemption.Preempted.exit_code, *(128 + number for number in launch.TO_END)):
             trial.study.enqueue_trial(trial.params, user_attrs={"run": name})
             self.write(trial.study)
             raise RunFailed(last_word(run, code), code)
@@ -277,7 +270,21 @@ class Search:
         complete = [trial for trial in trials if trial["state"] == "complete"]
         sign = 1 if self.lower_is_better else -1
         best = min(complete, key=lambda trial: sign * float(trial["value"]), default=None)
-        ended = sum(trial["state"] != "running" for trial in trials)
+        message = f"{sum(trial['state'] != 'running' for trial in trials)} of {self.count} trials have ended"
+        run = selected = None
+        if best is not None:
+            said, run = f"valid {self.metric} {best['value']:.4g}", f"best-{best['number']:03}"
+            message += f"; the best is trial {best['number']}, {said}"
+            selected = (
+                f"Trial {best['number']} is the best of {len(complete)} that were trained to their end: {said} with "
+                f"{shown(best['values'])}. This value is optimistic: the trial was selected by it."
+            )
+            settings = [override(key, value) for key, value in best["values"].items()]
+            seed = self.recipe.train.seed + 1  # the seed of the trials was a part of what was selected
+            # An extended sweep may have better settings than before, and keeps the results of the old ones.
+            recipe = self._with_settings([*settings, f"train.seed={seed}", f"out={self.out / run}"])
+            head = f"# The best of {len(trials)} trials: {shown(best['values'])}\n"
+            replace_text(self.out / BEST, head + recipe_file.dump(recipe))
         sweep: dict[str, Any] = {
             "task": self.recipe.task.name,
             "recipe": self.recipe.model_dump(mode="json"),
@@ -286,24 +293,12 @@ class Search:
             "lower_is_better": self.lower_is_better,
             "trials_wanted": self.count,
             "state": state,
-            "message": f"{ended} of {self.count} trials have ended",
-            "best": None,
-            "selected": None,
+            "message": message,
+            "best": best and best["number"],
+            "best_run": run,
+            "selected": selected,
             "trials": trials,
         }
-        if best is not None:
-            sweep["best"] = best["number"]
-            sweep["message"] += f"; the best is trial {best['number']}, valid {self.metric} {best['value']:.4g}"
-            sweep["selected"] = (
-                f"Trial {best['number']} is the best of {len(complete)} that were trained to their end: valid "
-                f"{self.metric} {best['value']:.4g} with {shown(best['values'])}. This value is optimistic: the trial "
-                "was selected by it."
-            )
-            settings = [override(key, value) for key, value in best["values"].items()]
-            head = f"# The best of {len(trials)} trials: {shown(best['values'])}\n"
-            seed = self.recipe.train.seed + 1  # the seed of the trials was a part of what was selected
-            recipe = self._with_settings([*settings, f"train.seed={seed}", f"out={self.out / 'best'}"])
-            replace_text(self.out / BEST, head + recipe_file.dump(recipe))
         replace_json(self.out / SWEEP, sweep)
         return sweep
 
@@ -326,8 +321,5 @@ def _suggested(trial: "Trial", key: str, space: SearchSpace) -> Any:
     """Return the value of a key that the sampler chooses."""
     if space.choices is not None:
         return json.loads(trial.suggest_categorical(key, _stored(space, space.choices)))
-    assert space.low is not None
-    assert space.high is not None
-    if space.is_whole:
-        return trial.suggest_int(key, int(space.low), int(space.high), log=space.log, step=int(space.step or 1))
-    return trial.suggest_float(key, space.low, space.high, log=space.log, step=space.step)
+    suggest: Any = trial.suggest_int if space.is_whole else trial.suggest_float
+    return suggest(key, space.low, space.high, log=space.log, step=space.step or (1 if space.is_whole else None))

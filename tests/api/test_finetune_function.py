@@ -172,6 +172,7 @@ def test_processes_that_fail_are_an_exception(tiny_recipe: Path, tmp_path: Path)
         ({"data": {"train": "nowhere.fasta"}}, r"nowhere\.fasta"),
         ({"optim": {"lr": {1, 2}}}, r"optim\.lr: \{1, 2\} is nothing that a recipe can hold"),
         ({"nproc": 0}, "nproc is 0; a number from 1 on"),
+        ({"nproc": "2"}, "nproc is '2'; a number from 1 on is expected"),
         ({"resume": "nowhere"}, "no such directory"),
         ({"nproc": 99}, "fewer than the 99 processes"),
     ],

@@ -24,7 +24,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.finetuner import FineTuner
 from esmshard.predict.heads import predict
-from esmshard.recipe.task_section import AnyTask
+from esmshard.recipe.sections import AnyTask
 from esmshard.tasks.registry import new_task
 from esmshard.tasks.variants import fit_scale
 from esmshard.vocab import MASK, RESIDUES, STANDARD

@@ -142,6 +142,8 @@ def test_another_repository_is_named_and_its_licence_holds_on(model: Path) -> No
 LICENCES: dict[str, dict[str, Any]] = {
     "cc-by-nc-sa-4.0": {"license": "cc-by-nc-sa-4.0"},
     "cambrian-non-commercial": {"license": "other", "license_name": "cambrian-non-commercial"},
+    "CC-BY-NC-4.0": {"license": ["CC-BY-NC-4.0"]},
+    "mit, apache-2.0": {"license": ["mit", "apache-2.0"]},
 }
 
 

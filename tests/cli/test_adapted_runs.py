@@ -15,7 +15,7 @@ from conftest import RECIPE, write_subset
 from safetensors.torch import load_file
 
 from esmshard.checkpoint import sharded
-from esmshard.checkpoint.consolidate import consolidate, consolidate_adapter
+from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError, UsageError
 from esmshard.model import weights
 from esmshard.model.export import write_transformers
@@ -201,17 +201,17 @@ def test_the_adapter_alone(trained: Callable[[str], Trained], tmp_path: Path) ->
         config["base_model_name_or_path"],
     )
     with pytest.raises(UsageError, match="exists already"):
-        consolidate_adapter(found.run, out)
-    assert consolidate_adapter(found.run, out, overwrite=True) == out
-    with pytest.raises(UsageError, match=r"is no run; --adapter is for a run"):
-        consolidate_adapter(found.run / "model", tmp_path / "other")
+        consolidate(found.run, out, adapter=True)
+    assert consolidate(found.run, out, overwrite=True, adapter=True) == out
+    with pytest.raises(UsageError, match="is a model and no run"):
+        consolidate(found.run / "model", tmp_path / "other", adapter=True)
     with pytest.raises(UsageError, match="is a model and no run"):
         consolidate(found.run / "model", tmp_path / "other", base="x")
 
 
 def test_commands_take_the_adapter_for_the_model(trained: Callable[[str], Trained], tmp_path: Path) -> None:
     found = trained("lora")
-    adapter = consolidate_adapter(found.run, tmp_path / "adapter")
+    adapter = consolidate(found.run, tmp_path / "adapter", adapter=True)
     fasta = found.recipe.parent / "valid.fasta"
     arrays: dict[str, dict[str, np.ndarray]] = {}
     for model in (found.run / "model", adapter):
@@ -231,5 +231,5 @@ def test_commands_take_the_adapter_for_the_model(trained: Callable[[str], Traine
     assert json.loads((tmp_path / "merged" / "esmshard.json").read_text())["format"] == "esmshard-model"
     with pytest.raises(UsageError, match=r"adapter: is a model and no run"):
         consolidate(adapter, tmp_path / "other", base="x")
-    with pytest.raises(UsageError, match=r"adapter: is no run; --adapter is for a run"):
-        consolidate_adapter(adapter, tmp_path / "other")
+    with pytest.raises(UsageError, match="adapter: is a model and no run"):
+        consolidate(adapter, tmp_path / "other", adapter=True)

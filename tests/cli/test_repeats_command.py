@@ -12,6 +12,7 @@ def test_folds_are_run_one_after_another_and_summed_up(tiny_recipe: Path, tmp_pa
     options = ("train.steps=1", "train.eval_every=1", "--folds", "3")
     done = esmshard("finetune", tiny_recipe, *options)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("leakage: ") >= 3, "each fold has a test set of its own"
     names = ["seed-3-fold-0", "seed-3-fold-1", "seed-3-fold-2"]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["runs"] == names

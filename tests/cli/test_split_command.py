@@ -48,8 +48,8 @@ def write_fasta(path: Path, count: int = 20) -> None:
     path.with_name("clusters.tsv").write_text("".join(["r0\tr0\nr1\tr1\n", *lines]))
 
 
-def ids(path: Path) -> list[str]:
-    return [record.id for record in read_fasta(path)]
+def ids(directory: Path) -> dict[str, list[str]]:
+    return {name: [record.id for record in read_fasta(directory / f"{name}.fasta")] for name in SETS}
 
 
 def listed(out: Path) -> dict[str, list[str]]:
@@ -75,33 +75,23 @@ def test_clusters_and_duplicates_are_not_cut(run: Run, tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         *("split.json", "splits.tsv", "test.fasta", "train.fasta", "valid.fasta")
     ]
-    where = {name: ids(tmp_path / "out" / f"{name}.fasta") for name in SETS}
-    assert sorted(record for records in where.values() for record in records) == sorted(f"r{n}" for n in range(20))
-    side = {record: name for name, records in where.items() for record in records}
+    side = {record: name for name, records in ids(tmp_path / "out").items() for record in records}
+    assert sorted(side) == sorted(f"r{n}" for n in range(20))
     assert all(side[f"r{n}"] == side[f"r{n + 1}"] for n in range(0, 20, 2))
     rows = listed(tmp_path / "out")
-    assert rows["id"] == ["set", "cluster"]
-    assert list(rows)[1:] == [f"r{n}" for n in range(20)]
-    assert {record: cells[0] for record, cells in rows.items() if record != "id"} == side
-    assert rows["r0"][1] == rows["r1"][1] == "r0"
-    assert rows["r7"][1] == "r6"
+    assert rows.pop("id") == ["set", "cluster"]
+    assert list(rows) == [f"r{n}" for n in range(20)]
+    assert {record: cells[0] for record, cells in rows.items()} == side
+    assert (rows["r0"][1], rows["r1"][1], rows["r7"][1]) == ("r0", "r0", "r6")
     assert "x.fasta: lower-case letters were read as upper case in 20 records (r0, r1, r2, ...)" in err
     assert "leakage: none of 4 valid records and 4 test records" in err
-
-
-def test_headers_are_kept_and_the_way_is_written_down(run: Run, tmp_path: Path) -> None:
-    write_fasta(tmp_path / "x.fasta")
-    run("x.fasta", "-o", "out", "--clusters", "clusters.tsv", "--seed", "3")
     by_id = {r.id: r for name in SETS for r in read_fasta(tmp_path / "out" / f"{name}.fasta")}
     assert by_id["r5"].description == "r5 SCORE=5 of many"
     assert by_id["r5"].sequence == next(r for r in read_fasta(tmp_path / "x.fasta") if r.id == "r5").sequence
     told = json.loads((tmp_path / "out" / "split.json").read_text())
-    assert told["source"] == "x.fasta"
-    assert told["clusters"] == "clusters.tsv"
-    assert told["method"]["by"] == "cluster"
-    assert told["method"]["seed"] == 3
-    assert told["method"]["ratios"] == [0.8, 0.1, 0.1]
-    assert told["counts"]["train"] == {"records": 16, "residues": 480, "clusters": 8}
+    assert (told["source"], told["clusters"]) == ("x.fasta", "clusters.tsv")
+    assert (told["method"]["by"], told["method"]["seed"], told["method"]["ratios"]) == ("cluster", 0, [0.6, 0.2, 0.2])
+    assert told["counts"]["train"] == {"records": 12, "residues": 360, "clusters": 6}
     assert told["notices"][0].startswith("x.fasta: lower-case letters")
     assert told["notices"][-1].startswith("leakage: none")
 
@@ -180,20 +170,24 @@ def test_headers_can_give_the_sets(run: Run, tmp_path: Path) -> None:
     )
     code, out, err = run("x.fasta", "-o", "out", "--by", "given")
     assert code == 0
-    assert {name: ids(tmp_path / "out" / f"{name}.fasta") for name in SETS} == {
-        "train": ["a", "e"],
-        "valid": ["b"],
-        "test": ["c"],
-    }
+    assert ids(tmp_path / "out") == {"train": ["a", "e"], "valid": ["b"], "test": ["c"]}
     assert listed(tmp_path / "out")["d"] == ["none"]
     assert out.splitlines()[-1].split() == ["none", "1", "5"]
     assert "(d)" in err
     (tmp_path / "x.fasta").write_text(">a SET=train\nMKTAY\n>c SET=test\nWYWYA\n")
     code, _, err = run("x.fasta", "-o", "out2", "--by", "given")
-    assert (code, err) == (
-        1,
-        "error: x.fasta: gives no record to the valid set; give it some, or split in another way\n",
-    )
+    assert code == 1
+    assert err.startswith("error: x.fasta: gives no record to the valid set;")
+    # another file can give them, too
+    text = "sequence,target,set,validation\nMKTAY,1,train,\nAGVWY,2,train,True\nWYWYA,3,test,\nMMMMM,3,test,\n"
+    (tmp_path / "x.fasta").write_text(">a\nMKTAY\n>b\nAGVWY\n>c\nWYWYA\n>d\nGGGGG\n")
+    (tmp_path / "x.csv").write_text(text)
+    code, _, err = run("x.fasta", "-o", "out3", "--by", "given", "--sets", "x.csv")
+    assert code == 0
+    assert ids(tmp_path / "out3") == {"train": ["a"], "valid": ["b"], "test": ["c"]}
+    assert listed(tmp_path / "out3")["d"] == ["none"], "in no set, and said"
+    assert "(d)" in err
+    assert json.loads((tmp_path / "out3" / "split.json").read_text())["sets"] == "x.csv"
 
 
 def test_folds_have_directories_of_their_own(run: Run, tmp_path: Path) -> None:
@@ -208,7 +202,7 @@ def test_folds_have_directories_of_their_own(run: Run, tmp_path: Path) -> None:
     assert rows["id"] == ["fold", "cluster"]
     for k in range(5):
         directory = tmp_path / "out" / f"fold_{k}"
-        held = {name: {int(rows[i][0]) for i in ids(directory / f"{name}.fasta")} for name in SETS}
+        held = {name: {int(rows[record][0]) for record in records} for name, records in ids(directory).items()}
         assert held == {"test": {k}, "valid": {(k + 1) % 5}, "train": set(range(5)) - {k, (k + 1) % 5}}
         assert f"fold_{k}: leakage: none of 4 valid records and 4 test records" in err
 
@@ -325,20 +319,6 @@ def test_rows_of_one_variant_stay_together(run: Run, table: Path, tmp_path: Path
                 assert len({line[1] for line in lines if line[0] in ("WT", "M1M")}) == 1
 
 
-def test_another_file_can_give_the_sets_of_sequences(run: Run, tmp_path: Path) -> None:
-    name = "x.csv"
-    text = "sequence,target,set,validation\nMKTAY,1,train,\nAGVWY,2,train,True\nWYWYA,3,test,\nMMMMM,3,test,\n"
-    (tmp_path / "x.fasta").write_text(">a\nMKTAY\n>b\nAGVWY\n>c\nWYWYA\n>d\nGGGGG\n")
-    (tmp_path / name).write_text(text)
-    code, _, err = run("x.fasta", "-o", "out", "--by", "given", "--sets", name)
-    assert code == 0
-    found = {name: ids(tmp_path / "out" / f"{name}.fasta") for name in SETS}
-    assert found == {"train": ["a"], "valid": ["b"], "test": ["c"]}
-    assert listed(tmp_path / "out")["d"] == ["none"], "in no set, and said"
-    assert "(d)" in err
-    assert json.loads((tmp_path / "out" / "split.json").read_text())["sets"] == name
-
-
 # refusals
 
 
@@ -351,7 +331,7 @@ def test_another_file_can_give_the_sets_of_sequences(run: Run, tmp_path: Path) -
         (("--by", "ratio", "--folds", "5", "--ratios", "1,1,1"), "--ratios: folds are of equal size;"),
         ((*VARIANTS, "--by", "modulo"), "--by modulo makes folds; pass --folds 5 to have those of ProteinGym"),
         (("--by", "ratio", "--folds", "2"), "folds is 2; at least 3 are needed, for train, valid and test"),
-        (("--by", "ratio", "--ratios", "0.8,0.2"), "--ratios 0.8,0.2: three numbers above zero are expected"),
+        (("--by", "ratio", "--ratios", "0.8,0.2"), "ratios are [0.8, 0.2]; three numbers above zero are expected"),
         (("--by", "ratio", "--offset", "3"), "--mutant and --offset are for variants of one protein; pass --wild-type"),
     ],
 )

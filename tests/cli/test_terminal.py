@@ -66,7 +66,7 @@ def test_ctrl_c_says_what_to_type_and_that_goes_on(
     fasta.write_text(">a\nMKTAYIAK\n")
     embed, score = ("embed", "demo", fasta, "-o", out, "--overwrite"), ("score", "demo", fasta, "-o", table)
     for words, place, name, interrupt, result, kept in (
-        (embed, Embedder, "compute", _interrupted, out, "the parts that were finished are kept"),
+        (embed, Embedder, "each", _interrupted, out, "the parts that were finished are kept"),
         (score, zero_shot, "_columns", _interrupted, table, "no result was written"),
         (
             ("finetune", tiny_recipe, "--no-report", "--resume", "never"),

@@ -7,6 +7,7 @@ tests/cluster/test_kubernetes.py` runs these, and writes the examples anew.
 import json
 import socket
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -164,6 +165,9 @@ def test_how_pods_are_replaced(variant: str) -> None:
     assert [_action(job, code, disrupted=True) for code in (75, 2, 1, 137)] == ["Ignore", "FailJob", "Ignore", "Ignore"]
     assert pod["terminationGracePeriodSeconds"] == GRACE >= STOP_TIMEOUT + END_TIMEOUT
     assert spec["backoffLimit"] == (0 if job["metadata"]["name"] == "doctor" else 3 * spec["completions"])
+    # Of the pods of a run the first that is done says that all are; each worker of embed has its own parts.
+    done = {"rules": [{"succeededCount": 1}]} if VARIANTS[variant][0].kind == "finetune" else None
+    assert spec.get("successPolicy") == (done if spec["completions"] > 1 else None)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -336,6 +340,25 @@ def test_two_pods_train_are_preempted_and_go_on(tiny_recipe: Path, monkeypatch: 
     assert after["job"] == before["job"] == "tiny-0f5c-77"
     steps = [json.loads(line).get("step") for line in metrics.read_text().splitlines() if '"loss"' in line]
     assert sorted(set(steps)) == list(range(1, 41))
+
+
+def test_a_pod_that_waits_for_the_others_leaves_when_it_is_asked(tiny_recipe: Path) -> None:
+    objects = _tiny(tiny_recipe)
+    (port,) = [entry["port"] for entry in objects["Service"]["spec"]["ports"]]
+    pod = _start(objects["Job"], 0, tiny_recipe.parent)
+    end = time.monotonic() + 600
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            break
+        except ConnectionRefusedError:
+            assert pod.process.poll() is None, pod.output
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    pod.process.terminate()
+    assert pod.end() == 143, pod.output
+    assert _action(objects["Job"], 143) == "Ignore"
+    assert not (tiny_recipe.parent / "run").exists()
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ def test_the_time_comes_before_that_of_the_profile() -> None:
         *(("contact", [], {"gpus_per_node": 1, "nodes": nodes}, f"--nodes {nodes}: ") for nodes in ("2:1", "1:4", "x")),
         ("contact", [], {"gpus_per_node": 1, "array": 3}, "--array is for embed"),
         ("variants", [], {"nproc": 2, "nodes": "2"}, "cross-validated on one node"),
+        ("contact", ["adapt.method=probe", "task.head=attention"], {"nproc": 2}, "probe: is fitted in one process"),
     ],
 )
 def test_what_cannot_run_is_refused(recipe: str, overrides: list[str], options: dict[str, int], problem: str) -> None:
@@ -198,3 +199,15 @@ def test_the_kubernetes_file_is_rendered(here: Path) -> None:
     job = list(YAML(typ="safe").load_all(done.stdout))[-1]
     container = job["spec"]["template"]["spec"]["containers"][0]
     assert (job["kind"], container["image"], container["args"][:2]) == ("Job", "esmshard:1", ["finetune", "contact"])
+
+
+def test_the_file_lies_beside_the_recipe_and_never_replaces_it(
+    tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")  # without sbatch
+    given, text = ("launch", "tiny.yaml", "--target", "slurm", "--nproc", "1"), tiny_recipe.read_text()
+    done = esmshard(*given, cwd=tiny_recipe.parent)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "tiny.sbatch")
+    done = esmshard(*given, "-o", "tiny.yaml", "--overwrite", cwd=tiny_recipe.parent)
+    assert (done.returncode, "tiny.yaml: is what the job reads" in done.stderr) == (2, True)
+    assert tiny_recipe.read_text() == text

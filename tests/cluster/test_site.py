@@ -113,6 +113,7 @@ kubernetes: {labels: [a]}
         ("partition: gpu", "options: [-N3]", "slurm.options.0"),
         ("partition: gpu", "options: ['--comment=a b']", "slurm.options.0"),
         ("partition: gpu", "gpus: 'gpu:{n}'", "slurm.gpus"),
+        ("partition: gpu", "gpus: --gpus-per-node=a100:4", "slurm.gpus"),
         ("[module load cuda/12.8]", '["a\\nb"]', "slurm.setup.0"),
         ("partition: gpu", "cpus_per_gpu: 99999999999", "slurm.cpus_per_gpu"),
         ("gpus_per_node: ", f"gpus_per_node: {10**27} #", "gpus_per_node"),

@@ -48,8 +48,8 @@ SITES: dict[str, dict[str, Any]] = {
         "exports": {"A": WEIRD, "B": "1"},
         "slurm": {"partition": "gpu", "cpus_per_gpu": 8, "memory_per_gpu": "60G", "setup": ["ulimit -c 0"]},
     },
-    "pyxis": {"container": {"runtime": "pyxis", "image": "nvcr.io#x/esmshard:1", "mounts": ["/shared"]}},
-    "apptainer": {"container": {"runtime": "apptainer", "image": "/i/e.sif"}},
+    "pyxis": {"container": {"runtime": "pyxis", "image": "nvcr.io#x/esmshard:1", "mounts": ["/shared", "/models"]}},
+    "apptainer": {"container": {"runtime": "apptainer", "image": "/i/e.sif", "mounts": ["/shared", "/models"]}},
 }
 
 
@@ -101,23 +101,23 @@ def step(script: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("job", "cpus_per_gpu", "tasks", "cores", "nproc"),
+    ("job", "cpus_per_gpu", "tasks", "cores", "threads", "nproc"),
     [
-        (JOBS["two"], 8, 4, 8, None),
-        (JOBS["two"], None, 4, None, None),
-        (JOBS["table"], 8, 1, 32, "4"),
-        (EMBED, None, 1, None, "4"),
+        (JOBS["two"], 8, 4, 8, "SLURM_CPUS_PER_TASK / 1", None),
+        (JOBS["two"], None, 4, None, "SLURM_CPUS_ON_NODE / 4", None),
+        (JOBS["table"], 8, 1, 32, "SLURM_CPUS_PER_TASK / 4", "4"),
+        (EMBED, None, 1, None, "SLURM_CPUS_ON_NODE / 4", "4"),
     ],
 )
 def test_each_process_is_a_task_unless_one_command_starts_them(
-    job: Job, cpus_per_gpu: int | None, tasks: int, cores: int | None, nproc: str | None
+    job: Job, cpus_per_gpu: int | None, tasks: int, cores: int | None, threads: str, nproc: str | None
 ) -> None:
     script = render(job, site(slurm={"cpus_per_gpu": cpus_per_gpu}))
     words, told = step(script), directives(script)
     assert f"ntasks-per-node={tasks}" in told
     assert [line for line in told if line.startswith("cpus-per-task")] == ([f"cpus-per-task={cores}"] if cores else [])
     assert ('--cpus-per-task="$SLURM_CPUS_PER_TASK"' in words) == (cores is not None)
-    assert "threads=$((SLURM_CPUS_ON_NODE / 4))" in script
+    assert f"threads=$(({threads}))" in script
     assert ("--nproc" in words, words[-1] == nproc) == (nproc is not None, nproc is not None)
 
 
@@ -151,14 +151,22 @@ def test_an_operators_own_template(tmp_path: Path) -> None:
 
 
 def test_containers() -> None:
-    profile = {"runtime": "pyxis", "image": "x", "mounts": ["/data:/data:ro", "/shared"]}
+    profile = {"runtime": "pyxis", "image": "x", "mounts": ["/data:/data:ro", "/shared", "/host:/models"]}
     script = render(JOB, site(container=profile))
     mounts = re.search(r"--container-mounts='?([^' ]*)", script)[1]  # type: ignore[index]
-    assert mounts.split(",") == ["/data:/data:ro", "/shared:/shared", "/shared/work:/shared/work"]
+    assert mounts.split(",") == ["/data:/data:ro", "/shared:/shared", "/host:/models", "/shared/work:/shared/work"]
     odd = dataclasses.replace(JOB, directory="/a b")
     for job, keys, problem in (
         (JOB, {"container": {"runtime": "pyxis"}}, "container.image"),
         (odd, {"container": {"runtime": "pyxis", "image": "x"}}, "cannot mount"),
+        *(
+            (job, {"container": profile}, f"{path}: the container does not see it")
+            for job, path in (
+                (dataclasses.replace(JOB, out="/runs/x"), "/runs/x"),
+                (dataclasses.replace(EMBED, reads=("/shared/../x.fasta",)), "/x.fasta"),
+                (dataclasses.replace(EMBED, out="../../e"), "/e"),
+            )
+        ),
         (dataclasses.replace(JOB, arguments=("a\0b",)), {}, "holds a character"),
     ):
         with pytest.raises(UsageError, match=problem):

@@ -5,6 +5,7 @@ ends the others after a task that fails, and returns the highest exit code; `sco
 its number, even one that is cancelled.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -47,6 +48,7 @@ step = len(list(state.glob("start-*")))
 command = sys.argv[1:]
 while command[0].startswith("--"):
     command.pop(0)
+(state / "srun").write_text("\\0".join(sys.argv[1 : -len(command)]))
 nodes = [f"127.0.0.{{n + 1}}" for n in range(size)]
 known = {{"SLURM_STEP_ID": step, "SLURM_STEP_NODELIST": ",".join(nodes), "SLURM_STEP_NUM_TASKS": size}}
 known |= {{"SLURM_STEP_TASKS_PER_NODE": f"1(x{{size}})", "SLURM_LOCALID": 0}}
@@ -64,6 +66,12 @@ while None in (codes := [task.poll() for task in tasks]):
     time.sleep(0.02)
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
+APPTAINER = """\
+#!/bin/bash
+printf '%s\\0' "$@" > "$STATE/apptainer"
+while [[ $1 = exec || $1 = --* ]]; do shift; done
+exec "${@:2}"
+"""
 SCONTROL = """\
 #!/bin/sh
 case $1 in
@@ -80,7 +88,7 @@ class Cluster:
         self.state, self.work, self.log = folder / "state", folder / "work", folder / "log"
         for path in (self.state, self.work, folder / "bin"):
             path.mkdir()
-        self.programs = {"scontrol": SCONTROL, "srun": SRUN.format(python=sys.executable)}
+        self.programs = {"scontrol": SCONTROL, "srun": SRUN.format(python=sys.executable), "apptainer": APPTAINER}
         (self.state / "job-state").write_text("RUNNING")
         self.shells: list[subprocess.Popen[bytes]] = []
 
@@ -169,12 +177,13 @@ def test_a_signal_to_the_shell_goes_on_to_the_run(name: str, code: int, cluster:
 
 
 def test_a_job_that_is_cancelled_is_not_requeued_and_one_that_ends_is_done(cluster: Cluster) -> None:
-    shell = cluster.play(75, waits=True)
     (cluster.state / "job-state").write_text("COMPLETING")
-    shell.terminate()
-    assert (cluster.wait(shell), cluster.requeued) == (75, [])
-    for name in ("heard", "start-0", "listening"):
-        (cluster.state / name).unlink()
+    for code in (75, 143, 137):
+        shell = cluster.play(code, waits=True)
+        shell.terminate()
+        assert (cluster.wait(shell), cluster.requeued, cluster.starts) == (75, [], 1)
+        for name in ("heard", "start-0", "listening"):
+            (cluster.state / name).unlink()
     (cluster.state / "job-state").write_text("RUNNING")
     shell = cluster.play(0, waits=True)
     shell.send_signal(signal.SIGUSR1)
@@ -185,23 +194,34 @@ def test_a_job_that_is_cancelled_is_not_requeued_and_one_that_ends_is_done(clust
     assert "esmshard: job 4001 is not requeued" in cluster.log.read_text()
 
 
-def test_whatever_a_value_holds_it_arrives_as_it_is(cluster: Cluster, tmp_path: Path) -> None:
-    pwned = tmp_path / "pwned"
+@pytest.mark.parametrize("runtime", ["none", "pyxis", "apptainer"])
+def test_whatever_a_value_holds_it_arrives_as_it_is(runtime: str, cluster: Cluster, tmp_path: Path) -> None:
+    pwned, image = tmp_path / "pwned", str(tmp_path / "esm shard's.sqsh")
     evil = f"x; rm -rf {cluster.work}; $(touch {pwned}) `touch {pwned}` 'q' \"d\" \\ # $HOME !! %s\nz *"
-    player = tmp_path / "player"
+    player = tmp_path / "cluster" / "bin" / "esmshard"  # what the image has; without one, the interpreter
     player.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
         'open(os.path.join(os.environ["STATE"], "said"), "w").write(json.dumps([sys.argv[1:], dict(os.environ)]))\n'
     )
     player.chmod(0o755)
     keys = {"python": str(player), "exports": {"WEIRD": evil}, "slurm": {"setup": ["export X=/tmp/$SLURM_JOB_ID"]}}
+    keys["container"] = {"runtime": runtime, "image": image, "mounts": ["/data:/data:ro"]}
     arguments = ("finetune", "sequence", f"data.target=[{json.dumps(evil)}]")
     job = Job(name=evil, kind="finetune", arguments=arguments, out=evil, directory=str(cluster.work), nodes=2)
+    job = job if runtime == "none" else dataclasses.replace(job, out="run")  # no runtime can mount any path
     script = render(job, Site.model_validate(keys), "slurm")
     assert re.search(r"^#SBATCH --job-name=[A-Za-z0-9._-]+$", script, re.MULTILINE)
     assert cluster.wait(cluster.start(script, 2)) == 0, cluster.log.read_text()
     argv, environment = json.loads((cluster.state / "said").read_text())
-    assert argv[:5] == ["-m", "esmshard", *arguments]
+    assert argv == [*(("-m", "esmshard") if runtime == "none" else ()), *arguments]
+    if runtime != "none":
+        options = (cluster.state / {"pyxis": "srun", "apptainer": "apptainer"}[runtime]).read_text().split("\0")
+        mounts, prefix = f"/data:/data:ro,{cluster.work}:{cluster.work}", "container-" if runtime == "pyxis" else ""
+        assert f"--{prefix}{'mounts' if prefix else 'bind'}={mounts}" in options
+        assert f"--{prefix}{'workdir' if prefix else 'pwd'}={cluster.work}" in options
+        assert "--nv" not in options
+        expected = {f"--container-image={image}", "--container-env=WEIRD,OMP_NUM_THREADS,ESMSHARD_CACHE,TMPDIR"}
+        assert expected <= set(options) if prefix else image in options
     assert (environment["WEIRD"], environment["X"], environment["OMP_NUM_THREADS"]) == (evil, "/tmp/4001", "1")
     assert cluster.work.is_dir()
     assert not pwned.exists()
@@ -254,6 +274,14 @@ def test_a_run_that_is_interrupted_ends_like_an_unbroken_one(
     assert [step for step, _ in losses(run)] == list(range(1, 31)), "none was taken twice"
     assert (run / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     assert not list(tmp_path.rglob("pwned"))
+
+
+def test_a_mistake_of_all_ranks_is_said_once_and_ends_the_job(cluster: Cluster, tiny_recipe: Path) -> None:
+    assert esmshard("finetune", tiny_recipe, "train.steps=1", "--nproc", "1", "--no-report").returncode == 0
+    shell = cluster.start(script_of(tiny_recipe, "train.steps=1", "optim.lr=0.5"), 2)
+    assert cluster.wait(shell) == 2, cluster.log.read_text()
+    assert cluster.log.read_text().count("was written under another recipe") == 1
+    assert (cluster.starts, cluster.requeued) == (1, [])
 
 
 def test_workers_of_an_array_make_one_file(cluster: Cluster, tiny_recipe: Path, tmp_path: Path) -> None:

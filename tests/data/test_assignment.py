@@ -35,36 +35,28 @@ def sizes(number_N: Sequence[int] | np.ndarray) -> list[int]:
     return np.bincount(np.asarray(number_N)).tolist()
 
 
-def refusal(act: Callable[[], object], kind: type[InputError] = InputError) -> str:
-    with pytest.raises(kind) as error:
-        act()
-    return str(error.value)
-
-
 def changed(*positions: int) -> frozenset[int]:
     return frozenset(positions)
 
 
-# ratios
-
-
-def test_a_random_split_has_the_sizes_of_its_ratios() -> None:
-    assert sizes(by_cluster(NAMES)) == [80, 10, 10]
-    assert sizes(by_cluster(NAMES, (3, 1, 1))) == [60, 20, 20]
-    assert sizes(by_cluster(NAMES, (50, 30, 20), seed=4)) == [50, 30, 20]
-    assert by_cluster(NAMES).dtype == np.int64
-
-
-def test_no_set_is_empty_however_small_its_ratio() -> None:
-    assert sorted(by_cluster(["a", "b", "c"])) == [0, 1, 2]
-    assert sizes(by_cluster(NAMES[:5], (0.98, 0.01, 0.01))) == [3, 1, 1]
-    assert sizes(by_cluster(["a"] * 98 + ["b", "c"])) == [98, 1, 1]
-
-
-def test_records_of_one_key_stay_together() -> None:
-    number_N = by_cluster([f"{n // 4}" for n in range(100)])
-    assert all(len(set(number_N[n : n + 4])) == 1 for n in range(0, 100, 4))
-    assert sizes(number_N) == [80, 12, 8] or sizes(number_N) == [80, 8, 12]
+@pytest.mark.parametrize(
+    ("clusters", "ratios", "folds", "wanted"),
+    [
+        (NAMES, (0.8, 0.1, 0.1), None, [80, 10, 10]),
+        (NAMES, (3, 1, 1), None, [60, 20, 20]),
+        (NAMES, (50, 30, 20), None, [50, 30, 20]),
+        (NAMES[:5], (0.98, 0.01, 0.01), None, [3, 1, 1]),  # no set is empty, however small its ratio
+        (["a"] * 98 + ["b", "c"], (0.8, 0.1, 0.1), None, [98, 1, 1]),
+        (["a"] * 90 + NAMES[:10], (0.8, 0.1, 0.1), None, [90, 4, 6]),  # what fits nowhere goes where the most room is
+        (NAMES, (0.8, 0.1, 0.1), 5, [20] * 5),
+        ([f"{n // 5}" for n in range(100)], (0.8, 0.1, 0.1), 4, [25] * 4),
+    ],
+)
+def test_sizes_follow_from_ratios_and_folds(
+    clusters: list[str], ratios: tuple[float, ...], folds: int | None, wanted: list[int]
+) -> None:
+    assert sizes(by_cluster(clusters, ratios, seed=4, folds=folds)) == wanted
+    assert by_cluster(clusters, ratios, folds=folds).dtype == np.int64
 
 
 def test_the_seed_matters() -> None:
@@ -84,29 +76,47 @@ def test_large_clusters_are_found_in_every_set() -> None:
     assert where.count(2)
 
 
-def test_a_cluster_that_fits_nowhere_goes_where_the_most_room_is() -> None:
-    assert set(by_cluster(["a"] * 90 + NAMES[:10])[:90].tolist()) == {0}
+ABC = ["a", "b", "c"]
+SINGLES = [changed(n) for n in range(9)]
+RATIOS = [(0.8, 0.2), (0.8, 0.2, 0.0), (1.0, -1.0, 1.0), (float("inf"), 1.0, 1.0), (float("nan"), 1.0, 1.0)]
 
 
-def test_ratios_that_cannot_be_used() -> None:
-    for ratios in ((0.8, 0.2), (0.8, 0.2, 0.0), (1.0, -1.0, 1.0), (float("inf"), 1.0, 1.0), (float("nan"), 1.0, 1.0)):
-        assert "three numbers above zero" in refusal(lambda ratios=ratios: by_cluster(NAMES, ratios), UsageError)
-
-
-def test_fewer_groups_than_sets() -> None:
-    assert refusal(lambda: by_cluster(["a"] * 50 + ["b"])) == (
-        "3 sets cannot be made of 2 clusters, which may not be cut; give more data, or split in another way"
-    )
-    assert "5 sets cannot be made of 1 cluster," in refusal(lambda: by_cluster(["a"], folds=5))
-
-
-# folds
-
-
-def test_folds_are_of_equal_size() -> None:
-    assert sizes(by_cluster(NAMES, folds=5)) == [20] * 5
-    assert sorted(sizes(by_cluster(NAMES[:17], folds=4))) == [4, 4, 4, 5]
-    assert sizes(by_cluster([f"{n // 5}" for n in range(100)], folds=4)) == [25] * 4
+@pytest.mark.parametrize(
+    ("act", "kind", "sentence"),
+    [
+        *(
+            (lambda ratios=ratios: by_cluster(NAMES, ratios), UsageError, "three numbers above zero")
+            for ratios in RATIOS
+        ),
+        (lambda: by_cluster(NAMES, folds=2), UsageError, "folds is 2; at least 3"),
+        (lambda: by_position(SINGLES, folds=2), UsageError, "folds is 2; at least 3"),
+        (lambda: by_modulo(SINGLES, 2), UsageError, "folds is 2; at least 3"),
+        (lambda: by_contiguous(SINGLES, 2), UsageError, "folds is 2; at least 3"),
+        (lambda: by_cluster(["a"] * 50 + ["b"]), InputError, "3 sets cannot be made of 2 clusters, which may not be"),
+        (lambda: by_cluster(["a"], folds=5), InputError, "5 sets cannot be made of 1 cluster,"),
+        (lambda: by_contiguous(SINGLES[:3], 4), InputError, "4 sets cannot be made of 3 changed positions"),
+        (lambda: by_position(SINGLES[:2]), InputError, "3 sets cannot be made of 2 changed positions"),
+        (lambda: by_position([changed(1, 2, 3)] * 4), InputError, "train would be empty, since 4 of 4 variants change"),
+        (
+            lambda: by_modulo([changed(0), changed(1), changed(2, 3)], 4),
+            InputError,
+            "fold 2 would be empty, since 1",
+        ),
+        (lambda: by_mutation_count([1, 1, 2], ABC, 2), InputError, "no variant has more than 2 changes"),
+        (lambda: by_mutation_count([0, 1, 1, 2], ["WT", "a", "a", "b"]), InputError, "1 variant up to --train-max"),
+        (lambda: low_to_high([0.1, 0.2, 0.6], ABC, 0.6), InputError, "no value is above 0.6"),
+        (
+            lambda: check_given(np.array([0, 2, -1]), Path("x.fasta")),
+            InputError,
+            "x.fasta: gives no record to the",
+        ),
+    ],
+)
+def test_what_cannot_be_divided(act: Callable[[], object], kind: type[InputError], sentence: str) -> None:
+    with pytest.raises(InputError) as error:
+        act()
+    assert isinstance(error.value, UsageError) is (kind is UsageError)
+    assert sentence in str(error.value)
 
 
 def test_each_fold_is_test_once_and_validation_once() -> None:
@@ -116,26 +126,11 @@ def test_each_fold_is_test_once_and_validation_once() -> None:
     assert sets_of_fold(fold_N, 3, 4).tolist() == [1, 1, 0, 0, -1, 2]
 
 
-def test_two_folds_are_too_few() -> None:
-    calls = (by_cluster, lambda p, folds: by_position([changed(0), changed(1)], folds=folds))
-    for call in calls:
-        assert "folds is 2; at least 3" in refusal(lambda call=call: call(NAMES, folds=2), UsageError)
-    positions = [changed(n) for n in range(9)]
-    for scheme in (by_modulo, by_contiguous):
-        assert "folds is 2; at least 3" in refusal(lambda scheme=scheme: scheme(positions, 2), UsageError)
-
-
-# several clusterings
-
-
 def test_records_that_share_any_cluster_are_joined() -> None:
     assert components(["a", "b", "c", "d"], ["1", "2", "2", "3"]) == ["a", "b", "b", "d"]
     assert components(["z", "y", "x"], ["1", "1", "1"]) == ["x", "x", "x"]
     assert components(["a", "b", "a"]) == ["a", "b", "a"]
-
-
-def test_a_chain_of_shared_clusters_is_one() -> None:
-    """0-1 by the first, 1-2 by the second, 2-3 by the third; 4 alone."""
+    # 0-1 by the first, 1-2 by the second, 2-3 by the third; 4 alone
     joined = components(["p", "p", "q", "r", "s"], ["1", "2", "2", "3", "4"], ["x", "y", "z", "z", "w"])
     assert joined == ["p", "p", "p", "p", "s"]
 
@@ -161,34 +156,15 @@ def test_variants_across_folds_are_left_out() -> None:
     assert by_modulo(positions, 3).tolist() == [0, 1, 2, 0, 1, 2, -1, 0, -1, 0]
 
 
-def test_random_positions_keep_variants_of_a_position_together() -> None:
+def test_sizes_are_those_of_variants_and_not_of_positions() -> None:
     positions = [changed(n % 50) for n in range(950)]
     number_N = by_position(positions)
-    assert all(len(set(number_N[n::50])) == 1 for n in range(50))
     assert sizes(number_N) == [760, 95, 95]
     assert sizes(by_position(positions, folds=5)) == [190] * 5
     assert by_position(positions, seed=1).tolist() != number_N.tolist()
-
-
-def test_sizes_are_those_of_variants_and_not_of_positions() -> None:
-    """One position has half of all variants: it is most of the training set."""
+    # One position has half of all variants: it is most of the training set.
     positions = [changed(0)] * 50 + [changed(n) for n in range(1, 51)]
     assert sizes(by_position(positions, (0.5, 0.3, 0.2))) == [50, 30, 20]
-
-
-def test_positions_that_leave_a_set_empty() -> None:
-    """Every variant changes all three positions, which lie in three sets."""
-    message = refusal(lambda: by_position([changed(1, 2, 3)] * 4))
-    assert message == (
-        "train would be empty, since 4 of 4 variants change positions of several sets; divide them by the "
-        "number of mutations, or at random"
-    )
-    singles = [changed(0), changed(1), changed(2, 3)]
-    assert refusal(lambda: by_modulo(singles, 4)).startswith("fold 2 would be empty, since 1 of 3 variants change")
-    assert "4 sets cannot be made of 3 changed positions" in refusal(
-        lambda: by_contiguous([changed(p) for p in (4, 5, 6)], 4)
-    )
-    assert "3 sets cannot be made of 2 changed positions" in refusal(lambda: by_position([changed(0), changed(1)]))
 
 
 # mutations and values
@@ -199,26 +175,11 @@ def test_one_against_the_rest() -> None:
     counts = [0, *[1] * 90, *[2] * 10, 3]
     names = [f"v{n}" for n in range(len(counts))]
     number_N = by_mutation_count(counts, names)
-    assert number_N[0] == 0
     assert set(number_N[91:].tolist()) == {2}
     assert sizes(number_N) == [81, 10, 11]
-    two = by_mutation_count(counts, names, train_max=2)
-    assert np.flatnonzero(two == 2).tolist() == [101]
-
-
-def test_the_wild_type_never_validates() -> None:
-    counts, names = [0, 1, 1, 2], ["WT", "a", "b", "c"]
-    assert {int(by_mutation_count(counts, names, seed=seed)[0]) for seed in range(30)} == {0}
-
-
-def test_mutation_counts_that_make_no_test_set() -> None:
-    assert refusal(lambda: by_mutation_count([1, 1, 2], ["a", "b", "c"], 2)) == (
-        "no variant has more than 2 changes, so that the test set would be empty; lower train_max (the most changes "
-        "are 2)"
-    )
-    assert "1 variant up to --train-max cannot make a training and a validation set" in refusal(
-        lambda: by_mutation_count([0, 1, 1, 2], ["WT", "a", "a", "b"])
-    )
+    assert np.flatnonzero(by_mutation_count(counts, names, train_max=2) == 2).tolist() == [101]
+    first = {int(by_mutation_count([0, 1, 1, 2], ["WT", *ABC], seed=seed)[0]) for seed in range(30)}
+    assert first == {0}, "the wild type never validates"
 
 
 def test_low_values_train_and_high_ones_test() -> None:
@@ -226,7 +187,6 @@ def test_low_values_train_and_high_ones_test() -> None:
     number_N = low_to_high(values, list("abcdefg"), 0.4, (0.5, 0.5, 1.0))
     assert number_N[4:].tolist() == [2, 2, -1]
     assert sorted(number_N[:4].tolist()) == [0, 0, 1, 1]
-    assert "no value is above 0.6" in refusal(lambda: low_to_high(values, list("abcdefg"), 0.6))
 
 
 def test_rows_of_one_variant_are_on_one_side() -> None:
@@ -236,13 +196,6 @@ def test_rows_of_one_variant_are_on_one_side() -> None:
     assert number_N[0] == number_N[1]
     assert sorted({int(number_N[0]), int(number_N[4])}) == [0, 1]
     assert number_N[5] == 2
-
-
-def test_a_given_split_needs_all_three_sets() -> None:
-    check_given(np.array([0, 1, 2, -1]), Path("x.fasta"))
-    assert refusal(lambda: check_given(np.array([0, 2, -1]), Path("x.fasta"))) == (
-        "x.fasta: gives no record to the valid set; give it some, or split in another way"
-    )
 
 
 # properties
@@ -259,7 +212,8 @@ def test_clusters_are_never_cut_and_sizes_are_near(
     clusters, sets = [f"c{label}" for label in labels], folds or 3
     groups = len(set(clusters))
     if groups < sets:
-        refusal(lambda: by_cluster(clusters, ratios, seed, folds))
+        with pytest.raises(InputError):
+            by_cluster(clusters, ratios, seed, folds)
         return
     number_N = by_cluster(clusters, ratios, seed, folds)
     assert len({(c, k) for c, k in zip(clusters, number_N.tolist(), strict=True)}) == groups
@@ -274,21 +228,21 @@ def test_clusters_are_never_cut_and_sizes_are_near(
 @settings(max_examples=60, deadline=None)
 @given(clusterings, st.integers(0, 3), st.randoms(use_true_random=False))
 def test_the_order_of_the_file_does_not_matter(labels: list[int], seed: int, random: object) -> None:
-    keys = [f"k{label}" for label in labels] + ["a", "b", "c"]
-    positions = [changed(label, (label * 7) % 13) if n % 3 else changed(label) for n, label in enumerate(labels)]
-    positions += [changed(n) for n in range(30)]
-    order = list(range(len(keys)))
-    random.shuffle(order)  # type: ignore[attr-defined]
+    def shuffled(count: int) -> list[int]:
+        order = list(range(count))
+        random.shuffle(order)  # type: ignore[attr-defined]
+        return order
+
+    keys, other = [f"k{label}" for label in labels] + ABC, [f"o{label % 5}" for label in labels] + ABC
+    order = shuffled(len(keys))
     assert by_cluster([keys[n] for n in order], seed=seed).tolist() == by_cluster(keys, seed=seed)[order].tolist()
-    order = list(range(len(positions)))
-    random.shuffle(order)  # type: ignore[attr-defined]
-    for split in (lambda p: by_position(p, seed=seed), lambda p: by_modulo(p, 4), lambda p: by_contiguous(p, 4)):
-        assert split([positions[n] for n in order]).tolist() == split(positions)[order].tolist()
-    other = [f"o{label % 5}" for label in labels] + ["a", "b", "c"]
-    order = list(range(len(keys)))
-    random.shuffle(order)  # type: ignore[attr-defined]
     joined = components([keys[n] for n in order], [other[n] for n in order])
     assert joined == [components(keys, other)[n] for n in order]
+    positions = [changed(label, (label * 7) % 13) if n % 3 else changed(label) for n, label in enumerate(labels)]
+    positions += [changed(n) for n in range(30)]
+    order = shuffled(len(positions))
+    for split in (lambda p: by_position(p, seed=seed), lambda p: by_modulo(p, 4), lambda p: by_contiguous(p, 4)):
+        assert split([positions[n] for n in order]).tolist() == split(positions)[order].tolist()
 
 
 @settings(max_examples=100, deadline=None)
@@ -300,10 +254,8 @@ def test_no_position_is_on_two_sides(positions: list[frozenset[int]], seed: int,
         for changes, number in zip(positions, number_N.tolist(), strict=True):
             if number >= 0:
                 assert all(side.setdefault(p, number) == number for p in changes)
-        # Only variants across sets are left out: those of one position never are.
-        assert all(number_N[n] >= 0 for n, changes in enumerate(positions) if len(changes) <= 1)
         for n, changes in enumerate(positions):
-            if number_N[n] < 0:
+            if number_N[n] < 0:  # only variants across sets are left out
                 assert len({side[p] for p in changes}) > 1
 
 

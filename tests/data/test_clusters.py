@@ -2,98 +2,66 @@
 
 import gzip
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from esmshard.data.splits import clusters
-from esmshard.data.splits.clusters import OPTIONS, align_clusters, read_clusters, run_mmseqs
+from esmshard.data.splits import split_files
 from esmshard.data.splits.leakage import ComparedRecords
+from esmshard.data.splits.recipe_splits import read_clusters
+from esmshard.data.splits.split_files import OPTIONS, align_clusters, run_mmseqs
 from esmshard.errors import InputError
 from esmshard.vocab import encode_residues
-
-TABLE = "a\ta\na\tb\nc\tc\n"
-
-
-def refusal(act: Callable[[], object]) -> str:
-    with pytest.raises(InputError) as error:
-        act()
-    return str(error.value)
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    path = tmp_path / "x_cluster.tsv"
-    path.write_text(TABLE)
-    return path
+    return tmp_path / "x_cluster.tsv"
 
 
-def test_each_record_has_the_cluster_of_its_line(table: Path) -> None:
-    found = read_clusters(table, ["c", "b", "a"])
-    assert found.names == ["c", "a", "a"]
-    assert found.source == str(table)
-    assert found.notices == []
+@pytest.mark.parametrize(
+    ("text", "ids", "names", "notice"),
+    [
+        ("a\ta\na\tb\nc\tc\n", "c b a", "c a a", ""),
+        ("d\td\nd\tb\na\ta\na\tb\nc\tc\nc\tc\n", "a b c d", "a a c a", "1 in several clusters (b), which were joined"),
+        ("1\t2\n1\t3\n2\t1\n", "1 2 3", "2 1 1", ""),  # cluster 2 is not the cluster of record 2
+        ("a\ta\na\tb\nc\tc\n", "a", "a", "2 that are no records were passed over (b, c)"),
+        # MMseqs2 shortens ids of UniProt
+        ("P1\tP1\nP1\tQ9\nsp|O1|X\tsp|O1|X\n", "tr|Q9|Q9_HUMAN sp|P1|AATM_RABIT sp|O1|X", "P1 P1 sp|O1|X", ""),
+    ],
+)
+def test_each_record_has_the_cluster_of_its_line(text: str, ids: str, names: str, notice: str, table: Path) -> None:
+    table.write_text(text)
+    found = read_clusters(table, ids.split())
+    assert (found.names, found.source) == (names.split(), str(table))
+    assert found.notices == ([f"{table}: {notice}"] if notice else [])
+    for end in ("\r\n", "\n\n"):
+        table.write_bytes(gzip.compress(("\ufeff" + text.replace("\n", end)).encode()))
+        assert read_clusters(table, ids.split()).names == names.split()
 
 
-@pytest.mark.parametrize("end", ["\r\n", "\n\n"])
-def test_line_ends_blank_lines_and_compression(end: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.tsv.gz"
-    path.write_bytes(gzip.compress(("\ufeff" + TABLE.replace("\n", end)).encode()))
-    assert read_clusters(path, ["a", "b", "c"]).names == ["a", "a", "c"]
-
-
-def test_a_record_in_two_clusters_joins_them(table: Path) -> None:
-    table.write_text("d\td\nd\tb\na\ta\na\tb\nc\tc\nc\tc\n")
-    found = read_clusters(table, ["a", "b", "c", "d"])
-    assert found.names == ["a", "a", "c", "a"]
-    assert found.notices == [f"{table}: 1 in several clusters (b), which were joined"]
-
-
-def test_names_of_clusters_are_no_ids(table: Path) -> None:
-    """Cluster 2 is not the cluster of record 2."""
-    table.write_text("1\t2\n1\t3\n2\t1\n")
-    assert read_clusters(table, ["1", "2", "3"]).names == ["2", "1", "1"]
-
-
-def test_more_than_the_records_is_passed_over_with_a_word(table: Path) -> None:
-    found = read_clusters(table, ["a"])
-    assert found.names == ["a"]
-    assert found.notices == [f"{table}: 2 that are no records were passed over (b, c)"]
-
-
-def test_records_in_no_cluster_are_named(table: Path) -> None:
-    assert refusal(lambda: read_clusters(table, ["w", "x", "a", "y", "z"])) == (
-        f"{table}: 4 of 5 records are in no cluster (w, x, y, ...); cluster the very file that is split"
-    )
-
-
-def test_uniprot_ids_are_found_as_mmseqs_shortens_them(table: Path) -> None:
-    table.write_text("P12345\tP12345\nP12345\tQ9\nsp|O1|X\tsp|O1|X\n")
-    ids = ["tr|Q9|Q9_HUMAN", "sp|P12345|AATM_RABIT", "sp|O1|X"]
-    assert read_clusters(table, ids).names == ["P12345", "P12345", "sp|O1|X"]
-    assert "in no cluster (up|P12345|X)" in refusal(lambda: read_clusters(table, ["up|P12345|X"]))
-
-
-@pytest.mark.parametrize("line", ["b", "a\tb\tc", "a\t", "\tb", "a b"])
-def test_a_line_that_is_no_pair(line: str, table: Path) -> None:
-    table.write_text(f"a\ta\n{line}\n")
-    assert refusal(lambda: read_clusters(table, ["a"])) == (
-        f"{table}:2: is not 'representative<TAB>member'; give the _cluster.tsv of MMseqs2"
-    )
-
-
-def test_files_that_cannot_be_read(tmp_path: Path, table: Path) -> None:
-    assert refusal(lambda: read_clusters(tmp_path / "no.tsv", ["a"])) == (f"{tmp_path / 'no.tsv'}: no such file")
-    assert "is a directory; the _cluster.tsv of MMseqs2 is expected" in refusal(lambda: read_clusters(tmp_path, ["a"]))
-    table.write_bytes(b"a\ta\n\xff\xfe\ta\n")
-    assert "is not UTF-8" in refusal(lambda: read_clusters(table, ["a"]))
-    cut = tmp_path / "cut.tsv.gz"
-    cut.write_bytes(gzip.compress(TABLE.encode() * 1000)[:-20])
-    assert f"{cut}: cannot be read" in refusal(lambda: read_clusters(cut, ["a"]))
-    table.write_text("")
-    assert "1 of 1 records are in no cluster (a)" in refusal(lambda: read_clusters(table, ["a"]))
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a\ta\na\tb\n", ": 4 of 5 records are in no cluster (w, x, up|a|x, ...); cluster the very file that is split"),
+        ("", ": 5 of 5 records are in no cluster"),
+        *(
+            (f"a\ta\n{line}\n", ":2: is not 'representative<TAB>member'")
+            for line in ("b", "a\tb\tc", "a\t", "\tb", "a b")
+        ),
+        (b"a\ta\n\xff\xfe\ta\n", ":2: is not UTF-8"),
+        (gzip.compress(b"a\ta\n" * 1000)[:-20], ": cannot be read"),
+        (None, ": no such file"),
+    ],
+)
+def test_tables_that_cannot_be_used(text: str | bytes | None, sentence: str, table: Path) -> None:
+    if text is not None:
+        table.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(InputError) as error:
+        read_clusters(table, ["w", "x", "a", "up|a|x", "z"])
+    assert str(error.value).startswith(f"{table}{sentence}")
+    assert "\n" not in str(error.value)
 
 
 STAND_IN = """#!/bin/sh
@@ -134,9 +102,10 @@ def test_a_run_gets_the_options_and_its_clusters_the_ids(tmp_path: Path, monkeyp
 
 def test_a_failing_run_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, FAILING, monkeypatch)
-    message = refusal(lambda: run_mmseqs(["MKT"], ["a"], tmp_path))
-    assert message.startswith("mmseqs easy-cluster failed with code 3 (Cannot fit databases into memory); ")
-    assert "--clusters FILE.tsv" in message
+    with pytest.raises(
+        InputError, match=r"^mmseqs easy-cluster failed with code 3 \(Cannot fit databases into memory\)"
+    ):
+        run_mmseqs(["MKT"], ["a"], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 
@@ -155,7 +124,7 @@ def test_alignment_joins_relatives_over_most_of_their_length(monkeypatch: pytest
     found = align_clusters(records)
     assert found.names == [*"abaaefgh"]
     assert "40% identity" in found.notices[0]
-    monkeypatch.setattr(clusters, "MOST_ALIGNED", 2)
+    monkeypatch.setattr(split_files, "MOST_ALIGNED", 2)
     with pytest.raises(InputError, match="mmseqs2"):
         align_clusters(records)
 
@@ -170,15 +139,3 @@ def test_the_program_itself(tmp_path: Path) -> None:
     assert found.names[2:] == ["c", "d", "e"]
     assert found.source.startswith("MMseqs2 ")
     assert " ".join(OPTIONS) in found.source
-
-
-@pytest.mark.parametrize("byte", [12, 40, 300])
-def test_a_damaged_gzip_file_is_one_sentence(tmp_path: Path, byte: int) -> None:
-    data = bytearray(gzip.compress(b"".join(b"r%d\tm%d\n" % (k, 7 * k % 99) for k in range(500)), mtime=0))
-    data[byte] ^= 0xFF
-    path = tmp_path / "c.tsv.gz"
-    path.write_bytes(data)
-    with pytest.raises(InputError) as error:
-        read_clusters(path, ["m1"])
-    assert str(error.value).startswith(f"{path}")
-    assert "\n" not in str(error.value)

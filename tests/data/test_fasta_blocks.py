@@ -118,16 +118,6 @@ def test_text_before_the_first_header_has_its_line(block: int, monkeypatch: pyte
         assert read(write(f"{blank}>\nMK\n"))[0] == [Record(f"seqnum{line - 1:09d}", f"seqnum{line - 1:09d}", "MK")]
 
 
-@pytest.mark.parametrize("block", [7, 8, 9])
-def test_text_before_the_first_header_may_have_letters_that_a_block_ends_in(
-    block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fasta_blocks, "BLOCK", block)
-    message = refusal(lambda: read(write("Prot\xe9\u2028\u2028\n>a\nMK\n")))
-    assert message.startswith("x.fasta:1: text before the first '>'")
-    assert refusal(lambda: read(write(b"ab\xff\n>a\nMK\n"))).startswith("x.fasta: not text (byte 2 is not UTF-8)")
-
-
 def test_gzip_files_of_several_members_are_read_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     members = [gzip.compress(b"".join(b">r%d\nMKT\n" % k for k in range(n, n + 10))) for n in range(0, 100, 10)]
     empty = gzip.compress(b"")  # a bgzip file ends in one
@@ -145,11 +135,6 @@ def test_the_standard_input_may_be_compressed(pack: Callable[[bytes], bytes], mo
         [Record("a", "a one", "MKT"), Record("b", "b", "MK")],
         ["lower-case letters were read as upper case in 1 record (b)"],
     )
-
-
-def test_an_id_with_two_sequences_on_the_standard_input_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe(monkeypatch, b">a\nMK\n>a\nMM\n")
-    assert refusal(lambda: read(STDIN)).startswith("-: 'a' comes twice with two sequences; rename one of the two")
 
 
 @pytest.mark.parametrize("name", ["x.fasta", "x.gz", "x", "x.bz2.txt"])
@@ -185,11 +170,6 @@ def test_a_pipe_is_refused_because_files_are_read_several_times() -> None:
     assert refusal(lambda: read(Path("p"))) == refusal(lambda: is_plain(Path("p"))) == wanted
 
 
-def test_a_file_for_a_directory_in_a_path_is_refused() -> None:
-    write(">a\nMK\n")
-    assert refusal(lambda: read(Path("x.fasta/y"))) == "x.fasta/y: no such file"
-
-
 def test_what_may_not_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def deny(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -213,12 +193,8 @@ def test_a_genome_is_refused(
     assert refusal(lambda: read(write(data))) == f"x.fasta:{line}: record '{record}' is {wanted}"
     pipe(monkeypatch, data.encode())
     assert refusal(lambda: read(STDIN)) == f"-:{line}: record '{record}' is {wanted}"
-
-
-def test_many_short_records_are_no_genome(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fasta_blocks, "BLOCK", 16)
-    monkeypatch.setattr(fasta_blocks, "LONGEST", 100)
-    assert len(read(write("".join(f">{k}\n{'M' * 80}\n" for k in range(50))))[0]) == 50
+    table = write(f"id,sequence\n\na,MK\nchr1,{'ACGT' * 300}\n", "x.csv")
+    assert refusal(lambda: read(table)) == f"x.csv:4: record 'chr1' is {wanted}"
 
 
 def in_range(path: Path, start: int, stop: int | None) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from in_memory import InMemory
 
 from esmshard.data.labels.label_sources import LabelRecord, read_label_fasta
 from esmshard.data.splits.assignment import SETS
-from esmshard.data.splits.given_splits import given_splits
+from esmshard.data.splits.recipe_splits import given_splits
 from esmshard.errors import InputError
 from esmshard.io.headers import attributes, id_of, number, split_of
 from esmshard.io.symbols import Edits
@@ -80,10 +80,26 @@ def test_lower_case_keys_are_read_and_counted() -> None:
     assert "has TARGET= twice" in refusal("Seq1 TARGET=1 target=1")
 
 
-@pytest.mark.parametrize("word", ["SET=train;TARGET=0.1", "TARGET=DSET=train", "target=0.1,set=train", "TARGET=a=b"])
-def test_a_missing_space_is_named(word: str) -> None:
-    message = refusal(f"Seq1 {word}")
-    assert message.startswith(f"x.fasta:3: record 'Seq1' has '{word}' as one word; ")
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(
+            f"Seq1 {word}"
+            for word in ("SET=trainTARGET=0.1", "SET=train;TARGET=0.1", "TARGET=DSET=train", "TARGET=a=b")
+        ),
+        *(f"Seq1 {word}" for word in ("TARGET=0.1SET=train", "target=0.1,set=train", "KD=3;VALIDATION=True")),
+        *(f"Seq1 {word}" for word in ("DATASET=3;SET=train", "trainSET=3", ";MASK=1101", "TARGET=1\xa0SET=train")),
+        *("Seq1;SET=train", "Seq1SET=train TARGET=1", "seqSET=train", "SET=train TARGET=1", " SET=train TARGET=1"),
+    ],
+)
+def test_a_missing_space_is_named(header: str) -> None:
+    word = next(word for word in header.split(" ") if "=" in word)
+    assert refusal(header).startswith(f"x.fasta:3: record {id_of(header)!r} has {word!r} as one word; ")
+
+
+@pytest.mark.parametrize("word", ["TARGET=DSET=train", "TARGET=0.1SET=train", "KD=3;SET=train"])
+def test_a_space_missing_before_a_key_is_seen_where_only_that_key_is_asked_for(word: str) -> None:
+    assert f"{word!r} as one word" in refusal(f"Seq1 {word}", ("SET",))
 
 
 def test_long_words_are_searched_in_linear_time() -> None:

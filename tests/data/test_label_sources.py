@@ -13,7 +13,7 @@ from esmshard.data.labels.residue_labels import residue_labels
 from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import shipped
 from esmshard.io.tables import Table
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import DataSettings
 
 STORE = InMemory("a MKT", "b AC")
 

@@ -28,76 +28,46 @@ def overlap(train: Sequence[str], test: Sequence[str], most: int = leakage.MOST)
     return check(records(*train), {"test": records(*test, name="q")}, most).overlaps["test"]
 
 
-# families
+PEPTIDE, OTHER = "ACDEFGHIK", "WYVTSRQPNMLKIHGFEDCAWYWT"
 
 
-def test_a_fifth_of_the_words_is_similar_and_less_is_not() -> None:
-    assert overlap(["MMMM", PROTEIN[:8] + "WWWW"], [PROTEIN]) == Overlap(1, 0, 1, 1, [("q0", "t1", 0.2)])  # 4 of 20
-    assert overlap(["MMMM", PROTEIN[:7] + "WWWW"], [PROTEIN]) == Overlap(1, 0, 1)  # 3 of 20
-
-
-def test_one_training_record_must_have_the_words() -> None:
-    assert overlap([PROTEIN[:7] + "WWW", PROTEIN[12:19]], [PROTEIN]).similar == 0
-
-
-def test_words_do_not_span_two_records() -> None:
-    cut = [PROTEIN[k : k + 4] for k in range(0, 24, 4)]
-    assert overlap(cut, [PROTEIN]).similar == 0
-    assert overlap([PROTEIN, "WW"], cut).similar == 0
-
-
-def test_the_order_of_letters_counts() -> None:
-    assert overlap([PROTEIN[::-1], "WW"], [PROTEIN]).similar == 0
-
-
-def test_a_test_fragment_of_a_training_protein_is_similar_and_the_share_is_of_the_fragment() -> None:
-    found = overlap(["W" * 40, "MM" + PROTEIN * 2 + "MM"], [PROTEIN[2:20]])
-    assert found.closest == [("q0", "t1", 1.0)]
-    assert (found.identical, found.similar) == (0, 1)
-    half = overlap(["WWWW", PROTEIN[:12]], [PROTEIN])  # 8 of 20, and not 8 of 8
-    assert half.closest == [("q0", "t1", 0.4)]
-
-
-def test_four_words_at_least_keep_chance_out_of_peptides() -> None:
-    peptide = "ACDEFGHIK"  # 5 words
-    assert overlap(["WW", "ACDEFGHWWWW"], [peptide]).similar == 0  # 3 of 5
-    assert overlap(["WW", "ACDEFGHIWWW"], [peptide]).similar == 1  # 4 of 5
-
-
-def test_repeats_count_once() -> None:
-    """`AAAAA` is one word of the test record, however often either has it."""
-    assert overlap(["A" * 50, "W"], ["A" * 30]).similar == 0
-    repeat = PROTEIN[:8] * 5
-    assert overlap([repeat, "W"], [PROTEIN]).closest == [("q0", "t0", 0.2)]
-
-
-def test_words_with_unknown_residues_are_no_words() -> None:
-    masked = "ACDEXGHIKX" * 3
-    assert overlap([masked + "W", "W"], [masked]).similar == 0
-
-
-def test_records_too_short_for_a_word_are_compared_as_a_whole() -> None:
-    found = overlap(["ACD", "WWWWWWW", "MMMMMMMM"], ["ACD", "GHE", "A"])
-    assert (found.identical, found.similar, found.compared) == (1, 0, 3)
-
-
-def test_identical_records_are_named_with_the_first_training_record() -> None:
-    found = overlap(["W", PROTEIN, "MKT", PROTEIN], ["GG", PROTEIN, PROTEIN[1:]])
-    assert found == Overlap(3, 1, 3, 1, [("q1", "t1", 1.0), ("q2", "t1", 1.0)])
-
-
-def test_the_closest_three_come_first() -> None:
-    other = "WYVTSRQPNMLKIHGFEDCAWYWT"
-    train = [PROTEIN[:10] + "WWW", PROTEIN[:16] + "MMM", other]
-    test = [PROTEIN, PROTEIN + "W", other[:20] + "MMMM", other + "K"]
-    found = overlap(train, test)
-    assert [(mine, theirs) for mine, theirs, _ in found.closest] == [("q3", "t2"), ("q2", "t2"), ("q0", "t1")]
-    assert [share for _, _, share in found.closest] == pytest.approx([20 / 21, 16 / 20, 12 / 20])
-    assert found.similar == 4
-
-
-def test_equal_shares_name_the_first_training_record() -> None:
-    assert overlap(["WW", PROTEIN[:12] + "M", PROTEIN[:12]], [PROTEIN]).closest == [("q0", "t1", 0.4)]
+@pytest.mark.parametrize(
+    ("train", "test", "identical", "similar", "closest"),
+    [
+        # A fifth of the words of one training record is similar, less is not.
+        (["MMMM", PROTEIN[:8] + "WWWW"], [PROTEIN], 0, 1, [("q0", "t1", 4 / 20)]),
+        (["MMMM", PROTEIN[:7] + "WWWW"], [PROTEIN], 0, 0, []),
+        ([PROTEIN[:7] + "WWW", PROTEIN[12:19]], [PROTEIN], 0, 0, []),
+        # Words do not span two records, and the order of letters counts.
+        ([PROTEIN[k : k + 4] for k in range(0, 24, 4)], [PROTEIN], 0, 0, []),
+        ([PROTEIN, "WW"], [PROTEIN[k : k + 4] for k in range(0, 24, 4)], 0, 0, []),
+        ([PROTEIN[::-1], "WW"], [PROTEIN], 0, 0, []),
+        # The share is that of the test record.
+        (["W" * 40, "MM" + PROTEIN * 2 + "MM"], [PROTEIN[2:20]], 0, 1, [("q0", "t1", 1.0)]),
+        (["WWWW", PROTEIN[:12]], [PROTEIN], 0, 1, [("q0", "t1", 8 / 20)]),
+        # Four words at least keep chance out of peptides.
+        (["WW", "ACDEFGHWWWW"], [PEPTIDE], 0, 0, []),
+        (["WW", "ACDEFGHIWWW"], [PEPTIDE], 0, 1, [("q0", "t1", 4 / 5)]),
+        # Repeats count once, and words with unknown residues are no words.
+        (["A" * 50, "W"], ["A" * 30], 0, 0, []),
+        ([PROTEIN[:8] * 5, "W"], [PROTEIN], 0, 1, [("q0", "t0", 4 / 20)]),
+        (["ACDEXGHIKX" * 3 + "W", "W"], ["ACDEXGHIKX" * 3], 0, 0, []),
+        # Records too short for a word are compared as a whole, and the first training record is named.
+        (["ACD", "WWWWWWW", "MMMMMMMM"], ["ACD", "GHE", "A"], 1, 0, [("q0", "t0", 1.0)]),
+        (["W", PROTEIN, "MKT", PROTEIN], ["GG", PROTEIN, PROTEIN[1:]], 1, 1, [("q1", "t1", 1.0), ("q2", "t1", 1.0)]),
+        (["WW", PROTEIN[:12] + "M", PROTEIN[:12]], [PROTEIN], 0, 1, [("q0", "t1", 8 / 20)]),
+        # The closest three come first.
+        (
+            [PROTEIN[:10] + "WWW", PROTEIN[:16] + "MMM", OTHER],
+            [PROTEIN, PROTEIN + "W", OTHER[:20] + "MMMM", OTHER + "K"],
+            *(0, 4, [("q3", "t2", 20 / 21), ("q2", "t2", 16 / 20), ("q0", "t1", 12 / 20)]),
+        ),
+    ],
+)
+def test_similar_records(
+    train: list[str], test: list[str], identical: int, similar: int, closest: list[tuple[str, str, float]]
+) -> None:
+    assert overlap(train, test) == Overlap(len(test), identical, len(test), similar, closest)
 
 
 def test_several_sets_do_not_mix() -> None:

@@ -67,22 +67,16 @@ def test_a_crop_is_a_window_and_its_labels_are_cut_alike(store: TokenStore, sequ
     assert cropped == 15
 
 
-def test_crops_follow_from_seed_epoch_and_id_alone(store: TokenStore) -> None:
-    split = examples(store)
-    first = {(n, epoch): split.get(n, epoch).tokens.tolist() for epoch in range(3) for n in range(len(split))}
-    again = examples(store)
-    for n, epoch in sorted(first, reverse=True):
-        assert again.get(n, epoch).tokens.tolist() == first[n, epoch]
-
-
-def test_a_record_is_cropped_alike_wherever_it_stands(
+def test_crops_follow_from_seed_epoch_and_id_alone(
     store: TokenStore, sequences: dict[str, str], tmp_path: Path
 ) -> None:
     fasta = tmp_path / "y.fasta"
     fasta.write_text(f">r7\n{sequences['r7']}\n>r4\n{sequences['r4']}\n")
-    other, split = examples(ingest([fasta], tmp_path / "other")), examples(store)
-    for epoch in range(5):
-        assert [starts(split, epoch)[7], starts(split, epoch)[4]] == starts(other, epoch)
+    other, split, again = examples(ingest([fasta], tmp_path / "other")), examples(store), examples(store)
+    first = {epoch: starts(split, epoch) for epoch in range(5)}
+    for epoch in reversed(first):
+        assert [again.get(n, epoch).labels["number"][0] for n in reversed(range(len(again)))] == first[epoch][::-1]
+        assert [first[epoch][7], first[epoch][4]] == starts(other, epoch)
 
 
 def test_crops_change_with_epoch_seed_and_id(store: TokenStore) -> None:
@@ -98,15 +92,25 @@ def test_every_window_comes_up(store: TokenStore) -> None:
     assert {starts(split, epoch)[3] for epoch in range(100)} == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(("long", "max_length"), [("full", MAXIMUM), ("full", None), ("crop", None), ("crop", 100)])
+@pytest.mark.parametrize(
+    ("long", "max_length", "epoch"),
+    [
+        *(("full", MAXIMUM, 3), ("full", None, 3), ("crop", None, 3), ("crop", MAXIMUM, None)),
+        *((long, 100, 3) for long in ("crop", "window", "full", "skip", "error")),
+    ],
+)
 def test_nothing_is_cropped_where_nothing_need_be(
-    store: TokenStore, sequences: dict[str, str], long: Long, max_length: int | None
+    store: TokenStore, sequences: dict[str, str], long: Long, max_length: int | None, epoch: int | None
 ) -> None:
     split = examples(store, long, max_length)
-    assert split.tokens.tolist() == [size + 2 for size in SIZES]
-    for n, sequence in enumerate(sequences.values()):
-        assert split.get(n, 3).tokens.tolist() == [0, *encode_residues(sequence), 2]
-        assert len(split.get(n, 3).labels["ten"]) == len(sequence)
+    assert split.notices == []
+    for n, (name, sequence) in enumerate(sequences.items()):
+        example = split.get(n, epoch)
+        assert example.id == name
+        assert example.tokens.tolist() == [0, *encode_residues(sequence), 2]
+        assert example.labels["number"].tolist() == list(range(len(sequence)))
+        assert len(example.labels["ten"]) == len(sequence)
+        assert epoch is None or split.tokens[n] == len(sequence) + 2
 
 
 @pytest.mark.parametrize("max_length", [8, 12, 30, 99, 100])
@@ -119,23 +123,14 @@ def test_token_counts_are_those_of_the_examples(store: TokenStore, max_length: i
 
 
 def test_a_record_over_the_limit_is_refused_where_the_recipe_says_so(store: TokenStore) -> None:
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=r"^x\.fasta: record 'r4' has 100 residues, data\.max_length is 30"):
         examples(store, "error", MAXIMUM)
-    assert str(error.value).startswith("x.fasta: record 'r4' has 100 residues, data.max_length is 30")
-    assert examples(store, "error", 100).tokens.tolist() == [size + 2 for size in SIZES]
 
 
 def test_a_split_without_labels_has_none(store: TokenStore) -> None:
     split = Examples("predict", Path("x.fasta"), store, None, long="crop", max_length=MAXIMUM)
     assert split.get(4, 0).labels == {}
     assert len(split.get(4, 0).tokens) == MAXIMUM + 2
-
-
-def test_a_record_is_whole_outside_of_an_epoch(store: TokenStore, sequences: dict[str, str]) -> None:
-    split = examples(store)
-    for n, sequence in enumerate(sequences.values()):
-        assert split.get(n).tokens.tolist() == [0, *encode_residues(sequence), 2]
-        assert split.get(n).labels["number"].tolist() == list(range(len(sequence)))
 
 
 def test_windows_cover_a_record_evenly_and_carry_their_labels(store: TokenStore, sequences: dict[str, str]) -> None:
@@ -160,14 +155,6 @@ def test_long_records_are_skipped_by_name(store: TokenStore, sequences: dict[str
     assert examples(store, "skip", 40).notices == ["2 records over 40 residues left out (r4, ...)"]
     with pytest.raises(InputError, match=r"^x\.fasta: every record is longer than data\.max_length, 4; raise it$"):
         examples(store, "skip", 4)
-
-
-@pytest.mark.parametrize("long", ["crop", "window", "full", "skip", "error"])
-def test_where_nothing_is_long_nothing_changes(store: TokenStore, sequences: dict[str, str], long: Long) -> None:
-    split = examples(store, long, 100)
-    assert [split.get(n, 1).id for n in range(len(split))] == list(sequences)
-    assert split.tokens.tolist() == [size + 2 for size in SIZES]
-    assert split.notices == []
 
 
 @pytest.mark.parametrize("long", ["crop", "window"])

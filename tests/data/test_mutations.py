@@ -1,4 +1,4 @@
-"""Mutation tables: cells, columns, numbering, policies, replicates, and what is said about the rest."""
+"""Mutation tables: cells, columns, numbering, policies, replicates, unusable rows, and what is said about the rest."""
 
 import random
 import re
@@ -7,8 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esmshard.data.variants.mutations import NAME_MUTANT, NAME_TARGET, Mutation, Variants, parse_variant, read_variants
-from esmshard.data.variants.substitutions import RefusedVariant
+from esmshard.data.variants import (
+    NAME_MUTANT,
+    NAME_TARGET,
+    Mutation,
+    RefusedVariant,
+    Variants,
+    parse_variant,
+    read_variants,
+)
 from esmshard.errors import InputError, UsageError
 
 #             10        20        30        40        50
@@ -44,61 +51,31 @@ def scored(*cells: str) -> str:
 A4G, T3V, K2S = Mutation(3, "A", "G"), Mutation(2, "T", "V"), Mutation(1, "K", "S")
 
 
-@pytest.mark.parametrize(
-    ("cell", "mutations"),
-    [
-        ("A4G", (A4G,)),
-        (" a4g ", (A4G,)),
-        ("p.A4G", (A4G,)),
-        ("p.Ala4Gly", (A4G,)),
-        ("P.ALA4GLY", (A4G,)),
-        ("ala4gly", (A4G,)),
-        ("Ala4G", (A4G,)),
-        ("p.(Ala4Gly)", (A4G,)),
-        ("p.[Ala4Gly]", (A4G,)),
-        ("NP_000509.1:p.Ala4Gly", (A4G,)),
-        ("NP_000509:p.A4G", (A4G,)),
-        ("ENSP00000269305.4:p.(Ala4Gly)", (A4G,)),
-        ("P62593.1:p.Ala4Gly", (A4G,)),
-        ("A4G:T3V", (T3V, A4G)),
-        ("A4G;T3V", (T3V, A4G)),
-        ("A4G,T3V", (T3V, A4G)),
-        ("A4G, T3V,\tK2S", (K2S, T3V, A4G)),
-        ("A4G/T3V", (T3V, A4G)),
-        ("A4G + T3V", (T3V, A4G)),
-        ("A4G  T3V", (T3V, A4G)),
-        ("p.[Ala4Gly;Thr3Val]", (T3V, A4G)),
-        ("p.[(Ala4Gly;Thr3Val)]", (T3V, A4G)),
-        ("p.[(Ala4Gly);(Thr3Val)]", (T3V, A4G)),
-        ("p.Ala4Gly;p.Thr3Val", (T3V, A4G)),
-        ("A4G:p.T3V", (T3V, A4G)),
-        ("p.Ala4Gly p.Thr3Val", (T3V, A4G)),
-        ("K10R:A9G", (Mutation(8, "A", "G"), Mutation(9, "K", "R"))),  # by number, not by text
-        ("p.Ala4Ter", (Mutation(3, "A", "*"),)),
-        ("A4*", (Mutation(3, "A", "*"),)),
-        ("p.Ala4*", (Mutation(3, "A", "*"),)),
-        ("A4A", (Mutation(3, "A", "A"),)),
-        ("p.Ala4=", (Mutation(3, "A", "A"),)),
-        ("p.(Ala4=)", (Mutation(3, "A", "A"),)),
-        ("X4X", (Mutation(3, "X", "X"),)),
-        ("Asx4=", (Mutation(3, "B", "B"),)),
-        ("Sec4Pyl", (Mutation(3, "U", "O"),)),
-        ("X4A", (Mutation(3, "X", "A"),)),
-        ("Xaa4Ala", (Mutation(3, "X", "A"),)),
-        ("A0G", (Mutation(-1, "A", "G"),)),  # numberings that count from 0 or over a signal peptide
-        ("A-3G", (Mutation(-4, "A", "G"),)),
-        ("A123456G", (Mutation(123455, "A", "G"),)),
-        ("WT", ()),
-        ("wt", ()),
-        ("_wt", ()),
-        ("Wild-Type", ()),
-        ("wildtype", ()),
-        ("wild type", ()),
-        ("p.=", ()),
-        ("p.(=)", ()),
-        ("=", ()),
+CELLS: dict[tuple[Mutation, ...], list[str]] = {
+    (A4G,): [
+        *("A4G", " a4g ", "p.A4G", "p.Ala4Gly", "P.ALA4GLY", "ala4gly", "Ala4G", "p.(Ala4Gly)", "p.[Ala4Gly]"),
+        *("NP_000509.1:p.Ala4Gly", "NP_000509:p.A4G", "ENSP00000269305.4:p.(Ala4Gly)", "P62593.1:p.Ala4Gly"),
     ],
-)
+    (T3V, A4G): [
+        *("A4G:T3V", "A4G;T3V", "A4G,T3V", "A4G/T3V", "A4G + T3V", "A4G  T3V", "A4G:p.T3V", "p.Ala4Gly p.Thr3Val"),
+        *("p.[Ala4Gly;Thr3Val]", "p.[(Ala4Gly;Thr3Val)]", "p.[(Ala4Gly);(Thr3Val)]", "p.Ala4Gly;p.Thr3Val"),
+    ],
+    (K2S, T3V, A4G): ["A4G, T3V,\tK2S"],
+    (Mutation(8, "A", "G"), Mutation(9, "K", "R")): ["K10R:A9G"],  # by number, not by text
+    (Mutation(3, "A", "*"),): ["p.Ala4Ter", "A4*", "p.Ala4*"],
+    (Mutation(3, "A", "A"),): ["A4A", "p.Ala4=", "p.(Ala4=)"],
+    (Mutation(3, "X", "X"),): ["X4X"],
+    (Mutation(3, "B", "B"),): ["Asx4="],
+    (Mutation(3, "U", "O"),): ["Sec4Pyl"],
+    (Mutation(3, "X", "A"),): ["X4A", "Xaa4Ala"],
+    (Mutation(-1, "A", "G"),): ["A0G"],  # numberings that count from 0 or over a signal peptide
+    (Mutation(-4, "A", "G"),): ["A-3G"],
+    (Mutation(123455, "A", "G"),): ["A123456G"],
+    (): ["WT", "wt", "_wt", "Wild-Type", "wildtype", "wild type", "p.=", "p.(=)", "="],
+}
+
+
+@pytest.mark.parametrize(("cell", "mutations"), [(cell, key) for key, cells in CELLS.items() for cell in cells])
 def test_cells(cell: str, mutations: tuple[Mutation, ...]) -> None:
     assert parse_variant(cell) == mutations
 
@@ -141,42 +118,33 @@ def test_a_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut", "Mutation"]
+    "mutant", ["mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut", "Mutation"]
 )
-def test_usual_columns_of_mutations(name: str) -> None:
-    assert read(f"{name},sequence,score\nA4G,x,1\n").names() == ["A4G"]
+def test_usual_columns_of_mutations(mutant: str) -> None:
+    assert read(f"{mutant},sequence,score\nA4G,x,1\n").names() == ["A4G"]
 
 
-@pytest.mark.parametrize("name", ["DMS_score", "score", "fitness", "target", "effect", "Fitness", "activity", "ddg"])
-def test_usual_columns_of_values(name: str) -> None:
-    variants = read(f"mutant,{name},other\nA4G,7,8\n")
-    assert variants.target_names == (name,)
-    assert variants.target_NT.tolist() == [[7.0]]
+@pytest.mark.parametrize("score", ["DMS_score", "score", "fitness", "target", "effect", "Fitness", "activity", "ddg"])
+def test_usual_columns_of_values(score: str) -> None:
+    variants = read(f"mutant,{score},other\nA4G,7,8\n")
+    assert (variants.target_names, variants.target_NT.tolist()) == ((score,), [[7.0]])
 
 
 def test_columns_by_name() -> None:
     text = "mutant,mutation,score,fitness\nA4G,T3V,1,2\n"
     assert refused(text) == f"v.csv: columns 'mutant' and 'mutation' may both be meant; {NAME_MUTANT}"
-    assert refused(text, mutant="mutation") == (
-        f"v.csv: columns 'score' and 'fitness' may both be meant; {NAME_TARGET}"
-    )
+    assert refused(text, mutant="mutation") == f"v.csv: columns 'score' and 'fitness' may both be meant; {NAME_TARGET}"
     variants = read(text, mutant="mutation", targets=["fitness", "score"])
     assert (variants.names(), variants.target_names) == (["T3V"], ("fitness", "score"))
     assert variants.target_NT.tolist() == [[2.0, 1.0]]
-    assert read(text, mutant="mutation", targets="fitness").target_NT.tolist() == [[2.0]]
-    assert refused("name,score\nA4G,1\n") == (
-        "v.csv: has no column with a usual name for mutations (mutant, mutation, mutations, variant, hgvs_pro, hgvs_p, "
-        "mut) or mutated sequences (mutated_sequence, sequence); its columns are 'name', 'score'; name one: pass "
-        "data.mutant=COLUMN to finetune, or --mutant COLUMN to score, predict and split"
-    )
+    without = read(text, mutant="mutant", targets=None)
+    assert (without.names(), without.target_names, without.target_NT.shape) == (["A4G"], (), (1, 0))
+    assert refused("name,score\nA4G,1\n").endswith(f"; its columns are 'name', 'score'; name one: {NAME_MUTANT}")
     assert "'mutant', 'kd'" in refused("mutant,kd\nA4G,1\n")
-    assert refused("mutant,score\nA4G,1\n", mutant="mutent") == (
-        "v.csv: has no column 'mutent'; did you mean 'mutant'? its columns are 'mutant', 'score'"
-    )
+    assert "no column 'mutent'; did you mean 'mutant'?" in refused("mutant,score\nA4G,1\n", mutant="mutent")
     assert refused("mutant,score\nA4G,1\n", targets=["scor"]).startswith("v.csv: has no column 'scor'")
-    assert refused(text, UsageError, mutant="mutant", targets=["score", "score"]) == (
-        "data.target: names a column twice: score, score"
-    )
+    assert "names a column twice" in refused(text, UsageError, mutant="mutant", targets=["score", "score"])
+    assert refused("mutant,score\nA4G,1\nT3V,high\n").startswith("v.csv:3: column 'score' has 'high', which is not")
 
 
 def test_cells_without_letters_of_the_wild_type() -> None:
@@ -186,17 +154,6 @@ def test_cells_without_letters_of_the_wild_type() -> None:
     assert read(scored("1g", "2Ser"), offset=3).names() == ["A4G", "Y5S"]
     assert "99" in refused(scored("4G", "99A"))
     assert "'4G' is no substitution" in refused(scored("4G", "K2S")), "cells of two kinds are a mistake"
-
-
-def test_variants_without_values_are_read_if_asked() -> None:
-    variants = read("mutant\nA4G\nWT\n", targets=None)
-    assert variants.target_NT.shape == (2, 0)
-    assert variants.target_names == ()
-    assert variants.names() == ["A4G", "WT"]
-
-
-def test_a_value_that_is_no_number() -> None:
-    assert refused("mutant,score\nA4G,1\nT3V,high\n").startswith("v.csv:3: column 'score' has 'high', which is not")
 
 
 def test_decimal_commas_are_told() -> None:
@@ -228,12 +185,11 @@ def every_site(shift: int, sequence: str = WT) -> list[str]:
 
 
 def test_a_mutation_that_does_not_fit() -> None:
-    assert refused(scored("A4G", "A5G", "T3V:K9R", "Q57A", "M0K", "V2L")) == (
+    assert refused(scored("A4G", "A5G", "T3V:K9R", "Q57A", "M0K", "V2L")).startswith(
         "v.csv: 5 of 7 mutations do not fit the wild type of 56 residues: line 3 A5G (the wild type has Y), line 4 K9R "
-        "(the wild type has Q), line 5 Q57A (the wild type has no such position), ...; correct them, the wild type or "
-        "the offset"
+        "(the wild type has Q), line 5 Q57A (the wild type has no such position), ...; "
     )
-    assert refused(scored("A4G", "M0K")).count("line 3 M0K (the wild type has no such position)") == 1
+    assert "line 3 M0K (the wild type has no such position)" in refused(scored("A4G", "M0K"))
 
 
 def test_an_offset_is_added() -> None:
@@ -241,10 +197,7 @@ def test_an_offset_is_added() -> None:
     assert variants.names() == ["T3V:A4G", "Q56A"]
     assert variants.positions() == [frozenset({2, 3}), frozenset({55})]
     assert read(scored("A104G"), offset=-100).names() == ["A4G"]
-    assert refused(scored("A4G", "A5G"), offset=3) == (
-        "v.csv: 1 of 2 mutations shifted by +3 do not fit the wild type of 56 residues: line 3 A5G (the wild type has "
-        "K); correct them, the wild type or the offset"
-    )
+    assert "1 of 2 mutations shifted by +3 do not fit" in refused(scored("A4G", "A5G"), offset=3)
 
 
 def test_an_offset_is_proposed() -> None:
@@ -276,17 +229,10 @@ def test_an_offset_is_found() -> None:
         "v.csv: 3 of 33 mutations fit the wild type as numbered, 33 fit when shifted by +23, which was done"
     ]
     assert read(scored(*every_site(-100)), offset="auto").names()[-1] == "Q56W"
+    nearly = [f"{letter}{place - 23}{to}" for place, letter in enumerate(WT, 1) for to in "GP" if letter not in "GP"]
+    assert "1 of 103 mutations shifted by +23 do not fit" in refused(scored(*nearly, "W5A"), offset="auto")
     as_numbered = read(scored("A4G"), offset="auto")
     assert (as_numbered.names(), as_numbered.notices) == (["A4G"], [])
-
-
-def test_an_offset_that_fits_nearly_all_leaves_errors() -> None:
-    cells = [f"{letter}{place - 23}{to}" for place, letter in enumerate(WT, 1) for to in "GP" if letter not in "GP"]
-    cells[7:7] = ["W5A"]
-    assert refused(scored(*cells), offset="auto") == (
-        "v.csv: 1 of 103 mutations shifted by +23 do not fit the wild type of 56 residues: line 9 W5A "
-        "(the wild type has G); correct them, the wild type or the offset"
-    )
 
 
 def test_too_little_to_tell_an_offset() -> None:
@@ -319,10 +265,7 @@ def test_a_repeat_fits_several_offsets() -> None:
 
 def test_stop_codons() -> None:
     text = scored("A4G", "T3*", "K2S:A4*", "p.Ile6Ter", "Q9*")
-    assert refused(text) == (
-        "v.csv: a stop codon in 4 of 5 variants: line 3 'T3*', line 4 'K2S:A4*', line 5 'I6*', ...; remove these rows, "
-        "or set data.unusable=drop"
-    )
+    assert "a stop codon in 4 of 5 variants: line 3 'T3*', line 4 'K2S:A4*', line 5 'I6*', ...; " in refused(text)
     variants = read(text, unusable="drop")
     assert variants.names() == ["A4G"]
     assert variants.notices == ["v.csv: left out 4 rows with a stop codon (line 3, line 4, line 5, ...)"]
@@ -331,20 +274,14 @@ def test_stop_codons() -> None:
 
 def test_synonymous_changes() -> None:
     text = scored("A4A", "T3V", "K2K:I6L")
-    assert refused(text) == (
-        "v.csv: a synonymous change in 2 of 3 variants: line 2 'A4A', line 4 'K2K:I6L'; remove these rows, or set "
-        "data.unusable=drop"
-    )
+    assert "a synonymous change in 2 of 3 variants: line 2 'A4A', line 4 'K2K:I6L'; " in refused(text)
     dropped = read(text, unusable="drop")
     assert (dropped.names(), dropped.rows) == (["T3V"], [(1,)])
     assert dropped.notices == ["v.csv: left out 2 rows with a synonymous change (line 2, line 4)"]
     kept = read(text, keep_synonymous=True)
-    assert kept.names() == ["A4A", "T3V", "K2K:I6L"]
-    assert kept.sequences()[0] == WT
-    assert kept.positions()[2] == frozenset({1, 5})
-    assert kept.notices == []
-    message = "v.csv: no variant is left of 1 row (left out 1 row with a synonymous change (line 2))"
-    assert refused(scored("A4A"), unusable="drop") == message
+    assert (kept.names(), kept.sequences()[0]) == (["A4A", "T3V", "K2K:I6L"], WT)
+    assert (kept.positions()[2], kept.notices) == (frozenset({1, 5}), [])
+    assert "no variant is left of 1 row (left out 1 row with a syn" in refused(scored("A4A"), unusable="drop")
 
 
 def test_missing_values() -> None:
@@ -357,9 +294,7 @@ def test_missing_values() -> None:
         "v.csv: kept 2 rows without a value in one of 'a', 'b' (line 2, line 4)",
         "v.csv: left out 2 rows without a value in 'a' or 'b' (line 3, line 6)",
     ]
-    assert refused("mutant,score\nA4G,\nK2S,\n") == (
-        "v.csv: no variant is left of 2 rows (left out 2 rows without a value in 'score' (line 2, line 3))"
-    )
+    assert "no variant is left of 2 rows" in refused("mutant,score\nA4G,\nK2S,\n")
 
 
 @pytest.mark.filterwarnings("error")
@@ -391,12 +326,8 @@ def test_mutations_from_sequences() -> None:
     assert variants.target_NT.tolist() == [[2.5], [2.0], [3.0]]
     assert variants.sequences() == [one, WT, two]
     assert read(f"Sequence,score\n{one},1\n").names() == ["A4G"]
-    assert refused(f"sequence,score\n{one},1\n", UsageError, offset=3) == (
-        "v.csv: offset shifts numbered mutations, but column 'sequence' has sequences"
-    )
-    assert refused(f"sequence,mutated_sequence,score\n{one},{one},1\n") == (
-        "v.csv: columns 'sequence' and 'mutated_sequence' may both be meant; rename the one that is not"
-    )
+    assert "offset shifts numbered" in refused(f"sequence,score\n{one},1\n", UsageError, offset=3)
+    assert "may both be meant" in refused(f"sequence,mutated_sequence,score\n{one},{one},1\n")
 
 
 @pytest.mark.parametrize("cell", ["MKT", f"MKTA-{WT[5:]}", f"MKTX{WT[4:]}", f"MKT?{WT[4:]}", f"MKT\u00e4{WT[4:]}", ""])
@@ -409,6 +340,79 @@ def test_a_stop_codon_in_a_sequence() -> None:
     assert "a stop codon in 1 of 2 variants: line 3 'A4*'" in refused(text)
     assert read(text, unusable="drop").names() == ["WT"]
     assert "line 2 'Q56*'" in refused(f"sequence,score\n{WT[:-1]}*,1\n")
+
+
+# ---- rows that cannot be used
+
+GOOD = [f"{WT[n]}{n + 1}{letter}" for n in range(20) for letter in "CG"]
+"""Forty variants."""
+
+
+def mixed(*cells: str, good: int = 36, shift: int = 0) -> str:
+    """Of good cells, and others behind them; all numbered from `shift` + 1."""
+    return scored(*(f"{cell[0]}{int(cell[1:-1]) + shift}{cell[-1]}" for cell in GOOD[:good]), *cells)
+
+
+def test_cells_that_name_no_substitution_are_left_out_and_named() -> None:
+    found = read(mixed("K2del", "hello", "K2del", "A4fs"), unusable="drop")
+    assert found.names() == GOOD[:36]
+    assert found.target_NT[:, 0].tolist() == list(range(1, 37))
+    assert found.notices == [
+        "v.csv: left out 4 rows whose 'mutant' names no substitutions: line 38 'K2del' is no substitution, line 39 "
+        "'hello' is no substitution, line 40 'K2del' is no substitution, ...",
+    ]
+    rows = [f"{WT[:n]}W{WT[n + 1 :]},{n}\n" for n in range(10)]
+    found = read("".join(["sequence,score\n", *rows, f"{WT[:-1]},0\n"]), unusable="drop")
+    assert found.names() == [f"{WT[n]}{n + 1}W" for n in range(10)]
+    assert found.notices[0].startswith("v.csv: left out 1 row whose 'sequence' names no substitutions: line 12 ")
+
+
+def test_another_residue_than_the_wild_type_has_is_left_out_and_named() -> None:
+    found = read(mixed("A2G", "K2W:A3G", "K99A", "K2W"), unusable="drop", offset="auto")  # a good numbering stays
+    assert found.names() == [*GOOD[:36], "K2W"]
+    assert found.notices == [
+        "v.csv: left out 3 rows with another residue than the wild type has: line 38 A2G (the wild type has K), line "
+        "39 A3G (the wild type has T), line 40 K99A (the wild type has no such position)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("good", "cells", "unusable"),
+    [(36, 4, "drop"), (35, 4, None), (27, 3, "drop"), (26, 3, None), (40, 1, "drop"), (40, 1, "error")],
+)
+@pytest.mark.parametrize("cell", ["K2del", "A2G"])
+def test_more_than_a_tenth_is_an_error(good: int, cells: int, unusable: str | None, cell: str) -> None:
+    text = mixed(*[cell] * cells, good=good)
+    if unusable == "drop":
+        assert len(read(text, unusable="drop")) == good
+        return
+    what = "cells of column 'mutant' cannot be used: line" if cell == "K2del" else "mutations do not fit the wild type"
+    assert refused(text, unusable=unusable or "drop").startswith(f"v.csv: {cells} of {good + cells} {what}")
+
+
+def test_rows_are_counted_and_not_their_mutations() -> None:
+    """One row with three wrong residues of forty rows is one of forty."""
+    assert len(read(mixed("A1G:A2G:A3G", *GOOD[37:40]), unusable="drop")) == 39
+    assert len(read(mixed("A1G:A2G:A3G", "A5G:A6G", "A9G:A10G", "C1G:C2G"), unusable="drop")) == 36
+
+
+def test_the_shift_is_found_although_rows_do_not_fit() -> None:
+    settings: dict[str, object] = {"wild_type": WT[:40], "unusable": "drop"}
+    found = read(mixed("A27G", "K2del", "W28A", shift=25, good=38), offset="auto", **settings)
+    assert (found.names(), found.offset) == (GOOD[:38], -25)
+    assert found.notices[0].startswith("v.csv: left out 1 row whose 'mutant' names no substitutions: line 41 'K2del'")
+    assert found.notices[1] == (
+        "v.csv: 4 of 40 mutations fit the wild type as numbered, 38 fit when shifted by -25, which was done"
+    )
+    assert found.left_out == {
+        38: "A27G (the wild type has K)",
+        39: "'K2del' is no substitution",
+        40: "W28A (the wild type has T)",
+    }
+    text = mixed(*["W28A"] * 5, shift=25)
+    assert "36 fit when shifted by -25; set data.offset=-25" in refused(text, offset="auto", **settings)
+    # By hand, what misfits in too many rows is refused under the given shift too.
+    assert "5 of 41 mutations shifted by -25 do not fit" in refused(text, offset=-25, **settings)
 
 
 # ---- a measured data set
@@ -468,19 +472,41 @@ def generated(draw: random.Random) -> tuple[list[tuple[str, float, str]], str]:
     return [(name, value, note.strip()) for name, (value, note) in rows.items()], draw.choice(["", "\ufeff"]) + text
 
 
-def test_tables_written_in_any_way_are_read_alike() -> None:
-    draw = random.Random(20240)
-    whole = 0
-    for _ in range(600):
-        rows, text = generated(draw)
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    for _ in range(draw.randrange(1, 4)):
+        at = draw.randrange(len(data) + 1)
+        swap = draw.choice([(b",", b";"), (b";", b","), (b"\t", b" "), (b",", b"\t")])
+        strange = draw.choice("\u00df\u2028\u0085\u00e9\u0661\U0001f9ec\u212a\x1c\x00").encode()
+        put = draw.choice([b"", draw.randbytes(draw.randrange(1, 5)), b'"', strange, data[: draw.randrange(40)]])
+        ways = [data[:at], data.replace(*swap, draw.randrange(5)), data[:at] + put + data[at + draw.randrange(20) :]]
+        data = draw.choice([*ways, data[:at] + put + data[at:]])
+    return data
+
+
+def test_tables_written_in_any_way_are_read_alike_and_damaged_ones_refused_or_read_right() -> None:
+    draw, whole, messages, hurt = random.Random(20240), 0, list[str](), 0
+    for _ in range(2500):
+        (rows, text), damage, path = generated(draw), draw.random() < 0.7, Path("v.csv")
+        path.write_bytes(damaged(text.encode(), draw) if damage else text.encode())
         try:
-            variants = read(text, replicates="keep")
-        except InputError:  # its commas may be of decimals or of thousands
+            variants = read_variants(path, wild_type=WT, replicates="keep", unusable="drop")
+        except InputError as error:
+            messages.append(str(error))
+            assert damage or "not a finite number" in messages[-1], (text, messages[-1])
             continue
-        whole += 1
-        notes = [variants.table.column("note")[row] for (row,) in variants.rows]
-        assert list(zip(variants.names(), variants.target_NT[:, 0].tolist(), notes, strict=True)) == rows
-    assert whole > 400
+        if damage:
+            hurt += 1
+            named = path.read_bytes().decode("utf-8-sig").upper()
+            for mutations, values in zip(variants.mutations, variants.target_NT, strict=True):
+                assert all(str(mutation) in named for mutation in mutations)
+                assert np.isfinite(values).all()
+                assert all(WT[mutation.position] == mutation.wild for mutation in mutations)
+        else:
+            whole += 1
+            notes = [variants.table.column("note")[row] for (row,) in variants.rows]
+            assert list(zip(variants.names(), variants.target_NT[:, 0].tolist(), notes, strict=True)) == rows
+    assert all(len(message.splitlines()) == 1 and "v.csv" in message for message in messages)
+    assert min(whole - 600, hurt - 150, len(messages) - 700) > 0, (whole, hurt, len(messages))
 
 
 def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:

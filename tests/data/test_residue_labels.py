@@ -11,7 +11,7 @@ from in_memory import InMemory
 
 from esmshard.data.labels.residue_labels import ResidueLabels, residue_labels
 from esmshard.data.splits.assignment import TEST, TRAIN, VALID
-from esmshard.data.splits.given_splits import given_splits
+from esmshard.data.splits.recipe_splits import given_splits
 from esmshard.errors import InputError
 from esmshard.io.symbols import Edits
 from esmshard.io.tables import read_table

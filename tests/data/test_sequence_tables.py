@@ -18,8 +18,7 @@ from esmshard.io.store import cached, ingest
 from esmshard.io.symbols import Edits, Rules
 from esmshard.io.tables import Table
 from esmshard.recipe import recipe_file
-from esmshard.recipe.data_section import DataSettings
-from esmshard.recipe.sections import Recipe
+from esmshard.recipe.sections import DataSettings, Recipe
 from esmshard.tasks.registry import new_task
 
 FLIP = (

@@ -6,6 +6,7 @@ import lzma
 import math
 import os
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -264,18 +265,61 @@ def test_residues_that_differ_from_the_sequence(read: Read) -> None:
             read(chain(atoms), {"A": three(sequence)})
 
 
-def test_antibody_numbers_that_skip_where_the_chain_does_not(tmp_path: Path) -> None:
-    lines = [replace(x, number=int(x.number) + (3 if (x.seq or 0) > 6 else 0)) for x in chain(SEQ)]
-    (found,) = read_chains(write(tmp_path / "x.pdb", pdb(lines, {"A": three("GG" + SEQ + "LL")})))
-    np.testing.assert_allclose(found.cb_L3[2:16], expected_cb(14), atol=2e-5)
-    assert np.isnan(found.cb_L3[[0, 1, 16, 17]]).all()
+@pytest.mark.parametrize(
+    ("letters", "missing", "skip", "listed", "unresolved"),
+    [
+        (SEQ, [], (6, 3), f"GG{SEQ}LL", [0, 1, 16, 17]),
+        (SEQ, [], (12, 1), f"{SEQ}GG", [14, 15]),
+        ("MAAAAAAAAAAAAK", [3], (9, 1), "MAAAAAAAAAAAAK", [3]),
+        ("MAAAAAAAAAAAAA", [3], (9, 1), "MAAAAAAAAAAAAAAA", [3, 14, 15]),
+        ("A" * 14, [2, 3], (9, 0), "A" * 16, [2, 3, 14, 15]),
+        (SEQ, [5, 6], (7, -20), f"GG{SEQ}", [0, 1, 7, 8]),
+        (SEQ, [], (9, -9), SEQ, []),
+        ("MKTAYIAWQRGGLV", [5], (0, 0), f"{SEQ}GG", [5, 14, 15]),
+    ],
+)
+def test_a_bond_says_more_than_a_number(
+    tmp_path: Path, letters: str, missing: list[int], skip: tuple[int, int], listed: str, unresolved: list[int]
+) -> None:
+    """Numbers skip where the chain does not, as those of antibodies, or jump backwards."""
+    after, by = skip
+    lines = [replace(x, number=int(x.number) + by * ((x.seq or 0) > after)) for x in chain(letters, missing=missing)]
+    (found,) = read_chains(write(tmp_path / "x.pdb", pdb(lines, {"A": three(listed)})))
+    assert np.flatnonzero(np.isnan(found.cb_L3[:, 0])).tolist() == unresolved
+    resolved_L3 = found.cb_L3[~np.isnan(found.cb_L3[:, 0])]
+    np.testing.assert_allclose(resolved_L3, np.delete(expected_cb(14), missing, 0), atol=2e-5)
 
 
-def test_a_chain_goes_on_after_a_ter_in_its_middle(tmp_path: Path) -> None:
-    lines = pdb(chain(SEQ), ter=False).split("\n")
-    lines.insert(20, "TER")
-    (found,) = read_chains(write(tmp_path / "x.pdb", "\n".join(lines)))
+WHOLE = pdb(chain(SEQ), {"A": three(SEQ)})
+LIGAND = [replace(x, number=300, seq=None, het=True) for x in chain("E")]
+LETTERED = [
+    replace(x, number=["9998", "9999", *(f"A00{k}" for k in "0123456789AB")][(x.seq or 1) - 1]) for x in chain(SEQ)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.pdb", pdb(chain(SEQ), {"A": three(SEQ)}, serial=99_990)),
+        ("x.pdb", pdb(chain(SEQ), {"A": three(SEQ)}, serial=0xFFFF0 - 16**4)),
+        ("x.pdb", re.sub(r"(?m)^(ATOM  ).{5}", r"\1*****", WHOLE)),
+        ("x.pdb", pdb(LETTERED, {"A": three(SEQ)})),
+        ("x.pdb", re.sub(r"(?m)^(ATOM.{50}).*", r"\1", WHOLE)),
+        ("x.pdb", "\ufeff" + WHOLE.replace("\n", "\r\n")),
+        ("x.pdb", WHOLE.replace("\n", "\r")),
+        ("x.cif", "\ufeff" + cif(chain(SEQ), {"A": three(SEQ)}).replace("\n", "\r")),
+        ("x.pdb", pdb(chain(SEQ), ter=False).replace("ATOM     20", "TER\nATOM     20")),
+        ("x.pdb", pdb(chain(SEQ) + LIGAND)),
+        ("x.pdb", pdb(chain(SEQ) + LIGAND, ter=False)),
+        ("x.pdb", pdb(chain(SEQ) + [replace(x, comp="LIG") for x in LIGAND], {"A": three(SEQ)}, ter=False)),
+    ],
+)
+def test_lines_of_other_programs(tmp_path: Path, name: str, text: str) -> None:
+    """Serials beyond their columns, numbers in letters after 9,999, missing columns, line ends, and TER."""
+    (tmp_path / name).write_bytes(text.encode())
+    (found,) = read_chains(tmp_path / name)
     assert found.sequence == SEQ
+    np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
 
 
 def test_a_chain_without_a_name_and_one_with_two_letters(tmp_path: Path) -> None:

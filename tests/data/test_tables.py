@@ -109,6 +109,7 @@ def test_quoted_cells() -> None:
         ("t.csv", '"a;b",c\n1,2\n', ["a;b", "c"]),
         ("t.csv", "a\n1\n2\n", ["a"]),
         ("t.csv", "a,b;c\n1,2\n3;x,4\n", ["a", "b;c"]),
+        ("t.csv", " \t\n\n;;\nmutant;score (a, b)\nA24G;1.5\n", ["mutant", "score (a, b)"]),
     ],
 )
 def test_the_separator_is_what_divides_the_lines(name: str, text: str, columns: list[str]) -> None:

@@ -13,6 +13,7 @@ from esmshard.data.batching.loader import Examples, Long
 from esmshard.data.tracks import (
     RecordTracks,
     TrackFile,
+    cached_track,
     entries,
     protein_tracks,
     record_tracks,
@@ -38,44 +39,25 @@ def read(track: Track, source: Path, *records: str, edits: Edits | None = None) 
     return dict(entries(track, source, InMemory(*records), edits or Edits()))
 
 
-# Letters
-
-
-def test_letters_are_numbered_in_either_case_and_other_proteins_are_passed_over(tmp_path: Path) -> None:
+def test_letters_are_numbered_in_either_case_and_codes_are_arrays_by_id(tmp_path: Path) -> None:
     source = tmp_path / "x.fasta"
-    source.write_text(">b one of b\nHE\n#c\n>other\nhhhhhhhhh\n>a\nCEH\n")
+    source.write_text(">b one of b\nHE\n#c\n>other\nhhhhhhhhh\n>a\nCEH\n")  # other proteins are passed over
     found = read(LETTERS, source, ">a MKT", ">b MKTV")
     assert {n: values.tolist() for n, values in found.items()} == {0: [2, 1, 0], 1: [0, 1, 3, 2]}
+    np.savez(tmp_path / "x.npz", a=np.array([0, 499, 500], np.int16), other=np.array([1.5]))
+    assert read(CODES, tmp_path / "x.npz", ">a MKT", ">b M")[0].tolist() == [0, 499, 500]
+    with pytest.raises(InputError, match=refusal("x.csv: words of structure are read from an .npz file")):
+        read(CODES, tmp_path / "x.csv", ">a MKT")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("given", "said"),
     [
         (">b\nh\n>a\nhxc\n", ("x.fasta:3: record 'a' has 'x' at position 2", "letters of turns (hec)", "write #")),
         (">a\nhh\u00e9\n", ("record 'a' has 'é' at position 3",)),
         (">a\nhh\n", ("x.fasta:1: record 'a' has letters of turns of 2 residues", "3 residues", "# where nothing")),
         (">a\nhhh\n>a\nhhh\n", ("x.fasta:3: record 'a' stands in", "x.fasta:1 too")),
         ("hhh\n", ("x.fasta:1: text before the first '>'",)),
-    ],
-)
-def test_wrong_letters_are_refused(text: str, said: Sequence[str], tmp_path: Path) -> None:
-    source = tmp_path / "x.fasta"
-    source.write_text(text)
-    with pytest.raises(InputError, match=refusal(*said)):
-        read(LETTERS, source, ">a MKT")
-
-
-# Codes
-
-
-def test_codes_are_arrays_by_id(tmp_path: Path) -> None:
-    np.savez(tmp_path / "x.npz", a=np.array([0, 499, 500], np.int16), other=np.array([1.5]))
-    assert read(CODES, tmp_path / "x.npz", ">a MKT", ">b M")[0].tolist() == [0, 499, 500]
-
-
-@pytest.mark.parametrize(
-    ("array", "said"),
-    [
         (np.array([0, 501, 2]), ("x.npz: record 'a' has 501 at position 2", "0 to 499, and 500 where nothing")),
         (np.array([0, -1, 2]), ("has -1 at position 2",)),
         (np.array([0.0, 1.0, 2.0]), ("x.npz: record 'a' is float64 [3]", "whole numbers")),
@@ -83,15 +65,15 @@ def test_codes_are_arrays_by_id(tmp_path: Path) -> None:
         (np.array([0, 1]), ("words of structure of 2 residues", "3 residues", "500 where nothing is known")),
     ],
 )
-def test_wrong_codes_are_refused(array: np.ndarray, said: Sequence[str], tmp_path: Path) -> None:
-    np.savez(tmp_path / "x.npz", a=array)
+def test_wrong_letters_and_codes_are_refused(given: str | np.ndarray, said: Sequence[str], tmp_path: Path) -> None:
+    if isinstance(given, str):
+        track, source = LETTERS, tmp_path / "x.fasta"
+        source.write_text(given)
+    else:
+        track, source = CODES, tmp_path / "x.npz"
+        np.savez(source, a=given)
     with pytest.raises(InputError, match=refusal(*said)):
-        read(CODES, tmp_path / "x.npz", ">a MKT")
-
-
-def test_codes_in_another_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=refusal("x.csv: words of structure are read from an .npz file")):
-        read(CODES, tmp_path / "x.csv", ">a MKT")
+        read(track, source, ">a MKT")
 
 
 # Coordinates
@@ -124,24 +106,22 @@ def test_several_records_have_coordinates_and_others_none(folder: Path) -> None:
     np.testing.assert_allclose(found[2], backbone(5)[:, :3] + 5.0, atol=1e-3)
 
 
-def test_a_chain_of_another_length_is_refused_and_other_residues_are_counted(folder: Path) -> None:
-    said = ("1ABC.cif: chain '1abc_B' of record '1abc_B' has coordinates of 12 residues", "3 residues", "SEQRES")
-    with pytest.raises(InputError, match=refusal(*said)):
-        read(PLACES, folder, ">1abc_B MKT")
+def test_chains_that_fit_no_record_are_refused_and_other_residues_are_counted(folder: Path) -> None:
     edits = Edits()
     assert len(read(PLACES, folder, f">1abc_B A{OTHER[1:]}", edits=edits)) == 1
     assert "the structure has other residues than the sequence in 1 record (1abc_B)" in edits.notices()
-
-
-def test_a_file_of_several_chains_needs_the_sequence_of_one(folder: Path) -> None:
-    with pytest.raises(InputError, match=refusal("1ABC.cif: has 2 protein chains", "'1abc'", "1abc_CHAIN")):
-        read(PLACES, folder, ">1abc MKT")
-
-
-def test_two_files_of_one_record_are_refused(folder: Path) -> None:
-    (folder / "1abc_A.pdb").write_text(pdb(chain(SEQ, "A")))
-    with pytest.raises(InputError, match=refusal("record '1abc_A': it has coordinates in", "1ABC.cif too")):
-        read(PLACES, folder, f">1abc_A {SEQ}")
+    (folder / "2abc_A.pdb").write_text(pdb(chain(SEQ, "A")))
+    (folder / "2ABC.pdb").write_text(pdb(chain(SEQ, "A")))
+    for record, said in (
+        (
+            ">1abc_B MKT",
+            ("1ABC.cif: chain '1abc_B' of record '1abc_B' has coordinates of 12 residues", "3 res", "SEQRES"),
+        ),
+        (">1abc MKT", ("1ABC.cif: has 2 protein chains", "'1abc'", "1abc_CHAIN")),
+        (f">2abc_A {SEQ}", ("record '2abc_A' stands in", "too")),
+    ):
+        with pytest.raises(InputError, match=refusal(*said)):
+            read(PLACES, folder, record)
 
 
 # Beside a token store
@@ -214,6 +194,17 @@ def test_a_changed_source_is_read_again_and_has_another_digest(
     assert changed.digest != tracks.digest
     assert 0 not in changed.get(0, slice(None))["turns"]
     assert 0 in tracks.get(0, slice(None))["turns"]
+
+
+@pytest.mark.parametrize("name", ["values.npy", "known.npy", "manifest.json"])
+def test_an_altered_copy_in_the_cache_is_read_again(name: str, store: TokenStore, tmp_path: Path) -> None:
+    source = tmp_path / "letters.fasta"
+    source.write_text("".join(f">{store.id(n)}\n{'h' * int(store.lengths[n])}\n" for n in range(len(store))))
+    path = cached_track(LETTERS, source, store).path / name
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    again = cached_track(LETTERS, source, store)
+    assert set(again[len(store) - 1].tolist()) == {0}
+    assert again.known_N.tolist() == store.lengths.tolist()
 
 
 def test_a_source_of_none_of_the_records_is_refused(store: TokenStore, tmp_path: Path) -> None:

@@ -136,13 +136,6 @@ def test_sequences_of_a_blast_database(build, tmp_path):
     assert build.blast_sequences(tmp_path / "few.psq") == [("few_0", "MAC"), ("few_1", "WYXUO")]
 
 
-def test_hits_table(build):
-    table = "12\t3\n7\t3\n7\t45\n"
-    assert build.column(table, 0) == {12, 7}
-    assert build.column(table, 1) == {3, 45}
-    assert build.column("", 0) == set()
-
-
 def test_a_sequence_that_the_search_finds_is_similar(build, monkeypatch):
     """The search is stood in for: which file is the query, which is searched, with which limits, and what comes out."""
     calls = []

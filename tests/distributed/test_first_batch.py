@@ -21,7 +21,7 @@ def test_two_ranks_that_compute_layers_together_must_have_the_same_records(tiny_
     messages = run_ranks("work:first_batch", 2, tmp_path, str(tiny_recipe), "a share for each")
     assert messages[0] == messages[1]
     assert messages[0].startswith(
-        "on all ranks: ranks 0 and 1 compute each layer together (parallel.tensor or context)"
+        "on all ranks: ranks 0 and 1 would train on different records, though parallel.tensor or context"
     )
 
     tiny_recipe.write_text(tiny_recipe.read_text().replace("/run", "/again"))

@@ -179,7 +179,12 @@ def test_another_request_and_another_input_are_refused(
     asked = request(str(model), Path(f"s3://{BUCKET}/out"), pools=["max"])
     with pytest.raises(UsageError, match=r"s3://proteins/out: was begun with .*; --overwrite starts over"):
         engines.embed(asked, fasta)
-    server.put("out/thesis.pdf", b"%PDF")
+    others = ("out/thesis.pdf", "out/parts/a.csv", "mine/parts/a.csv", "mine/manifest.json", "mine/plan.json")
+    for name in others:
+        server.put(name, b'{"mine": 1}')
     embed(model, other, f"s3://{BUCKET}/out", overwrite=True)
-    assert server.get("out/thesis.pdf") == b"%PDF"
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match=r"mine: .*\(it holds .*\), so nothing is written there"):
+            embed(model, other, f"s3://{BUCKET}/mine", overwrite=overwrite)
+    assert [server.get(name) for name in others] == [b'{"mine": 1}'] * len(others)
     assert EmbeddingStore(f"s3://{BUCKET}/out").manifest["records"] == 20

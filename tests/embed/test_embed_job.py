@@ -1,9 +1,11 @@
 """Embedding files against fair-esm, record by record, what `--dry-run` says, and what is refused without a trace."""
 
 import hashlib
+import io
 import json
 import multiprocessing.util
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ from esmshard.embed.engines import embed, forecast
 from esmshard.embed.parts import EmbeddingStore, begin
 from esmshard.embed.spec import Long, request
 from esmshard.errors import InputError, UsageError
+from esmshard.model.families.family_registry import SIZES
 from esmshard.vocab import RESIDUES, encode
 
 LENGTHS = (31, 1, 120, 7, 7, 64, 2, 300, 18, 45, 9, 77)
@@ -451,6 +454,7 @@ def test_a_record_may_fail_and_the_run_does_not(tmp_path: Path) -> None:
         failed = esmshard_command("embed", "model", "none.fasta", "-o", name, *asked, cwd=tmp_path)
         assert failed.returncode == 1
         assert f"error: {name}: has no values, as every record failed" in failed.stderr
+        assert "_0 has values beyond the range of float16; fix that" in failed.stderr
 
 
 # --dry-run
@@ -472,7 +476,10 @@ def written(path: Path, lengths: Sequence[int], again: Sequence[int] = ()) -> Pa
         ("x.npz", {"pools": ["residue"], "dtype": "fp16"}),
         ("x.csv", {}),
         ("x.h5", {"pools": ["attentions"], "heads": [0, 5], "layers": [1, 6]}),
+        ("x.h5", {"pools": ["residue"], "fmt": "biotrainer-h5"}),
         ("parts", {"pools": ["residue", "mean"]}),
+        ("x.npz", {"pools": ["residue"], "long": Long("truncate", 80, 20)}),
+        ("x.npy", {"long": Long("window", 80, 20)}),
     ],
 )
 def test_a_dry_run_counts_what_the_run_writes(tmp_path: Path, name: str, how: dict[str, Any]) -> None:
@@ -483,10 +490,12 @@ def test_a_dry_run_counts_what_the_run_writes(tmp_path: Path, name: str, how: di
     assert not list(out.parent.iterdir())
     assert lines["records"] == "11 of 4,386 residues, longest 1,100"
     assert lines["sequences"] == "9 different ones: 9 to compute, 0 reused"
-    assert lines["long"] == "3 records over 1,022 residues: taken whole"
+    long = how.get("long", Long("full", 1022))
+    treated = {"full": "taken whole", "window": "seen in overlapping windows", "truncate": "cut"}[long.mode]
+    assert lines["long"] == f"{3 if long.mode == 'full' else 8} records over {long.window:,} residues: {treated}"
     embed(request("starter", out, **how), fasta)
     size = out.stat().st_size if out.is_file() else sum(path.stat().st_size for path in (out / "parts").iterdir())
-    number, unit = lines[name.removeprefix("x.")].removeprefix("about ").split(", ")[-1].split()
+    number, unit = lines[how.get("fmt", name.removeprefix("x."))].removeprefix("about ").split(", ")[-1].split()
     expected = float(number) * {"MB": 1e6, "GB": 1e9}[unit]
     assert 0.65 * expected < size < 1.03 * expected + 10_000
 
@@ -499,6 +508,8 @@ def test_a_dry_run_refuses_what_cannot_be(tmp_path: Path, monkeypatch: pytest.Mo
         forecast(asked, fasta, tmp_path / "earlier")
     lines = forecast(request("starter", tmp_path / "x"), fasta, tmp_path / "earlier")
     assert "8 different ones: 3 to compute, 5 reused" in lines
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(fasta.read_bytes())))
+    assert forecast(request("starter", tmp_path / "x"), Path("-"), tmp_path / "earlier") == lines
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     with pytest.raises(InputError, match="are free; make room"):
         forecast(asked, fasta)
@@ -512,3 +523,5 @@ def test_parts_are_bounded_by_tokens_and_by_bytes(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(parts, "PART_BYTES", 98 * 192 * 4 * 30)
     bounds = begin(tmp_path / "bytes", fasta, request("starter", tmp_path / "y", pools=["residue"]))["bounds"]
     assert max(np.diff(bounds)) == 30
+    for size, tokens in (("esm2_t6_8M_UR50D", 1 << 18), ("esm2_t12_35M_UR50D", 58_254), ("esm2_t36_3B_UR50D", 1 << 14)):
+        assert parts._part_tokens(40_000_000, SIZES[size]) == tokens, "as long as those of the smallest model"

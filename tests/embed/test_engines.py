@@ -342,6 +342,20 @@ def disk(out: Path) -> Iterator[Mount]:
         subprocess.run(["umount", "-l", out], check=True)
 
 
+@pytest.mark.parametrize("kib", [4, 80, 140, 200, 260, 320])
+def test_a_disk_of_any_size(given: Given, out: Path, disk: Mount, kib: int) -> None:
+    disk(kib)
+    run = given.run(out / "x.npy")
+    assert run.wait() in (1, 2), run.said
+    assert "Traceback" not in run.said
+    (sentence,) = [line for line in run.said.splitlines() if line.startswith("error: ")]
+    assert "cannot be written (no space left on device)" in sentence or " are free; make room" in sentence
+    disk(8000)
+    run = given.run(out / "x.npy")
+    assert run.wait() == 0, run.said
+    given.check(out / "x.npy")
+
+
 # The HDF5 library itself may crash when a write fails, so its formats are only refused beforehand.
 @pytest.mark.parametrize("name", [f"x.{fmt}" for fmt in FORMATS if not fmt.startswith(("h5", "biotrainer"))])
 def test_a_disk_that_is_full_when_the_file_is_written(
@@ -425,21 +439,36 @@ def test_another_request_is_refused(given: Given, tmp_path: Path, out: Path, fin
 
 @pytest.mark.parametrize("name", ["x.npy", "x"])
 def test_a_part_that_was_damaged_is_refused_and_one_that_is_gone_computed_again(
-    given: Given, out: Path, name: str
+    given: Given, out: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     directory = given.computed(out / name)
     before = inodes(directory)
-    file = directory / "parts" / min(before)
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(InputError, match=rf"{file.name}: is damaged"):
-        given.embed(out / name)
+    file, other, *_ = (directory / "parts" / part for part in sorted(before))
+    data = file.read_bytes()
+    for damaged in (data[:-1], data + b"x", data[:20] + bytes([data[20] ^ 4]) + data[21:], other.read_bytes()):
+        file.write_bytes(damaged)
+        with pytest.raises(InputError, match=rf"{file.name}: is damaged .*; remove it, and run"):
+            given.embed(out / name)
+        assert inodes(directory) == before
     file.unlink()
     given.embed(out / name)
+    assert "going on; " in capsys.readouterr().err
     given.check(out / name)
+    if name == "x":
+        assert len(before.items() - inodes(out / name).items()) == 1, "the others are not computed again"
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x"])
 def test_what_is_there_is_not_replaced_unless_told(given: Given, tmp_path: Path, out: Path, name: str) -> None:
+    directory = partial(out / name)
+    for thesis in (out / name, directory / "thesis.tex"):
+        thesis.parent.mkdir(exist_ok=True)
+        thesis.write_text("mine")
+        for options in ({}, {"engine": "array", "worker": "0/2"}, {"engine": "array", "worker": "1/2"}):
+            with pytest.raises(UsageError, match=r"exists already|holds thesis.tex"):
+                given.embed(out / name, **options)
+        assert thesis.read_text() == "mine"
+        thesis.unlink()
     given.embed(out / name)
     before = state(out)
     assert given.embed(out / name)["records"] == RECORDS
@@ -447,7 +476,11 @@ def test_what_is_there_is_not_replaced_unless_told(given: Given, tmp_path: Path,
     with pytest.raises(UsageError, match="made with another input"):
         other.embed(out / name)
     assert state(out) == before
-    directory = other.computed(out / name, most=1)
+    other.computed(out / name, most=1)
+    given.embed(out / name)
+    assert inodes(directory), "the interrupted run with another input stays"
+    if name == "x.npy":
+        (out / f"{name}.failed.tsv").write_text("of an earlier output")
     other.embed(out / name, overwrite=True)
     other.embed(tmp_path / "fresh" / name)
     assert not directory.exists()

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from safetensors import safe_open
 
 from esmshard.errors import InputError, UsageError
-from esmshard.io.array_formats import FORMATS, About, Output, Row, SafetensorsFormat, ZarrFormat, suits
+from esmshard.io.array_formats import FORMATS, About, CsvFormat, Output, Row, SafetensorsFormat, ZarrFormat, suits
 
 DIM = 24
 IDS = (
@@ -246,8 +246,8 @@ def test_h5ad_is_read_by_anndata(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("outputs", [*([one] for one in ALL), ALL], ids=lambda some: "+".join(o.name for o in some))
 def test_safetensors_has_a_tensor_a_record_and_output(tmp_path: Path, outputs: list[Output], dtype: str) -> None:
-    write("safetensors", tmp_path / "x.safetensors", outputs, dtype)
-    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+    write("safetensors", tmp_path / "tensors", outputs, dtype)
+    with safe_open(tmp_path / "tensors", "pt") as file:
         expected = {
             f"{name}/{record_id}" if len(outputs) > 1 else record_id: tensor
             for record_id, tensors in zip(IDS, values_of(outputs, dtype), strict=True)
@@ -260,13 +260,16 @@ def test_safetensors_has_a_tensor_a_record_and_output(tmp_path: Path, outputs: l
             assert torch.equal(found, tensor)
         attributes = ATTRIBUTES | {"records": len(IDS), "dim": DIM}
         assert file.metadata() == {key: str(value) for key, value in attributes.items()}
-    assert int.from_bytes((tmp_path / "x.safetensors").read_bytes()[:8], "little") % 8 == 0
-    assert names(tmp_path) == ["x.safetensors"]
+    assert int.from_bytes((tmp_path / "tensors").read_bytes()[:8], "little") % 8 == 0
+    assert names(tmp_path) == ["tensors"]
 
 
 def test_a_header_that_safetensors_would_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "x.safetensors"
-    monkeypatch.setattr(SafetensorsFormat, "HEADER", 1400)
+    with pytest.raises(UsageError, match=r"header .* no room for the names .* give --format h5"):
+        suits("safetensors", [MEAN], "fp32", out, records=1_500_000, id_bytes=15_000_000)
+    suits("safetensors", [MEAN], "fp32", out, records=1_000_000, id_bytes=20_000_000)
+    monkeypatch.setattr(SafetensorsFormat, "header", 1400)
     with pytest.raises(UsageError, match="no room for the names of so many records"):
         write("safetensors", out, [MEAN])
     assert names(tmp_path) == []
@@ -286,7 +289,7 @@ def test_npz_has_an_array_a_record_and_output(tmp_path: Path, outputs: list[Outp
                 assert np.array_equal(file[f"{name}/{record_id}" if len(outputs) > 1 else record_id], tensor.numpy())
 
 
-@pytest.mark.parametrize("block", [1, 9000, 1 << 22])
+@pytest.mark.parametrize("block", [100, 9000, 1 << 22])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_zarr_has_an_array_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, block: int) -> None:
     monkeypatch.setattr(ZarrFormat, "BLOCK", block)
@@ -315,6 +318,15 @@ def test_only_a_zarr_group_is_ever_replaced(tmp_path: Path) -> None:
         write("zarr", out, [MEAN])
     assert (out / "thesis.tex").read_text() == "mine"
     assert names(tmp_path) == ["x.zarr"]
+
+
+def test_nothing_of_others_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / ".old-x.csv").write_text("mine")
+    write("csv", tmp_path / "x.csv", [MEAN], ids=[])
+    with pytest.raises(OSError, match="directory"), CsvFormat(tmp_path / "y.csv", About((MEAN,), DIM, "fp32", 0, {})):
+        (tmp_path / "y.csv" / "results").mkdir(parents=True)
+    assert names(tmp_path) == [".old-x.csv", "x.csv", "y.csv"]
+    assert names(tmp_path / "y.csv") == ["results"]
 
 
 @pytest.mark.parametrize("fmt", ["h5", "npz", "parquet", "safetensors"])

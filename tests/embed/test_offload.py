@@ -114,6 +114,9 @@ def test_what_fits_goes_nowhere(tmp_path: Path) -> None:
     model = offloaded(found, tmp_path / "folder", torch.float32, CPU)
     assert on_meta(model) == [False] * 3
     assert not (tmp_path / "folder").exists()
+    _, batch = tokenise(SEQUENCES)
+    for mine, theirs in zip(numbers(model, batch), numbers(weights.build(found, CPU).eval(), batch), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_a_missing_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

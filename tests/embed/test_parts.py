@@ -505,7 +505,7 @@ def test_an_output_goes_on_with_the_tracks_that_it_was_begun_with(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Embedder, "compute", interrupt)
+        patch.setattr(Embedder, "each", interrupt)
         with pytest.raises(KeyboardInterrupt):
             tracked.embed("out", tracked.letters)
     other = tracked.directory / "other.fasta"

@@ -9,7 +9,7 @@ from small_model import CONFIG, LORA, OF_GRADIENTS, OF_LOGITS, built, computed
 
 from esmshard.model.lora import PackedMatrix, check_quantization
 from esmshard.parallel.layout import Layout
-from esmshard.planner.memory_model import numbers_of
+from esmshard.planner import numbers_of
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.gpu

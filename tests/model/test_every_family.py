@@ -77,7 +77,7 @@ def test_names_of_files_and_back(family: Family) -> None:
         assert name in found
         if found[name] != slice(None):
             assert found[name].stop - found[name].start == shapes[name][0]
-    assert files.read_config(files.write_config(config)) == config
+    assert all(files.read_config(files.write_config(size)) == size for size in family.sizes.values())
     assert [piece.name for piece in files.pieces("no.such.key", config)] in (["no.such.key"], ["esm.no.such.key"])
 
 

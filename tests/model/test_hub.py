@@ -29,7 +29,7 @@ from esmshard.checkpoint.consolidate import FORMAT, consolidate
 from esmshard.errors import InputError
 from esmshard.model import hub, weights
 from esmshard.model.weights import load_model
-from esmshard.planner.plan import config_of
+from esmshard.planner import config_of
 from esmshard.tasks.finetuned import load_finetuned
 
 
@@ -288,6 +288,7 @@ def refused_model(name: str) -> str:
 def test_the_configuration_of_a_repository_decides_family_and_shape(mine: Hub, model: Path, cache: Path) -> None:
     found = weights.read(MINE)
     assert found.config == TINY
+    # The configuration is looked at before gigabytes are downloaded.
     assert mine.asked == ["list", "config.json", "vocab.txt", "README.md", "model.safetensors"]
     assert Path(found.source) == cache / "models--lab--esm2_mine" / "snapshots" / COMMIT
     assert_same_model(Path(found.source), model)
@@ -300,6 +301,14 @@ def test_a_local_path_of_that_name_comes_first(mine: Hub, model: Path) -> None:
     shutil.copytree(model, MINE)
     assert weights.read(MINE).source == MINE
     assert mine.asked == []
+
+
+def test_a_repository_of_another_model_is_refused_before_its_weights_come(mine: Hub, tmp_path: Path) -> None:
+    config = json.loads(mine.files["config.json"]) | {"model_type": "bert"}
+    mine.files["config.json"] = json.dumps(config).encode()
+    reason = "model_type is 'bert' and not one of 'esm'"
+    assert f"config.json is not that of a model that can be read: {reason}" in refused_model(MINE)
+    assert mine.asked == ["list", "config.json"]
 
 
 @pytest.mark.parametrize("name", ["lab/x/y", "lab/", "../lab", "./lab/x", "lab/x.pt", "lab/a--b", "la b/x", "-lab/x"])

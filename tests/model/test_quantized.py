@@ -24,7 +24,7 @@ from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
-from esmshard.planner.memory_model import numbers_of
+from esmshard.planner import numbers_of
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.vocab import encode
 

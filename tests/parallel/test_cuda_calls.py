@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from esmshard import planner
 from esmshard.checkpoint import sharded
 from esmshard.checkpoint.sharded import Saver
 from esmshard.devices import exact_convolutions, is_out_of_memory
-from esmshard.planner import memory_model
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 
@@ -18,7 +18,7 @@ def test_what_the_process_itself_holds_for_nothing_is_free(monkeypatch: pytest.M
     emptied: list[None] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700 if emptied else 100, 1000))
-    assert memory_model.free_bytes(GPU, 1) == 700
+    assert planner.free_bytes(GPU, 1) == 700
 
 
 def test_convolutions_are_exact_on_a_gpu_and_afterwards_as_before() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from esmshard.errors import UsageError
+from esmshard.parallel.preemption import Preempted
 from esmshard.parallel.process_group import World
-from esmshard.parallel.profiler import profiled, reading
+from esmshard.parallel.watch import profiled, reading
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 
@@ -38,3 +39,16 @@ def test_the_trace_has_the_steps_after_the_first_two(tmp_path: Path) -> None:
 def test_more_steps_than_there_are_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs 11 steps"), profiled(ALONE, 9, 10, tmp_path):
         pass
+
+
+@pytest.mark.parametrize("done", [0, 1, 2, 3, 4])
+def test_a_run_that_is_asked_to_stop_leaves_no_part_of_a_trace(done: int, tmp_path: Path) -> None:
+    def run() -> None:
+        with profiled(ALONE, 3, 10, tmp_path / "profile") as step_done:
+            for _ in range(done):
+                step_done()
+            raise Preempted("asked", 15)
+
+    with pytest.raises(Preempted, match="asked"):
+        run()
+    assert not (tmp_path / "profile").exists()

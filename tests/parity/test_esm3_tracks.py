@@ -22,7 +22,7 @@ from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.trunk import Trunk
 from esmshard.parallel.layout import Layout
-from esmshard.planner.memory_model import layer_bytes, numbers_of
+from esmshard.planner import layer_bytes, numbers_of
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.vocab import encode
 

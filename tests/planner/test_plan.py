@@ -11,15 +11,13 @@ import pytest
 import torch
 from command import esmshard
 
+from esmshard import planner as plans
 from esmshard.errors import UsageError
 from esmshard.model import hub
 from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.parallel.layout import Layout
-from esmshard.planner import plan as plans
-from esmshard.planner.cost import MIB, parse
-from esmshard.planner.memory_model import memory, numbers_of
-from esmshard.planner.plan import MicroBatches, Option, Plan, head_bytes
+from esmshard.planner import MIB, MicroBatches, Option, Plan, head_bytes, memory, numbers_of, parse
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings
 

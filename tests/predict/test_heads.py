@@ -138,7 +138,7 @@ def test_a_record_says_the_same_in_every_pack(
     name: str, tokens: int, fasta: Path, sequences: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, among a few and all together, in windows of 5: the values of the module called with each record alone."""
-    for limit, value in (("WINDOW", 5), ("MAPS", 5), ("LEAST", 1), ("TOKENS", tokens)):
+    for limit, value in (("WINDOW", 5), ("LEAST", 1), ("TOKENS", tokens)):
         monkeypatch.setattr(heads, limit, value)
     out = fasta.parent / "out" / "x.npz"
     model = write_model(tmp_path / "model", name)
@@ -305,11 +305,26 @@ def test_packs_that_do_not_fit_get_smaller(tmp_path: Path, monkeypatch: pytest.M
     assert [len(pack) for pack in seen] == [4, 1, 1, 1, 1, 2, 2, 2, 2]
 
 
+def test_windows_end_before_maps_fill_the_memory() -> None:
+    """64 maps of 1,024 tokens, as many as there may be of short ones, and one of a protein that is longer than all."""
+    for tokens, sizes in (
+        ([4096] * 130, [64, 64, 2]),  # a pair map of 1,024 tokens
+        ([100] * 1000, [512, 488]),
+        ([100, 40_000 * 40_000 // 256, 40_000 * 40_000 // 256, 100], [1, 1, 1, 1]),
+    ):
+        assert [len(window) for window in heads.windows(np.array(tokens))] == sizes
+
+
 def test_another_error_stops_the_run(fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second window; nothing of the first stays."""
+
     def broken(batch: TokenBatch) -> None:
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        if len(batch) < 5:
+            assert len(list(out.rglob("*.png"))) == 5
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     model = write_model(tmp_path / "model", "contact")
+    monkeypatch.setattr(heads, "WINDOW", 5)
     failing(monkeypatch, broken)
     out = fasta.parent / "out"
     with pytest.raises(RuntimeError, match="mat1 and mat2"):

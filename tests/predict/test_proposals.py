@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from esmshard.cli import infer
-from esmshard.data.variants.substitutions import Mutation, parse_variant
+from esmshard.data.variants import Mutation, parse_variant
 from esmshard.predict.proposals import DIVERSITY, KAPPA, candidates, choose
 from esmshard.predict.variants import single_substitutions
 

@@ -13,7 +13,7 @@ from model_files import TINY, fair_esm, ours, perturb, write_transformers
 from safetensors.torch import load, save_file
 from scipy import stats
 
-from esmshard.data.variants.substitutions import parse_variant
+from esmshard.data.variants import parse_variant
 from esmshard.errors import InputError, UsageError
 from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2

@@ -10,7 +10,7 @@ from command import esmshard as esmshard_command
 from tracked_model import random_pairs, track, write_model
 
 from esmshard.batch import pack
-from esmshard.data.variants.substitutions import parse_variant
+from esmshard.data.variants import parse_variant
 from esmshard.io.writers import facts_file
 from esmshard.model.trunk import Trunk
 from esmshard.predict.zero_shot import METHODS, score

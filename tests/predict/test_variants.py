@@ -16,7 +16,7 @@ from torch import nn
 
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.data.batching.loader import SEEN, Example
-from esmshard.data.variants.substitutions import Mutation, name_of, parse_variant
+from esmshard.data.variants import Mutation, name_of, parse_variant
 from esmshard.errors import InputError, UsageError
 from esmshard.predict.variants import models_of, rank
 from esmshard.tasks.finetuned import load_finetuned

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from esmshard.batch import pack
-from esmshard.data.variants.substitutions import Mutation
+from esmshard.data.variants import Mutation
 from esmshard.errors import UsageError
 from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2

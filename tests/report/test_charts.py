@@ -181,15 +181,23 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_maps_of_the_best_the_median_and_the_worst(run: Path) -> None:
-    (run / "figures").mkdir()
-    (run / "figures" / "contacts_best_old.png").touch()
-    (run / "figures" / "mine.png").touch()
     drawn = charts.contact_figures(run, Split(LENGTHS))  # type: ignore[arg-type]
     assert [path.name for path in drawn] == ["contacts_best_p0.png", "contacts_median_p3.png", "contacts_worst_p2.png"]
-    assert sorted((run / "figures").iterdir()) == sorted([*drawn, run / "figures" / "mine.png"])
+    assert sorted((run / "figures").iterdir()) == sorted(drawn)
     assert drawn[0].read_bytes().startswith(b"\x89PNG")
     (run / "per_protein.csv").write_text("id,length,long P@L\np3,50,0.5\n")
     assert [path.name for path in charts.contact_figures(run, Split(LENGTHS))] == ["contacts_best_p3.png"]  # type: ignore[arg-type]
     (run / "per_protein.csv").write_text("id,length,long P@L\np1,600,0.5\n")
     with pytest.raises(InputError, match="512"):
         charts.contact_figures(run, Split(LENGTHS))  # type: ignore[arg-type]
+
+
+def test_maps_of_all_records_appear_together(run: Path, tmp_path: Path) -> None:
+    folder, data = tmp_path / "maps", Split([30, 40])
+    charts.draw_maps(charts.load_finetuned("model", None), data, folder)  # type: ignore[arg-type]
+    whole = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert sorted(whole) == ["p0.png", "p1.png"]
+    data.lengths.append(0)  # cannot be drawn
+    with pytest.raises(ZeroDivisionError):
+        charts.draw_maps(charts.load_finetuned("model", None), data, folder)  # type: ignore[arg-type]
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == whole

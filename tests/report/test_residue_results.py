@@ -37,7 +37,11 @@ def test_profiles_are_drawn_and_other_metrics_are_named(kind: str, tmp_path: Pat
     table = {"fine-tuned": list(map(task.score, outputs, targets))}
     table["one-hot window"] = list(map(task.score, others, targets))
     about = {"recipe": {"task": {"name": "residue"}}, "step": 1}
+    (tmp_path / "figures").mkdir()
+    for old in ("contacts_best_old.png", "mine.png"):
+        (tmp_path / "figures" / old).touch()
     text = evaluate.write(tmp_path, data, task, table, about)
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["mine.png"]
     said = text.splitlines()[-1]
     assert "not clearly apart" in said
     assert f"clearly better than the best baseline in {'RMSE' if kind == 'number' else 'log loss'} (-" in said

@@ -96,14 +96,19 @@ def test_what_users_named_is_text(tmp_path: Path) -> None:
 
 def test_paths_are_shown_without_directories(tmp_path: Path) -> None:
     home = "/home/ada lovelace/data"
-    run = make(tmp_path / "run", whole(), evaluation(leakage=["/data/x.fasta: shares 2 records"]))
-    recipe = recipe_file.load(run / "recipe.yaml", [f"data.train={home}/x.fasta"])
+    left_out = [f"2 records of {home}/x.fasta, and all of '{home}/old folds/y.fasta', see {tmp_path}/her runs/first/a"]
+    tested = evaluation(leakage=["/data/x.fasta: shares 2 records"], left_out=left_out)
+    run = make(tmp_path / "her runs" / "first", whole(), tested)
+    recipe = recipe_file.load(
+        run / "recipe.yaml", [f"data.train={home}/x.fasta", f"data.test={home}/old folds/y.fasta"]
+    )
     (run / "recipe.yaml").write_text(recipe_file.dump(recipe))
     (run / "versions.json").write_text(json.dumps({"data": {"train": {"path": f"{home}/x.fasta"}}}))
     found = page(run)
     assert "train: x.fasta" in found.text["recipe"]
     assert found.row("data", "train", 2) == ["x.fasta"]
     assert "x.fasta: shares 2 records" in found.text["data"]
+    assert "2 records of x.fasta, and all of 'y.fasta', see first/a." in found.words("metrics")
 
 
 @words
@@ -280,6 +285,7 @@ def test_a_sweep(tmp_path: Path, undrawn: list[tuple[Any, ...]]) -> None:
         "trials_wanted": 5,
         "state": "done",
         "best": 3,
+        "best_run": "best-003",
         "trials": trials,
         "selected": "Trial 3 is the best of 3.",
     }
@@ -287,8 +293,8 @@ def test_a_sweep(tmp_path: Path, undrawn: list[tuple[Any, ...]]) -> None:
     row = {"mean": 0.487, "deviation": 0.01, "low": 0.4, "high": 0.6, "runs": {"a": 0.48, "b": 0.49}}
     metrics = {"fine-tuned": {"Spearman": row}, "length": {"Spearman": {**row, "mean": 0.111}}}
     summary = {"columns": ["Spearman"], "runs": ["a", "b"], "interval": "95% interval", "metrics": metrics}
-    (tmp_path / "best").mkdir()
-    best = tmp_path / "best" / "summary.json"
+    (tmp_path / "best-003").mkdir()
+    best = tmp_path / "best-003" / "summary.json"
     best.write_text(json.dumps(summary | {"verdict": "Fine-tuning beat it.", "task": "mlm"}))
     found = page(tmp_path)
     assert "Trial 3 is the best of 3. Fine-tuning beat it." in found.words()
@@ -298,7 +304,8 @@ def test_a_sweep(tmp_path: Path, undrawn: list[tuple[Any, ...]]) -> None:
     assert "loss or gradient was not finite <5 times>" in found.text["trials"]
     ((_, _, lines),) = undrawn
     assert np.array(lines["best so far"]).tolist() == [[2, 3, 4], [0.31, 0.62, 0.62]]
-    begun = {"state": "searching", "best": None, "selected": None, "trials": [trial(0, "running", None, 1e-4)]}
+    begun = {"state": "searching", "trials": [trial(0, "running", None, 1e-4)]}
+    begun |= dict.fromkeys(("best", "best_run", "selected"))
     (tmp_path / "sweep.json").write_text(json.dumps(raw | begun))
     best.unlink()
     assert "The best settings are not tested yet." in page(tmp_path).words()

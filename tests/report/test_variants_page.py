@@ -183,10 +183,10 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("high", "named"), [(-0.1, True), (0.1, False)])
 def test_the_baseline_that_was_better_is_named(tmp_path: Path, drawn: dict[str, Any], high: float, named: bool) -> None:
-    run = cross_validated(tmp_path / "v")
+    run = cross_validated(tmp_path / "my runs" / "v 1")
     metrics, gain = METRICS | {"one-hot ridge": interval(0.9, 0.8, 0.95)}, {"one-hot ridge": interval(-0.2, -0.3, high)}
     edit(run, joint={"metrics": metrics, "differences": gain})
-    assert ("--all-singles --with one-hot -o" in page(run).text["ranked"]) is named
+    assert ("predict 'v 1' --all-singles --with one-hot -o" in page(run).text["ranked"]) is named
 
 
 def test_what_users_named_is_text(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = re.sub(r"^data: .*$", "data: {train: many.fasta, valid: few.fasta, test: few.fasta}", recipe, flags=re.M)
     recipe = re.sub(r"^train: .*$", "train: {steps: 4, eval_every: 2}", recipe, flags=re.MULTILINE)
     (made / "charge.yaml").write_text(re.sub(r"^out: .*$", "out: run", recipe, flags=re.MULTILINE))
-    (made / "site" / "wrong.py").write_text("from esmshard.recipe.task_section import TaskSettings\nimport not_there\n")
+    (made / "site" / "wrong.py").write_text("from esmshard.recipe.sections import TaskSettings\nimport not_there\n")
     (made / "site" / "other.py").write_text("class Task: pass\n")
     register(made / "site", "broken", "broken = wrong:Task", "foreign = other:Task")
     register(made / "site", "rival", "mlm = net_charge:NetCharge")
@@ -140,7 +140,8 @@ def test_what_cannot_be_used_is_refused_with_the_reason(directory: Path) -> None
         "'net_charg' found",
         "task.name: task broken of broken 0.1 cannot be imported from wrong:Task (ModuleNotFoundError: No module "
         "named 'not_there'); correct or reinstall broken 0.1",
-        "task.name: task foreign of broken 0.1 cannot be imported from other:Task (AttributeError: ",
+        "task.name: task foreign of broken 0.1 cannot be imported from other:Task (TypeError: it has no "
+        "Settings that are a subclass of esmshard.recipe.sections.TaskSettings); correct or reinstall broken 0.1",
         "task.name: task mlm is registered by esmshard itself and by rival 0.1; uninstall rival 0.1, or give its task "
         "another name",
         "accepted",

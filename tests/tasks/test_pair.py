@@ -21,7 +21,6 @@ from esmshard.recipe import recipe_file
 from esmshard.tasks.base import collate
 from esmshard.tasks.pair import MEMORY, SINGLE, PairSettings, PairTask
 from esmshard.tasks.registry import new_task
-from esmshard.train.evaluate import pair_groups
 from esmshard.vocab import STANDARD, encode
 
 NUMBERS = {"targets": ["Kd"], "mean": [50.0], "std": [4.0]}
@@ -109,15 +108,6 @@ def test_tracks_go_with_their_chains() -> None:
 # Labels and long chains
 
 
-def test_records_that_are_no_pairs_are_refused(files: LabelFiles) -> None:
-    text = "x TARGET=1 MKT:ACD\ny TARGET=2 MKT"
-    message = "record 'y' has 1 chain, and a pair has two; write its sequence as A:B"
-    with pytest.raises(InputError) as caught:
-        files.learned(task({}), text)
-    assert message in str(caught.value)
-    assert "train.fasta" in str(caught.value)
-
-
 def test_tokens_are_those_of_both_chains_and_max_length_is_of_each(files: LabelFiles) -> None:
     fasta, store = files.split("train", "a MKTAYIAKQR:MK\nb MKTAYIAK:MKTAYIAK")
     whole = Examples("train", fasta, store, None, apart=True)
@@ -188,8 +178,8 @@ def test_the_labels_of_a_sequence_s_training_pairs_are_remembered(trunk: ESM2, f
         one, other = pair.split(":")
         assert found[1] == pytest.approx((share[one] + share[other]) / 2, rel=1e-5)
         data = Examples("test", *files.split("test", f"q {pair}"), None)
-        assert pair_groups(data, known) == [group]
-        assert pair_groups(data, {}) == [], "a model without baselines does not know"
+        assert made.groups(data, known) == [group]
+        assert made.groups(data, {}) == [], "a model without baselines does not know"
 
 
 def compared(*sequences: str) -> ComparedRecords:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from label_files import LabelFiles, data, recorded_fits
-from model_files import TINY, fair_esm, ours, perturb, tokenise
-from pydantic import TypeAdapter, ValidationError
+from model_files import TINY, fair_esm, ours, tokenise
 from scipy import stats
 from sklearn import metrics as reference
 
@@ -17,7 +16,6 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe.task_section import AnyTask
 from esmshard.tasks.sequence import SequenceSettings, SequenceTask
 from esmshard.vocab import STANDARD, encode
 
@@ -73,19 +71,6 @@ def examples(n: int, kind: str = "number", seed: int = 0) -> list[Example]:
 # Recipe and labels
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"kind": "class", "loss": "huber"}, "huber is for kind number, and the recipe has class; remove it"),
-        ({"balance": 0.5}, "weighs classes, and the recipe has kind number; remove it"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        TypeAdapter(AnyTask).validate_python({"name": "sequence", **given})
-    SequenceSettings(name="sequence", kind="multilabel", balance=1)
-
-
 def test_numbers_are_standardised_by_the_training_split_and_come_back_in_their_unit(files: Files) -> None:
     table = files.table("id,Tm,other\na,10,1\nb,20,\nc,,\nd,60,5\n")
     text = "a MKT\nb ACD\nc WWW\nd MK"
@@ -135,41 +120,7 @@ def test_several_labels_come_from_one_column_or_from_columns_of_flags(files: Fil
         found.labels(*files.split("test", "v MKT"), data(labels=files.table("id,y,x\nv,1,0\n"), target=["y", "x"]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "message"),
-    [
-        ("number", "a TARGET=2 MKT\nb TARGET=2 ACD", "the target 'TARGET' is 2 for every record that has one"),
-        ("class", "a TARGET=x MKT\nb TARGET=x ACD", "every training record has the label 'x'; give labels of two"),
-        ("multilabel", "a TARGET=x;y MKT\nb TARGET=y;x ACD", "every training record has the label"),
-        ("number", "a TARGET=nan MKT\nb TARGET=nan ACD", "no record (a, b) has a TARGET="),
-        ("number", "a TARGET=tall MKT\nb TARGET=2 ACD", "for names of classes, set task.kind=class"),
-        ("number", "a TARGET=inf MKT\nb TARGET=2 ACD", "which is not a finite number"),
-    ],
-)
-def test_labels_that_nothing_can_be_learned_from_are_refused(files: Files, kind: str, text: str, message: str) -> None:
-    with pytest.raises(InputError) as caught:
-        files.learn({"kind": kind}, text)
-    assert message in str(caught.value)
-    assert "train.fasta" in str(caught.value)
-
-
 # Head
-
-
-@pytest.mark.parametrize("hidden", [None, 0, 5])
-def test_a_record_s_output_does_not_depend_on_its_batch(trunk: ESM2, hidden: int | None) -> None:
-    torch.manual_seed(0)
-    head = task(TWO, hidden=hidden).head(TINY)
-    perturb(head, deviation=0.3)
-    model = FineTuner(trunk, head).eval()
-    sequences = ["MKTAYIAK", "W", "ACDEFGHIKLMNPQRSTVWY"]
-    with torch.no_grad():
-        together = model(tokenise(sequences)[1])
-        alone = [model(tokenise([s])[1])[0] for s in sequences]
-    for a, b in zip(together, alone, strict=True):
-        assert a.shape == (2,)
-        assert (a - b).abs().max() < 1e-5
-    assert (together[0] - together[2]).abs().max() > 1e-3
 
 
 def test_the_mean_is_over_residues_alone() -> None:

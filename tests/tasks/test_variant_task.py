@@ -18,14 +18,13 @@ from torch import nn
 from esmshard.batch import pack
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels, VariantRecords
-from esmshard.data.variants.mutations import read_variants
-from esmshard.data.variants.substitutions import parse_variant
+from esmshard.data.variants import parse_variant, read_variants
 from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.predict.zero_shot import score
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import DataSettings
 from esmshard.tasks.base import collate
 from esmshard.tasks.variants import (
     AUGMENTED,

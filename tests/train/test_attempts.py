@@ -116,7 +116,7 @@ def test_a_directory_that_another_run_holds_is_left_alone(finished: Path, tmp_pa
     out = shutil.copytree(finished / "run", tmp_path / "run")
     with Lock(out):
         before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "lock" not in path.name}
-        with pytest.raises(InputError, match="held by process"):
+        with pytest.raises(InputError, match="which is still running; wait for it, stop it, or choose another"):
             run(finished / "tiny.yaml", *OPTIONS, f"out={out}")
         after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "lock" not in path.name}
     assert before == after

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from esmshard.data.variants.substitutions import parse_variant
+from esmshard.data.variants import parse_variant
 from esmshard.tasks.metrics import (
     Interval,
     bootstrap,

@@ -54,6 +54,7 @@ def test_a_lock_lies_in_the_directory_while_it_is_held(tmp_path: Path, monkeypat
         held.check()
         # The same job, too: twice at once is once too often.
         assert f"process {os.getpid()} on {socket.gethostname()}, job 17" in refusal(out)
+        assert "which is still running" in refusal(out)
         assert "--take-over" not in refusal(out)
         assert not abandoned(out)
     assert list(out.iterdir()) == []
@@ -99,12 +100,29 @@ def test_a_run_of_another_machine_is_followed_by_its_own_job_or_when_the_user_sa
         assert "taken over: --take-over" in capsys.readouterr().err
 
 
-def test_process_ids_of_another_container_say_nothing(tmp_path: Path) -> None:
-    write(tmp_path, host=socket.gethostname(), pid=2**22)
-    assert "--take-over" in refusal(tmp_path)
+def test_the_same_host_after_a_restart_is_another_machine(tmp_path: Path) -> None:
+    """Process ids of another boot, or of another container, say nothing."""
+    boot, place = HERE["namespace"].split()
+    for namespace in (f"other {place}", f"{boot} pid:[1]"):
+        write(tmp_path, host=socket.gethostname(), namespace=namespace, pid=2**22)
+        assert "--take-over" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("text", [b"", b'{"host": "aa", "pi', b"[1, 2]", b"\xff\xfe"])
+def test_a_process_that_the_system_hides_may_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/proc` mounted with `hidepid` does not show the processes of other users."""
+    write(tmp_path, **MYSELF)
+
+    def hidden(*_: Any, **__: Any) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("esmshard.train.run_dir._namespace", lambda: HERE["namespace"])
+    with monkeypatch.context() as hides:
+        hides.setattr(Path, "read_text", hidden)
+        assert not abandoned(tmp_path)
+        assert "pass --take-over" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"", b'{"host": "aa", "pi', b"\x00" * 300, b"[1, 2]", b"\xff\xfe"])
 def test_a_damaged_lock_is_left_to_the_user(tmp_path: Path, text: bytes) -> None:
     (tmp_path / LOCK).write_bytes(text)
     os.utime(tmp_path / LOCK, (1000, 1000))
@@ -119,7 +137,7 @@ def test_a_lock_that_is_just_being_written_is_no_damaged_one(tmp_path: Path) -> 
     (tmp_path / LOCK).write_bytes(b"")
     writer = threading.Timer(0.3, write, (tmp_path,), MYSELF)
     writer.start()
-    assert "damaged" not in refusal(tmp_path)
+    assert "still running" in refusal(tmp_path)
     writer.join()
 
 
@@ -173,5 +191,5 @@ def test_a_lock_that_another_run_took_meanwhile_is_given_back(tmp_path: Path, mo
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", late)
-    assert f"process {os.getpid()}" in refusal(tmp_path)
+    assert "still running" in refusal(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]

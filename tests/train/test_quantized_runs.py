@@ -12,7 +12,7 @@ from packed_weights import unpacked
 from safetensors.torch import load_file
 
 from esmshard.checkpoint import sharded
-from esmshard.checkpoint.consolidate import consolidate_adapter
+from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import UsageError
 from esmshard.model import lora, weights
 from esmshard.model.families.family_registry import SIZES
@@ -80,7 +80,7 @@ def test_a_run_goes_on_bit_for_bit_and_ends_as_the_base_with_its_lora(few: Path)
     assert "the weights here are not" in card
     assert json.loads((out / "versions.json").read_text())["bitsandbytes"]
     assert json.loads((out / "model" / "esmshard.json").read_text())["recipe"]["model"]["quantize"] == "nf4"
-    adapter = consolidate_adapter(out, out.parent / "adapter")
+    adapter = consolidate(out, out.parent / "adapter", adapter=True)
     assert "packed" not in " ".join(load_file(adapter / "adapter_model.safetensors"))
     with pytest.raises(UsageError, match=r"model\.quantize"):
         finetune.run(load(few, LORA, "model.quantize=int8", "optim.lr=0.01"), resume="auto")

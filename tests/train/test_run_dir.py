@@ -79,7 +79,7 @@ def test_a_process_that_was_killed(tmp_path: Path) -> None:
     assert found["holder"] is not None
 
 
-def test_several_runs_and_their_exit_code(tmp_path: Path) -> None:
+def test_several_runs_and_their_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path / "seed-0", state="done", exit_code=0)
     run(tmp_path / "seed-1", state="preempted", exit_code=75)
     found = standings(tmp_path)
@@ -88,6 +88,8 @@ def test_several_runs_and_their_exit_code(tmp_path: Path) -> None:
         "seed-0  done       step 200 of 380",
         "seed-1  preempted  step 200 of 380",
     ]
+    monkeypatch.chdir(tmp_path / "seed-0")
+    assert status_text(standings(Path())).startswith("seed-0  done")
     run(tmp_path / "seed-2")
     assert EXIT_CODES[joint_state(standings(tmp_path))] == 1
     with Lock(tmp_path / "seed-2"):
@@ -123,6 +125,7 @@ def test_what_an_attempt_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     lines = list(metrics_of(tmp_path))
     assert [line.get("event", line.get("step")) for line in lines] == ["attempt", 1, "first_step", "end"]
     assert lines[1]["loss"] is None
+    assert [*metrics_of(tmp_path, tail=80)] == lines[-1:], "a line that is cut off is left out"
     assert not (tmp_path / LOCK).exists()
     assert begun_by_this_job(tmp_path)
     monkeypatch.setenv("ESMSHARD_JOB_ID", "18")

@@ -43,11 +43,20 @@ def read(out: Path) -> dict[str, Any]:
     return found
 
 
+def results(out: Path) -> str:
+    """The test of the best settings with one seed."""
+    return (out / read(out)["best_run"] / "evaluation.json").read_text()
+
+
 def test_the_better_value_is_found_trained_with_new_seeds_and_tested(small: Path, tmp_path: Path) -> None:
-    settings = LR.format(choices="1.0e-9, 3.0e-3")  # with the first the model stays as random as it is
-    done = sweep(small, settings, "--seeds", "2")
-    assert done.returncode == 0, done.stderr
+    settings = LR.format(choices="3.0e-3, 1.0e-9")  # the grid begins with the second, which leaves the model as it is
     out = tmp_path / "run"
+    begun = sweep(small, settings, "--trials", "1", "--seeds", "1")
+    assert begun.returncode == 0, begun.stderr
+    before = (out / read(out)["best_run"] / "evaluation.json").read_bytes()
+    done = sweep(small, settings, "--seeds", "2", "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert (out / "best-000" / "evaluation.json").read_bytes() == before, "the results of the settings before stay"
     found = read(out)
     assert [one["state"] for one in found["trials"]] == ["complete", "complete"]
     assert {one["values"]["optim.lr"] for one in found["trials"]} == {1e-9, 3e-3}
@@ -56,12 +65,13 @@ def test_the_better_value_is_found_trained_with_new_seeds_and_tested(small: Path
     assert best["value"] == min(one["value"] for one in found["trials"])
     assert "  lr: 0.003" in (out / "best.yaml").read_text()
     # The runs of the best settings have other seeds than the trials, whose seed is 3, and are tested.
-    assert json.loads((out / "best" / "summary.json").read_text())["runs"] == ["seed-4", "seed-5"]
+    assert json.loads((out / "best-001" / "summary.json").read_text())["runs"] == ["seed-4", "seed-5"]
     assert found["state"] == "done"
     assert "is optimistic" in done.stdout
     for trial in (out / "trials").iterdir():
         names = {path.name for path in trial.iterdir()}
         assert names == {"metrics.jsonl", "recipe.yaml", "status.json", "versions.json"}, "no model, no test"
+        assert "as a trial of a sweep" in json.loads((trial / "status.json").read_text())["message"]
     status = esmshard("status", out)
     assert status.returncode == 0
     assert "2 of 2 trials have ended; the best is trial" in status.stdout
@@ -82,7 +92,7 @@ def test_the_test_set_has_no_influence_on_the_search(small: Path, tmp_path: Path
     for name in ("one", "two"):
         done = sweep(small, settings, "--trials", "2", "--seeds", "1", f"out={tmp_path / name}")
         assert done.returncode == 0, done.stderr
-        found.append((read(tmp_path / name)["trials"], (tmp_path / name / "best" / "evaluation.json").read_text()))
+        found.append((read(tmp_path / name)["trials"], results(tmp_path / name)))
         small.with_name("test.fasta").write_text(">other\nMKVLAAGICWYMKVLAAGICWYHHHHQQPNDEST\n")
     (searched, tested), (searched_again, tested_again) = found
     assert searched == searched_again

@@ -55,7 +55,8 @@ TASK: Any = SimpleNamespace(
     facts={},
     summary=lambda rows: means(rows, COLUMNS),
     names=(),
-    settings=SimpleNamespace(pairs=False, reads_table=False),
+    settings=SimpleNamespace(pairs=False),
+    units=lambda _data: (None, "record"),
 )
 
 

@@ -43,7 +43,7 @@ cd -- {{ job.directory | quote }}
 export {{ variable }}={{ value | quote }}
 {% endfor %}
 {% if "OMP_NUM_THREADS" not in site.exports %}
-threads=$((SLURM_CPUS_ON_NODE / {{ job.nproc }}))
+threads=$(({{ "SLURM_CPUS_PER_TASK" if cores else "SLURM_CPUS_ON_NODE" }} / {{ processes }}))
 export OMP_NUM_THREADS=$((threads > 0 ? threads : 1)) # the cores of a process
 {% endif %}
 {% if container.runtime != "none" %}

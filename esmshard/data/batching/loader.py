@@ -14,7 +14,7 @@ from esmshard.data.tracks import RecordTracks
 from esmshard.errors import InputError
 from esmshard.io.store import linker_of
 from esmshard.io.symbols import JOINED, ChainWindows, chain_windows, shown
-from esmshard.vocab import CLS, EOS, SEPARATOR, chain_spans, is_residue
+from esmshard.vocab import CLS, EOS, chain_spans, is_residue
 
 Long = Literal["crop", "window", "full", "skip", "error"]
 
@@ -136,7 +136,7 @@ class Examples:
         taken_N = np.ones(len(store), dtype=np.bool_) if members_N is None else members_N
         if labels is not None and labels.labelled_N is not None:
             taken_N = taken_N & labels.labelled_N
-        # The record of each example, [E], and its first residue or, of several chains, the number of its window.
+        # The record of each example, [E], and the number of its window.
         # A range and a broadcast number take no memory where every example is a whole record.
         self._record_E: range | npt.NDArray[np.int64] = range(len(store))
         length_E: npt.NDArray[np.int32] = longest_N
@@ -145,7 +145,7 @@ class Examples:
             length_E = longest_N[self._record_E]
             if not len(length_E):
                 raise InputError(f"{path}: {name} has no labelled record; give it labels, or another file")
-        self._start_E: npt.NDArray[np.int64] = np.broadcast_to(np.int64(0), len(length_E))
+        self._window_E: npt.NDArray[np.int64] = np.broadcast_to(np.int64(0), len(length_E))
         if max_length is not None and long != "full" and int(length_E.max()) > max_length:
             length_E = self._shorten(long, max_length, length_E)
         self.tokens: npt.NDArray[np.int32] = length_E + np.int32(2) if tokens_N is None else tokens_N[self._record_E]
@@ -177,50 +177,42 @@ class Examples:
         A crop or window keeps `<cls>` and `<eos>`, although its ends are not the ends of the protein, so that every
         sequence of a batch has them.
         """
-        record, start = self._origin(n)
+        record = int(self._record_E[n])
         record_id, residues = self.id(n), self.store.residues(record)
         labels = {} if self.labels is None else self.labels[record]
-        window: slice | npt.NDArray[np.int64] | None = None
+        part: slice | npt.NDArray[np.int64] = slice(None)
         draw = f"{self._seed}:{epoch}"
-        cropped = self._long == "crop" and epoch is not None
-        if (cut := self._chain_windows(record)) is not None:
+        windows = None if self._long == "crop" and epoch is None else self._windows(record)
+        if windows is not None:
             if self._long == "window":
-                window = cut.kept(cut.spread(start))
-            elif cropped:
-                window = cut.kept(cut.drawn(f"{draw}:{record_id}"))
-        elif self._long == "window":
-            window = slice(start, start + int(self.tokens[n]) - 2)
-        elif cropped and len(residues) > self._most:
-            digest = hashlib.sha256(f"{draw}:{record_id}".encode()).digest()
-            start = int.from_bytes(digest[:8], "little") % (len(residues) - self._most + 1)
-            window = slice(start, start + self._most)
-        if window is not None:
-            residues = residues[window]
+                starts = windows.spread(int(self._window_E[n]))
+            else:
+                starts = windows.drawn(f"{draw}:{record_id}")
+            part = windows.kept(starts)
+            residues = residues[part]
             if self.labels is not None and self.labels.per_residue:
-                labels = {name: values[window] for name, values in labels.items()}
+                labels = {name: values[part] for name, values in labels.items()}
         tokens = np.concatenate([[CLS], residues, [EOS]], dtype=np.uint8, casting="unsafe")
-        part = window if isinstance(window, slice) else slice(None)  # Records of several chains have no tracks.
         tracks = {} if self.tracks is None else self.tracks.get(record, part)
         return Example(record_id, tokens, labels, FIXED if epoch is None else draw, tracks)
 
     def id(self, n: int) -> str:
         """Return the id of example n, without reading its tokens, unless it is a window of several chains."""
-        record, start = self._origin(n)
-        record_id, length = self.store.id(record), int(self.tokens[n]) - 2
-        if self._long != "window" or length == self.store.lengths[record]:
+        record = int(self._record_E[n])
+        record_id = self.store.id(record)
+        windows = self._windows(record) if self._long == "window" else None
+        if windows is None:
             return record_id
-        if (cut := self._chain_windows(record)) is not None:
-            return f"{record_id}/{cut.name(cut.spread(start))}"
-        return f"{record_id}/{start + 1}-{start + length}"
+        return f"{record_id}/{windows.name(windows.spread(int(self._window_E[n])))}"
 
     def length(self, n: int) -> int:
         """Return the number of residues of the record of example n, without linkers between chains."""
-        record = self._origin(n)[0]
+        record = int(self._record_E[n])
         return int(is_residue(self.store.residues(record)).sum() if self._chained else self.store.lengths[record])
 
     def whole(self, n: int) -> npt.NDArray[np.uint8]:
         """Return all residue tokens of the record of example n, without cropping, uint8 [L]."""
-        return self.store.residues(self._origin(n)[0])
+        return self.store.residues(int(self._record_E[n]))
 
     def blocks(self) -> npt.NDArray[np.int64] | None:
         """Return a block number for each example, int64 [E]. Examples of one block, such as variants of one position,
@@ -229,23 +221,21 @@ class Examples:
         block_N: npt.NDArray[np.int64] | None = getattr(self.labels, "block_N", None)
         return None if block_N is None else block_N[self._record_E]
 
-    def _chain_windows(self, record: int) -> ChainWindows | None:
-        """Return the windows of a record of several chains; None if it is shorter than one, or is one chain."""
-        if not self._most or not self._chained or self.store.lengths[record] <= self._most:
+    def _windows(self, record: int) -> ChainWindows | None:
+        """Return the windows of a record; None if it is not longer than one."""
+        length = int(self.store.lengths[record])
+        if not self._most or length <= self._most:
             return None
-        residues = self.store.residues(record)
-        return chain_windows(residues, self._most) if SEPARATOR in residues else None
-
-    def _origin(self, n: int) -> tuple[int, int]:
-        """Return the record and the first residue of an example; of a window of several chains, its number instead."""
-        return int(self._record_E[n]), int(self._start_E[n])
+        if self._chained:
+            return chain_windows(self.store.residues(record), self._most)
+        return ChainWindows(((0, length),), (self._most,))
 
     def _shorten(self, long: Long, most: int, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Apply `long` to records over `most` residues, and return the number of residues of each
         example, int32 [E].
         """
         over = np.flatnonzero(lengths > most)
-        first = self.store.id(self._origin(int(over[0]))[0])
+        first = self.store.id(int(self._record_E[over[0]]))
         if long == "error":
             raise InputError(
                 f"{self.path}: record '{shown(first)}' has {lengths[over[0]]:,} residues, data.max_length is {most:,}; "
@@ -259,31 +249,23 @@ class Examples:
                 raise InputError(f"{self.path}: every record is longer than data.max_length, {most:,}; raise it")
             self.notices.append(f"{count} left out ({shown(first)}{more})")
             self._record_E = record_E[lengths <= most]
-            self._start_E = self._start_E[: len(self._record_E)]
+            self._window_E = self._window_E[: len(self._record_E)]
             return lengths[lengths <= most]
         self._long, self._most = long, most
-        windows_of: dict[int, int] = {}  # the windows of each record of several chains
+        # A record is covered by as few windows as possible, evenly spread.
+        windows = -(-lengths.astype(np.int64) // most)
         for k in over.tolist() if self._chained else ():
             try:
-                cut = self._chain_windows(int(record_E[k]))
+                windows[k] = chain_windows(self.store.residues(int(record_E[k])), most).count
             except InputError as error:  # its linkers leave no room for its chains
                 name = shown(self.store.id(int(record_E[k])))
                 raise InputError(f"{self.path}: record '{name}': data.max_length: {error}") from None
-            if cut is not None:
-                windows_of[k] = cut.count
-        if long == "crop":
-            return np.minimum(lengths, most)
-        # A record is covered by as few windows as possible, evenly spread, so that neighbours overlap by about the
-        # same.
-        windows, several = -(-lengths.astype(np.int64) // most), np.zeros(len(lengths), dtype=np.bool_)
-        windows[list(windows_of)], several[list(windows_of)] = list(windows_of.values()), True
-        place_E = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)
-        room_E = np.repeat(np.maximum(lengths - most, 0), windows)
-        start_E = place_E * room_E // np.maximum(np.repeat(windows, windows) - 1, 1)
-        self._record_E = np.repeat(record_E, windows)
-        self._start_E = np.where(np.repeat(several, windows), place_E, start_E)
-        self.notices.append(f"{count} cut into {int(windows[over].sum()):,} windows ({shown(first)}{more})")
-        return np.repeat(np.minimum(lengths, most), windows)
+        if long == "window":
+            self._record_E = np.repeat(record_E, windows)
+            self._window_E = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)
+            self.notices.append(f"{count} cut into {int(windows[over].sum()):,} windows ({shown(first)}{more})")
+            lengths = np.repeat(lengths, windows)
+        return np.minimum(lengths, most)
 
 
 def _of_chains(store: Store) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

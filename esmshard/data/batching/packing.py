@@ -24,15 +24,13 @@ from esmshard.errors import InputError
 Integers = npt.NDArray[np.int64]
 
 WINDOW = 64
-"""Least number of steps whose records are combined at a time. This bounds the work of opening a plan at any step, and
-larger windows would not fill their steps better.
+"""Least number of steps whose records are combined at a time. This bounds the work of opening a plan at any step.
+Larger windows would not fill their steps better.
 """
-
 SCORED_TOKENS = 4096
-"""The number of tokens whose records the model scores at once in the final evaluation. Larger records are scored one by
-one, since pair maps [L, L] need the most memory.
+"""Tokens whose records the model scores at once in the final evaluation. Larger records are scored one by one, since
+pair maps [L, L] need the most memory.
 """
-
 SLACK = 160
 """One part in SLACK of every step stays free. Otherwise the ranks' shares would fit their budgets only if they were
 exactly equal. With it, of 3,000 steps of 50 proteins and 16,384 tokens, all fit 4 shares of 4,096 and 99.9% fit 8
@@ -55,11 +53,11 @@ class MicroBatch:
 class StepPlan:
     """A map from global step numbers to epochs and records, in constant time for every step.
 
-    Every epoch has the same number of steps, which follows from the lengths alone. Opening an epoch costs one shuffle
-    and one sort of all records (1.4 seconds for 6 million on one core); opening another window of the epoch costs
-    milliseconds. Memory is about 16 bytes a record at the peak and 6 otherwise. Each record comes once an epoch. Which
-    records share a step, and when they come, changes with every epoch. No step is empty, and none exceeds
-    `global_tokens`; a record that is longer has a step of its own.
+    Every epoch has the same number of steps, which follows from the lengths alone, and every record once. Which records
+    share a step, and when they come, changes with every epoch. No step is empty, and none exceeds `global_tokens`; a
+    record that is longer has a step of its own. Opening an epoch costs one shuffle and one sort of all records (1.4
+    seconds for 6 million on one core); opening another window of the epoch costs milliseconds. Memory is about 16 bytes
+    a record at the peak and 6 otherwise.
 
     Records are sorted by length. Each group of W neighbours is spread over the W windows, rotated by a number that is
     drawn for the group. So the k-th longest record of a window is never longer than the longest record of the k-th
@@ -72,8 +70,8 @@ class StepPlan:
         seed: seed of the recipe.
 
     >>> plan = StepPlan(np.array([10, 9, 11, 10]), 25, seed=0)
-    >>> plan.steps_per_epoch, plan.fill
-    (2, 0.8)
+    >>> plan.steps_per_epoch
+    2
     >>> [(epoch, records.tolist()) for epoch, records in map(plan.step, range(4))]
     [(0, [3, 0]), (0, [2, 1]), (1, [1, 2]), (1, [0, 3])]
     """
@@ -91,9 +89,6 @@ class StepPlan:
         each = np.where(np.arange(self._n_windows) < first_windows, longer, shorter)
         self._first_steps: list[int] = [0, *np.cumsum(each).tolist()]
         self.steps_per_epoch = self._first_steps[-1]
-        self.fill = total / (self.steps_per_epoch * global_tokens)
-        """Mean share of `global_tokens` that the steps fill; above 1 if many records are longer than `global_tokens`.
-        """
         self._epoch, self._window = -1, -1
 
     def step(self, number: int) -> tuple[int, Integers]:
@@ -106,8 +101,7 @@ class StepPlan:
             self._epoch, self._window = epoch, -1
         window = bisect_right(self._first_steps, position) - 1
         if window != self._window:
-            self._steps = self._fill_window(window)
-            self._window = window
+            self._window, self._steps = window, self._fill_window(window)
         return epoch, self._steps[position - self._first_steps[window]]
 
     def _records_of(self, window: int) -> Integers:
@@ -144,12 +138,8 @@ class StepPlan:
         return [records[step] for step in steps]
 
     def _small(self, tokens: Integers, n_steps: int, longer: int) -> Integers:
-        """Return the step of each record of a window that fits into one step.
-
-        Args:
-            tokens: tokens of each record.
-            n_steps: number of steps for these records.
-            longer: number of records of the window that are longer than a step.
+        """Return the step, one of `n_steps`, of each record of a window that fits into one step. The window has as many
+        `longer` records.
         """
         within = int(tokens.sum()) // n_steps // 256
         # Records are sorted by powers of 2 only. In the exact order of lengths, a small data set would be combined in

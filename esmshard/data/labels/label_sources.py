@@ -17,7 +17,7 @@ from esmshard.io.headers import id_of
 from esmshard.io.sequences import is_sequence_table, open_bytes, read_sequence_table
 from esmshard.io.symbols import BLANKS, Rules
 from esmshard.io.tables import Table, read_table, readable, shown
-from esmshard.recipe.data_section import DataSettings
+from esmshard.recipe.sections import DataSettings
 
 _NO_BLANKS = str.maketrans("", "", BLANKS.decode())
 

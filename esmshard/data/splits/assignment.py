@@ -53,9 +53,9 @@ def by_cluster(
     """
     names, group_N = _groups(clusters)
     size_G = np.bincount(group_N, minlength=len(names)).tolist()
-    shares = _shares(ratios, folds)
-    _check_enough(len(names), len(shares), "cluster")
-    number_N: Numbers = _assign(names, size_G, shares, seed)[group_N]
+    share_K = shares(ratios, folds)
+    _check_enough(len(names), len(share_K), "cluster")
+    number_N: Numbers = _assign(names, size_G, share_K, seed)[group_N]
     return number_N
 
 
@@ -96,10 +96,8 @@ def of_variants(
     folds: int | None = None,
     train_max: int = 1,
 ) -> Numbers:
-    """Split N variants of one protein, with these names and changed positions from 0.
-
-    `by` is `ratio` (`by_cluster`), `mutations` (`by_mutation_count`), or `position`, `modulo` or `contiguous`
-    (`by_position`).
+    """Split N variants of one protein, with these names and changed positions from 0: `by` `ratio` (`by_cluster`),
+    `mutations` (`by_mutation_count`), or `position`, `modulo` or `contiguous` (`by_position`).
     """
     if by == "ratio":
         return by_cluster(names, ratios, seed, folds)
@@ -137,21 +135,19 @@ def by_position(
         InputError: a set would be empty.
         UsageError: the ratios or the number of folds cannot be used.
     """
-    shares = _shares(ratios, folds)
+    share_K = shares(ratios, folds)
     count = Counter(place for changed in positions for place in changed)
     places = sorted(count)
-    _check_enough(len(places), len(shares), "changed position")
+    _check_enough(len(places), len(share_K), "changed position")
     if by == "modulo":
-        number_P = np.arange(len(places)) % len(shares)
+        number_P = np.arange(len(places)) % len(share_K)
     elif by == "contiguous":
-        number_P = np.repeat(np.arange(len(shares)), [len(part) for part in np.array_split(places, len(shares))])
+        number_P = np.repeat(np.arange(len(share_K)), [len(part) for part in np.array_split(places, len(share_K))])
     else:
-        number_P = _assign([str(place) for place in places], [count[place] for place in places], shares, seed)
+        number_P = _assign([str(place) for place in places], [count[place] for place in places], share_K, seed)
     number_of = dict(zip(places, number_P.tolist(), strict=True))
-    number_N = np.empty(len(positions), dtype=np.int64)
-    for n, changed in enumerate(positions):
-        numbers = {number_of[place] for place in changed} or {0}
-        number_N[n] = numbers.pop() if len(numbers) == 1 else LEFT_OUT
+    sets_of = [{number_of[place] for place in changed} or {0} for changed in positions]
+    number_N = np.array([numbers.pop() if len(numbers) == 1 else LEFT_OUT for numbers in sets_of], dtype=np.int64)
     for k, name in enumerate(SETS if folds is None else [f"fold {k}" for k in range(folds)]):
         if not (number_N == k).any():
             left = int((number_N == LEFT_OUT).sum())
@@ -171,11 +167,11 @@ def by_mutation_count(
         counts: number of changes of each of N variants; the wild type (0) is always in the training set.
         names: names of the variants; variants of one name stay together.
         train_max: most changes of a variant outside the test set.
-        ratios: the first two divide these variants at random into training and validation set; the third is not used.
+        ratios: the first two divide these variants at random into training and validation set.
         seed: seed of the draw.
     """
     count_N = np.asarray(counts)
-    number_N = _below((count_N <= train_max).tolist(), (count_N > 0).tolist(), names, _shares(ratios, None), seed)
+    number_N = _below(count_N <= train_max, count_N > 0, names, ratios, seed)
     if not (number_N == TEST).any():
         raise InputError(
             f"no variant has more than {counted(train_max, 'change')}, so that the test set would be empty; lower "
@@ -193,7 +189,7 @@ def low_to_high(
         values: values of N variants; a variant with NaN is left out.
         names: names of the variants; variants of one name stay together, on the side of their mean.
         limit: highest value of the training and validation set. FLIP takes the value of the wild type.
-        ratios: the first two divide the low values at random into training and validation set; the third is not used.
+        ratios: the first two divide the low values at random into training and validation set.
         seed: seed of the draw.
     """
     given_N = np.asarray(values, dtype=np.float64)
@@ -201,7 +197,7 @@ def low_to_high(
     sum_G = np.bincount(group_N, np.nan_to_num(given_N), minlength=len(keys))
     count_G = np.bincount(group_N, ~np.isnan(given_N), minlength=len(keys))
     value_N = np.divide(sum_G, count_G, out=np.full(len(keys), np.nan), where=count_G > 0)[group_N]
-    number_N = _below((value_N <= limit).tolist(), [True] * len(value_N), names, _shares(ratios, None), seed)
+    number_N = _below(value_N <= limit, np.ones(len(value_N), dtype=np.bool_), names, ratios, seed)
     number_N[np.isnan(given_N)] = LEFT_OUT
     if not (number_N == TEST).any():
         raise InputError(f"no value is above {limit:g}, so that the test set would be empty; lower train_max")
@@ -228,7 +224,7 @@ def check_given(number_N: Numbers, source: Path) -> None:
             raise InputError(f"{source}: gives no record to the {name} set; give it some, or split in another way")
 
 
-def _shares(ratios: Sequence[float], folds: int | None) -> list[float]:
+def shares(ratios: Sequence[float], folds: int | None) -> list[float]:
     """Return the share of each set or fold; the shares add up to one."""
     if folds is not None:
         if folds < len(SETS):
@@ -247,16 +243,16 @@ def _check_enough(groups: int, sets: int, what: str) -> None:
         )
 
 
-def _assign(names: list[str], sizes: Sequence[float], shares: list[float], seed: int) -> Numbers:
+def _assign(names: list[str], sizes: Sequence[float], share_K: list[float], seed: int) -> Numbers:
     """Return the number of the set of each of G groups, int64 [G]. The top of the file describes the method."""
     draws = [hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest() for name in names]
     order = sorted(range(len(names)), key=lambda g: (-sizes[g], draws[g]))
-    room = [share * sum(sizes) for share in shares]
-    empty = set(range(len(shares)))
+    room = [share * sum(sizes) for share in share_K]
+    empty = set(range(len(share_K)))
     slack = 1e-9 * sum(sizes)  # 0.1 * 30 is a little more than 3.
     number_G = np.empty(len(names), dtype=np.int64)
     for done, g in enumerate(order):
-        candidates = sorted(empty) if len(order) - done <= len(empty) else range(len(shares))
+        candidates = sorted(empty) if len(order) - done <= len(empty) else range(len(share_K))
         fitting = [k for k in candidates if sizes[g] <= room[k] + slack]
         if fitting:
             at = int.from_bytes(draws[g][8:], "big") / 2**64 * sum(room[k] for k in fitting)
@@ -275,20 +271,24 @@ def _assign(names: list[str], sizes: Sequence[float], shares: list[float], seed:
 
 
 def _below(
-    low: Sequence[bool], movable: Sequence[bool], names: Sequence[str], shares: Sequence[float], seed: int
+    low_N: npt.NDArray[np.bool_],
+    movable_N: npt.NDArray[np.bool_],
+    names: Sequence[str],
+    ratios: Sequence[float],
+    seed: int,
 ) -> Numbers:
     """Divide the low variants into training and validation set, and put the rest into the test set. Only movable
     variants may be in the validation set.
     """
-    pool = [n for n in range(len(names)) if low[n] and movable[n]]
+    pool = np.flatnonzero(low_N & movable_N).tolist()
     keys, group_P = _groups([names[n] for n in pool])
     if len(keys) < TEST:
         raise InputError(
             f"{counted(len(keys), 'variant')} up to --train-max cannot make a training and a validation set; raise it"
         )
-    two = [share / sum(shares[:TEST]) for share in shares[:TEST]]
-    number_N = np.where(low, TRAIN, TEST).astype(np.int64)
-    number_N[pool] = _assign(keys, np.bincount(group_P).tolist(), two, seed)[group_P]
+    two = shares(ratios, None)[:TEST]
+    number_N = np.where(low_N, TRAIN, TEST).astype(np.int64)
+    number_N[pool] = _assign(keys, np.bincount(group_P).tolist(), [share / sum(two) for share in two], seed)[group_P]
     return number_N
 
 

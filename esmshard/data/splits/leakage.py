@@ -74,14 +74,26 @@ class ComparedRecords:
         lengths = [len(self.residues(int(n))) for n in _spread(self.count, _SAMPLE)]
         return sum(lengths) / max(1, len(lengths)) * self.count
 
-    def blocks(self, most: int) -> "Iterator[tuple[int, list[npt.NDArray[np.uint8]]]]":
-        """Yield blocks of about `most` residues: the number of the first record, and the residues of each record."""
+    def words(self) -> Iterator[tuple[int, _Ints, _Ints]]:
+        """Yield the distinct 5-mers of the 20 amino acids in blocks of about `_BLOCK` residues.
+
+        Each block is the number of its first record, and for each of P words the number of the record in the block and
+        the word, int64 [P] each, sorted by both.
+        """
         first, block, size = 0, [], 0
+        end = np.zeros(K, dtype=np.uint8)  # <cls> is no amino acid, so that no word spans two records.
         for n in range(self.count):
             block.append(self.residues(n))
             size += len(block[-1])
-            if size >= most or n + 1 == self.count:
-                yield first, block
+            if size >= _BLOCK or n + 1 == self.count:
+                letter_T = _CODE[np.concatenate([part for residues in block for part in (residues, end)])]
+                letter_TK = np.lib.stride_tricks.sliding_window_view(letter_T, K)
+                record_T = np.repeat(np.arange(len(block)), [len(residues) + K for residues in block])[: len(letter_TK)]
+                word_T = letter_TK @ len(STANDARD) ** np.arange(K - 1, -1, -1)
+                key_P = (record_T * _WORDS + word_T)[(letter_TK >= 0).all(1)]
+                key_P.sort()  # With the comparison below 40 times faster than `np.unique` of numpy 2.4.
+                key_P = key_P[np.diff(key_P, prepend=-1) > 0]
+                yield first, key_P // _WORDS, key_P % _WORDS
                 first, block, size = n + 1, [], 0
 
 
@@ -148,19 +160,27 @@ def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: i
     if train.about() > most:
         train = train.part(_spread(total, int(most / train.about() * total)))
     partner = first_identical(train, list(others.values()))
-    numbers = _affordable(train, list(others.values()), most)
-    index = _Index([r.part(number_M) for r, number_M in zip(others.values(), numbers, strict=True)])
-    share_Q, nearest_Q = index.nearest(train)
+    share = min(1.0, _INDEXED / max(1.0, sum(records.about() for records in others.values())))
+    numbers = [_spread(records.count, int(share * records.count)) for records in others.values()]
+    has_WQ = _index([records.part(number_M) for records, number_M in zip(others.values(), numbers, strict=True)])
+    some, with_word_W = train.part(_spread(train.count, _SAMPLE)), np.diff(has_WQ.indptr)
+    pairs = sum(int(with_word_W[word_P].sum()) for _, _, word_P in some.words()) * train.count / max(1, some.count)
+    if pairs > most:
+        kept = [_spread(len(number_M), int(most / pairs * len(number_M))) for number_M in numbers]
+        first = np.cumsum([0, *map(len, numbers)])
+        has_WQ = has_WQ[:, np.concatenate([k + m for k, m in zip(first, kept, strict=False)])]
+        numbers = [number_M[m] for number_M, m in zip(numbers, kept, strict=True)]
+    share_Q, nearest_Q = _nearest(has_WQ, train)
     overlaps, start = {}, 0
     for (name, records), partner_N, number_M in zip(others.items(), partner, numbers, strict=True):
         share_M, nearest_M = (array_Q[start : start + len(number_M)] for array_Q in (share_Q, nearest_Q))
         start += len(number_M)
-        pairs = [(1.0, int(n), int(partner_N[n])) for n in np.flatnonzero(partner_N >= 0)]
+        found = [(1.0, int(n), int(partner_N[n])) for n in np.flatnonzero(partner_N >= 0)]
         close = np.flatnonzero((share_M > 0) & (partner_N[number_M] < 0))
-        pairs += [(float(share_M[m]), int(number_M[m]), int(nearest_M[m])) for m in close]
+        found += [(float(share_M[m]), int(number_M[m]), int(nearest_M[m])) for m in close]
         # The sort is stable: identical pairs come first, and equal pairs keep the order of the records.
-        pairs.sort(key=lambda pair: -pair[0])
-        closest = [(records.id(n), train.id(other), share) for share, n, other in pairs[:3]]
+        found.sort(key=lambda pair: -pair[0])
+        closest = [(records.id(n), train.id(other), share) for share, n, other in found[:3]]
         identical = int((partner_N >= 0).sum())
         overlaps[name] = Overlap(records.count, identical, len(number_M), len(close), closest)
     return Leakage(total, train.count, overlaps)
@@ -203,10 +223,7 @@ def _spread(count: int, most: int) -> _Ints:
 
 def word_pairs(records: ComparedRecords) -> Iterator[tuple[int, int]]:
     """Yield the numbers of all pairs of records with a 5-mer in common, smaller number first."""
-    index = _Index([records])
-    for first, block in records.blocks(_BLOCK):
-        record_P, word_P = _words(block)
-        shared = (_ones(record_P, word_P, (len(block), _WORDS)) @ index.has_WQ).tocoo()
+    for first, shared in _shared(records, _index([records])):
         later = shared.col > shared.row + first
         yield from zip((shared.row[later] + first).tolist(), shared.col[later].tolist(), strict=True)
 
@@ -230,54 +247,41 @@ def hashes(records: ComparedRecords) -> npt.NDArray[np.uint64]:
     return np.array([key(records.residues(n)) for n in range(records.count)], dtype=np.uint64)
 
 
-def _affordable(train: ComparedRecords, others: Sequence[ComparedRecords], most: int) -> list[_Ints]:
-    """Choose the records of each set to compare, spread evenly: as many as memory and `most` pairs allow."""
-    share = min(1.0, _INDEXED / max(1.0, sum(r.about() for r in others)))
-    numbers = [_spread(r.count, int(share * r.count)) for r in others]
-    index = _Index([r.part(number_M) for r, number_M in zip(others, numbers, strict=True)])
-    some = _spread(train.count, _SAMPLE)
-    pairs = index.pairs(train.part(some)) * train.count / max(1, len(some))
-    share *= min(1.0, most / max(1.0, pairs))
-    return [_spread(r.count, int(share * r.count)) for r in others]
+def _index(sets: Sequence[ComparedRecords]) -> Any:
+    """Return the distinct 5-mers of the Q records of some sets as a sparse matrix of ones, [words, Q]."""
+    first, words, records = 0, [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
+    for part in sets:
+        for start, record_P, word_P in part.words():
+            words.append(word_P.astype(np.int32))
+            records.append((record_P + first + start).astype(np.int32))
+        first += part.count
+    return _ones(np.concatenate(words), np.concatenate(records), (_WORDS, first))
 
 
-class _Index:
-    """The distinct 5-mers of Q records as a sparse matrix of ones, [words, Q]."""
+def _shared(records: ComparedRecords, has_WQ: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the number of common words of the records of a block and the indexed records, sparse [B, Q], and the number
+    of the first record of the block.
+    """
+    for first, record_P, word_P in records.words():
+        yield first, (_ones(record_P, word_P, (int(record_P.max(initial=-1)) + 1, _WORDS)) @ has_WQ).tocoo()
 
-    def __init__(self, sets: Sequence[ComparedRecords]) -> None:
-        self.count = sum(part.count for part in sets)
-        first, words, records = 0, [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
-        for part in sets:
-            for start, block in part.blocks(_BLOCK):
-                record_P, word_P = _words(block)
-                words.append(word_P.astype(np.int32))
-                records.append((record_P + first + start).astype(np.int32))
-            first += part.count
-        self.has_WQ = _ones(np.concatenate(words), np.concatenate(records), (_WORDS, self.count))
-        self.size_Q: _Ints = self.has_WQ.sum(0)
 
-    def pairs(self, train: ComparedRecords) -> int:
-        """Count the pairs of equal words of the indexed records and training records."""
-        with_word_W = np.diff(self.has_WQ.indptr)
-        return sum(int(with_word_W[_words(block)[1]].sum()) for _, block in train.blocks(_BLOCK))
-
-    def nearest(self, train: ComparedRecords) -> tuple[npt.NDArray[np.float64], _Ints]:
-        """Find the nearest training record of each indexed record: the share of common words, float64 [Q], and its
-        number, int64 [Q]. The share is 0 and the number -1 if no training record is similar.
-        """
-        share_Q, nearest_Q = np.zeros(self.count), np.full(self.count, -1, dtype=np.int64)
-        least_Q = np.maximum(FEWEST, np.ceil(SIMILAR * self.size_Q - 1e-9))
-        for first, block in train.blocks(_BLOCK):
-            record_P, word_P = _words(block)
-            shared = (_ones(record_P, word_P, (len(block), _WORDS)) @ self.has_WQ).tocoo()
-            enough = shared.data >= least_Q[shared.col]
-            other, mine = shared.row[enough] + first, shared.col[enough]
-            share = shared.data[enough] / self.size_Q[mine]
-            # The last value written stays, so the highest share and the first record come last.
-            order = np.lexsort((-other, share))
-            order = order[share[order] > share_Q[mine[order]]]
-            share_Q[mine[order]], nearest_Q[mine[order]] = share[order], other[order]
-        return share_Q, nearest_Q
+def _nearest(has_WQ: Any, train: ComparedRecords) -> tuple[npt.NDArray[np.float64], _Ints]:
+    """Find the nearest training record of each indexed record: the share of common words, float64 [Q], and its number,
+    int64 [Q]. The share is 0 and the number -1 if no training record is similar.
+    """
+    size_Q = has_WQ.sum(0)
+    share_Q, nearest_Q = np.zeros(len(size_Q)), np.full(len(size_Q), -1, dtype=np.int64)
+    least_Q = np.maximum(FEWEST, np.ceil(SIMILAR * size_Q - 1e-9))
+    for first, shared in _shared(train, has_WQ):
+        enough = shared.data >= least_Q[shared.col]
+        other, mine = shared.row[enough] + first, shared.col[enough]
+        share = shared.data[enough] / size_Q[mine]
+        # The last value written stays, so the highest share and the first record come last.
+        order = np.lexsort((-other, share))
+        order = order[share[order] > share_Q[mine[order]]]
+        share_Q[mine[order]], nearest_Q[mine[order]] = share[order], other[order]
+    return share_Q, nearest_Q
 
 
 def _ones(rows: npt.NDArray[Any], columns: npt.NDArray[Any], shape: tuple[int, int]) -> Any:
@@ -285,28 +289,6 @@ def _ones(rows: npt.NDArray[Any], columns: npt.NDArray[Any], shape: tuple[int, i
     from scipy.sparse import csr_array
 
     return csr_array((np.ones(len(rows), dtype=np.int32), (rows, columns)), shape=shape)
-
-
-def _words(block: Sequence[npt.NDArray[np.uint8]]) -> tuple[_Ints, _Ints]:
-    """Return the distinct 5-mers of the 20 amino acids in each record: record numbers and words, sorted by both, int64
-    [P] each.
-    """
-    if not block:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    end = np.zeros(K, dtype=np.uint8)  # <cls> is no amino acid, so that no word spans two records.
-    letter_T = _CODE[np.concatenate([part for residues in block for part in (residues, end)])]
-    count = len(letter_T) - K + 1
-    word_T = np.zeros(count, dtype=np.int64)
-    whole_T = np.ones(count, dtype=np.bool_)
-    for k in range(K):
-        letter_C = letter_T[k : k + count]
-        word_T = word_T * len(STANDARD) + letter_C
-        whole_T &= letter_C >= 0
-    record_T = np.repeat(np.arange(len(block)), [len(residues) + K for residues in block])[:count]
-    key_P = record_T[whole_T] * _WORDS + word_T[whole_T]
-    key_P.sort()  # With the comparison below 40 times faster than `np.unique` of numpy 2.4.
-    key_P = key_P[np.diff(key_P, prepend=-1) > 0]
-    return key_P // _WORDS, key_P % _WORDS
 
 
 CLASSES = ("C3", "C2", "C1")

@@ -1,32 +1,32 @@
-"""Opens the splits of a recipe. No torch."""
+"""Opens the splits of a recipe, and those that a file gives: `SET=` in FASTA headers, a column of a table, or the
+headers of a label file. No torch.
+"""
 
 import hashlib
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.loader import Examples, Labels
 from esmshard.data.labels.label_sources import label_source, read_label_fasta, rules_of
+from esmshard.data.labels.pairing import check_labelled, rows_of_records
 from esmshard.data.splits import assignment
-from esmshard.data.splits.assignment import SETS
-from esmshard.data.splits.clusters import read_clusters
-from esmshard.data.splits.given_splits import given_splits, has_set
-from esmshard.data.splits.variant_records import open_variants
+from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
+from esmshard.data.splits.variant_records import open_variants, sets_of_rows
 from esmshard.data.structures import structure_folder
 from esmshard.data.tracks import TrackFile, record_tracks, with_paths
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
+from esmshard.io.headers import attributes, id_of, split_of
 from esmshard.io.sequences import is_sequence_table
 from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits, Rules
-from esmshard.io.tables import Table, counted
-from esmshard.recipe.data_section import DataSettings, JoinSettings
-from esmshard.recipe.section_base import listed
-from esmshard.recipe.sections import Recipe
+from esmshard.io.tables import Table, counted, first_three, read_text, shown
+from esmshard.recipe.sections import DataSettings, JoinSettings, Recipe, listed
 from esmshard.vocab import SEPARATOR, Chains, chain_spans
 
 OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
@@ -46,7 +46,8 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
         tracks: the tracks of the recipe (`esmshard.tasks.finetuned.tracks_of`).
     """
     data, seed = recipe.data, recipe.train.seed
-    if data.complexes is not None and not any(map(_holds_structures, (data.train, data.valid, data.test))):
+    files = [remote.data_file(file) for file in (data.train, data.valid, data.test) if file is not None]
+    if data.complexes is not None and not any(map(structure_folder.holds_structures, files)):
         raise UsageError(
             f"data.complexes: {data.complexes} is for structure files, and this recipe names none (in a FASTA file a "
             "colon stands between the chains of a record); remove data.complexes"
@@ -113,10 +114,6 @@ def open_tested(
     return examples
 
 
-def _holds_structures(path: str | None) -> bool:
-    return path is not None and structure_folder.holds_structures(remote.data_file(path))
-
-
 def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
     """Return the FASTA file that a data path means, its records, and tracks with a path each (`with_paths`). For
     structures, the FASTA file is made from them.
@@ -151,24 +148,90 @@ def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
     return recipe.model_copy(update={"batch": batch})
 
 
+class Clusters(NamedTuple):
+    """The cluster of each of N records."""
+
+    names: list[str]
+    """For each record, the id of the representative of its cluster; for joined clusters, the alphabetically first id.
+    """
+    source: str
+    """The file, or the program with its version and options."""
+    notices: list[str]
+    """Sentences about clusters that were joined or ignored."""
+
+
+def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
+    """Read a file of `representative<TAB>member` lines, such as MMseqs2's `_cluster.tsv`, plain or compressed.
+
+    Clusters that share a record are joined. MMseqs2 shortens `sp|P69905|HBA_HUMAN` to `P69905`, so a record whose id is
+    missing is searched under its accession too.
+
+    Args:
+        path: the file.
+        ids: ids of the N records.
+
+    Raises:
+        InputError: a line cannot be read, or records are in no cluster; the message names them.
+    """
+    representatives: list[str] = []
+    members: list[str] = []
+    for number, line in enumerate(read_text(path, "the _cluster.tsv of MMseqs2").split("\n"), 1):
+        cells = [cell.strip() for cell in line.split("\t")]
+        if cells == [""]:
+            continue
+        if len(cells) != 2 or not all(cells):
+            raise InputError(f"{path}:{number}: is not 'representative<TAB>member'; give the _cluster.tsv of MMseqs2")
+        representatives.append(cells[0])
+        members.append(cells[1])
+    names, absent, used = [], [], set()
+    cluster = dict(zip(members, assignment.components(representatives, members), strict=True)) if members else {}
+    for record_id in ids:
+        name = record_id
+        if name not in cluster and record_id.startswith(("sp|", "tr|")):
+            name = record_id.split("|")[1]
+        if name in cluster:
+            names.append(cluster[name])
+            used.add(name)
+        else:
+            absent.append(record_id)
+    if absent:
+        raise InputError(
+            f"{path}: {len(absent):,} of {len(ids):,} records are in no cluster ({first_three(absent, str)}); cluster "
+            "the very file that is split"
+        )
+    notices = []
+    first: dict[str, str] = {}
+    several = {m for m, r in zip(members, representatives, strict=True) if first.setdefault(m, r) != r}
+    if several:
+        named = first_three(sorted(several), str)
+        notices.append(f"{path}: {len(several):,} in several clusters ({named}), which were joined")
+    surplus = [member for member in cluster if member not in used]
+    if surplus:
+        notices.append(f"{path}: {len(surplus):,} that are no records were passed over ({first_three(surplus, str)})")
+    return Clusters(names, str(path), notices)
+
+
+def sequence_names(store: TokenStore) -> list[str]:
+    """Return a name for the sequence of each of N records, the same for the same chains in any order."""
+    names = []
+    for n in range(len(store)):
+        residues = store.residues(n)
+        chains = sorted(residues[slice(*span)].tobytes() for span in chain_spans(residues))
+        names.append(hashlib.blake2b(bytes([SEPARATOR]).join(chains), digest_size=16).hexdigest())
+    return names
+
+
 def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[np.int64]:
     """Return the fold of each record, int64 [N], the same for every seed of a recipe.
 
     Records of one cluster stay together. Without clusters, records of one sequence stay together, and of the same
     chains, in any order.
     """
-    count = len(store)
     if clusters is not None:
-        groups = read_clusters(remote.data_file(clusters), [store.id(n) for n in range(count)]).names
+        groups = read_clusters(remote.data_file(clusters), [store.id(n) for n in range(len(store))]).names
     else:
-        groups = [hashlib.blake2b(_unordered(store.residues(n)), digest_size=16).hexdigest() for n in range(count)]
+        groups = sequence_names(store)
     return assignment.by_cluster(groups, folds=folds)
-
-
-def _unordered(residues: npt.NDArray[np.uint8]) -> bytes:
-    """Return bytes that are the same for the same chains in any order; for one chain, its tokens."""
-    chains = [residues[slice(*span)].tobytes() for span in chain_spans(residues)]
-    return bytes([SEPARATOR]).join(sorted(chains))
 
 
 _LOOKED_AT = 100
@@ -245,3 +308,97 @@ def marked(tokens: TokenStore) -> bool:
 def marks(path: Path) -> str:
     """Return what names the split of each record. The column of a table is SET= in the headers of its records."""
     return "its column of sets" if is_sequence_table(path) else "SET= in its headers"
+
+
+def given_splits(
+    store: TokenStore,
+    fasta: Path,
+    source: Table | Path | None,
+    edits: Edits,
+    *,
+    id_column: str | None = None,
+    required: bool = True,
+) -> Numbers:
+    """Return the number in `SETS` of the split of each record, int64 [N]; LEFT_OUT for a record without a split.
+
+    `SET=` in the headers of the records counts, and so does the set in `source`. Where both name one, they must agree.
+
+    Args:
+        store: the records.
+        fasta: their file.
+        source: a table with a column `set` or `split`, and perhaps a column `validation`; or the path of a label file
+            whose headers hold SET and VALIDATION; None for the headers of the FASTA file alone.
+        edits: collects what was changed or left out, such as splits of no record.
+        id_column: column of the ids; see `rows_of_records`.
+        required: whether a record without a split is an error.
+
+    Raises:
+        InputError: a split is missing, unknown, or given in two ways; the message names record or line.
+    """
+    headers = (_of_header(store.description(n), str(fasta), edits) for n in range(len(store)))
+    number_N: Numbers = np.fromiter(headers, np.int64, len(store))
+    marked_N, lacks = number_N != LEFT_OUT, "SET="
+    if isinstance(source, Table):
+        number_R = sets_of_rows(source, range(len(source)))
+        row_N = rows_of_records(
+            source,
+            store,
+            fasta,
+            id_column=id_column,
+            same=lambda a, b: bool(number_R[a] == number_R[b]),
+            labelled_R=number_R != LEFT_OUT,
+            what="split",
+            required=required and not marked_N.any(),
+            edits=Edits() if marked_N.any() else edits,
+        )
+        given_N = np.where(row_N < 0, LEFT_OUT, number_R[row_N])
+        lacks = f"SET= here or set in {source.path}"
+        if not marked_N.any():
+            return given_N
+    elif source is not None:
+        given_N, lacks = _of_label_file(store, source, edits), f"SET= here or in {source}"
+    else:
+        given_N = number_N
+    both_N = marked_N & (given_N != LEFT_OUT) & (given_N != number_N)
+    if both_N.any():
+        n = int(both_N.argmax())
+        other = source.path if isinstance(source, Table) else source
+        raise InputError(
+            f"{fasta}: record {shown(store.id(n))} is of {SETS[number_N[n]]}, and {other} says {SETS[given_N[n]]}; "
+            "correct one of the two"
+        )
+    number_N = np.where(marked_N, number_N, given_N)
+    check_labelled(store, fasta, number_N != LEFT_OUT, lacks, (), edits, required=required)
+    return number_N
+
+
+def has_set(header: str, path: Path) -> bool:
+    """Return whether a header has the attribute SET."""
+    return "SET=" in header.upper() and "SET" in attributes(header, ("SET",), str(path))  # The first test is quick.
+
+
+def _of_header(header: str, where: str, edits: Edits) -> int:
+    found = attributes(header, ("SET", "VALIDATION"), where, edits)
+    if "SET" not in found:
+        return LEFT_OUT
+    record = f"{where}: record {shown(id_of(header))}"
+    return SETS.index(split_of(found["SET"], found.get("VALIDATION", ""), record))
+
+
+def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Numbers:
+    """Return the split of each record, LEFT_OUT for a record without one."""
+    number_N = np.full(len(store), LEFT_OUT, dtype=np.int64)
+    line_N = np.zeros(len(store), dtype=np.int64)
+    for record in read_label_fasta(path):
+        where = f"{path}:{record.line}"
+        number, n = _of_header(record.header, where, edits), store.find(record.id)
+        if n is None:
+            if number != LEFT_OUT:
+                edits.add("a split of no record was passed over", record.id)
+            continue
+        if line_N[n] and number_N[n] != number:
+            raise InputError(
+                f"{where}: {shown(record.id)} has another split than in line {line_N[n]}; leave one of them out"
+            )
+        line_N[n], number_N[n] = record.line, number
+    return number_N

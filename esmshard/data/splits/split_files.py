@@ -3,18 +3,18 @@
     OUT/train.fasta  valid.fasta  test.fasta     records with their headers, as read
     OUT/train.npz    ...                         coordinates, if NAME.npz lies beside NAME.fasta
     OUT/train.csv    valid.csv    test.csv       for variants: rows, with all columns
-    OUT/splits.tsv                               id, set (or fold), cluster or line; `none` for a record that is left
-    out
+    OUT/splits.tsv                               id, set (or fold), cluster or line; `none`: left out
     OUT/split.json                               how the split was made: source, options, programs, counts, notices
 
 With folds, the sets of round k are in `OUT/fold_k`.
 """
 
-import hashlib
 import json
-import math
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,19 +27,19 @@ from esmshard.data.labels.coordinates import CoordinateLabels, npz_beside, read_
 from esmshard.data.labels.label_sources import table_or_fasta
 from esmshard.data.splits import assignment, leakage
 from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers, check_given, sets_of_fold
-from esmshard.data.splits.clusters import align_clusters, read_clusters, run_mmseqs
-from esmshard.data.splits.given_splits import given_splits, sets_of_rows
-from esmshard.data.splits.leakage import MOST
+from esmshard.data.splits.leakage import MOST, ComparedRecords, word_pairs
+from esmshard.data.splits.recipe_splits import Clusters, given_splits, read_clusters, sequence_names
+from esmshard.data.splits.variant_records import given_sets, left_out
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
-from esmshard.data.variants.mutations import read_variants
-from esmshard.data.variants.substitutions import name_of
-from esmshard.errors import UsageError
+from esmshard.data.variants import name_of, read_variants
+from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import check_replaced, whole_directory
 from esmshard.io.sequences import is_sequence_table
 from esmshard.io.store import cached
 from esmshard.io.symbols import Edits, Rules
-from esmshard.io.tables import counted, first_three, write_rows
-from esmshard.vocab import decode
+from esmshard.io.tables import counted, write_rows
+from esmshard.progress import Progress
+from esmshard.vocab import STANDARD, decode
 
 OF_SEQUENCES = ("cluster", "ratio", "given")
 OF_VARIANTS = ("position", "contiguous", "modulo", "mutations", "low-to-high", "ratio", "given")
@@ -55,6 +55,19 @@ _READS = {
     "mutations": ("ratios", "seed", "train_max"),
     "low-to-high": ("ratios", "seed", "train_max", "target"),
 }
+
+
+OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
+"""Options of MMseqs2: 30% identity over 80% of both sequences, at the highest sensitivity of the search."""
+
+IDENTITY, COVERAGE = 0.3, 0.8
+"""What two sequences of one cluster have: identical residues of all columns of their alignment, and the share of each
+sequence that is aligned. MMseqs2 has the same limits in `OPTIONS`.
+"""
+MOST_ALIGNED = 100_000
+"""Most pairs that are aligned: some minutes on one core."""
+
+_INSTALL = "install it (apt-get install mmseqs2, or conda install -c bioconda mmseqs2), or pass --clusters FILE.tsv"
 
 
 @dataclass(frozen=True)
@@ -94,22 +107,103 @@ def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Metho
         raise UsageError("--ratios: folds are of equal size; leave out --ratios or --folds")
     if by in ("contiguous", "modulo") and "folds" not in given:
         raise UsageError(f"--by {by} makes folds; pass --folds 5 to have those of ProteinGym")
-    return Method(by, **given)
+    method = Method(by, **given)
+    assignment.shares(method.ratios, method.folds)  # raises for ratios and folds that cannot be used
+    return method
 
 
 def parse_ratios(text: str) -> list[float]:
-    """Parse three numbers for train, valid and test; they need not add up to one.
-
-    >>> parse_ratios("8,1,1")
-    [8.0, 1.0, 1.0]
-    """
+    """Parse numbers as in `8,1,1`."""
     try:
-        ratios = [float(part) for part in text.split(",")]
+        return [float(part) for part in text.split(",")]
     except ValueError:
-        ratios = []
-    if len(ratios) != len(SETS) or not all(0 < ratio < math.inf for ratio in ratios):
-        raise UsageError(f"--ratios {text}: three numbers above zero are expected, for train, valid and test")
-    return ratios
+        raise UsageError(f"--ratios {text}: three numbers above zero are expected, as 0.8,0.1,0.1") from None
+
+
+def align_clusters(records: ComparedRecords) -> Clusters:
+    """Cluster sequences without MMseqs2, by single linkage of pairs with IDENTITY and COVERAGE.
+
+    Pairs with a 5-mer in common are aligned (Smith-Waterman of Biopython, BLOSUM62, gaps 12 and 1). If 300 residues
+    agree in a share p, 300 * p**5 common 5-mers are expected: 9 at 50% identity, 3 at 40%, and fewer than 1 at 30%. So
+    most pairs below about 40% identity are not seen.
+
+    Raises:
+        InputError: there are more candidates than MOST_ALIGNED.
+    """
+    import Bio
+    from Bio.Align import PairwiseAligner  # slow to import
+    from scipy.cluster.hierarchy import DisjointSet
+
+    aligner = PairwiseAligner(scoring="blastp")  # type: ignore[no-untyped-call]
+    aligner.mode = "local"
+    length_N = [len(records.residues(n)) for n in range(records.count)]
+    pairs = []
+    for one, other in word_pairs(records):
+        if min(length_N[one], length_N[other]) >= COVERAGE * max(length_N[one], length_N[other]):
+            pairs.append((one, other))
+        if len(pairs) > MOST_ALIGNED:
+            raise InputError(f"clusters of more than {MOST_ALIGNED:,} similar pairs need MMseqs2; {_INSTALL}")
+    joined = DisjointSet(range(records.count))
+
+    def text(n: int) -> str:
+        return re.sub(f"[^{STANDARD}]", "X", decode(records.residues(n)))
+
+    with Progress("align", len(pairs)) as progress:
+        for done, (one, other) in enumerate(pairs, 1):
+            progress.update(done, "")
+            if joined.connected(one, other):
+                continue
+            found = aligner.align(text(one), text(other))  # type: ignore[no-untyped-call]
+            if not len(found):
+                continue
+            spans = np.abs(np.diff(found[0].coordinates[:, [0, -1]]))[:, 0]
+            covered = min(spans[0] / length_N[one], spans[1] / length_N[other])
+            if covered >= COVERAGE and found[0].counts().identities >= IDENTITY * found[0].length:
+                joined.merge(one, other)
+    limits = f"{IDENTITY:.0%} identity over {COVERAGE:.0%} of both sequences"
+    return Clusters(
+        [records.id(joined[n]) for n in range(records.count)],
+        f"alignment of pairs with a common 5-mer (Biopython {Bio.__version__}, BLOSUM62), {limits}",
+        [
+            f"clusters are made without MMseqs2, which is not installed: {limits}, among pairs with a common 5-mer. "
+            "Most relatives below about 40% identity are not seen and may be in different sets; install MMseqs2 to "
+            "keep them together"
+        ],
+    )
+
+
+def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) -> Clusters:
+    """Cluster sequences with MMseqs2 at 30% identity (`OPTIONS`).
+
+    Args:
+        sequences: sequences of the N records.
+        ids: ids of the same records.
+        directory: directory for temporary files, about ten times the size of the sequences.
+
+    Raises:
+        InputError: MMseqs2 fails; the message has the last line that MMseqs2 wrote.
+    """
+    program = shutil.which("mmseqs") or "mmseqs"
+    with tempfile.TemporaryDirectory(prefix=".tmp-mmseqs-", dir=directory) as name:
+        work = Path(name)
+        numbers = []
+        with open(work / "in.fasta", "w", encoding="ascii") as file:
+            for number, sequence in enumerate(sequences):
+                file.write(f">{number}\n{sequence}\n")  # Numbers are used as ids, since MMseqs2 shortens some ids.
+                numbers.append(str(number))
+        version = _run(program, "version").strip()
+        _run(program, "easy-cluster", *(str(work / part) for part in ("in.fasta", "out", "tmp")), *OPTIONS, "-v", "1")
+        found = read_clusters(work / "out_cluster.tsv", numbers)
+    names = [ids[int(number)] for number in found.names]
+    return Clusters(names, f"MMseqs2 {version}, easy-cluster {' '.join(OPTIONS)}", [])
+
+
+def _run(program: str, *arguments: str) -> str:
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        raise InputError(f"mmseqs {arguments[0]} failed with code {done.returncode} ({lines[-1].strip()}); {_INSTALL}")
+    return done.stdout
 
 
 class FastaRecords:
@@ -119,10 +213,6 @@ class FastaRecords:
         source: FASTA file, plain or compressed, token store, structure file, or directory of structure files.
         sets: table or label FASTA that names the set of each record, if the headers of `source` do not.
         rules: the columns of a table.
-
-    Raises:
-        InputError: a file cannot be read: `source`, `sets`, or the `.npz` of coordinates beside `source`.
-            For structures, see `to_split`.
     """
 
     def __init__(self, source: Path, sets: Path | None = None, rules: Rules = Rules()) -> None:  # noqa: B008  # frozen
@@ -151,9 +241,6 @@ class FastaRecords:
             method: by cluster, by ratio, or as the headers or the file of sets say.
             directory: directory for files of MMseqs2, which runs if the method names no clusters.
             say: takes a message before records are clustered.
-
-        Raises:
-            InputError: the records cannot be divided by this method.
         """
         if method.by == "given":
             edits = Edits()
@@ -162,15 +249,14 @@ class FastaRecords:
             self.notices += [f"{said_by}: {notice}" for notice in edits.notices()]
             check_given(number_N, Path(said_by))
             return number_N
-        count = len(self._store)
-        same = [hashlib.blake2b(self._store.residues(n).tobytes(), digest_size=16).hexdigest() for n in range(count)]
+        count, same = len(self._store), sequence_names(self._store)
         if method.by == "ratio":
             return assignment.by_cluster(same, method.ratios, method.seed, method.folds)
         if method.clusters:
             found = [read_clusters(path, self.ids) for path in method.clusters]
         elif shutil.which("mmseqs") is None:
             say(f"clustering {counted(count, 'record')} by pairwise alignment, as MMseqs2 is not installed")
-            found = [align_clusters(leakage.ComparedRecords(count, self._store.residues, self._store.id))]
+            found = [align_clusters(ComparedRecords(count, self._store.residues, self._store.id))]
         else:
             say(f"clustering {counted(count, 'record')} with MMseqs2")
             found = [run_mmseqs((decode(self._store.residues(n)) for n in range(count)), self.ids, directory)]
@@ -199,7 +285,7 @@ class FastaRecords:
 
     def check(self, sets: Mapping[str, Numbers], most: int) -> list[str]:
         """Compare the sets with the training set; see `leakage.check`."""
-        records = leakage.ComparedRecords(len(self._store), self._store.residues, self._store.id)
+        records = ComparedRecords(len(self._store), self._store.residues, self._store.id)
         others = {name: records.part(number_M) for name, number_M in sets.items() if name != "train"}
         return leakage.check(records.part(sets["train"]), others, most).notices()
 
@@ -241,10 +327,7 @@ class VariantRows:
         wild_type: FASTA file of the protein.
         mutant: column of the mutations; see `read_variants`.
         targets: columns of values; None if no values are needed.
-        offset: number added to the positions of the table; see `read_variants`.
-
-    Raises:
-        InputError: the table or the wild type cannot be read, or they do not fit each other.
+        offset: number added to the positions of the table.
     """
 
     def __init__(
@@ -254,24 +337,17 @@ class VariantRows:
         variants = read_variants(source, wild_type=wild_type, mutant=mutant, targets=targets, offset=offset, **how)
         self.source, self.notices = source, list(variants.notices)
         self.facts = {"source": source.resolve().name, "wild_type": wild_type.resolve().name}
-        self._ids, self._table, self._target_NT = variants.names(), variants.table, variants.target_NT
-        self._rows = [rows[0] for rows in variants.rows]
+        self._variants, self._rows = variants, [row for (row,) in variants.rows]
         changes = [tuple(m for m in mutations if m.mutant != m.wild) for mutations in variants.mutations]
         self._names = [name_of(mutations) for mutations in changes]
         self._positions = [frozenset(m.position for m in mutations) for mutations in changes]
 
     def divide(self, method: Method, _directory: Path, _say: Callable[[str], None]) -> Numbers:
-        """Return the set or fold of each row, int64 [N]. Rows of one variant stay together.
-
-        Raises:
-            InputError: the rows cannot be divided by this method.
-            UsageError: the limit of the training set cannot be read.
-        """
+        """Return the set or fold of each row, int64 [N]. Rows of one variant stay together."""
         if method.by == "given":
-            number_N = sets_of_rows(self._table)[self._rows]
-            check_given(number_N, self.source)
+            number_N = given_sets(self._variants)
         elif method.by == "low-to-high":
-            value_N = self._target_NT[:, 0]
+            value_N = self._variants.target_NT[:, 0]
             number_N = assignment.low_to_high(value_N, self._names, self._limit(method), method.ratios, method.seed)
         else:
             most = method.train_max or "1"
@@ -279,16 +355,12 @@ class VariantRows:
                 raise UsageError(f"--train-max {most}: a number of mutations is expected, as 2")
             options = (method.ratios, method.seed, method.folds, int(most))
             number_N = assignment.of_variants(method.by, self._names, self._positions, *options)
-        if left := [self._names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]:
-            why = "without a set" if method.by == "given" else "that change positions of several sets"
-            self.notices.append(
-                f"{self.source}: left out {counted(len(left), 'variant')} {why} ({first_three(left, str)})"
-            )
+        self.notices += left_out(self.source, self._names, number_N, method.by == "given")
         return number_N
 
     def _limit(self, method: Method) -> float:
         """Return the highest value to train on."""
-        value_N, limit = self._target_NT[:, 0], method.train_max
+        value_N, limit = self._variants.target_NT[:, 0], method.train_max
         if limit is None:
             wild = [n for n, name in enumerate(self._names) if name == "WT"]
             if not wild:
@@ -305,7 +377,7 @@ class VariantRows:
 
     def columns(self) -> dict[str, Sequence[object]]:
         """Return the columns of `splits.tsv` beside the set, N cells each."""
-        return {"id": self._ids, "line": [self._table.lines[row] for row in self._rows]}
+        return {"id": self._variants.names(), "line": [self._variants.table.lines[row] for row in self._rows]}
 
     def count(self, number_M: Numbers) -> dict[str, int]:
         """Return the sizes of a set."""
@@ -314,10 +386,10 @@ class VariantRows:
 
     def write(self, stem: Path, number_M: Numbers) -> None:
         """Write `STEM.csv`, with all columns of the table."""
-        cells = list(self._table.columns.values())
+        cells = list(self._variants.table.columns.values())
         with open(stem.with_name(f"{stem.name}.csv"), "w", encoding="utf-8", newline="") as file:
             rows = [[column[self._rows[n]] for column in cells] for n in number_M.tolist()]
-            write_rows(file, [[*self._table.columns], *rows])
+            write_rows(file, [[*self._variants.table.columns], *rows])
 
     def check(self, sets: Mapping[str, Numbers], _most: int) -> list[str]:
         """Compare the sets with the training set; see `leakage.variant_notices`."""
@@ -336,15 +408,15 @@ def may_write(out: Path, overwrite: bool) -> None:
 
 
 def divide(
-    data: Data, method: Method, out: Path, overwrite: bool = False, say: Callable[[str], None] = lambda _: None
+    data: Data, method: Method, out: Path, say: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Divide a data set and write the files of its sets. `out` appears only when all files are complete.
+    """Divide a data set and write the files of its sets. `out` appears only when all files are complete, in place of
+    what was there: see `may_write`.
 
     Args:
         data: the records.
         method: how to divide the records.
         out: directory to make.
-        overwrite: replace an earlier split.
         say: takes a message before a step that takes long.
 
     Returns:
@@ -352,9 +424,8 @@ def divide(
 
     Raises:
         InputError: the data cannot be divided by this method.
-        UsageError: `out` exists.
+        UsageError: the limit of the training set cannot be read.
     """
-    may_write(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
     number_N = data.divide(method, out.parent, say)
     names = list(SETS) if method.folds is None else [str(k) for k in range(method.folds)]
@@ -391,13 +462,11 @@ def counts_table(counts: Mapping[str, Mapping[str, int]], what: str) -> str:
     train    1,200
     test         8
     """
-    header = [what, *next(iter(counts.values()))]
-    rows = [header, *([name, *(f"{size:,}" for size in sizes.values())] for name, sizes in counts.items())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )
+    rows = [[what, *next(iter(counts.values()))]]
+    rows += [[name, *(f"{size:,}" for size in sizes.values())] for name, sizes in counts.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join(map("  ".join, lines))
 
 
 def _write_sets(data: Data, directory: Path, number_N: Numbers, most: int) -> list[str]:

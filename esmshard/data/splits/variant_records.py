@@ -14,15 +14,14 @@ import numpy.typing as npt
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
-from esmshard.data.splits.given_splits import sets_of_rows
 from esmshard.data.tracks import TrackFile, protein_tracks, with_paths
-from esmshard.data.variants.mutations import Variants, is_library, read_variants
-from esmshard.data.variants.substitutions import Mutation, name_of
+from esmshard.data.variants import Mutation, Variants, is_library, name_of, read_variants
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
+from esmshard.io.headers import split_of
 from esmshard.io.paths import sha256
-from esmshard.io.tables import counted, first_three
-from esmshard.recipe.data_section import DataSettings
+from esmshard.io.tables import Table, counted, first_three, listed
+from esmshard.recipe.sections import DataSettings
 from esmshard.vocab import encode_residues
 
 FOLDS = 5
@@ -76,14 +75,10 @@ class VariantRecords:
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
         """Return the residue tokens of variant n, uint8 [L]."""
         residues = self._residues.copy()
-        for mutation in self.mutations[n]:
-            residues[mutation.position - self.first] = _token(mutation.mutant)
+        changed = [mutation.position - self.first for mutation in self.mutations[n]]
+        letters = "".join(mutation.mutant for mutation in self.mutations[n])
+        residues[changed] = np.frombuffer(encode_residues(letters), dtype=np.uint8)
         return residues
-
-
-@functools.cache
-def _token(letter: str) -> int:
-    return int(encode_residues(letter)[0])
 
 
 def site_blocks(variants: Sequence[tuple[Mutation, ...]]) -> Numbers:
@@ -142,7 +137,7 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
     members_N = set_N == SETS.index(name)
     if name == "train" and data.train_share is not None and data.train_share < 1:
         members_N = _share(members_N, variants.names(), data.train_share)
-    wild_type, first = part_seen(variants, data)
+    wild_type, first = _part_seen(variants, data)
     records = VariantRecords(variants.table.path, wild_type, variants.mutations, first)
     labels = VariantLabels(variants, first, len(wild_type), data)
     if not members_N.any():
@@ -196,28 +191,64 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
     that are left out. The result is the same for all seeds.
     """
     variants = table_of(data)
-    names = variants.names()
-    number_N = _number(variants, names, data)
+    path, names, given = variants.table.path, variants.names(), data.split == "given"
+    if given:
+        number_N = given_sets(variants)
+    else:
+        by, folds = "ratio" if data.split == "random" else data.split or "position", data.folds or FOLDS
+        positions, train_max = variants.positions(), data.train_max or 1
+        number_N = assignment.of_variants(by, names, positions, folds=folds, train_max=train_max)
     notices = _floor_notices(variants, data)
-    left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT)]
     if is_library(variants.mutations) and (data.split, data.transform) != ("random", "rank"):
         keys = ["data.split=random"] * (data.split != "random") + ["task.pool=sites"]
         keys += ["data.transform=rank"] * (data.transform != "rank")
         notices.append(
-            f"{variants.table.path}: is a combinatorial library, {counted(len(variants), 'variant')} of "
+            f"{path}: is a combinatorial library, {counted(len(variants), 'variant')} of "
             f"{len(frozenset().union(*variants.positions()))} sites; {' '.join(keys)} suits it"
         )
-    if not left:
-        return number_N, notices
-    why = "without a set" if data.split == "given" else "that change positions of several folds"
-    fix = ""
-    if len(left) > len(names) / 2 and data.split != "given":
-        fix = "; data.split mutations, or random, uses them all"
-    path = variants.table.path
-    return number_N, [
-        *notices,
-        f"{path}: left out {counted(len(left), 'variant')} {why} ({first_three(left, str)}){fix}",
+    return number_N, notices + left_out(path, names, number_N, given)
+
+
+def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
+    """Return the set of some rows, int64 [N], as column `set` or `split` says. FLIP's tables also have a column
+    `validation`.
+
+    Raises:
+        InputError: there is no such column, or a name in these rows is no set.
+    """
+    column = table.only_column(("set", "split"), "rename the one that is not")
+    if column is None:
+        raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
+    validation = table.only_column(("validation",), "rename the one that is not")
+    sets, truths = table.columns[column], table.columns[validation] if validation else [""] * len(table)
+    numbers = [
+        SETS.index(split_of(sets[row], truths[row], table.where(row))) if sets[row] else LEFT_OUT for row in rows
     ]
+    return np.array(numbers, dtype=np.int64)
+
+
+def given_sets(variants: Variants) -> Numbers:
+    """Return the set of each variant as the table says, int64 [N]; LEFT_OUT for a variant without a set."""
+    table, rows = variants.table, [row for rows in variants.rows for row in rows]
+    set_of = dict(zip(rows, sets_of_rows(table, rows).tolist(), strict=True))
+    number_N = np.array([set_of[rows[0]] for rows in variants.rows], dtype=np.int64)
+    assignment.check_given(number_N, table.path)
+    if wrong := [row for rows in variants.rows for row in rows if set_of[row] != set_of[rows[0]]]:
+        raise InputError(
+            f"{table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
+            f"({first_three(wrong, table.at)}); give it one"
+        )
+    return number_N
+
+
+def left_out(path: Path, names: Sequence[str], number_N: Numbers, given: bool) -> list[str]:
+    """Return a notice about the variants that are in no set, if there are any; `given` if the table says the sets."""
+    left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT).tolist()]
+    if not left:
+        return []
+    why = "without a set" if given else "that change positions of several sets"
+    fix = "; a split by mutations, or at random, uses them all" if not given and len(left) > len(names) / 2 else ""
+    return [f"{path}: left out {counted(len(left), 'variant')} {why} ({first_three(left, str)}){fix}"]
 
 
 def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
@@ -237,24 +268,7 @@ def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
     return notices
 
 
-def _number(variants: Variants, names: list[str], data: DataSettings) -> Numbers:
-    """Return the fold or set of each variant, int64 [N]."""
-    if data.split != "given":
-        by = "ratio" if data.split == "random" else data.split or "position"
-        folds = data.folds or FOLDS
-        return assignment.of_variants(by, names, variants.positions(), folds=folds, train_max=data.train_max or 1)
-    table, set_R = variants.table, sets_of_rows(variants.table)
-    number_N: Numbers = set_R[[rows[0] for rows in variants.rows]]
-    assignment.check_given(number_N, table.path)
-    if wrong := [row for rows in variants.rows for row in rows if set_R[row] != set_R[rows[0]]]:
-        raise InputError(
-            f"{table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
-            f"({first_three(wrong, table.at)}); give it one"
-        )
-    return number_N
-
-
-def part_seen(variants: Variants, data: DataSettings) -> tuple[str, int]:
+def _part_seen(variants: Variants, data: DataSettings) -> tuple[str, int]:
     """Return the part of the wild type that the model sees, and the residue at which this part begins, from 0.
 
     With `data.long` `window`, this part is `data.max_length` residues around all mutated residues. It is the same for

@@ -36,6 +36,8 @@ ENDINGS = ".pdb, .ent, .cif or .mmcif, plain or with .gz, .bz2, .xz or .zst"
 _ENDING = re.compile(r"\.(?:(pdb|ent)|(cif|mmcif))(?:\.(?:gz|bz2|xz|zst))?$", re.IGNORECASE)
 NAMELESS = "_"
 """The name of a PDB chain that has none; ids leave it out."""
+BONDED = 2.0
+"""Angstrom between C and the next N, where a peptide bond has 1.33. Anything farther is a break."""
 _BACKBONE = ("N", "CA", "C")
 _PDB_NUMBER = re.compile(r" *[-+]?(\d+\.?\d*|\.\d+) *")
 _PEPTIDES = (gemmi.PolymerType.PeptideL, gemmi.PolymerType.PeptideD, gemmi.PolymerType.CyclicPseudoPeptide)
@@ -191,41 +193,59 @@ def _from_mmcif(text: str) -> gemmi.Structure:
 
 def _from_pdb(text: str, ignore_ter: bool = False) -> gemmi.Structure:
     structure = gemmi.read_pdb_string(text, ignore_ter=ignore_ter)
-    for chain in structure[0] if len(structure) else ():
+    chains = structure[0] if len(structure) else ()
+    for chain in chains:
         chain.name = chain.name.strip() or NAMELESS  # gemmi makes no entity of a chain without a name
     structure.setup_entities()
-    for chain in structure[0] if len(structure) else ():
-        # Some programs write TER at every break of a chain, and gemmi takes what follows for ligands.
-        if not ignore_ter and any(
-            residue.entity_type == gemmi.EntityType.NonPolymer
-            and residue.het_flag == "A"
-            and gemmi.find_tabulated_residue(residue.name).is_amino_acid()
-            for residue in chain
-        ):
-            return _from_pdb(text, ignore_ter=True)
-        _place_by_numbers(structure.get_entity_of(chain.get_polymer()), chain.get_polymer())
+    # Some programs write TER at every break of a chain, and gemmi takes what follows for ligands.
+    if not ignore_ter and any(
+        residue.entity_type == gemmi.EntityType.NonPolymer
+        and residue.het_flag == "A"
+        and gemmi.find_tabulated_residue(residue.name).is_amino_acid()
+        for chain in chains
+        for residue in chain
+    ):
+        return _from_pdb(text, ignore_ter=True)
     structure.assign_label_seq_id()
+    for chain in chains:
+        _place_by_numbers(structure.get_entity_of(chain.get_polymer()), chain.get_polymer())
     return structure
 
 
 def _place_by_numbers(entity: gemmi.Entity | None, polymer: gemmi.ResidueSpan) -> None:
-    """Place residues in SEQRES by their numbers and a shift, where these fit it. Letters and bonds alone, by which
-    gemmi aligns, would leave open where in a repeat the unresolved residues are.
+    """Place residues in SEQRES by bonds and numbers, where the letters fit no worse than in gemmi's alignment. Letters
+    alone would leave open where in a repeat the unresolved residues are.
     """
-    numbers = [residue.seqid.num for residue in polymer if residue.seqid.num is not None]
-    inserted = any(residue.seqid.icode != " " for residue in polymer)
-    if entity is None or not numbers or inserted or len(numbers) < len(polymer):
+    residues = list(polymer)
+    if entity is None:
         return
-    listed = entity.full_sequence
-    shifts = sorted(range(-min(numbers), len(listed) - max(numbers)), key=lambda shift: abs(shift + 1))
-    differing = {
-        shift: sum(listed[number + shift] != residue.name for number, residue in zip(numbers, polymer, strict=True))
-        for shift in shifts
-    }
-    best = min(shifts, key=differing.__getitem__, default=None)
-    if best is not None and not _too_different(differing[best], len(numbers)):
-        for number, residue in zip(numbers, polymer, strict=True):
-            residue.label_seq = number + best + 1
+    listed, steps = entity.full_sequence, [_step(*pair) for pair in itertools.pairwise(residues)]
+    places = list(itertools.accumulate(steps, initial=0))
+
+    def differing(places: Sequence[int | None]) -> int:
+        pairs = zip(places, residues, strict=True)
+        return sum(place is None or listed[place - 1] != residue.name for place, residue in pairs)
+
+    firsts = sorted(range(1, len(listed) - places[-1] + 1), key=lambda first: abs(first - _number(residues[0])))
+    shifted = min(([first + place for place in places] for first in firsts), key=differing, default=None)
+    if shifted is not None and differing(shifted) <= differing([residue.label_seq for residue in residues]):
+        for place, residue in zip(shifted, residues, strict=True):
+            residue.label_seq = place
+
+
+def _step(before: gemmi.Residue, here: gemmi.Residue) -> int:
+    """Return the number of places between two residues: one over a peptide bond, else the difference of their numbers,
+    which skip where authors follow the numbering of another protein.
+    """
+    if before.seqid == here.seqid:
+        return 0  # alternative residues
+    c, n = before.find_atom("C", "*"), here.find_atom("N", "*")
+    bonded = c is not None and n is not None and c.pos.dist(n.pos) < BONDED
+    return 1 if bonded else max(1, _number(here) - _number(before))
+
+
+def _number(residue: gemmi.Residue) -> int:
+    return residue.seqid.num or 0
 
 
 def _too_different(differing: int, count: int) -> bool:
@@ -271,7 +291,7 @@ def _chain(
     else:
         places = list(range(len(at_place)))
         edits.add("chain(s) without SEQRES or _entity_poly_seq, read as the residues with atoms", chain_id)
-        numbers = [residues[0].seqid.num or 0 for residues in at_place.values()]
+        numbers = [_number(residues[0]) for residues in at_place.values()]
         gaps = sum(after > before + 1 for before, after in itertools.pairwise(numbers))
         edits.add("gap(s) in residue numbers, where the sequence is shorter than the protein's", chain_id, gaps)
 

@@ -24,7 +24,7 @@ from esmshard.io.store import is_store
 from esmshard.io.symbols import Edits, shown
 from esmshard.io.tables import read_text
 from esmshard.progress import Progress
-from esmshard.recipe.data_section import EVERY
+from esmshard.recipe.sections import EVERY
 from esmshard.vocab import BETWEEN
 
 FEWEST = 10
@@ -166,7 +166,7 @@ def cached_split(source: Path, complexes: str | None = None) -> Path:
     """Return the FASTA file of a directory of structures, or of one file. It is made on first use and kept in the
     user's cache.
 
-    Its `.npz` lies beside it; `notices` returns what was changed. The key is the path, the names and `files.state` of
+    Its `.npz` lies beside it; `notices` returns what was changed. The key is the path, the names and `paths.state` of
     all files, and the records that they give, so a changed directory is read anew. Processes that ask at the same time
     wait for the one that reads.
 

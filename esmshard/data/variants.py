@@ -1,38 +1,183 @@
-"""Measured variants of one protein, read from tables as laboratories write them. `substitutions` reads the cells.
+"""Measured variants of one protein, read from tables as laboratories write them.
+
+A cell of the column of mutations names substitutions. Everything that is not in this list is refused with a reason.
+
+| the cell | its meaning |
+|---|---|
+| `A24G`, `p.A24G`, `p.Ala24Gly`, `p.(Ala24Gly)`, `NP_000509.1:p.Ala24Gly` | one substitution |
+| `A24G:V30L`, also with `;`, `,`, `/`, `+` or spaces, `p.[Ala24Gly;Val30Leu]` | several substitutions in one protein |
+| `24G`, `24G:30L` | the same, if no cell of the column has letters of the wild type |
+| `WT`, `_wt`, `wild-type`, `p.=` | the wild type |
+| `A24*`, `p.Ala24Ter` | a stop codon: refused or dropped |
+| `A24A`, `p.Ala24=` | a synonymous change: refused, dropped or kept |
+
+Three-letter codes and brackets are HGVS (den Dunnen et al. 2016, https://hgvs-nomenclature.org); `_wt` comes from
+Enrich2 (Rubin et al. 2017). Lower case is read too.
 
 Tables often count from the start of the mature protein, of a construct or of a crystal structure instead of residue 1
 of the sequence. A wrong shift of positions would go unnoticed without the wild-type letters, so each letter is
 compared.
 """
 
+import functools
+import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from Bio.Data.IUPACData import protein_letters_3to1_extended
 
-from esmshard.data.variants.substitutions import (
-    HOW,
-    STOP,
-    Mutation,
-    RefusedVariant,
-    compare,
-    name_of,
-    parse_variant,
-    parse_with_wild_type,
-    renumbered,
-    without_wild_type_letters,
-)
 from esmshard.errors import InputError, UsageError
 from esmshard.io.sequences import read_fasta
 from esmshard.io.symbols import Edits, nucleotides
 from esmshard.io.tables import Table, counted, first_three, listed, read_table, shown
-from esmshard.vocab import BETWEEN, encode_residues
+from esmshard.vocab import BETWEEN, RESIDUES, STANDARD, encode_residues
+
+STOP = "*"
+
+_WILD = frozenset(RESIDUES)
+_MUTANT = frozenset(STANDARD + "UO" + STOP)
+_LETTER = {name.upper(): letter for name, letter in protein_letters_3to1_extended.items()} | {"TER": STOP}
+_WILD_TYPE = frozenset({"wt", "_wt", "wildtype", "wild-type", "wild_type", "wild type", "=", "p.=", "p.(=)", "p.[=]"})
+_ACCESSION = re.compile(r"([NX]P_\d+|[A-Z][A-Z0-9_]*\d\.\d+):(?=p\.)")
+_JOINED = re.compile(r"\s*[:;,/+]\s*|\s+")
+_SUBSTITUTION = re.compile(r"([A-Z]{3}|[A-Z])(-?\d{1,6})([A-Z]{3}|[A-Z]|\*|=)", re.ASCII | re.IGNORECASE)
+_BARE = re.compile(r"(?<![A-Za-z0-9-])(\d{1,6})(?=([A-Z]{3}|[A-Z]|\*)(?![A-Za-z0-9]))", re.ASCII | re.IGNORECASE)
+"""A position without the letter of the wild type before it."""
+HOW = "write A24G, A24G:V30L or p.Ala24Gly, and WT for the wild type; remove rows of other changes"
+"""Advice for messages about cells that cannot be used."""
+
+
+class RefusedVariant(InputError):
+    """A cell cannot be used."""
+
+
+# a dataclass sorts and hashes ten times slower, and tables have hundreds of thousands of mutations
+class Mutation(NamedTuple):
+    """A substitution of one residue.
+
+    >>> print(Mutation(23, "A", "G"))
+    A24G
+    """
+
+    position: int
+    """Position in the protein, counted from 0."""
+    wild: str
+    mutant: str
+    """One letter. `*` is a stop codon; the letter of `wild` is a synonymous change."""
+
+    def __str__(self) -> str:
+        return f"{self.wild}{self.position + 1}{self.mutant}"
+
+
+def name_of(mutations: tuple[Mutation, ...]) -> str:
+    """Return the name of a variant, such as `A24G:V30L` or `WT`."""
+    return ":".join(map(str, mutations)) or "WT"
+
+
+def renumbered(mutations: tuple[Mutation, ...], shift: int) -> tuple[Mutation, ...]:
+    """Return the same substitutions in a numbering that is ahead by `shift`.
+
+    >>> name_of(renumbered((Mutation(0, "M", "L"),), 23))
+    'M24L'
+    """
+    return tuple(Mutation(m.position + shift, m.wild, m.mutant) for m in mutations)
+
+
+def parse_variant(cell: str) -> tuple[Mutation, ...]:
+    """Read the substitutions that a cell names, sorted by position; none for the wild type.
+
+    >>> [str(mutation) for mutation in parse_variant("p.[Val30Leu;Ala24Gly]")]
+    ['A24G', 'V30L']
+    >>> parse_variant("WT")
+    ()
+
+    Raises:
+        RefusedVariant: the cell is no list of substitutions; the message says what the cell has instead.
+    """
+    cell = cell.strip()
+    if cell.lower() in _WILD_TYPE:
+        return ()
+    if not cell:
+        raise RefusedVariant("an empty cell")
+    body = _ACCESSION.sub("", cell, count=1) if "p." in cell else cell
+    if body[:2].lower() == "p.":
+        body = body[2:]
+        for opening, closing in ("[]", "()"):
+            if body.startswith(opening) and body.find(closing) == len(body) - 1:
+                body = body[1:-1]
+    mutations = tuple(sorted(_substitution(word) for word in _JOINED.split(body)))
+    for one, other in itertools.pairwise(mutations):
+        if one.position == other.position:
+            raise RefusedVariant(f"{shown(cell)} changes position {one.position + 1} twice")
+    return mutations
+
+
+def without_wild_type_letters(cells: Sequence[str]) -> bool:
+    """Whether each cell has only positions and new letters, as in `24G`, or is the wild type."""
+    words = [word for cell in cells if cell.strip().lower() not in _WILD_TYPE for word in _JOINED.split(cell.strip())]
+    return bool(words) and all(_BARE.match(word) for word in words)
+
+
+def parse_with_wild_type(cell: str, wild_type: str, shift: int) -> tuple[Mutation, ...]:
+    """Read a cell such as `24G`, whose letters of the wild type stand at the position plus `shift`; see
+    `parse_variant`.
+
+    >>> name_of(parse_with_wild_type("2T", "MKV", 0))
+    'K2T'
+    """
+
+    def completed(match: re.Match[str]) -> str:
+        place = int(match[1]) - 1 + shift
+        return f"{wild_type[place] if 0 <= place < len(wild_type) else 'X'}{match[1]}"  # X fits no wild type
+
+    return parse_variant(_BARE.sub(completed, cell))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _substitution(word: str) -> Mutation:
+    code = word.removeprefix("p.")
+    if code.startswith("(") and code.endswith(")"):
+        code = code[1:-1]
+    match = _SUBSTITUTION.fullmatch(code)
+    if match:
+        before, number, after = match[1].upper(), match[2], match[3].upper()
+        wild = _LETTER.get(before, before)
+        mutant = wild if after == "=" else _LETTER.get(after, after)
+        if wild in _WILD and (mutant in _MUTANT or mutant == wild):
+            return Mutation(int(number) - 1, wild, mutant)
+    raise RefusedVariant(f"{shown(word)} is no substitution")
+
+
+def compare(sequence: str, wild_type: str) -> tuple[Mutation, ...]:
+    """Return the substitutions that turn the wild type into another sequence of its length.
+
+    >>> [str(mutation) for mutation in compare("MKV", "MKT")]
+    ['T3V']
+
+    Raises:
+        RefusedVariant: the sequence has another length, gaps, or differs by a letter that is not one residue.
+    """
+    text = "".join(sequence.split())
+    if len(text) == len(wild_type) + 1:
+        text = text.removesuffix(STOP)
+    if len(text) != len(wild_type):
+        raise RefusedVariant(f"{shown(sequence)} has {counted(len(text), 'residue')}, the wild type {len(wild_type):,}")
+    if not text.isascii():  # upper() would turn some letters into two.
+        raise RefusedVariant(f"{shown(sequence)} is no sequence in one-letter codes")
+    text = text.upper()
+    differ_L = np.frombuffer(text.encode(), np.uint8) != np.frombuffer(wild_type.encode(), np.uint8)
+    mutations = tuple(Mutation(k, wild_type[k], text[k]) for k in np.flatnonzero(differ_L).tolist())
+    for mutation in mutations:
+        if mutation.mutant not in _MUTANT:
+            raise RefusedVariant(f"{shown(mutation.mutant)} at position {mutation.position + 1} is not one residue")
+    return mutations
+
 
 _ENOUGH = 0.99  # share of the mutations that must fit a shift of the numbering
 _FEWEST = 5  # sites for a shift without being asked: fewer fit some shift by chance (a letter matches one time in 17)
@@ -150,24 +295,22 @@ def read_variants(
     target_names, target_RT = _targets(reading, targets)
     rows = list(range(len(table)))
     if target_names:
-        empty_R = np.isnan(target_RT).all(1)
-        empty, why = np.flatnonzero(empty_R).tolist(), f"without a value in {' or '.join(map(shown, target_names))}"
-        reading.note(empty, why, "left out")
-        reading.left_out.update(dict.fromkeys(empty, why))
-        rows = np.flatnonzero(~empty_R).tolist()
+        empty = np.flatnonzero(np.isnan(target_RT).all(1)).tolist()
+        reading.leave_out(empty, f"without a value in {' or '.join(map(shown, target_names))}")
+        rows = [row for row in rows if row not in reading.left_out]
     cells, read_cell = table.column(column), parse_variant
     if whole:
-        read_cell = partial(compare, wild_type=protein)
+        read_cell = functools.partial(compare, wild_type=protein)
     elif without_wild_type_letters([cells[row] for row in rows]):
         offset = 0 if offset == "auto" else offset
-        read_cell = partial(parse_with_wild_type, wild_type=protein, shift=offset)
+        read_cell = functools.partial(parse_with_wild_type, wild_type=protein, shift=offset)
         reading.notices.append(
             f"{path}: column {shown(column)} has no letters of the wild type, so that they were taken from "
             f"{protein_name}, and the numbering could not be compared with it"
         )
-    parsed, shift = _parsed(reading, column, rows, read_cell, unusable), 0
+    most, shift = MOST_UNUSABLE if unusable == "drop" else 0.0, 0
+    parsed = _parsed(reading, column, rows, read_cell, most)
     if not whole:
-        most = MOST_UNUSABLE if unusable == "drop" else 0.0
         parsed, shift = _placed(reading, parsed, protein, protein_name, offset, most)
     parsed = _without(reading, parsed, lambda mutation: mutation.mutant == STOP, "a stop codon", unusable)
     if not keep_synonymous:
@@ -214,8 +357,13 @@ class _Reading:
             named = first_three(rows, self.table.at)
             self.notices.append(f"{self.table.path}: {verb} {counted(len(rows), 'row')} {what} ({named})")
 
-    def leave_out(self, reason_of: dict[int, str], what: str) -> None:
-        """Leave out these rows, each for its own reason."""
+    def leave_out(self, rows: Sequence[int], what: str, why: str | None = None) -> None:
+        """Leave out these rows, with a notice; `why` is the reason if it is not `what`."""
+        self.note(rows, what, "left out")
+        self.left_out.update(dict.fromkeys(rows, why or what))
+
+    def leave_out_each(self, reason_of: dict[int, str], what: str) -> None:
+        """Leave out these rows, each for a reason of its own."""
         if reason_of:
             count = counted(len(reason_of), "row")
             self.notices.append(f"{self.table.path}: left out {count} {what}: {self.reasons(reason_of)}")
@@ -263,7 +411,7 @@ def _targets(reading: _Reading, targets: Sequence[str] | None) -> tuple[tuple[st
     table = reading.table
     if targets is None:
         return (), np.empty((len(table), 0))
-    names = (targets,) if isinstance(targets, str) else tuple(targets)
+    names = tuple(targets)
     if not names:
         usual = table.only_column(TARGET_COLUMNS, NAME_TARGET)
         if usual is None:
@@ -285,13 +433,9 @@ def _targets(reading: _Reading, targets: Sequence[str] | None) -> tuple[tuple[st
 
 
 def _parsed(
-    reading: _Reading,
-    column: str,
-    rows: list[int],
-    read: Callable[[str], tuple[Mutation, ...]],
-    unusable: Unusable,
+    reading: _Reading, column: str, rows: list[int], read: Callable[[str], tuple[Mutation, ...]], most: float
 ) -> Parsed:
-    """Read the variant in each row whose cell can be read."""
+    """Read the variant in each row whose cell can be read; at most the share `most` of the cells may be unusable."""
     table, cells = reading.table, reading.table.column(column)
     parsed: Parsed = {}
     refused: dict[int, str] = {}
@@ -300,12 +444,12 @@ def _parsed(
             parsed[row] = read(cells[row])
         except RefusedVariant as error:
             refused[row] = str(error)
-    if refused and (unusable == "error" or len(refused) > MOST_UNUSABLE * len(rows)):
+    if len(refused) > most * len(rows):
         raise InputError(
             f"{table.path}: {len(refused):,} of {counted(len(rows), 'cell')} of column {shown(column)} cannot be "
             f"used: {reading.reasons(refused)}; {HOW}"
         )
-    reading.leave_out(refused, f"whose {shown(column)} names no substitutions")
+    reading.leave_out_each(refused, f"whose {shown(column)} names no substitutions")
     return parsed
 
 
@@ -315,15 +459,15 @@ def _placed(
     protein: str,
     protein_name: str,
     offset: int | Literal["auto"],
-    most_misfits: float,
+    most: float,
 ) -> tuple[Parsed, int]:
     """Renumber the variants as the wild type, and check each mutation against it. Variants with a misfit are left out
-    if they are at most the share `most_misfits` of all. The number added to the positions is returned too.
+    if they are at most the share `most` of all. The number added to the positions is returned too.
 
     Raises:
         InputError: mutations do not fit; the message has the first three of them, or the shift that would fit.
     """
-    path, counts = reading.table.path, Counter(chain.from_iterable(parsed.values()))
+    path, counts = reading.table.path, Counter(itertools.chain.from_iterable(parsed.values()))
     shift, total = 0 if offset == "auto" else offset, counts.total()
 
     def residue(mutation: Mutation) -> str:
@@ -347,7 +491,7 @@ def _placed(
             f"{path}: {fitting:,} of {counted(total, 'mutation')} fit {protein_name} {how}, {fit:,} fit when shifted "
             f"by {best:+d}"
         )
-        if offset == "auto" and sites >= _FEWEST and best != shift and fit >= min(_ENOUGH, 1 - most_misfits) * total:
+        if offset == "auto" and sites >= _FEWEST and best != shift and fit >= min(_ENOUGH, 1 - most) * total:
             reading.notices.append(f"{shifted}, which was done")
             shift = best
             wrong = misfits()
@@ -356,14 +500,14 @@ def _placed(
                 f"{shifted}; set data.offset={best} in a recipe, pass --offset {best} to other commands, or fix "
                 f"{reading.reasons(reasons())}"
             )
-    if len(wrong) > most_misfits * len(parsed):
+    if len(wrong) > most * len(parsed):
         with_shift = f" shifted by {shift:+d}" if shift else ""
         raise InputError(
             f"{path}: {sum(map(len, wrong.values())):,} of {total:,} mutations{with_shift} do not fit {protein_name} "
             f"of {counted(len(protein), 'residue')}: {reading.reasons(reasons())}; correct them, the wild type or the "
             "offset"
         )
-    reading.leave_out(reasons(), f"with another residue than {protein_name} has")
+    reading.leave_out_each(reasons(), f"with another residue than {protein_name} has")
     return {row: renumbered(variant, shift) for row, variant in parsed.items() if row not in wrong}, shift
 
 
@@ -392,15 +536,14 @@ def _without(
 ) -> Parsed:
     """Leave out or refuse the rows with a mutation that has `what`."""
     # The test runs once for each mutation, not for each of many more rows.
-    such = {mutation for mutation in set(chain.from_iterable(parsed.values())) if test(mutation)}
+    such = {mutation for mutation in set(itertools.chain.from_iterable(parsed.values())) if test(mutation)}
     rows = sorted(row for row, mutations in parsed.items() if not such.isdisjoint(mutations))
     if rows and unusable == "error":
         table = reading.table
         named = first_three(rows, lambda row: f"{table.at(row)} {shown(name_of(parsed[row]))}")
         share = f"{len(rows):,} of {counted(len(parsed), 'variant')}"
         raise InputError(f"{table.path}: {what} in {share}: {named}; remove these rows, or set data.unusable=drop")
-    reading.note(rows, f"with {what}", "left out")
-    reading.left_out.update(dict.fromkeys(rows, what))
+    reading.leave_out(rows, f"with {what}", what)
     return {row: mutations for row, mutations in parsed.items() if row not in reading.left_out}
 
 

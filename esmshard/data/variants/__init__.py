@@ -1,1 +1,0 @@
-"""Tables of measured variants of one protein: substitutions as laboratories write them, and their numbering."""

@@ -1,0 +1,841 @@
+"""Memory and time of a run, estimated before it starts, and the best strategy on given machines, for `esmshard plan`.
+
+`memory` adds up the bytes alive at each moment of a step: what FSDP2 keeps and gathers, and what a layer of
+`esmshard.model` keeps for its backward pass. docs/plan.md has the formulas and compares them with measured peaks;
+`benchmarks/peaks.py` measures.
+
+`cost` is a roofline. FSDP gathers the weights of the next layer and reduces the gradients of the last layer while a
+layer computes; communication that takes longer than the layer is exposed. Ranks that compute a layer together exchange
+activations, which overlaps with nothing. Only the shares below were fitted. They are the same for every model and
+machine, and `benchmarks/published.py` compares the result with published runs. Letters: see `esmshard.batch`.
+"""
+
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from esmshard.data.batching.loader import Examples
+from esmshard.data.batching.packing import SCORED_TOKENS
+from esmshard.data.splits.recipe_splits import in_tokens, open_split
+from esmshard.data.tracks import track_files
+from esmshard.errors import InputError, UsageError
+from esmshard.io.paths import is_hub_name
+from esmshard.model import hub, weights
+from esmshard.model.config import ModelConfig, Quantization
+from esmshard.model.families.family_registry import SIZES, build, family_of, released_name
+from esmshard.model.finetuner import FineTuner, LanguageModelHead
+from esmshard.parallel import cpu_limits
+from esmshard.parallel.layout import BYTES, STRATEGIES, Layout, check_tensor, layout
+from esmshard.recipe.sections import Recipe, TaskSettings
+from esmshard.tasks.base import Task
+from esmshard.tasks.registry import new_task
+
+MIB, GIB = 2**20, 2**30
+
+# The shares of the data sheet's figures that are reached: by large matrix products, with launch gaps and lower clocks;
+# by FlashAttention-2, forward and backward (Dao 2023, arXiv:2307.08691, figures 4 to 6, A100); by element-wise kernels;
+# by the links in large collectives (nccl-tests, bus bandwidth).
+MATMUL_SHARE, ATTENTION_SHARE, HBM_SHARE, LINK_SHARE = 0.68, 0.4, 0.8, 0.75
+LATENCY, HOP = 30e-6, 5e-6  # seconds of an empty collective within a machine, and more for each further machine
+LAUNCH = 4e-4  # seconds of the host for one forward pass of an eager layer: about 40 kernels and FSDP's hooks
+HOST = 20e9  # bytes/s over PCIe to pinned memory, and of one process's AdamW in the machine's memory, for `cpu_offload`
+# Bytes moved for each parameter: weight, gradient and two moments are read, three of them are written, and clipping
+# reads and writes the gradient.
+ADAMW_BYTES = 40
+RESERVE = 0.1  # the share of a GPU's memory that stays free, for gaps of the allocator and errors of the estimate
+AS_GOOD = 1.03  # step times within this factor count as equal; the plan that needs less memory is then the better one
+MOST_TOKENS = 1 << 20  # the largest micro-batch that the search for the largest one considers
+SHOWN = 16  # the most options that the table shows
+HEAD = "strategy checkpointing weights grads optim gather activ head other total fits most tokens ms/step exposed GiB"
+
+# The kind of attention: `cuda` has kernels for packed attention, `cuda-padded` (before Ampere, and fp32) pads.
+Device = Literal["cpu", "cuda", "cuda-padded"]
+FP32 = 4
+# What libraries use. CPU: packed blocks of the matrix product, small tensors, pages of the allocator. GPU: cuBLAS's
+# workspace (32 MiB for each handle on Hopper) and rounding of the caching allocator, without the CUDA context.
+WORKSPACE = {"cpu": 12 << 20, "cuda": 96 << 20, "cuda-padded": 96 << 20}  # bytes
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One kind of GPU. Speeds are those of the data sheet, dense, without sparsity."""
+
+    name: str
+    memory_bytes: int  # as the driver reports, slightly less than the name says
+    half_flops: float  # FLOP/s of the tensor cores in bf16 (fp16 where there is no bf16), with sums in fp32
+    fp32_flops: float  # FLOP/s of fp32 products with torch's defaults, without TF32
+    hbm: float  # bytes/s of the GPU's own memory
+    link: float  # bytes/s that one GPU can receive from the others of its machine: over NVLink, or else PCIe
+    has_bf16: bool = True  # from compute capability 8.0 on; kernels for packed attention require the same
+
+    def flops(self, precision: str) -> float:
+        """Return the FLOP/s of matrix products at a precision."""
+        return self.fp32_flops if precision == "fp32" else self.half_flops
+
+
+# Memory: `nvidia-smi`, ECC on. The rest: NVIDIA data sheets of each product, dense figures (half of those "with
+# sparsity"); GeForce cards: the architecture white papers, fp16 with fp32 accumulation. Links: NVLink 2, 3, 4, 5 are
+# 300, 600, 900, 1800 GB/s in both directions together; PCIe 3, 4, 5 x16 are 16, 32, 64 GB/s each way.
+GPUS: dict[str, GPU] = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("V100-16GB", 16160 * MIB, 125e12, 15.7e12, 0.9e12, 150e9, has_bf16=False),
+        GPU("V100-32GB", 32510 * MIB, 125e12, 15.7e12, 0.9e12, 150e9, has_bf16=False),
+        GPU("T4-16GB", 15109 * MIB, 65e12, 8.1e12, 0.32e12, 16e9, has_bf16=False),
+        GPU("RTX3090-24GB", 24268 * MIB, 71e12, 35.6e12, 0.936e12, 32e9),
+        GPU("RTX4090-24GB", 24564 * MIB, 165.2e12, 82.6e12, 1.008e12, 32e9),
+        GPU("RTX5090-32GB", 32607 * MIB, 209.6e12, 104.8e12, 1.792e12, 64e9),
+        GPU("A10G-24GB", 23028 * MIB, 70e12, 35e12, 0.6e12, 32e9),
+        GPU("L4-24GB", 23034 * MIB, 121e12, 30.3e12, 0.3e12, 32e9),
+        GPU("A6000-48GB", 48685 * MIB, 154.8e12, 38.7e12, 0.768e12, 32e9),
+        GPU("L40S-48GB", 46068 * MIB, 362e12, 91.6e12, 0.864e12, 32e9),
+        GPU("A100-40GB", 40536 * MIB, 312e12, 19.5e12, 1.555e12, 300e9),
+        GPU("A100-80GB", 81251 * MIB, 312e12, 19.5e12, 2.039e12, 300e9),
+        GPU("H100-80GB", 81559 * MIB, 989e12, 67e12, 3.35e12, 450e9),
+        GPU("H200-141GB", 143771 * MIB, 989e12, 67e12, 4.8e12, 450e9),
+        GPU("B200-180GB", 183359 * MIB, 2250e12, 75e12, 7.7e12, 900e9),
+    )
+}
+
+
+def data_sheet(name: str, memory_bytes: int | None = None) -> GPU | None:
+    """Return the row of GPUS for the name that the driver gives a GPU; None if there is none. `memory_bytes` chooses
+    between rows of one name, which differ mainly in memory.
+    """
+    joined = re.sub(r"\bRTX (?=\d)|(?<=\d) (?=(?:TI|PCIE|NVL)\b)", lambda part: part[0].strip(), name.upper())
+    words = re.findall(r"[A-Z]+\d*[A-Z]*", joined)
+    rows = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
+    return min(rows, key=lambda gpu: abs(gpu.memory_bytes - (memory_bytes or gpu.memory_bytes)), default=None)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Equal machines with equal GPUs, with one process for each GPU."""
+
+    gpu: GPU
+    per_machine: int
+    nodes: int = 1
+    network: float = 25e9  # bytes/s that one GPU can receive from other machines: one InfiniBand HDR port for each
+
+    @property
+    def world_size(self) -> int:
+        """The number of all GPUs."""
+        return self.per_machine * self.nodes
+
+    @property
+    def room(self) -> int:
+        """The bytes of one GPU that tensors can use, without 1 GiB for NCCL's buffers and CUDA with its kernels."""
+        return self.gpu.memory_bytes - 1024 * MIB
+
+    def __str__(self) -> str:
+        on = f" on each of {self.nodes} machines" if self.nodes > 1 else ""
+        return f"{self.per_machine} x {self.gpu.name}{on}"
+
+
+def parse(text: str, nodes: int = 1, network_gbit: float = 200, memory_gb: float | None = None) -> Machines:
+    """Read the GPUs of one machine from `8xA100-40GB`, `4xL4` where GPUS has one row for the card, or `A100-80GB`.
+
+    `network_gbit` is for each GPU between machines. `memory_gb` is for a card that is not in GPUS. The card gets the
+    speeds of an A10G, which compare strategies and say little about times. `UsageError` for an unknown card.
+    """
+    count, name = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip(), re.IGNORECASE).groups()  # type: ignore[union-attr]
+    per_machine, plain = int(count or 1), name.upper().replace(" ", "")
+    if min(per_machine, nodes) < 1 or network_gbit <= 0 or (memory_gb is not None and memory_gb <= 1):
+        raise UsageError("--gpus, --nodes, --network and --memory: each number must be at least 1")
+    rows = [gpu for gpu in GPUS.values() if plain in (gpu.name, gpu.name.partition("-")[0])]
+    if memory_gb is not None:  # Drivers report up to 3% less than the name of a card says.
+        rows = [replace(GPUS["A10G-24GB"], name=name, memory_bytes=int(memory_gb * 2**30 * 0.97))]
+    if len(rows) != 1:
+        known = ", ".join(gpu.name for gpu in rows or GPUS.values())
+        raise UsageError(f"--gpus {text}: choose one of {known}; for another card give its memory, as --memory 24")
+    return Machines(rows[0], per_machine, nodes, network_gbit * 1e9 / 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelNumbers:
+    """The parameters of a model: its equal layers, and the root, which is all the rest. A tied matrix counts once."""
+
+    config: ModelConfig
+    layer_parameters: int
+    root_parameters: int
+    layer_trained: int  # those with gradients and optimizer state
+    root_trained: int
+    inputs: tuple[str, ...] = ("fc1", "fc2", "out", "qkv")  # `Matrix.reads` of matrices that learn or have a LoRA
+    lora: int = 0  # the sum of the ranks of a layer's LoRA matrices
+    track_kept: int = 0  # numbers that the first layer keeps of a token because batches have further tracks
+    quantization: Quantization | None = None
+    layer_quantized: int = 0  # those of `layer_parameters` in 4 or 8 bits, which are whole on every rank
+    layer_packed: int = 0  # the bytes of these
+
+    @property
+    def parameters(self) -> int:
+        """The number of all parameters."""
+        return self.config.n_layers * self.layer_parameters + self.root_parameters
+
+    @property
+    def trained(self) -> int:
+        """The number of parameters that learn."""
+        return self.config.n_layers * self.layer_trained + self.root_trained
+
+    def of_rank(self, tensor: int) -> "ModelNumbers":
+        """Return the whole root and one of `tensor` parts of a layer. Norms and summed biases, which each rank holds in
+        full, are few and count as if they were divided.
+        """
+        layer, trained = -(-self.layer_parameters // tensor), -(-self.layer_trained // tensor)
+        return replace(self, layer_parameters=layer, layer_trained=trained)
+
+
+def numbers_of(
+    model: nn.Module, config: ModelConfig, *, tracks: Collection[str] = (), quantization: Quantization | None = None
+) -> ModelNumbers:
+    """Count the parameters of a model with `layers` after `adapt` and before it is divided, on the meta device too.
+
+    `tracks` are those that all batches have besides the sequence. If some layers are frozen, each layer counts as the
+    average, and keeps its inputs as a layer that learns. Quantised matrices are buffers of the model.
+    """
+
+    def count(module: nn.Module, trained: bool = False) -> int:
+        return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
+
+    layers = cast("Sequence[nn.Module]", model.layers)
+    n, trained = len(layers), [count(layer, trained=True) for layer in layers]
+    learns = {name: p for name, p in layers[trained.index(max(trained))].named_parameters() if p.requires_grad}
+    learning = {name.removesuffix(".weight").removesuffix(".lora_A") for name in learns if name.endswith(".weight")}
+    quantized = sum(matrix.rows * matrix.columns for matrix in config.matrices) if quantization else 0
+    return ModelNumbers(
+        config=config,
+        layer_parameters=count(layers[0]) + quantized,
+        root_parameters=count(model) - n * count(layers[0]),
+        layer_trained=sum(trained) // n,
+        root_trained=count(model, trained=True) - n * (sum(trained) // n),
+        inputs=tuple(sorted({matrix.reads for matrix in config.matrices if matrix.path in learning})),
+        lora=sum(p.shape[0] for name, p in learns.items() if name.endswith("lora_A.weight")),
+        track_kept=sum(map(config.kept_with, tracks)),
+        quantization=quantization,
+        layer_quantized=quantized,
+        layer_packed=sum(matrix.packed_bytes(quantization) for matrix in config.matrices) if quantization else 0,
+    )
+
+
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "head", "workspace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The bytes of one rank at the peak of a training step, by purpose."""
+
+    when: str  # the moment of the peak
+    parameters: int  # this rank's share of the weights, fp32, and all quantised weights
+    gradients: int  # this rank's share, whole gradients of the current layer, and those being sent
+    optimizer: int  # two fp32 moments for each trained parameter of the share
+    gathered: int  # whole weights in the precision of the arithmetic, gather buffers, unpacked quantised matrices
+    activations: int  # what the trunk keeps for the backward pass, and temporary tensors of the current layer
+    head: int  # the same for the logits or the task's head
+    workspace: int  # what libraries take for themselves
+    total: int = field(init=False)  # the sum of KINDS
+    host: int  # weights, gradients and optimizer state outside the device, for `cpu_offload`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", sum(getattr(self, kind) for kind in KINDS))
+
+
+class LayerBytes(NamedTuple):
+    """The bytes of one layer for one token."""
+
+    kept: int  # from the forward to the backward pass
+    again: int  # further ones while a checkpointed layer is recomputed, namely what is not kept
+    passing: int  # further ones in the backward pass of the layer: gradients of intermediate results
+
+
+def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: float = 1.0) -> LayerBytes:
+    """Return the bytes that one layer keeps of one token. docs/plan.md lists the vectors.
+
+    The input of a frozen matrix is not kept: normalised forms, the concatenated output, the output of gelu. If nothing
+    in the layers learns, nothing is kept, and the feed-forward layer's vectors are the most at one moment. `padding` is
+    the number of tokens with padding over the number without, for attention on a padded device.
+    """
+    config, inputs, size = numbers.config, numbers.inputs, BYTES[layout.precision]
+    d, n_heads, tensor, together = config.dim, config.n_heads, layout.tensor, layout.together
+    own, whole, wide = d * size // together, d * size // layout.context, config.ffn_width * size // together
+    products, output = 2 if config.gated else 1, int("fc2" in inputs)
+    blocks = padding if device == "cuda-padded" else 1.0
+    # The layer's input and the sum after attention; their normalised forms, which divided ranks gather; the part of
+    # feed-forward; q, k, v and attention's output, which a CPU concatenates and a padded device has as blocks, too.
+    everything = 2 * own + whole * (("qkv" in inputs) + ("fc1" in inputs)) + wide * (products + output)
+    everything += round(3 * own * blocks) + (own if device == "cuda" else round(own * (blocks + ("out" in inputs))))
+    if layout.context > 1:  # keys and values of all tokens
+        everything += 2 * d * size
+    if config.qk_norm:  # divided norms keep two forms of queries and keys in fp32
+        everything += 2 * own if tensor == 1 else 4 * FP32 * d // tensor
+    # The rotary angles, the log-sum-exp and the statistics of norms; the products of LoRA.
+    everything += 8 * d // n_heads // layout.context + (4 * n_heads + 16) // together + numbers.lora * size
+    gathered = whole if tensor > 1 else 0
+    if not numbers.layer_trained:
+        return LayerBytes(0, own + max(wide * (1 + products), wide + gathered), 0)
+    # In gelu's backward pass there are the gradients before and after it and that of the sum; a kept output of gelu is
+    # freed already. A gate has gradients of both products, and one factor more. Divided ranks first have the one after
+    # gelu and that of the sum for all tokens.
+    passing = max(wide * (2 * products - output), wide + gathered) + own
+    if layout.activation_checkpointing == "none":
+        return LayerBytes(everything, 0, passing)
+    if layout.activation_checkpointing == "full":
+        return LayerBytes(own, everything - own, passing)
+    # Kept are attention and the products that `kept_products` names; divided ranks keep the sums of `out` and fc2 for
+    # their own tokens. After recomputation, q and k exist with and without rotation; with a LoRA only rotated, because
+    # the product was added to a sum.
+    sums = whole if tensor == 1 else 2 * own
+    kept = 5 * own + wide * products + sums + 4 * n_heads // together
+    turned = 0 if config.qk_norm or (numbers.lora and "qkv" in inputs) else 2 * own
+    return LayerBytes(kept, everything - kept + sums + turned, passing)
+
+
+def memory(
+    numbers: ModelNumbers,
+    layout: Layout,
+    tokens: int,
+    head_bytes: int,
+    device: Device,
+    *,
+    micro_batches: int = 1,
+    padding: float = 1.0,
+    scoring: bool = False,
+) -> Memory:
+    """Return the bytes of one rank at the peak of a training step.
+
+    `tokens` and `head_bytes` are those of the largest micro-batch; the head keeps its bytes for the backward pass. From
+    the second one of `micro_batches` on, gradients exist from the start. `padding` is that of `layer_bytes`. With
+    `scoring`, validation or test records are scored instead: without gradients, beside the optimizer's state.
+    """
+    own, config, sharded = numbers.of_rank(layout.tensor), numbers.config, int(layout.sharded)
+    n, size, group = config.n_layers, BYTES[layout.precision], layout.group
+    learns, recomputes = numbers.layer_trained > 0 and not scoring, layout.activation_checkpointing != "none"
+    layer = layer_bytes(numbers if learns else replace(numbers, layer_trained=0), layout, device, padding)
+    here = 0 if layout.cpu_offload and device != "cpu" else FP32  # on the device, for each number of this rank's share
+    in_full = own.layer_parameters - own.layer_quantized
+    # The root is divided over the ranks that compute each layer together, too.
+    stored = round(n * in_full + own.root_parameters / layout.tensor) // group
+    trained = round(n * own.layer_trained + own.root_trained / layout.tensor) // group
+    # The embedding and the last LayerNorm, and what tracks add to the first layer.
+    ends = (2 * config.dim + (own.track_kept if learns and not recomputes else 0)) * size
+    # A product unpacks one quantised matrix at a time, and the largest belongs to the feed-forward part. bitsandbytes
+    # unpacks int8 to two fp32 matrices, one after the other.
+    unpacked = config.dim * config.ffn_width * {None: 0, "nf4": size, "int8": 2 * FP32}[own.quantization]
+
+    def gathered(to_do: int, *, at_work: bool, forward: bool = False) -> int:
+        """Return the bytes of whole weights: the root's, and of so many layers. The backward pass of `to_do` layers has
+        not ended, and `at_work` says whether one of them computes.
+        """
+        if not sharded and layout.precision == "fp32":
+            return unpacked * at_work
+        if not sharded:
+            # One device computes with copies. That of a layer stays until the backward pass, unless it is made again. A
+            # compiled layer takes its copy as an argument.
+            layers = to_do if learns and (not recomputes or layout.compile) else int(at_work)
+        elif forward:  # a layer's buffer, from which its weights were copied, stays until the next layer has arrived
+            layers = 1 + (group > 1) + (0 if layout.frees_layers else n - 1)
+        elif layout.frees_layers:  # one more is gathered in advance; a group of one rank copies a weight when needed
+            layers = at_work + (min(1, to_do - at_work) if group > 1 else 0)
+        else:
+            layers = to_do
+        return unpacked * at_work + (own.root_parameters + layers * in_full) * size
+
+    # Gradients: this rank's share of all and of a layer; those of a whole layer while its backward pass runs, and in
+    # the precision of the reduction until they are reduced; the root's, which are reduced at the very end.
+    share, layer_share = here * trained, here * own.layer_trained // group
+    whole, root = sharded * own.layer_trained * size, sharded * own.root_trained * size
+    reduce = sharded * own.layer_trained * BYTES[layout.reduce_dtype]
+    gloo = reduce if device == "cpu" and group > 1 else 0  # gloo's reduce-scatter is an all-reduce of a copy
+    # The sums over copies stay until the backward pass ends. In fp32 they use the memory of the gradients themselves.
+    held = reduce // group if layout.replicas > 1 and layout.reduce_dtype != "fp32" else 0
+    before = share if micro_batches > 1 else 0  # those of earlier micro-batches
+    if micro_batches > 1 and sharded and layout.accumulate == "unsharded":
+        before = own.trained * BYTES[layout.reduce_dtype]
+
+    at_head = before + (0 if learns else root)  # without a layer that learns, the backward pass ends at the head
+
+    def kept(of_layers: int) -> int:
+        return tokens * (of_layers + ends)
+
+    in_forward = gathered(n, at_work=True, forward=True)
+    # Of each moment the bytes that differ: gradients, gathered weights, activations, head, gloo's copy.
+    moments = [
+        (f"forward pass of layer {n} of {n}", before, in_forward, kept(n * layer.kept + layer.again), 0, 0),
+        ("backward pass of the head", at_head, gathered(n, at_work=False), kept(n * layer.kept), head_bytes, 0),
+        ("optimizer step", share, 0, 0, 0, 0),
+    ]
+    if scoring:
+        moments = [("validation and evaluation", 0, in_forward, kept(layer.kept + layer.again), head_bytes, 0)]
+    # Between these moments all sums grow or fall linearly.
+    for done in sorted({0, min(1, n - 1), max(0, n - 2), n - 1}) if learns else ():
+        to_do, name = n - done, f"layer {n - done} of {n}"
+        left = root + done * held + max(before, done * layer_share)
+        if before > share:  # shards replace whole gradients
+            left = root + done * held + before - done * (before - share) // n
+        running, at_work = left + (reduce if done else 0), gathered(to_do, at_work=True)
+        sent, waiting = left + reduce + whole + layer_share + held, kept((to_do - 1) * layer.kept)
+        recomputed = kept(to_do * layer.kept + layer.again + layer.passing)
+        moments += [
+            (f"backward pass of {name}", running + whole // 3, at_work, recomputed, 0, 0),
+            (f"end of the backward pass of {name}", running + whole, at_work, waiting, 0, 0),
+            (f"reduction of the gradients of {name}", sent, gathered(to_do - 1, at_work=False), waiting, 0, gloo),
+        ]
+    when, gradients, whole_weights, activations, head, copied = max(moments, key=lambda moment: sum(moment[1:]))
+    return Memory(
+        when=when,
+        parameters=here * stored + n * own.layer_packed,
+        gradients=gradients,
+        optimizer=2 * here * trained,
+        gathered=whole_weights,
+        activations=activations,
+        head=head,
+        workspace=WORKSPACE[device] + copied,
+        host=0 if here else FP32 * (stored + 3 * trained),
+    )
+
+
+def free_bytes(device: torch.device, local_processes: int) -> int:
+    """Return the bytes that one process may use: the free memory of its GPU, or its share of what the machine, and the
+    job or container in it, may still use.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # memory that this process's allocator holds without use is free, too
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":  # a part of the machine's memory, with Metal's recommended limit
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    if not hasattr(os, "sysconf"):  # Windows has no such call; use a share of the memory of small machines
+        return 8 * 2**30 // local_processes
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    if (limit := cpu_limits.memory()) is not None:  # a job or container that exceeds its limit is killed
+        free = min(free, max(0, limit[0] - limit[1]))
+    return free // local_processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of one rank in one step. Ranks that compute each layer together have the same work."""
+
+    tokens: int  # of one micro-batch, with padding if there is any
+    micro_batches: int = 1
+    attended: float = 0.0  # tokens that a token attends to on average: sum of squared lengths over sum of lengths
+    head_bytes: int = 0  # kept by logits or task head for a micro-batch; moving them takes the head's time
+    # Other implementations: element-wise passes of a layer, see `our_passes`; parameters of a matrix after the layers
+    # that every token goes through; the share of matrix products that selective checkpointing recomputes.
+    passes: float | None = None
+    head_products: int = 0
+    recomputed_products: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The time of one step on one rank, and figures derived from it."""
+
+    seconds: float  # the sum of the next four
+    compute: float  # forward and backward passes, without recomputation
+    recompute: float
+    exposed: float  # the part of the collectives' time that does not overlap with computation
+    optimizer: float
+    tokens_per_second: float  # of one GPU
+    mfu: float  # the FLOPs that the model needs, without recomputation, over the data sheet's in the same time
+    received: int  # bytes that this rank receives from others
+
+
+def our_passes(numbers: ModelNumbers) -> float:
+    """Return how many vectors of width D element-wise kernels of one of our layers read or write for a token in the
+    forward pass: 4 for norms, 29 for the rotation (in fp32, with its casts), 6 for sums, 4 for norms of queries and
+    keys. As wide as the feed-forward part are 2 for gelu, or 5 for a gate. A compiled layer needs about half of these.
+    """
+    config = numbers.config
+    return 39 + (5 if config.gated else 2) * config.ffn_width / config.dim + (4 if config.qk_norm else 0)
+
+
+def training_flops(numbers: ModelNumbers, attended: float) -> float:
+    """Return the FLOPs of one token's forward and backward pass.
+
+    The forward pass takes two FLOPs for each parameter of a layer, and attention's two products. The gradients of
+    inputs take as much, if anything in the layers learns, and those of the matrices that learn take their share.
+    """
+    through, config = int(numbers.layer_trained > 0), numbers.config
+    products = 2 * ((1 + through) * numbers.layer_parameters + numbers.layer_trained)
+    return config.n_layers * (products + (1 + 2 * through) * 4 * config.dim * attended)
+
+
+def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) -> Cost:
+    """Return time and received bytes of one training step of a model that is divided over all GPUs of the machines."""
+    gpu, config, tensor, together = machines.gpu, numbers.config, layout.tensor, layout.together
+    n, m, peak, hbm = config.n_layers, work.micro_batches, gpu.flops(layout.precision), HBM_SHARE * gpu.hbm
+
+    products = work.tokens * 2 * numbers.layer_parameters / together / (MATMUL_SHARE * peak)
+    attention = work.tokens * 4 * config.dim * work.attended / together / (ATTENTION_SHARE * peak)
+    passes = our_passes(numbers) if work.passes is None else work.passes
+    moved = work.tokens * passes * config.dim * BYTES[layout.precision] / together / hbm
+    forward = max(products + attention + moved, LAUNCH)
+    # The gradients of inputs and of weights take two products for each product of the forward pass, and fewer where
+    # weights are frozen.
+    through, learning = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
+    backward = through * (2 * forward - (1 - learning) * products)
+    # Divided ranks keep the sum of the product of `out`, and compute the product itself again.
+    summed = config.dim**2 / numbers.layer_parameters if tensor > 1 else 0.0
+    selective = max(moved + (work.recomputed_products + summed) * products, LAUNCH)
+    again = through * {"none": 0.0, "selective": selective, "full": forward}[layout.activation_checkpointing]
+    head = 3 * work.head_bytes / hbm + 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
+
+    # Of `tensor` neighbours FSDP sees one; all ranks of a copy divide the root.
+    own, seen = numbers.of_rank(tensor), replace(machines, per_machine=machines.per_machine // tensor)
+    in_full = own.layer_parameters - own.layer_quantized
+    gather, reduce, add = _collectives(in_full, own.layer_trained, layout.group, layout, seen)
+    root = _collectives(own.root_parameters, own.root_trained, layout.group * tensor, layout, machines)
+    gathers_again, every = through and layout.frees_layers, layout.accumulate == "sharded"
+    exchange = exchanged(numbers, layout, machines, work.tokens)
+    received = m * (n * (1 + gathers_again) * gather.received + root[0].received + exchange.received)
+    received += (m if every else 1) * (n * reduce.received + root[1].received) + n * add.received + root[2].received
+
+    # The first gather of a pass and the last reduction overlap with nothing, so the root's time counts fully.
+    exposed = m * (exchange.seconds + root[0].seconds + gather.seconds + (n - 1) * max(0.0, gather.seconds - forward))
+    gather_again = gathers_again * gather.seconds
+    for last in [False] * (m - 1) + [True]:
+        sent = (last or every) * reduce.seconds + last * add.seconds
+        exposed += (n - 1) * max(0.0, gather_again + sent - backward - again) + gather_again + sent
+        exposed += (last or every) * root[1].seconds + last * root[2].seconds
+
+    share = (n * own.layer_trained + own.root_trained / tensor) / layout.group
+    optimizer = share * ADAMW_BYTES / (HOST if layout.cpu_offload else hbm)
+    compute, recompute = m * (n * (forward + backward) + head), m * n * again
+    seconds = compute + recompute + exposed + optimizer
+    flops = m * work.tokens * (training_flops(numbers, work.attended) + 6 * work.head_products) / together
+    speed, mfu = m * work.tokens / seconds / together, flops / seconds / peak
+    return Cost(seconds, compute, recompute, exposed, optimizer, speed, mfu, received)
+
+
+class Transfer(NamedTuple):
+    """A collective: its seconds, and the bytes that one rank receives."""
+
+    seconds: float
+    received: int
+
+
+def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens: int) -> Transfer:
+    """Return what one rank receives for a micro-batch from those with which it computes each layer.
+
+    A layer gathers [T, D] twice and scatters sums of it twice in each pass. A recomputed layer needs no sum of its last
+    product, and under selective checkpointing none at all. Small sums take the time of an empty collective: four for
+    norms of queries and keys in a pass, and one for the gradients of norms and biases that are whole. Outside the
+    layers, the last norm needs all tokens, and its gradient is scattered. Where ranks divide the tokens, a layer
+    gathers keys and values, [T, 2 D], and scatters the sums of their gradients.
+    """
+    if layout.together == 1:
+        return Transfer(0.0, 0)
+    n, backward = numbers.config.n_layers, int(numbers.layer_trained > 0)
+    passes = n * (1 + backward * (1 if layout.activation_checkpointing == "none" else 2))
+    if layout.context > 1:
+        vectors, collectives = 2 * passes, passes
+    else:
+        recomputed = {"none": 0, "selective": 2, "full": 3}[layout.activation_checkpointing]
+        vectors = n * (4 + (4 + recomputed) * backward)
+        collectives = vectors + n * backward + 4 * passes * int(numbers.config.qk_norm)
+    whole = tokens * numbers.config.dim * BYTES[layout.precision]
+    received = (vectors + 1 + backward) * _received(whole, layout.together)
+    seconds = (collectives + 1 + backward) * LATENCY + received / (LINK_SHARE * machines.gpu.link)
+    return Transfer(seconds, received)
+
+
+def _received(whole: int, ranks: int) -> int:
+    return whole * (ranks - 1) // ranks
+
+
+def _collectives(
+    parameters: int, trained: int, ranks: int, layout: Layout, machines: Machines
+) -> tuple[Transfer, Transfer, Transfer]:
+    """Return the gather of parameters over `ranks`, the reduction of the gradients of those `trained`, and the sum of
+    these gradients over all copies of the model.
+    """
+    gpu, per_machine, replicas = machines.gpu, machines.per_machine, machines.world_size // ranks
+    weights, gradients = parameters * BYTES[layout.precision], trained * BYTES[layout.reduce_dtype]
+    # A part that is kept on the host is fetched from there, and its gradients are moved there.
+    moving = 4 / ranks / HOST if layout.cpu_offload else 0.0
+    spanned = max(1, ranks // per_machine)
+
+    def collective(whole: int) -> float:
+        """Return seconds. A machine receives the parts of the others once, over all its ports together."""
+        if ranks == 1:
+            return 0.0
+        inside = _received(whole, min(ranks, per_machine)) / gpu.link
+        outside = whole * (spanned - 1) / spanned / per_machine / machines.network
+        return LATENCY + HOP * (spanned - 1) + max(inside, outside) / LINK_SHARE
+
+    gather = all_reduce = 0.0
+    if layout.sharded:  # with the copy out of the collective's buffer; a group of one rank has the copy only
+        gather = parameters * moving + collective(weights) + 2 * weights / (HBM_SHARE * gpu.hbm)
+    if replicas > 1:
+        # A machine with several copies sums them first; each of its ports then carries its part of one copy.
+        near, held_by = max(1, per_machine // ranks), max(ranks, per_machine)
+        apart = replicas * ranks // held_by
+        inside = 2 * gradients / ranks * (near - 1) / near / gpu.link
+        outside = 2 * gradients / held_by * (apart - 1) / apart / machines.network
+        all_reduce = LATENCY + HOP * (apart - 1) + (inside + outside) / LINK_SHARE
+    return (
+        Transfer(gather, _received(weights, ranks)),
+        Transfer(trained * moving + collective(gradients), _received(gradients, ranks)),
+        Transfer(all_reduce, 2 * _received(gradients // ranks, replicas)),
+    )
+
+
+class MicroBatches:
+    """The memory of a recipe's micro-batches on one rank. `plan` and `finetune` ask it what fits.
+
+    `recipe` is the recipe after `in_tokens`, and `train` has the training records.
+    """
+
+    def __init__(self, recipe: Recipe, train: Examples, numbers: ModelNumbers, layout: Layout, device: Device) -> None:
+        self.longest, self._beside = int(train.tokens.max()), train.beside
+        self.share = -(-recipe.batch.global_tokens // layout.data_size)  # of a rank in a step
+        self._head_of = partial(head_bytes, recipe.task, layout=layout, n_logits=numbers.config.n_logits)
+        self.head = self._head_of(train.tokens)
+        padding = self.longest / float(train.tokens.mean(dtype=np.float64))
+        self._memory = partial(memory, numbers, layout, device=device, padding=padding)
+
+    def largest(self, room: int, share: int | None = None) -> int:
+        """Return the largest `batch.tokens_per_rank` that fits into `room` bytes; 0 if the longest record does not fit.
+
+        The result is at most the rank's share of a step, or `share`; but never less than the longest record.
+        """
+        whole, longest = (share or self.share) + self._beside, self.longest + self._beside
+
+        def too_large(tokens: int) -> bool:
+            return self._memory(tokens, self.head(tokens), micro_batches=-(-whole // tokens)).total > room
+
+        if not too_large(max(longest, whole)):
+            return max(longest, whole) - self._beside
+        n_fitting = bisect_left(range(longest, whole), True, key=too_large)
+        return self.longest + n_fitting - 1 if n_fitting else 0
+
+    def need(self, tokens: int, micro_batches: int, scored_N: npt.NDArray[np.int32]) -> Memory:
+        """Return the memory of a step whose largest micro-batch has so many tokens; or of a validation, which takes
+        records of `scored_N` tokens whole, if a validation needs more.
+        """
+        step = self._memory(tokens + self._beside, self.head(tokens), micro_batches=micro_batches)
+        longest, mean = int(scored_N.max()), float(scored_N.mean(dtype=np.float64))
+        head = self._head_of(scored_N)(max(tokens, longest))
+        scored = max(tokens, longest, SCORED_TOKENS) + self._beside
+        scoring = self._memory(scored, head, padding=longest / mean, scoring=True)
+        return max(step, scoring, key=lambda moment: moment.total)
+
+
+def head_bytes(
+    task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout, n_logits: int
+) -> Callable[[int], int]:
+    """Return the bytes that a task's head keeps of a micro-batch, as a function of its tokens.
+
+    The micro-batch has the longest of the records with `tokens_N` tokens, and is otherwise an average of all of them.
+    """
+    lengths, counts = np.unique(tokens_N, return_counts=True)
+    each = np.array([task.head_bytes(int(length), n_logits) for length in lengths], dtype=np.float64)
+    size = BYTES[layout.precision] / 4  # the task gives the bytes in fp32
+    longest, per_token = int(lengths[-1]), float((each * counts).sum() / (lengths * counts).sum())
+    return lambda tokens: round(size * (each[-1] + max(0, tokens - longest) * per_token))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to divide the run over the GPUs that is possible."""
+
+    layout: Layout
+    tokens: int  # of the largest micro-batch of a step on one rank
+    micro_batches: int
+    largest: int  # the largest `batch.tokens_per_rank` that fits; 0 if the longest record does not fit
+    fits: bool
+    memory: Memory
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of `plan`."""
+
+    recipe: Recipe
+    machines: Machines
+    numbers: ModelNumbers
+    room: int  # the bytes of each GPU with which the plan may be made
+    options: list[Option]  # those that fit, the fastest first; then the others, those that need the least memory first
+
+    @property
+    def best(self) -> Option | None:
+        """The fastest option that fits; of those that are as fast, the one that needs the least memory."""
+        fitting = [option for option in self.options if option.fits]
+        equal = [option for option in fitting if option.cost.seconds <= AS_GOOD * fitting[0].cost.seconds]
+        return min(equal, key=lambda option: option.memory.total, default=None)
+
+    @property
+    def keys(self) -> list[str]:
+        """The recipe keys of the best option, to paste behind `esmshard finetune RECIPE`."""
+        if (best := self.best) is None:
+            return []
+        tokens = best.largest if self.recipe.batch.tokens_per_rank == "auto" else best.tokens
+        return [
+            f"parallel.strategy={best.layout.strategy}",
+            f"parallel.activation_checkpointing={best.layout.activation_checkpointing}",
+            f"batch.tokens_per_rank={tokens}",
+            *[f"parallel.tensor={best.layout.tensor}"] * (best.layout.tensor > 1),
+            *["parallel.cpu_offload=true"] * best.layout.cpu_offload,
+        ]
+
+    @property
+    def reason(self) -> str:
+        """One sentence that says why the best option is the best."""
+        best, room = self.best, self.room / GIB
+        if best is None:
+            return (
+                f"nothing fits: the least needs {self.options[0].memory.total / GIB:.1f} GiB a GPU, and there are "
+                f"{room:.1f} to plan with; take more or larger GPUs, or lower data.max_length or batch.tokens_per_rank"
+            )
+        host = best.memory.host * self.machines.per_machine / GIB
+        return (
+            f"of the {sum(option.fits for option in self.options)} options that fit, none is {AS_GOOD - 1:.0%} faster, "
+            f"and it needs {best.memory.total / GIB:.1f} of {room:.1f} GiB at the peak ({best.memory.when})"
+            + (f" and {host:.0f} GiB of the memory of each machine" if host else "")
+        )
+
+    def as_text(self) -> str:
+        """Return a table of the options, the best one and the reason."""
+        machines, numbers, best = self.machines, self.numbers, self.best
+        rows = [HEAD.split()]
+        for option in self.options[:SHOWN]:
+            laid_out, need, spent = option.layout, option.memory, option.cost
+            name = laid_out.strategy + f", tensor {laid_out.tensor}" * (laid_out.tensor > 1)
+            row = [name + ", cpu_offload" * laid_out.cpu_offload, laid_out.activation_checkpointing]
+            row += [f"{getattr(need, kind) / GIB:.2f}" for kind in (*KINDS, "total")]
+            row += ["yes" if option.fits else "no", f"{option.largest or '-'}"]
+            row += [f"{option.micro_batches} x {option.tokens:,}", f"{1e3 * spent.seconds:.1f}"]
+            rows.append([*row, f"{1e3 * spent.exposed:.1f}", f"{spent.received / GIB:.2f}"])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        network = f", {machines.network * 8 / 1e9:g} Gbit/s a GPU between machines" if machines.nodes > 1 else ""
+        lines = [
+            f"machines  {machines}: {self.room / GIB:.1f} GiB a GPU to plan with{network}",
+            f"model     {self.recipe.model.name}: {numbers.parameters:,} parameters, {numbers.trained:,} learn, "
+            f"{self.options[0].layout.precision}; {self.recipe.batch.global_tokens:,} tokens a step",
+            "\nGiB a rank at the peak of a step; most: largest batch.tokens_per_rank that fits; tokens: micro-batches "
+            "of a step; GiB: received a step",
+        ]
+        for row in rows:
+            lines.append("  ".join(f"{cell:{'<' if k < 2 else '>'}{widths[k]}}" for k, cell in enumerate(row)))
+        if best is not None:
+            speed, total = best.cost.tokens_per_second, best.cost.tokens_per_second * machines.world_size
+            lines.append(f"\ntake      {' '.join(self.keys)}")
+            lines.append(f"speed     {speed:,.0f} tokens/s a GPU, {total:,.0f} in all, MFU {best.cost.mfu:.1%}")
+        return "\n".join([*lines, f"because   {self.reason}"])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values, in bytes and seconds."""
+        numbers, rows = self.numbers, [asdict(option) for option in self.options]
+        sizes = {"parameters": numbers.parameters, "trained": numbers.trained, **numbers.config.recorded()}
+        return {
+            "machines": {**asdict(self.machines), "world_size": self.machines.world_size},
+            "room_bytes": self.room,
+            "model": {"name": self.recipe.model.name, **sizes},
+            "options": rows,
+            "best": None if self.best is None else rows[self.options.index(self.best)],
+            "keys": self.keys,
+            "reason": self.reason,
+        }
+
+
+def plan(recipe: Recipe, machines: Machines) -> Plan:
+    """Estimate every strategy and checkpointing mode; if nothing fits, estimate them with `cpu_offload` too.
+
+    Unless the recipe sets `parallel.tensor` or `context`, each power of two for `parallel.tensor` that divides the GPUs
+    of a machine and the model is estimated. `InputError` if the data or the model cannot be read, or there are fewer
+    records than GPUs. `UsageError` if no strategy is possible with the other settings of `parallel`.
+    """
+    config, task, data = config_of(recipe.model.name), new_task(recipe.task, {}), recipe.data
+    named = (family_of(config).tracks, recipe.model.name, "data.tracks.")
+    tracks = track_files(data.tracks, *named) if data.tracks else []
+    train = open_split(recipe, "train", task.labels, tracks)
+    recipe, task, parallel = in_tokens(recipe, train), task.learn(train), recipe.parallel
+    tokens_N, gpu, precision = train.tokens, machines.gpu, parallel.precision
+    scored_N = np.concatenate([open_split(recipe, name, None, tracks).tokens for name in ("valid", "test")])
+    if len(tokens_N) < machines.world_size // (parallel.tensor * parallel.context):
+        raise InputError(
+            f"{train.path}: train has {len(tokens_N)} records, fewer than the {machines.world_size} GPUs; take fewer"
+        )
+    if precision == "auto":
+        precision = "bf16" if gpu.has_bf16 else "fp16"
+    if precision == "bf16" and not gpu.has_bf16:
+        raise UsageError(f"parallel.precision: {gpu.name} has no bf16; take auto, fp16 or fp32")
+    device: Literal["cuda", "cuda-padded"] = "cuda" if gpu.has_bf16 and precision != "fp32" else "cuda-padded"
+    attended = float(np.square(tokens_N, dtype=np.float64).sum() / tokens_N.sum(dtype=np.float64))
+    numbers, room = model_numbers(recipe, config, task), int(machines.room * (1 - RESERVE))
+    is_given = "tensor" in parallel.model_fields_set or parallel.context > 1
+    tensors = [parallel.tensor] if is_given else [2**k for k in range(9) if machines.per_machine % 2**k == 0]
+    refusals: list[UsageError] = []
+
+    def layouts(tensor: int, offload: bool) -> Iterator[Layout]:
+        for strategy in STRATEGIES if machines.world_size > tensor else [parallel.strategy]:
+            change: dict[str, Any] = {"strategy": strategy, "cpu_offload": offload, "tensor": tensor}
+            if strategy != "hybrid_shard":
+                change["group_size"] = None
+            for mode in ("none", "selective", "full"):
+                settings = parallel.model_copy(update={**change, "activation_checkpointing": mode})
+                try:
+                    check_tensor(tensor, n_heads=config.n_heads, ffn_width=config.ffn_width, quantized=is_quantized)
+                    yield layout(settings, machines.world_size, machines.per_machine, precision)
+                except UsageError as error:
+                    refusals.append(error)
+                    break
+
+    def option(laid_out: Layout) -> Option:
+        batches = MicroBatches(recipe, train, numbers, laid_out, device)
+        wanted, longest, beside = recipe.batch.tokens_per_rank, batches.longest, train.beside
+        parts = -(-batches.share // max(batches.largest(room) if wanted == "auto" else wanted, longest))
+        # Shares are balanced, so that no micro-batch is much larger than the mean; but the longest record stays whole.
+        mean = -(-batches.share // parts)
+        tokens = max(longest, mean)
+        need = batches.need(tokens, parts, scored_N)
+        work = Work(
+            tokens=mean + beside,
+            micro_batches=parts,
+            attended=attended if device == "cuda" else float(longest),
+            head_bytes=round(batches.head(tokens) * (mean + beside) / (tokens + beside)),
+        )
+        largest, spent = batches.largest(room, MOST_TOKENS - beside), cost(numbers, laid_out, work, machines)
+        return Option(laid_out, tokens, parts, largest, need.total <= room, need, spent)
+
+    is_quantized = recipe.model.quantize is not None
+    possible: list[Option] = []
+    for offload in [True] if parallel.cpu_offload else [False, True]:
+        if not any(found.fits for found in possible):
+            possible += [option(laid_out) for tensor in tensors for laid_out in layouts(tensor, offload)]
+    if not possible:
+        raise refusals[0]
+    possible.sort(key=lambda found: (not found.fits, found.cost.seconds if found.fits else found.memory.total))
+    return Plan(recipe, machines, numbers, room, possible)
+
+
+def model_numbers(recipe: Recipe, config: ModelConfig, task: Task | None = None) -> ModelNumbers:
+    """Count the parameters of a recipe's model, with the head of a task that has learned from the labels."""
+    tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
+    with torch.device("meta"):
+        model = FineTuner(build(config), LanguageModelHead() if task is None else task.head(config))
+        model.adapt(recipe.adapt, recipe.train.seed, tracks, quantization)
+    return numbers_of(model, config, tracks=tracks, quantization=quantization)
+
+
+def config_of(name: str) -> ModelConfig:
+    """Return the architecture of the model that a recipe names. Nothing is downloaded: `InputError` if it would be."""
+    if not Path(name).exists():
+        if known := name if name in SIZES else released_name(name):
+            return SIZES[known]
+        if is_hub_name(name) and hub.find(name) is None:
+            raise InputError(
+                f"{name}: is not on this machine, and a plan downloads nothing; run `esmshard download {name}`"
+            )
+    return weights.read(name).config
