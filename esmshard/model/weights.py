@@ -338,18 +338,7 @@ def _read_adapter(path: Path) -> Weights:
         base = read(base_name)
         if known:
             check(identity(base, name), known, str(path), fix)
-    adapter = adapters.read(path, settings, base.config, base.read, tied(base.config))
-    origin = json.dumps([base.made, base.seed, adapter.scales], sort_keys=True)
-    return replace(
-        base,
-        source=str(path),
-        read=adapter.read,
-        absent=base.unlearned if unlearned is None else tuple(unlearned),
-        notices=(*base.notices, *adapter.notices),
-        files=(*base.files, *adapter.files),
-        seed=None,
-        made=hashlib.sha256(origin.encode()).hexdigest(),
-    )
+    return adapters.read(path, settings, base, base.unlearned if unlearned is None else unlearned)
 
 
 def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
