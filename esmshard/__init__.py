@@ -8,41 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "build": "esmshard.model.families.family_registry",
-    "encode": "esmshard.vocab",
-    "FAMILIES": "esmshard.model.families.family_registry",
-    "finetune": "esmshard.api.runs",
-    "InputError": "esmshard.errors",
-    "Layout": "esmshard.parallel.layout",
-    "load": "esmshard.api.model",
-    "load_checkpoint": "esmshard.checkpoint.sharded:load",
-    "load_model": "esmshard.model.weights",
-    "materialise": "esmshard.parallel.load",
-    "Model": "esmshard.api.model",
-    "ModelConfig": "esmshard.model.config",
-    "newest_checkpoint": "esmshard.checkpoint.sharded:newest",
-    "open": "esmshard.embed.parts:EmbeddingStore",
-    "pack": "esmshard.batch",
-    "predict_contacts": "esmshard.model.contacts",
-    "read_fasta": "esmshard.io.sequences",
-    "read_weights": "esmshard.model.weights:read",
-    "Run": "esmshard.api.runs",
-    "RunFailed": "esmshard.errors",
-    "SequenceEmbedder": "esmshard.api.sequence_embedder",
-    "shard": "esmshard.parallel.shard",
-    "SIZES": "esmshard.model.families.family_registry",
-    "state_tensors": "esmshard.train.optim",
-    "step_of": "esmshard.checkpoint.manifest",
-    "TokenBatch": "esmshard.batch",
-    "Trunk": "esmshard.model.trunk",
-    "UsageError": "esmshard.errors",
-    "Weights": "esmshard.model.weights",
-    "World": "esmshard.parallel.process_group",
-    "world": "esmshard.parallel.process_group",
-    "write_checkpoint": "esmshard.checkpoint.sharded:write",
-    "write_transformers": "esmshard.model.export",
+_MODULES = {
+    "api.model": "Model load",
+    "api.runs": "Run finetune",
+    "api.sequence_embedder": "SequenceEmbedder",
+    "batch": "TokenBatch pack",
+    "checkpoint.manifest": "step_of",
+    "checkpoint.sharded": "load_checkpoint=load newest_checkpoint=newest write_checkpoint=write",
+    "embed.parts": "open=EmbeddingStore",
+    "errors": "InputError RunFailed UsageError",
+    "io.sequences": "read_fasta",
+    "model.config": "ModelConfig",
+    "model.contacts": "predict_contacts",
+    "model.export": "write_transformers",
+    "model.families.family_registry": "FAMILIES SIZES build",
+    "model.trunk": "Trunk",
+    "model.weights": "Weights load_model read_weights=read",
+    "parallel.layout": "Layout",
+    "parallel.load": "materialise",
+    "parallel.process_group": "World world",
+    "parallel.shard": "shard",
+    "train.optim": "state_tensors",
+    "vocab": "encode",
 }
+"""The public names of each module; after `=` the name there, where it is another one."""
+_WHERE = {name.partition("=")[0]: (module, name) for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [*_WHERE, "__version__"]  # noqa: PLE0604  # strings, all of them
 
@@ -75,6 +65,6 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        module, _, there = _WHERE[name].partition(":")
-        return getattr(import_module(module), there or name)
+        module, there = _WHERE[name]
+        return getattr(import_module(f"esmshard.{module}"), there.rpartition("=")[2])
     raise AttributeError(f"module 'esmshard' has no attribute '{name}'")
