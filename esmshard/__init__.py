@@ -29,7 +29,7 @@ _WHERE = {
     "read_weights": "esmshard.model.weights:read",
     "Run": "esmshard.api.runs",
     "RunFailed": "esmshard.errors",
-    "SequenceEmbedder": "esmshard.api.sequence_embedder",
+    "SequenceEmbedder": "esmshard.api.model",
     "shard": "esmshard.parallel.shard",
     "SIZES": "esmshard.model.families.family_registry",
     "state_tensors": "esmshard.train.optim",
@@ -47,9 +47,8 @@ _WHERE = {
 __all__ = [*_WHERE, "__version__"]  # noqa: PLE0604  # strings, all of them
 
 if TYPE_CHECKING:
-    from esmshard.api.model import Model, load
+    from esmshard.api.model import Model, SequenceEmbedder, load
     from esmshard.api.runs import Run, finetune
-    from esmshard.api.sequence_embedder import SequenceEmbedder
     from esmshard.batch import TokenBatch, pack
     from esmshard.checkpoint.manifest import step_of
     from esmshard.checkpoint.sharded import load as load_checkpoint

@@ -148,12 +148,9 @@ def pack(
     """
     if not tokens:
         raise ValueError("a batch needs at least one sequence")
-    if record_ids is not None and len(record_ids) != len(tokens):
-        raise ValueError(f"{len(record_ids)} ids for {len(tokens)} sequences")
-    if logits_at is not None and len(logits_at) != len(tokens):
-        raise ValueError(f"places for {len(logits_at)} of {len(tokens)} sequences")
-    if tracks is not None and len(tracks) != len(tokens):
-        raise ValueError(f"tracks for {len(tracks)} of {len(tokens)} sequences")
+    for name, values in (("ids", record_ids), ("places", logits_at), ("tracks", tracks)):
+        if values is not None and len(values) != len(tokens):
+            raise ValueError(f"{len(values)} {name} for {len(tokens)} sequences")
     for k, sequence in enumerate(tokens):
         if len(sequence) < 3 or sequence[0] != CLS or sequence[-1] != EOS:
             raise ValueError(f"sequence {k} of the batch is not <cls> residues <eos>")

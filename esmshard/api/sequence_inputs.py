@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,10 @@ import numpy.typing as npt
 
 from esmshard.data.variants import STOP, Mutation, parse_variant
 from esmshard.errors import InputError, UsageError
-from esmshard.io.sequences import read_fasta
-from esmshard.io.store import TokenStore, is_store
-from esmshard.io.symbols import Edits, RefusedSymbols, Rules, clean, in_a_store, nucleotides, shown
+from esmshard.io.store import TokenStore, ingest, is_store
+from esmshard.io.symbols import Edits, RefusedSymbols, Rules, clean, nucleotides, shown
 from esmshard.io.tables import counted
-from esmshard.vocab import CLS, EOS, LINKER, encode
+from esmshard.vocab import CLS, EOS, LINKER
 
 Sequences = str | Iterable[str] | Mapping[str, str] | os.PathLike[str]
 """One sequence, several sequences, a dictionary of sequences by id, or the path of a FASTA file, table or token store.
@@ -84,7 +84,8 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
             f"{found}; translate them, or, if they are proteins nevertheless, write them to x.fasta, run `esmshard "
             "ingest x.fasta -o x.store --on-nucleotides keep`, and give pathlib.Path('x.store')"
         )
-    _warn(edits, "")
+    for notice in edits.notices():
+        _warn(notice)
     ids = [str(key) for key, _ in pairs] if with_ids else None
     return SequenceInputs(tokens, names, alone, ids)
 
@@ -110,18 +111,14 @@ def as_list(given: Any, what: str) -> list[Any]:
 
 def _of_file(path: Path, linker: int) -> SequenceInputs:
     """Read the records of a FASTA file, a table or a token store."""
-    if is_store(path):
-        store = TokenStore(path)
+    with TemporaryDirectory(prefix="esmshard-load-") as scratch:
+        given = is_store(path)
+        store = TokenStore(path) if given else ingest([path], Path(scratch) / "store", Rules(linker=linker))
         store.check_linker(linker, path)
-        ids, residues = [store.id(n) for n in range(len(store))], [store.residues(n) for n in range(len(store))]
-        tokens = [np.concatenate(([CLS], one, [EOS])).astype(np.uint8) for one in residues]
-    else:
-        edits = Edits()
-        records = list(read_fasta(path, edits, Rules(linker=linker)))
-        ids, tokens = [record.id for record in records], [encode(record.sequence, linker) for record in records]
-        if found := nucleotides((one[1:-1] for one in tokens), counted(len(records), "record")):
-            raise InputError(f"{path}: {found}; translate them, or {in_a_store('--on-nucleotides keep')}")
-        _warn(edits, f"{path}: ")
+        for notice in () if given else store.notices:
+            _warn(f"{path}: {notice}")
+        ids, tokens = [store.id(n) for n in range(len(store))], [store.residues(n) for n in range(len(store))]
+        tokens = [np.pad(one, 1, constant_values=(CLS, EOS)) for one in tokens]
     return SequenceInputs(tokens, [f"{path}: record '{shown(record_id)}'" for record_id in ids], single=False, ids=ids)
 
 
@@ -161,9 +158,8 @@ def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
     return found
 
 
-def _warn(edits: Edits, where: str) -> None:
+def _warn(notice: str) -> None:
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("esmshard."):
         level, frame = level + 1, frame.f_back  # the warning gets the caller's line
-    for notice in edits.notices():
-        warnings.warn(f"{where}{notice}", stacklevel=level)
+    warnings.warn(notice, stacklevel=level)

@@ -25,24 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of one call. They travel as one object from the command line or Python to the run.
+    """The options of one call. They travel as one object from the command line or Python to the run. Those without a
+    docstring are arguments of `esmshard.finetune`, which describes them.
 
     Raises:
         UsageError: if two options contradict each other.
     """
 
     nproc: int | None = None
-    """The local processes; None means one for each GPU, or one. A single process is this process."""
     device: str | None = None
-    """The device of every process: `cpu`, `cuda`, `cuda:N` or `mps`; None means its own GPU if there is one. Of several
-    processes with `cuda` each has its own GPU.
-    """
     resume: str | None = None
-    """The state to continue from: `auto` is the newest checkpoint of this run; a path is a run or a checkpoint. None
-    starts a new run.
-    """
     overwrite: bool = False
-    """Whether the files of an earlier run are replaced."""
     dry_run: bool = False
     """Whether the command only checks everything and prints the planned run."""
     profile: int = 0
@@ -52,15 +45,10 @@ class RunOptions:
     max_restarts: int = 0
     """How often all local processes are started again after the loss of a process."""
     seeds: int | None = None
-    """The number of runs with different seeds; None means 1, and 3 for the best settings of a sweep."""
     folds: int | None = None
-    """The number of folds of a cross-validation; None means 5 for a table of variants, else no cross-validation."""
     sweep: str | None = None
-    """The file of a search over settings of the recipe."""
     trials: int | None = None
-    """The number of trials of a sweep; None means 20, or the whole grid."""
     report: bool = True
-    """Whether figures and report.html are drawn at the end."""
     take_over: bool = False
     """Whether the lock of a run on another machine is taken, which cannot be seen to have ended."""
     started: float | None = None

@@ -205,7 +205,7 @@ def _open_model(source: Path | str, warn: Callable[[str], None]) -> Opened:
         evaluation = None
 
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {n: found.head[n.removeprefix("head.")]() if n.startswith("head.") else found[n] for n in names}
+        return {name: found[name] for name in names}
 
     return Opened(found.config, sizes, read, found.absent, about, evaluation, directory)
 

@@ -1,5 +1,6 @@
 """Commands for clusters: a scheduler's job, and the checks of a machine."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -108,6 +109,6 @@ def doctor(
     from esmshard.parallel import launch
 
     if nproc is None:
-        launch.join()
+        os.environ.update(launch.variables())
     if code := checks.run(recipe, overrides or (), nproc, out, as_json):
         raise SystemExit(code)

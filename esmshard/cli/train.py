@@ -1,6 +1,7 @@
 """Commands about a run and its recipe: fine-tune, estimate memory and time, report; shipped recipes."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -60,7 +61,7 @@ def finetune(
     from esmshard.api import start_run
     from esmshard.parallel import launch
 
-    launch.join()
+    os.environ.update(launch.variables())
     try:
         options = start_run.RunOptions(
             nproc=nproc,

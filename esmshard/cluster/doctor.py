@@ -284,10 +284,6 @@ def _together(own: Sequence[Finding]) -> list[Finding] | None:
 
     from esmshard.parallel.process_group import world
 
-    def give_up(why: str) -> list[Finding]:
-        fix = "mend the errors above first; then check MASTER_ADDR, the network, and firewalls between the machines"
-        return [*own, Finding("collectives", "error", f"the processes did not work together: {why}", fix)]
-
     with tempfile.TemporaryDirectory(prefix="esmshard_doctor_") as name:
         # NCCL has no other interface that names the network it uses; it reads these variables when it starts.
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{name}/nccl"}
@@ -308,7 +304,9 @@ def _together(own: Sequence[Finding]) -> list[Finding] | None:
                 log = Path(name, "nccl").read_text(errors="replace") if Path(name, "nccl").is_file() else ""
                 known = ranks.gather((list(own), here, socket.gethostname(), sorted(set(_NETWORK.findall(log)))))
         except Exception as error:  # of gloo, NCCL or CUDA
-            return give_up(" ".join(str(error).split())[:300]) if own else None
+            found = f"the processes did not work together: {' '.join(str(error).split())[:300]}"
+            fix = "mend the errors above first; then check MASTER_ADDR, the network, and firewalls between the machines"
+            return [*own, Finding("collectives", "error", found, fix)] if own else None
     if not ranks.is_first:
         return None
     findings = [finding for findings, *_ in known for finding in findings]

@@ -26,10 +26,10 @@ from esmshard.data.labels.coordinates import read_arrays
 from esmshard.data.labels.label_sources import read_label_fasta
 from esmshard.data.labels.pairing import UNIPROT
 from esmshard.data.structures.chains import Chain, chain_prefix, read_chains
-from esmshard.data.structures.structure_folder import MANY, cached_directory, holds_structures, listed_files, states
+from esmshard.data.structures.structure_folder import MANY, holds_structures, listed_files, states
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
-from esmshard.io.paths import read_json, sha256, whole_directory
+from esmshard.io.paths import cached_directory, read_json, sha256, whole_directory
 from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits
 from esmshard.io.tables import counted, first_three, shown

@@ -346,8 +346,8 @@ def embed(
                     manifest = job.run(compute, sentences, part_tokens, work.store if mine.number == 0 else None)
                 else:
                     say(f"{url or asked.out}: is finished already")
-                    if _json(directory, "plan.json").get("settings") == job.settings:
-                        remove(directory)  # of a command that was killed after it had written the output
+                    if not directory.exists() or _json(directory, "plan.json").get("settings") == job.settings:
+                        remove(directory)  # what a command left that was killed after it had written the output
             except (InputError, OSError):
                 if directory.exists() or (manifest := job.finished()) is None:
                     raise  # Otherwise another process has made the output meanwhile, and removed the parts.

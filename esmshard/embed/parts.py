@@ -132,28 +132,15 @@ def read_plan(directory: Path) -> dict[str, Any]:
     return plan
 
 
-def read_input(fasta: Path, store: Path, linker: int) -> TokenStore:
-    """Return the input as a token store: the input itself if it is one, else `store`, which is made if it does not
-    exist. `InputError` if the chains of records are joined by another linker.
-    """
-    if is_store(fasta):
-        given = TokenStore(fasta)
-        given.check_linker(linker, fasta)
-        return given
-    if is_store(store):
-        return TokenStore(store)
-    made = ingest([fasta], store, Rules(linker=linker))
-    for notice in made.notices:
-        say(f"{fasta}: {notice}")
-    return made
-
-
 def _plan(
     work: Path, fasta: Path, asked: EmbedRequest, notices: Sequence[str], part_tokens: int | None
 ) -> dict[str, Any]:
     """Read the input, write the index, and return the plan."""
-    index, spec, long = work / "index", asked.spec, asked.spec.long
-    store = read_input(fasta, work / "work" / "input", spec.chains.tokens)
+    index, spec, long, linker = work / "index", asked.spec, asked.spec.long, asked.spec.chains.tokens
+    store = TokenStore(fasta) if is_store(fasta) else ingest([fasta], work / "work" / "input", Rules(linker=linker))
+    store.check_linker(linker, fasta)
+    for notice in () if is_store(fasta) else store.notices:
+        say(f"{fasta}: {notice}")
     tracks = []
     for one in asked.tracks:
         tracks.append(write_track(one.track, one.path, store, work / "work" / "tracks" / one.track.name))

@@ -329,6 +329,18 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "esmshard"
 
 
+@contextmanager
+def cached_directory(kind: str, key: str) -> Iterator[Path]:
+    """Provide the directory of a key in the user's cache, locked; whoever is first makes it."""
+    from filelock import FileLock  # slow to import
+
+    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
+    locks = cache_directory() / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with FileLock(locks / f"{digest}.lock"):
+        yield cache_directory() / kind / digest
+
+
 def shipped(kind: Literal["recipes", "data"]) -> Path:
     """Return the directory of shipped recipes or data: inside the installed package, or at the top of a clone."""
     installed = Path(__file__).parents[1] / "_shipped" / kind

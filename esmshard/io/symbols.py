@@ -54,7 +54,8 @@ class ChainWindows:
 
     def drawn(self, key: str) -> list[int]:
         """Draw the first residue of each chain in a window. The same key gives the same window."""
-        digests = [hashlib.sha256(f"{key}:{k}".encode()).digest() for k in range(len(self.spans))]
+        keys = [key] if len(self.spans) == 1 else [f"{key}:{k}" for k in range(len(self.spans))]
+        digests = [hashlib.sha256(each.encode()).digest() for each in keys]
         return [
             int.from_bytes(digest[:8], "little") % (room + 1) for digest, room in zip(digests, self.rooms, strict=True)
         ]

@@ -148,29 +148,17 @@ def text(value: float) -> str:
 
 
 def chains_file(out: Path) -> Path:
-    """Return the path of the list of an output's records with several chains.
-
-    >>> chains_file(Path("maps/x.npz")).as_posix()
-    'maps/x.npz.chains.tsv'
-    """
+    """Return the path of the list of an output's records with several chains, as `maps/x.npz.chains.tsv`."""
     return out.with_name(f"{out.name}.chains.tsv")
 
 
 def failures_file(out: Path) -> Path:
-    """Return the path of the list of an output's failures.
-
-    >>> failures_file(Path("maps/x.npz")).as_posix()
-    'maps/x.npz.failed.tsv'
-    """
+    """Return the path of the list of an output's failures, as `maps/x.npz.failed.tsv`."""
     return out.with_name(f"{out.name}.failed.tsv")
 
 
 def facts_file(out: Path) -> Path:
-    """Return the path of the facts about an output, as `embed` names it.
-
-    >>> facts_file(Path("maps/x.npz")).as_posix()
-    'maps/x.npz.json'
-    """
+    """Return the path of the facts about an output, as `maps/x.npz.json`."""
     return out.with_name(f"{out.name}.json")
 
 

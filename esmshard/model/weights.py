@@ -12,7 +12,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from esmshard.io.paths import found_place, read_json, remembered_sha256, shipped
 from esmshard.model import adapters, hub, weight_reader
 from esmshard.model.config import SHIPPED, ModelConfig
 from esmshard.model.families import family_registry
-from esmshard.model.families.family import is_computed
+from esmshard.model.families.family import Opened, is_computed
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.trunk import Trunk
 from esmshard.model.weight_reader import ALL, WeightReader
@@ -40,14 +40,13 @@ ABOUT = "esmshard.json"
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors of one model by our names. Each tensor is read from disk when it is used."""
+    """Tensors of one model. Each tensor is read from disk when it is used."""
 
     config: ModelConfig
     source: str
     """Source of the weights, for messages."""
     read: Mapping[str, WeightReader]
-    head: Mapping[str, WeightReader] = field(default_factory=dict)
-    """Tensors of a fine-tuned task head, without the prefix `head.`. `head_state` reads them."""
+    """By our names; those of a fine-tuned task head begin with `head.`."""
     absent: tuple[str, ...] = ()
     """Parts that the file does not have and that were drawn at random: `lm_head`, `contact_head`."""
     notices: tuple[str, ...] = ()
@@ -77,19 +76,22 @@ class Weights:
         """Read some rows of a tensor. From a safetensors file only these rows are read. `InputError` if one of their
         values is not finite.
         """
-        return self._finite(name, self.read[tied(self.config).get(name, name)](rows))
-
-    def head_state(self) -> dict[str, torch.Tensor]:
-        """Read the tensors of the task head. `InputError` if a value is not finite."""
-        return {name: self._finite(f"head.{name}", read()) for name, read in self.head.items()}
-
-    def _finite(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = self.read[tied(self.config).get(name, name)](rows)
         if not torch.isfinite(tensor).all():
             raise InputError(
                 f"{self.source}: {name} holds a value that is not finite; the run that made it diverged, or the file "
                 "is damaged: take an earlier checkpoint, or copy or download it again"
             )
         return tensor
+
+    @property
+    def head(self) -> dict[str, WeightReader]:
+        """Readers of a fine-tuned task head, without the prefix `head.`; empty if there is none."""
+        return {name.removeprefix("head."): reader for name, reader in self.read.items() if name.startswith("head.")}
+
+    def head_state(self) -> dict[str, torch.Tensor]:
+        """Read the tensors of the task head. `InputError` if a value is not finite."""
+        return {name: self[f"head.{name}"] for name in self.head}
 
 
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:
@@ -223,7 +225,7 @@ def _read_directory(path: Path) -> Weights:
         if file is None:
             raise InputError(f"{published}: does not hold one language model alone; give the path of its .pth file")
         return _read_file(path / file)
-    return _read_transformers(str(path), path)
+    return _read_transformers(path)
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -239,22 +241,25 @@ def _weight_files(path: Path) -> list[Path]:
     raise InputError(f"{path}: holds no model.safetensors and no pytorch_model.bin; it is not a complete model")
 
 
-def _read_transformers(source: str, path: Path, single: Path | None = None) -> Weights:
+def _read_transformers(path: Path, single: Path | None = None) -> Weights:
+    """Read a directory, or a single one of its files."""
     try:
         config = family_registry.transformers_config(weight_reader.read_json(path / "config.json"))
     except ValueError as error:
         raise InputError(f"{path / 'config.json'}: not a model that can be read: {error}") from None
     files = _weight_files(path) if single is None else [single]
-    readers: dict[str, WeightReader] = {}
-    for file in files:
-        readers |= weight_reader.read_tensors(file)
-    return _by_our_names(config, source, readers, files)
+    source = str(single or path)
+    readers = {key: reader for file in files for key, reader in weight_reader.read_tensors(file).items()}
+    known = {key: reader for key, reader in readers.items() if not key.startswith("classifier.")}
+    notices = (f"{source}: its classifier is of another task and left out",) if len(known) < len(readers) else ()
+    tensors = family_registry.family_of(config).tensors(known, config)
+    return _complete(Opened(config, tensors, tuple(files)), source, notices)
 
 
 def _read_file(path: Path) -> Weights:
     """Read one file: a part of a directory in `transformers`' layout, or a file of any authors' own code."""
     if path.suffix == ".safetensors" or (path.suffix == ".bin" and _has_config(path.parent)):
-        return _read_transformers(str(path), path.parent, path)
+        return _read_transformers(path.parent, path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
         raise InputError(
             f"{path}: not a model; expected a fair-esm .pt file, a .safetensors file with its config.json beside it, "
@@ -272,30 +277,14 @@ def _read_file(path: Path) -> Weights:
             f"{path}: not a model file of any authors' code; a state dict does not say its sizes: load it into its "
             "class of transformers, and give the directory that save_pretrained writes"
         )
+    return _complete(opened, str(path))
+
+
+def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Weights:
+    """Check every key but those of a task head. An LM head or contact regression may be missing; it is listed and drawn
+    at random.
+    """
     config, readers, files = opened
-    return replace(_complete(config, str(path), readers, {}), files=files)
-
-
-def _by_our_names(
-    config: ModelConfig, source: str, readers: Mapping[str, WeightReader], files: Sequence[Path]
-) -> Weights:
-    """Sort the tensors of files into trunk and heads."""
-    head = {key.removeprefix("head."): reader for key, reader in readers.items() if key.startswith("head.")}
-    of_others = any(key.startswith("classifier.") for key in readers)
-    notices = (f"{source}: its classifier is of another task and left out",) if of_others else ()
-    trunk = {
-        piece.name: reader.part(piece.rows)
-        for key, reader in readers.items()
-        if not key.startswith(("head.", "classifier."))
-        for piece in family_registry.family_of(config).pieces(key, config)
-    }
-    return replace(_complete(config, source, trunk, head), notices=notices, files=tuple(files))
-
-
-def _complete(
-    config: ModelConfig, source: str, readers: dict[str, WeightReader], head: Mapping[str, WeightReader]
-) -> Weights:
-    """Check every key. An LM head or contact regression may be missing; it is listed and drawn at random."""
     for name, first in tied(config).items():
         its, shared = readers.pop(name, None), readers.get(first)
         if its is None or shared is None or its.shape != shared.shape:
@@ -303,24 +292,24 @@ def _complete(
         if not torch.equal(its().nan_to_num(), shared().nan_to_num()):  # Its logits would be others than here.
             raise InputError(f"{source}: {name} is not {first}, and the two are one tensor in such a model")
     wanted = stored_shapes(config)
-    if unexpected := sorted(readers.keys() - wanted.keys()):
+    if unexpected := sorted(name for name in readers.keys() - wanted.keys() if not name.startswith("head.")):
         raise InputError(f"{source}: {some(unexpected)} do not belong to a model of {config.n_layers} such layers")
     missing = sorted(wanted.keys() - readers.keys())
-    absent = {part for part in ("lm_head", "contact_head") if not any(name.startswith(f"{part}.") for name in readers)}
+    parts = ("lm_head", "contact_head")
+    absent = tuple(part for part in parts if not any(name.startswith(f"{part}.") for name in readers))
     if lost := [name for name in missing if not is_computed(name) and name.split(".")[0] not in absent]:
         raise InputError(f"{source}: {some(lost)} are missing; the file is not a complete model")
-    for name, reader in readers.items():
-        if reader.shape != wanted[name]:
-            raise InputError(f"{source}: {name} is {list(reader.shape)}, {list(wanted[name])} was expected")
+    for name, size in wanted.items():
+        if name in readers and readers[name].shape != size:
+            raise InputError(f"{source}: {name} is {list(readers[name].shape)}, {list(size)} was expected")
     tensors = readers | drawn(config, {name: wanted[name] for name in missing}, seed=0)
-    parts = tuple(part for part in ("lm_head", "contact_head") if any(n.startswith(f"{part}.") for n in missing))
-    return Weights(config, source, tensors, head, parts)
+    return Weights(config, source, tensors, absent, notices, files)
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
-    """Name the first few tensors, and count the others."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more tensor{'s' if more > 1 else ''}" if more > 0 else "")
+def some(names: Sequence[str]) -> str:
+    """Name the first three tensors, and count the others."""
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more tensor{'s' if more > 1 else ''}" if more > 0 else "")
 
 
 def _read_adapter(path: Path) -> Weights:
@@ -349,19 +338,7 @@ def _read_adapter(path: Path) -> Weights:
         base = read(base_name)
         if known:
             check(identity(base, name), known, str(path), fix)
-    adapter = adapters.read(path, settings, base.config, base.read, tied(base.config))
-    origin = json.dumps([base.made, base.seed, adapter.scales], sort_keys=True)
-    return replace(
-        base,
-        source=str(path),
-        read=adapter.read,
-        head=adapter.head,
-        absent=base.unlearned if unlearned is None else tuple(unlearned),
-        notices=(*base.notices, *adapter.notices),
-        files=(*base.files, *adapter.files),
-        seed=None,
-        made=hashlib.sha256(origin.encode()).hexdigest(),
-    )
+    return adapters.read(path, settings, base, base.unlearned if unlearned is None else unlearned)
 
 
 def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:

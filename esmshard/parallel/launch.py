@@ -1,9 +1,9 @@
 """How processes of a run are started: the variables of torchrun and srun, and the launcher of `--nproc N`.
 
-Every process reads its rank from torch's variables, such as RANK. torchrun and `accelerate launch` set them; `join`
-sets them from those of srun; `run_local` starts processes of this machine with them. Nothing here needs torch before
-processes are started. torch's own `elastic_launch` does not serve here: its store listens on all addresses, it restarts
-a run after a user's mistake too, and after a signal it does not return the exit codes.
+Every process reads its rank from torch's variables, such as RANK. torchrun and `accelerate launch` set them;
+`variables` returns them for a task of srun; `run_local` starts processes of this machine with them. Nothing here needs
+torch before processes are started. torch's own `elastic_launch` does not serve here: its store listens on all
+addresses, it restarts a run after a user's mistake too, and after a signal it does not return the exit codes.
 """
 
 import json
@@ -73,11 +73,6 @@ def restarts_allowed() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
-def under_torchrun() -> bool:
-    """Return whether torchrun started this process, also by `accelerate launch`. torchrun's exit code is 0 or 1."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER not in os.environ
-
-
 def follow_launcher() -> None:
     """Let the kernel send SIGTERM to this process when esmshard's launcher has ended, even by kill -9. Linux only."""
     launcher = os.environ.get(LAUNCHER)
@@ -99,15 +94,6 @@ def wait_for_first(code: int) -> None:
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
     time.sleep(FIRST_LEAVES)
-
-
-def join() -> None:
-    """Set torch's variables in this process if srun started it. They stay set.
-
-    Raises:
-        UsageError: if a variable of srun is missing.
-    """
-    os.environ.update(variables())
 
 
 def check() -> None:

@@ -52,11 +52,9 @@ def leaving_code(unsaved: int = 0) -> int:
     SIGTERM means that another rank has failed. With 75 a mistake of that rank would be started again forever. So rank 0
     leaves with 143 in this case, as if the signal had ended it.
     """
-    if launch.under_torchrun():
-        return 0
     if launch.LAUNCHER in os.environ or "RANK" not in os.environ:
         return Preempted.exit_code
-    if os.environ["RANK"] != "0":
+    if os.environ["RANK"] != "0" or "TORCHELASTIC_RUN_ID" in os.environ:
         return 0
     return 128 + unsaved if unsaved == signal.SIGTERM else Preempted.exit_code
 

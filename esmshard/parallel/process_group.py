@@ -157,7 +157,7 @@ def world(
     Raises:
         UsageError: if only some variables of a launcher are set or readable, or `wanted` does not suit all processes.
     """
-    launch.join()
+    os.environ.update(launch.variables())
     launch.check()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     rank, size, local_rank = (int(os.environ.get(name) or 0) for name in names) if is_launched() else (0, 1, 0)

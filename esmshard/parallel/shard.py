@@ -78,7 +78,10 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     if mesh is None and layout.precision != "fp32":
         with_own_parts = [partial(computing_with, layer, partial(_in_precision, layout, layer)) for layer in layers]
     if mesh is not None and layout.context > 1:
-        context_parallel.split(model, _mesh_of_context(mesh, layout, world.step_timeout))
+        # The mesh of this rank's group is apart from FSDP's mesh, which divides over these ranks, too.
+        sizes, names = (layout.data_size, layout.context), ("data", context_parallel.DIMENSION)
+        of_context = _named_mesh(mesh.device_type, sizes, names, world.step_timeout)
+        context_parallel.split(model, of_context[context_parallel.DIMENSION])
     checkpointed = _checkpointing(model, layout)
     # `forward` is replaced: a wrapping module would change names, and FSDP's hooks must stay outside.
     for layer, wrapped in zip(layers, with_own_parts, strict=True):
@@ -146,12 +149,6 @@ def _mesh(ranks: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
     sizes = {"replicate": layout.replicas, "shard": layout.group, tensor_parallel.DIMENSION: layout.tensor}
     names = _data_dimensions(layout) + ((tensor_parallel.DIMENSION,) if layout.tensor > 1 else ())
     return _named_mesh(ranks.device_type, tuple(sizes[name] for name in names), names, seconds)
-
-
-def _mesh_of_context(mesh: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
-    """Return the mesh of this rank's group. It is apart from FSDP's mesh, which divides over these ranks, too."""
-    sizes, names = (layout.data_size, layout.context), ("data", context_parallel.DIMENSION)
-    return _named_mesh(mesh.device_type, sizes, names, seconds)[context_parallel.DIMENSION]
 
 
 def _named_mesh(device: str, sizes: tuple[int, ...], names: tuple[str, ...], seconds: int) -> DeviceMesh:

@@ -44,11 +44,7 @@ def data_uri(picture: bytes, kind: str) -> str:
 
 def chart(draw: Callable[..., None], *values: Any, height: float = 2.7, width: float = 4.4, **options: Any) -> str:
     """Return a chart, which `draw(axes, *values, **options)` draws, as a data URI. Height and width are in inches."""
-
-    def on_figure(figure: Any) -> None:
-        draw(figure.add_subplot(), *values, **options)
-
-    return _svg(on_figure, height, width)
+    return _svg(lambda figure: draw(figure.add_subplot(), *values, **options), height, width)
 
 
 def _svg(draw: Callable[[Any], None], height: float, width: float) -> str:

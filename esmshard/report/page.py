@@ -280,7 +280,8 @@ def variants_page(run: Path) -> dict[str, Any]:
     targets = targets or [joint["targets"]]
     pairs = dict(zip(targets, zip(measured_NT.T, predicted_NT.T, strict=True), strict=True))
     ranked = _ranked(run / RANKED)
-    options = [*(["--folds", str(folds)] if folds else []), *_seeds(joint["seeds"])]
+    options = ["--folds", str(folds)] if folds else []
+    options += ["--seeds", str(len(joint["seeds"]))] if len(joint["seeds"]) > 1 else []
     return {
         "summary": summary,
         "joint": joint,
@@ -311,10 +312,6 @@ def variants_page(run: Path) -> dict[str, Any]:
         # The recipe of a run names one fold; without this key the recipe covers all folds.
         "command": _command(run, f"{summary['runs'][0]}/recipe.yaml", 1, "data.folds=null", "data.fold=0", *options),
     }
-
-
-def _seeds(seeds: Sequence[int]) -> list[str]:
-    return ["--seeds", str(len(seeds))] if len(seeds) > 1 else []
 
 
 def _out_of_fold(run: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Values, Values, Any]:

@@ -117,7 +117,7 @@ def cut(name: str, header: str, sequence: str, rules: Rules, kinds: list[str]) -
     if rules.long == "skip":
         return []
     if rules.long == "crop":
-        draw = int.from_bytes(hashlib.sha256(f"{name}:0".encode()).digest()[:8], "little")
+        draw = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
         first = draw % (length - most + 1)
         return [(name, f"{header} residues={first + 1}-{first + most}", sequence[first : first + most])]
     count, after, found = (length + most - 1) // most, header.lstrip(" \t\v\f")[len(name) :], []

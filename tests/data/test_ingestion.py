@@ -11,19 +11,21 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from esmshard.errors import InputError, UsageError
 from esmshard.io import store as ingestion
 from esmshard.io.paths import cache_directory
 from esmshard.io.sequences import STDIN
-from esmshard.io.store import TokenStore, cached, ingest
+from esmshard.io.store import OnDuplicate, TokenStore, cached, ingest
 from esmshard.io.symbols import Rules
 from esmshard.vocab import decode
 
@@ -59,7 +61,14 @@ def many(count: int = 40, seed: int = 0) -> str:
 
 
 def records(store: TokenStore) -> list[tuple[str, str]]:
-    return [(store.description(n), decode(store.residues(n))) for n in range(len(store))]
+    """(header, sequence) of each, once all else that a store says of them was found to agree."""
+    found = [(store.description(n), decode(store.residues(n))) for n in range(len(store))]
+    ids = [header.split()[0] for header, _ in found]
+    assert [store.find(name) for name in ids] == list(range(len(store)))
+    assert store.lengths.tolist() == [len(sequence) for _, sequence in found]
+    assert store.manifest["residues"] == sum(len(sequence) for _, sequence in found)
+    store.verify()
+    return found
 
 
 def content(store: TokenStore) -> dict[str, object]:
@@ -471,3 +480,55 @@ def test_a_killed_worker_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ChildProcessError, match="a worker process was killed, perhaps because memory ran out; run the"):
         ingest([write(FASTA)], Path("out"), workers=2)
     assert [path.name for path in Path().iterdir()] == ["x.fasta"]
+
+
+# Ids that come more than once. `test_ingest_fuzz` has the policies.
+
+
+@pytest.mark.parametrize("shard", [8, 24, 1 << 26])
+def test_an_id_with_two_sequences_is_an_error_with_both_places(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", shard)
+    one = write(">z\nMK\n>a\nMK\n>b\nM\n>b\nM\n>a\nmk\n", "one.fasta")
+    two = write(gzip.compress(b"\r\n>a x\r\nM K\r\n>b\r\nMM\r\n>a\r\nMM\r\n"), "two.gz")
+    out = Path("out")
+    wanted = "one.fasta, two.gz: 'b' comes twice with two sequences"
+    assert refusal(lambda: ingest([one, two], out)).startswith(wanted)  # the first record of all that differs
+    for files in ([two, one], [two]):
+        assert "'a' comes twice with two sequences" in refusal(lambda: ingest(files, out))  # noqa: B023
+    assert sorted(path.name for path in Path().iterdir()) == ["one.fasta", "two.gz"]
+
+
+def same_key(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """Ids share a key if they begin alike."""
+    return np.array([name[0] for name in names], np.uint64)
+
+
+def test_ids_that_share_a_key_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "keys", same_key)
+    distinct = "".join(f">{letter}{k}\nMK\n" for k in range(5) for letter in "ab")
+    assert len(records(ingest([write(distinct)], Path("distinct")))) == 10
+    assert TokenStore(Path("distinct")).notices == []
+    again = distinct + ">a3\nMM\n>b1\nMK\n>a9\nM\n>a3\nMT\n>c\nM\n"
+    wanted = "x.fasta: 'a3' comes twice with two sequences"
+    assert refusal(lambda: ingest([write(again)], Path("out"))).startswith(wanted)
+    first = [header for header, _ in records(ingest([write(again)], Path("first"), on_duplicate="first"))]
+    assert first == [f"{letter}{k}" for k in range(5) for letter in "ab"] + ["a9", "c"]
+    suffix = [header for header, _ in records(ingest([write(again)], Path("suffix"), on_duplicate="suffix"))]
+    assert suffix[10:] == ["a3_2", "b1_2", "a9", "a3_3", "c"]
+
+
+@pytest.mark.parametrize("policy", ["error", "first", "suffix"])
+def test_the_result_does_not_depend_on_who_reads(policy: OnDuplicate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingestion, "SHARD", 60)
+    rare = "".join(f">r{k * k % 17} {k}\nMKT{'A' * (k * k % 17)}\n" for k in range(40))
+    often = "".join(f">r{k * k % 17} {k}\nMKT{'A' * (k % 5)}\n" for k in range(40))
+    data = rare if policy == "error" else often
+    one = ingest([write(data)], Path("one"), on_duplicate=policy)
+    other = ingest([Path("x.fasta")], Path("parts"), on_duplicate=policy, workers=2)
+    packed = ingest([write(gzip.compress(data.encode()), "x.gz")], Path("packed"), on_duplicate=policy)
+    assert records(one) == records(other) == records(packed)
+    assert one.digest == other.digest == packed.digest
+    for path in one.path.iterdir():
+        if path.name != "manifest.json":
+            assert path.read_bytes() == (other.path / path.name).read_bytes()
+    assert len(one) == (40 if policy == "suffix" else 9)  # squares modulo 17

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from esmshard.data.variants import protein_of
-from esmshard.embed.parts import read_input
 from esmshard.errors import InputError
 from esmshard.io import symbols
 from esmshard.io.paths import shipped
@@ -74,7 +73,7 @@ SAYS = (
     [
         lambda path: ingest([path], Path("out")),
         cached,  # as finetune and evaluate do
-        lambda path: read_input(path, Path("out"), 25),  # as embed does
+        lambda path: ingest([path], Path("out"), Rules(linker=25)),  # as embed does
     ],
 )
 def test_every_reader_refuses_them(read: Callable[[Path], TokenStore]) -> None:

@@ -5,11 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import work
+from conftest import RECIPE, write_subset
 from packed_weights import unpacked
 from torch import nn
 from torch._dynamo.utils import counters
@@ -49,6 +51,16 @@ SHARES: dict[int, list[list[list[int]]]] = {
     4: [[[0, 1, 2], [3]], [[4, 6]], [[UNLABELLED]], [[7]]],
 }
 """The same eight records by world size, rank and micro-batch: uneven, and on a rank without any label."""
+
+
+def written(directory: Path) -> Path:
+    """A recipe on 24 training chains, one without coordinates; steps of about three records."""
+    write_subset(directory, "train", "train", range(24), unresolved=UNLABELLED)
+    write_subset(directory, "valid", "valid", range(5))
+    text = RECIPE.replace("global_tokens: 400", "global_tokens: 150").replace("blocks: 1", "blocks: 0")
+    (directory / "tiny.yaml").write_text(text.format(tokens_per_rank=66, out=directory / "run"))
+    return directory / "tiny.yaml"
+
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 

@@ -13,7 +13,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import equality
-from conftest import RECIPE, write_subset
 from ranks import run_ranks
 
 STEPS = 5
@@ -52,10 +51,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A recipe for each way to adapt, over one data set."""
     directory = tmp_path_factory.mktemp("adapt")
-    write_subset(directory, "train", "train", range(24), unresolved=equality.UNLABELLED)
-    write_subset(directory, "valid", "valid", range(5))
-    text = RECIPE.replace("global_tokens: 400", "global_tokens: 150").replace("blocks: 1", "blocks: 0")
-    text = text.format(tokens_per_rank=66, out=directory / "run")
+    text = equality.written(directory).read_text()
     for name, section in ADAPT.items():
         kind = name.partition(" on ")[2] or "null"
         model = "name: nano, quantize: " + kind

@@ -289,7 +289,7 @@ def test_npz_has_an_array_a_record_and_output(tmp_path: Path, outputs: list[Outp
                 assert np.array_equal(file[f"{name}/{record_id}" if len(outputs) > 1 else record_id], tensor.numpy())
 
 
-@pytest.mark.parametrize("block", [1, 9000, 1 << 22])
+@pytest.mark.parametrize("block", [100, 9000, 1 << 22])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_zarr_has_an_array_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, block: int) -> None:
     monkeypatch.setattr(ZarrFormat, "BLOCK", block)

@@ -11,6 +11,7 @@ from esmshard.batch import TokenBatch
 from esmshard.model import attention
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2
+from esmshard.model.lora import add_lora
 
 PACKS = [(30, 40), (17,), (5, 6, 7, 100), (64, 64), (300,), (1,), (2, 2, 2, 2, 2), (1, 31)]
 Run = Callable[[ESM2, TokenBatch], list[torch.Tensor]]
@@ -46,18 +47,23 @@ def gradients(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
     return [p.grad for n, p in model.named_parameters() if not n.startswith("contact_head.")]
 
 
-def compiled_and_plain(family: str) -> tuple[ESM2, ESM2]:
+def compiled_and_plain(family: str, *, lora: bool = False) -> tuple[ESM2, ESM2]:
     reference = fair_esm(SMALL[family])
     model, plain = (ours(reference, SMALL[family]) for _ in range(2))
+    for each in (model, plain) if lora else ():
+        generator = torch.Generator().manual_seed(1)
+        for name in add_lora(each.layers, each.config.matrices, 3, 6.0, ["q", "v", "fc1"]):
+            torch.nn.init.normal_(each.get_parameter(name), std=0.2, generator=generator)
     model.compile_layers(backend="eager")
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     return model, plain
 
 
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize(("family", "run"), [("ESM-2", contacts), ("ESM-2", gradients), ("ESM-1b", values)])
-def test_blocks_are_compiled_once_for_all_packs(family: str, run: Run) -> None:
-    model, plain = compiled_and_plain(family)
+def test_blocks_are_compiled_once_for_all_packs(family: str, run: Run, lora: bool) -> None:
+    model, plain = compiled_and_plain(family, lora=lora)
     first, *others = packs()
     run(model, first)
     graphs = counters["stats"]["unique_graphs"]

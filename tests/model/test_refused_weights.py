@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from esmshard.model.families.esm2 import fair_esm_settings
 from esmshard.model.families.family_registry import RELEASED
 from esmshard.model.weights import load_model
 
+State = dict[str, torch.Tensor]
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 31384421\n"
 PAGE = "\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
 
@@ -71,82 +73,72 @@ def test_a_released_name_whose_file_is_of_another_model(
     assert str(caught.value).startswith(f"{file}: not {name}, whose shape is another")
 
 
-# config.json
+# Directories of which one file was altered
 
-CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "an ESMFold": ({"is_folding_model": True}, "it is an ESMFold"),
-    "another vocabulary": ({"vocab_size": 64}, "vocab_size is 64, not 33 (ESM-2) or 446 (SaProt)"),
-    "a mask that is another token": ({"mask_token_id": 4}, "mask_token_id is 4, not 32"),
-    "layers as text": ({"num_hidden_layers": "2"}, "n_layers must be"),
-    "another epsilon": ({"layer_norm_eps": 1e-12}, "layer_norm_eps"),
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    return lambda directory: edit_config(directory, **changes)
+
+
+def tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    return lambda directory: edit_tensors(directory, edit)
+
+
+def last_of(key: str, value: float) -> Callable[[Path], None]:
+    return tensors(lambda state: state[f"esm.{key}"].view(-1)[-1:].fill_(value))
+
+
+FC1, REGRESSION = "encoder.layer.1.intermediate.dense.weight", "contact_head.regression.bias"
+ALTERED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "an ESMFold": (config(is_folding_model=True), "config.json", "it is an ESMFold"),
+    "another vocabulary": (config(vocab_size=64), "config.json", "vocab_size is 64, not 33 (ESM-2) or 446 (SaProt)"),
+    "a mask that is another token": (config(mask_token_id=4), "config.json", "mask_token_id is 4, not 32"),
+    "layers as text": (config(num_hidden_layers="2"), "config.json", "n_layers must be"),
+    "another epsilon": (config(layer_norm_eps=1e-12), "config.json", "layer_norm_eps"),
+    "half a config": (lambda path: (path / "config.json").write_text("{"), "config.json", ""),
+    "no config": (lambda path: (path / "config.json").unlink(), "config.json", ""),
+    "learned positions": (config(position_embedding_type="absolute"), "", "inv_freq"),
+    "a LayerNorm before": (config(emb_layer_norm_before=True), "", "emb_layer_norm_before.bias"),
+    "a missing key": (
+        tensors(lambda state: state.pop("esm.encoder.layer.1.output.dense.weight")),
+        "",
+        "layers.1.fc2.weight are missing",
+    ),
+    "a layer more": (
+        tensors(lambda state: state.update({"esm.encoder.layer.2.output.dense.bias": torch.zeros(32)})),
+        "",
+        "layers.2.fc2.bias do not belong",
+    ),
+    "a head of another model": (
+        tensors(lambda state: state.update({"structure_head.weight": torch.zeros(32)})),
+        "",
+        "esm.structure_head.weight do not belong",
+    ),
+    # As a model that was trained with `tie_word_embeddings: false`: here the two are one tensor.
+    "an LM head with a matrix of its own": (
+        tensors(lambda state: state.update({"lm_head.decoder.weight": torch.zeros(33, TINY.dim)})),
+        "",
+        "lm_head.weight is not embed_tokens.weight",
+    ),
+    "another shape": (
+        tensors(lambda state: state.update({"lm_head.bias": torch.zeros(64)})),
+        "",
+        "lm_head.bias is [64], [33] was expected",
+    ),
+    **{
+        f"{value} in {name}": (last_of(key, value), "", f"{name} holds a value that is not finite")
+        for value in (torch.nan, torch.inf)
+        for key, name in ((FC1, "layers.1.fc1.weight"), (REGRESSION, REGRESSION))
+    },
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "", "no model.safetensors"),
 }
 
 
-@pytest.mark.parametrize("case", CONFIGS)
-def test_a_config_that_is_not_of_such_a_model(case: str, directory: Path) -> None:
-    changes, reason = CONFIGS[case]
-    edit_config(directory, **changes)
-    assert reason in refusal(directory, directory / "config.json")
-
-
-@pytest.mark.parametrize("text", ["{", None])
-def test_a_config_that_is_no_object(text: str | None, directory: Path) -> None:
-    (directory / "config.json").unlink()
-    if text is not None:
-        (directory / "config.json").write_text(text)
-    refusal(directory, directory / "config.json")
-
-
-FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
-    "learned positions": ({"position_embedding_type": "absolute"}, "inv_freq"),
-    "a LayerNorm before": ({"emb_layer_norm_before": True}, "emb_layer_norm_before.bias"),
-}
-
-
-@pytest.mark.parametrize("case", FAMILIES)
-def test_a_config_of_another_family_than_the_weights(case: str, directory: Path) -> None:
-    changes, reason = FAMILIES[case]
-    edit_config(directory, **changes)
-    assert reason in refusal(directory)
-
-
-# Keys and values
-
-
-def test_a_missing_key(directory: Path) -> None:
-    edit_tensors(directory, lambda state: state.pop("esm.encoder.layer.1.output.dense.weight"))
-    assert "layers.1.fc2.weight are missing" in refusal(directory)
-
-
-UNEXPECTED = {
-    "esm.encoder.layer.2.output.dense.bias": "layers.2.fc2.bias",
-    "structure_head.weight": "esm.structure_head.weight",
-}
-
-
-@pytest.mark.parametrize("key", UNEXPECTED)
-def test_an_unexpected_key(key: str, directory: Path) -> None:
-    edit_tensors(directory, lambda state: state.update({key: torch.zeros(32)}))
-    assert f"{UNEXPECTED[key]} do not belong" in refusal(directory)
-
-
-def test_an_lm_head_with_a_matrix_of_its_own(directory: Path) -> None:
-    """As a model that was trained with `tie_word_embeddings: false`: here the two are one tensor."""
-    edit_tensors(directory, lambda state: state.update({"lm_head.decoder.weight": torch.zeros(33, TINY.dim)}))
-    assert "lm_head.weight is not embed_tokens.weight" in refusal(directory)
-
-
-def test_a_tensor_of_another_shape(directory: Path) -> None:
-    edit_tensors(directory, lambda state: state.update({"lm_head.bias": torch.zeros(64)}))
-    assert "lm_head.bias is [64], [33] was expected" in refusal(directory)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("key", ["encoder.layer.1.intermediate.dense.weight", "contact_head.regression.bias"])
-def test_a_value_that_is_not_finite(key: str, value: float, directory: Path) -> None:
-    edit_tensors(directory, lambda state: state[f"esm.{key}"].view(-1)[-1:].fill_(value))
-    name = "layers.1.fc1.weight" if "layer" in key else "contact_head.regression.bias"
-    assert f"{name} holds a value that is not finite" in refusal(directory)
+@pytest.mark.parametrize("case", ALTERED)
+def test_a_directory_of_which_a_file_was_altered(case: str, directory: Path) -> None:
+    edit, named, reason = ALTERED[case]
+    edit(directory)
+    assert reason in refusal(directory, directory / named)
 
 
 def test_a_value_that_is_not_finite_in_a_task_head(tmp_path: Path, reference: FairEsm) -> None:
@@ -157,11 +149,6 @@ def test_a_value_that_is_not_finite_in_a_task_head(tmp_path: Path, reference: Fa
 
 
 # Files that are something else
-
-
-def test_a_directory_without_weights(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
-    assert "no model.safetensors" in refusal(directory)
 
 
 @pytest.mark.parametrize("weight_map", [{"lm_head.bias": "model-2.safetensors"}, None])

@@ -1,4 +1,4 @@
-"""AMPLIFY gives the numbers and gradients of its authors' code, packed or alone, and every command takes one.
+"""AMPLIFY gives the numbers and gradients of its authors' code, packed or alone.
 
 `amplify_reference.py` made the golden file with the authors' code. Where AMPLIFY_SOURCE names their folder `src`, it
 runs again.
@@ -14,8 +14,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from command import esmshard
-from conftest import RECIPE, write_subset
 from model_files import tokenise
 from outputs import everything
 from safetensors.torch import load_file, save_file
@@ -25,9 +23,11 @@ from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError
 from esmshard.model import weights
+from esmshard.model.adapters import adapter_config, write_adapter
 from esmshard.model.attention import attention_map
 from esmshard.model.families.amplify import FAMILY, ROWS, VOCABULARY
 from esmshard.model.families.family_registry import RELEASED, SIZES, n_parameters
+from esmshard.model.lora import add_lora, merged
 from esmshard.model.trunk import ABSENT, Trunk
 from esmshard.vocab import RESIDUES, TOKENS, encode
 
@@ -179,45 +179,26 @@ def test_sizes_are_those_of_the_released_models(name: str, bytes_: int) -> None:
     assert RELEASED[f"{name}_base"].repository == f"chandar-lab/AMPLIFY_{name[8:].upper()}_base"
 
 
-# Use
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA of all matrices for masked residues, trained from random weights."""
-    directory = tmp_path_factory.mktemp("run")
-    return finetuned(directory, "task: {name: mlm}\nadapt: {method: lora, rank: 2, alpha: 8.0}\n")
-
-
-def finetuned(directory: Path, more: str) -> Path:
-    write_subset(directory, "train", "train", range(8))
-    write_subset(directory, "valid", "valid", range(2))
-    text = RECIPE.format(tokens_per_rank=130, out=directory / "run").replace("{name: nano}", "{name: amplify_nano}")
-    name = more.partition(":")[0]
-    kept = [line for line in text.splitlines() if not line.startswith(f"{name}:")]
-    (directory / "tiny.yaml").write_text("\n".join(kept) + "\n" + more)
-    done = esmshard("finetune", directory / "tiny.yaml")
-    assert done.returncode == 0, done.stderr
-    return directory / "run"
-
-
-def test_an_adapter_of_joined_matrices_is_the_merged_model(run: Path, tmp_path: Path) -> None:
-    merged = weights.read(str(run / "model"))
-    adapter = consolidate(run, tmp_path / "adapter", adapter=True)
-    found = weights.read(str(adapter))
-    fresh = weights.fresh(found.config, 3)
+def test_an_adapter_of_joined_matrices_is_the_merged_model(saved: Saved, tmp_path: Path) -> None:
+    base = weights.read(str(saved.directory))
+    targets, generator = ("q", "fc1", "fc2"), torch.Generator().manual_seed(1)
+    model = weights.build(base, torch.device("cpu"))
+    added = add_lora(model.layers, base.config.matrices, 2, 8.0, targets)
+    state = model.state_dict()
+    trained = {name: state[name].normal_(0, 0.2, generator=generator) for name in added}
+    settings = adapter_config(str(saved.directory), base.config, 2, 8.0, targets, "none")
+    write_adapter(tmp_path, settings, base.config, targets, trained)
+    found = weights.read(str(tmp_path))
     for name in weights.stored_shapes(found.config):
-        if not name.startswith("contact_head."):  # of which a model that never learned contacts has none
-            assert (found[name] - merged[name]).abs().max() < 1e-6, name
-    for name in ("layers.0.gate.weight", "layers.1.up.weight"):
-        assert (found[name] - fresh[name]).abs().max() > 1e-5
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    joined = [f"transformer_encoder.{n}.ffn.w12" for n in range(2)]
+        assert (found[name] - merged(name, state, 4.0)).abs().max() < 1e-6, name
+    for name in ("layers.0.gate.weight", "layers.1.up.weight", "layers.2.self_attn.q_proj.weight"):
+        assert (found[name] - base[name]).abs().max() > 1e-2
+    joined = [f"transformer_encoder.{n}.ffn.w12" for n in range(3)]
     assert settings["rank_pattern"] == dict.fromkeys(joined, 4)
     assert settings["alpha_pattern"] == dict.fromkeys(joined, 16.0)
-    keys = load_file(adapter / "adapter_model.safetensors")
-    assert keys[f"base_model.model.{joined[0]}.lora_A.weight"].shape == (4, 32)
-    assert keys[f"base_model.model.{joined[0]}.lora_B.weight"].shape == (2 * 88, 4)
+    keys = load_file(tmp_path / "adapter_model.safetensors")
+    assert keys[f"base_model.model.{joined[0]}.lora_A.weight"].shape == (4, 16)
+    assert keys[f"base_model.model.{joined[0]}.lora_B.weight"].shape == (2 * base.config.ffn_width, 4)
 
 
 @pytest.mark.skipif(

@@ -24,11 +24,8 @@ from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError, UsageError
 from esmshard.model import hub, weights
 from esmshard.model.families.esm3 import ESM3, FAMILY
-from esmshard.model.families.family_registry import SIZES, build, n_parameters, recorded_config
-from esmshard.model.finetuner import FineTuner, LanguageModelHead
+from esmshard.model.families.family_registry import SIZES, n_parameters, recorded_config
 from esmshard.model.trunk import Trunk
-from esmshard.planner import numbers_of
-from esmshard.recipe.sections import AdaptSettings
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "esm3.safetensors"
 TOLERANCE = 1e-5
@@ -137,29 +134,6 @@ def test_sizes_are_those_of_the_released_model() -> None:
     assert config.branch_scale == pytest.approx((36 / 48) ** 0.5)
     assert recorded_config(config.recorded()) == config
     assert FAMILY.read_config(json.loads(json.dumps(FAMILY.write_config(config)))) == config  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("size", ["esm3_nano", "esm3_mini", "esm3_sm_open_v1"])
-@pytest.mark.parametrize(
-    "adapt",
-    [
-        AdaptSettings(method="full"),
-        AdaptSettings(method="full", freeze=("embedding",)),
-        AdaptSettings(method="head"),
-        AdaptSettings(method="lora", rank=4, targets=("q", "k", "v", "out", "fc1", "fc2"), bias="all"),
-    ],
-    ids=["full", "frozen embedding", "head", "lora"],
-)
-def test_what_learns_is_what_the_planner_counts(size: str, adapt: AdaptSettings) -> None:
-    """All blocks are alike for it: what the first block has in addition lies beside the blocks."""
-    config = SIZES[size]
-    with torch.device("meta"):
-        tuner = FineTuner(build(config), LanguageModelHead())
-        tuner.adapt(adapt, seed=0)
-    learns = {name for name, parameter in tuner.trunk.named_parameters() if parameter.requires_grad}
-    assert learns
-    assert not any(name.startswith(ESM3.never_learns) for name in learns)
-    assert numbers_of(tuner, config).parameters == sum(parameter.numel() for parameter in tuner.parameters())
 
 
 def test_the_file_of_the_authors_is_written_as_it_was(tmp_path: Path) -> None:

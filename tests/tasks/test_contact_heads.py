@@ -164,7 +164,9 @@ def test_the_attention_head_says_what_the_models_own_contact_head_says(trunk: ES
 def test_a_head_goes_on_from_one_of_its_kind_and_size(trunk: ESM2, name: str) -> None:
     before = new_head(settings(name), TINY)
     state = weight_reader.tensors(trunk.state_dict())
-    found = Weights(TINY, "my contacts", state, head=weight_reader.tensors(before.state_dict()))
+    found = Weights(
+        TINY, "my contacts", state | weight_reader.tensors({f"head.{n}": t for n, t in before.state_dict().items()})
+    )
     after = new_head(settings(name), TINY)
     assert any(not torch.equal(t, before.state_dict()[n]) for n, t in after.state_dict().items())
     task = new_task(settings(name), {})

@@ -186,11 +186,8 @@ class Examples:
         if windows is not None:
             if self._long == "window":
                 starts = windows.spread(int(self._window_E[n]))
-            elif len(windows.spans) > 1:
-                starts = windows.drawn(f"{draw}:{record_id}")
             else:
-                digest = hashlib.sha256(f"{draw}:{record_id}".encode()).digest()
-                starts = [int.from_bytes(digest[:8], "little") % (windows.rooms[0] + 1)]
+                starts = windows.drawn(f"{draw}:{record_id}")
             part = windows.kept(starts)
             residues = residues[part]
             if self.labels is not None and self.labels.per_residue:
@@ -226,8 +223,7 @@ class Examples:
 
     def _windows(self, record: int) -> ChainWindows | None:
         """Return the windows of a record; None if it is not longer than one."""
-        length = int(self.store.lengths[record])
-        if not self._most or length <= self._most:
+        if not self._most or (length := int(self.store.lengths[record])) <= self._most:
             return None
         if self._chained:
             return chain_windows(self.store.residues(record), self._most)

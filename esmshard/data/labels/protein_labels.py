@@ -79,7 +79,9 @@ def protein_labels(
     columns = _columns(table, columns)
     where: Callable[[int], str]
     if table is None:
-        texts, where = _header_texts(store, fasta, columns, edits), lambda n: f"{fasta}: record {shown(store.id(n))}"
+        headers = [attributes(store.description(n), columns, str(fasta), edits) for n in range(len(store))]
+        texts = [tuple(given.get(key, "") for key in columns) for given in headers]
+        where = lambda n: f"{fasta}: record {shown(store.id(n))}"  # noqa: E731
     else:
         texts, where = list(zip(*map(table.column, columns), strict=True)), table.where
     names: tuple[str, ...] = tuple(columns)
@@ -135,12 +137,6 @@ def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
     if len(set(columns)) < len(columns):
         raise UsageError(f"columns has a name twice: {', '.join(map(shown, columns))}; leave one of them out")
     return columns
-
-
-def _header_texts(store: TokenStore, fasta: Path, keys: Sequence[str], edits: Edits) -> list[tuple[str, ...]]:
-    """Return the values of the keys in the header of each record, '' where the key is missing."""
-    headers = (attributes(store.description(n), keys, str(fasta), edits) for n in range(len(store)))
-    return [tuple(found.get(key, "") for key in keys) for found in headers]
 
 
 def _header_numbers(

@@ -46,7 +46,8 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
         tracks: the tracks of the recipe (`esmshard.tasks.finetuned.tracks_of`).
     """
     data, seed = recipe.data, recipe.train.seed
-    if data.complexes is not None and not any(map(_holds_structures, (data.train, data.valid, data.test))):
+    files = [remote.data_file(file) for file in (data.train, data.valid, data.test) if file is not None]
+    if data.complexes is not None and not any(map(structure_folder.holds_structures, files)):
         raise UsageError(
             f"data.complexes: {data.complexes} is for structure files, and this recipe names none (in a FASTA file a "
             "colon stands between the chains of a record); remove data.complexes"
@@ -111,10 +112,6 @@ def open_tested(
     if outer:
         examples.add_tracks(record_tracks(outer, tokens))
     return examples
-
-
-def _holds_structures(path: str | None) -> bool:
-    return path is not None and structure_folder.holds_structures(remote.data_file(path))
 
 
 def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:

@@ -137,6 +137,7 @@ def align_clusters(records: ComparedRecords) -> Clusters:
     """
     import Bio
     from Bio.Align import PairwiseAligner  # slow to import
+    from scipy.cluster.hierarchy import DisjointSet
 
     aligner = PairwiseAligner(scoring="blastp")  # type: ignore[no-untyped-call]
     aligner.mode = "local"
@@ -147,12 +148,7 @@ def align_clusters(records: ComparedRecords) -> Clusters:
             pairs.append((one, other))
         if len(pairs) > MOST_ALIGNED:
             raise InputError(f"clusters of more than {MOST_ALIGNED:,} similar pairs need MMseqs2; {_INSTALL}")
-    root = list(range(records.count))
-
-    def root_of(n: int) -> int:
-        while root[n] != n:
-            root[n] = n = root[root[n]]
-        return n
+    joined = DisjointSet(range(records.count))
 
     def text(n: int) -> str:
         return re.sub(f"[^{STANDARD}]", "X", decode(records.residues(n)))
@@ -160,7 +156,7 @@ def align_clusters(records: ComparedRecords) -> Clusters:
     with Progress("align", len(pairs)) as progress:
         for done, (one, other) in enumerate(pairs, 1):
             progress.update(done, "")
-            if root_of(one) == root_of(other):
+            if joined.connected(one, other):
                 continue
             found = aligner.align(text(one), text(other))  # type: ignore[no-untyped-call]
             if not len(found):
@@ -168,10 +164,10 @@ def align_clusters(records: ComparedRecords) -> Clusters:
             spans = np.abs(np.diff(found[0].coordinates[:, [0, -1]]))[:, 0]
             covered = min(spans[0] / length_N[one], spans[1] / length_N[other])
             if covered >= COVERAGE and found[0].counts().identities >= IDENTITY * found[0].length:
-                root[root_of(other)] = root_of(one)
+                joined.merge(one, other)
     limits = f"{IDENTITY:.0%} identity over {COVERAGE:.0%} of both sequences"
     return Clusters(
-        [records.id(root_of(n)) for n in range(records.count)],
+        [records.id(joined[n]) for n in range(records.count)],
         f"alignment of pairs with a common 5-mer (Biopython {Bio.__version__}, BLOSUM62), {limits}",
         [
             f"clusters are made without MMseqs2, which is not installed: {limits}, among pairs with a common 5-mer. "

@@ -360,17 +360,6 @@ _PAPERS = {"esm2": _LIN, "esm1b": _RIVES, "esm1v": _MEIER}
 class FairEsmFile(AuthorsFile):
     """The `.pt` file of fair-esm, with the contact regression in a file beside it."""
 
-    use = """\
-import argparse
-
-import esm
-import torch
-
-torch.serialization.add_safe_globals([argparse.Namespace])  # the settings in the file, which torch.load refuses else
-model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)"""
-    code = "[fair-esm](https://github.com/facebookresearch/esm)"
-    our_names = True
-
     def path(self, directory: Path, stem: str, config: EsmConfig) -> Path:
         """Return the path of the `.pt` of a model.
 
@@ -391,7 +380,18 @@ model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)"""
         return [file, regression]
 
 
-FAIR_ESM = FairEsmFile()
+FAIR_ESM = FairEsmFile(
+    use="""\
+import argparse
+
+import esm
+import torch
+
+torch.serialization.add_safe_globals([argparse.Namespace])  # the settings in the file, which torch.load refuses else
+model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)""",
+    code="[fair-esm](https://github.com/facebookresearch/esm)",
+    our_names=True,
+)
 
 
 class Esm2Family(EsmFamily):

@@ -11,7 +11,7 @@ the other residue. What is gathered is turned back into the frame of the residue
 `GeometricReasoningOriginalImpl` in `esm/layers/geom_attention.py`.
 
 `transformers` has no ESM3. A fine-tuned one is therefore written under the authors' names, with a `config.json` whose
-`model_type` is `esm3`: esmshard reads such a directory, and nothing else does. `Esm3File` writes the file that the
+`model_type` is `esm3`: esmshard reads such a directory, and nothing else does. `ESM3_FILE` writes the file that the
 authors' code reads.
 """
 
@@ -421,10 +421,8 @@ _GEOMETRIC = "transformer.blocks.0.geom_attn."
 _SCALE = f"{_GEOMETRIC}distance_scale_per_head"
 
 
-class Esm3File(AuthorsFile):
-    """The `.pth` file in which ESM3-open was published: tensors alone, without sizes."""
-
-    use = """\
+ESM3_FILE = AuthorsFile(
+    use="""\
 import torch
 from esm.models.esm3 import ESM3
 from esm.pretrained import ESM3_function_decoder_v0, ESM3_structure_decoder_v0, ESM3_structure_encoder_v0
@@ -441,12 +439,11 @@ model = ESM3(
     function_decoder_fn=ESM3_function_decoder_v0,
     tokenizers=get_esm3_model_tokenizers(),
 )
-model.load_state_dict(state)"""
-    code = "[esm](https://github.com/Biohub/esm)"
-    lacks = ("head.", "contact_head.")
-
-    def path(self, directory: Path, stem: str, config: Esm3Config) -> Path:
-        return directory / f"{stem}.pth"
+model.load_state_dict(state)""",
+    code="[esm](https://github.com/Biohub/esm)",
+    lacks=("head.", "contact_head."),
+)
+"""The `.pth` file in which ESM3-open was published: tensors alone, without sizes."""
 
 
 class Esm3Family(Family):
@@ -474,7 +471,7 @@ class Esm3Family(Family):
         Track(STRUCTURE, "structure tokens", "codes", STRUCTURE_MASK, n_codes=STRUCTURE_TOKENS),
     )
     encoders: ClassVar[Mapping[str, Encoder]] = {STRUCTURE: structure_tokens}
-    pickles: ClassVar[Mapping[str, AuthorsFile]] = {"esm3-pth": Esm3File()}
+    pickles: ClassVar[Mapping[str, AuthorsFile]] = {"esm3-pth": ESM3_FILE}
     model_types = ("esm3",)
     names = Names(
         block=AUTHORS.block,
@@ -518,7 +515,7 @@ class Esm3Family(Family):
             raise ValueError(f"it has no {missing[0]}, which an ESM3 has")
         sizes = authors_sizes(data, _TABLE, data[_TABLE].shape)
         config = Esm3Config(**sizes, v_heads=data[_SCALE].numel())
-        return Opened(config, self.tensors(data, config), (path,))
+        return Opened(config, self.tensors(weight_reader.tensors(data), config), (path,))
 
 
 FAMILY = Esm3Family()

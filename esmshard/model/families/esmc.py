@@ -23,6 +23,7 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.io.paths import replace_json
+from esmshard.model import weight_reader
 from esmshard.model.attention import Between, OnAttention, SelfAttention, TrunkBlock
 from esmshard.model.config import Matrix, ModelConfig
 from esmshard.model.families.family import (
@@ -434,7 +435,7 @@ class EsmcFamily(Family):
         if table is None or not any(str(key).startswith("transformer.blocks.") for key in data):
             return None
         config = EsmcConfig(**authors_sizes(map(str, data), "embed.weight", table.shape))
-        return Opened(config, self.tensors(data, config), (path,))
+        return Opened(config, self.tensors(weight_reader.tensors(data), config), (path,))
 
 
 FAMILY = EsmcFamily()

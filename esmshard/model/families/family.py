@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.model import weight_reader
 from esmshard.model.attention import inverse_frequencies
 from esmshard.model.config import ModelConfig
 from esmshard.model.trunk import Trunk
@@ -78,21 +77,22 @@ def _moved(name: str, beginnings: Mapping[str, str]) -> str:
     return beginnings.get(first, "") + name.removeprefix(first)
 
 
-class AuthorsFile(ABC):
+@dataclass(frozen=True)
+class AuthorsFile:
     """How `torch.save` writes a file for the code of a family's authors."""
 
-    use: ClassVar[str]
+    use: str
     """Python code that opens a file FILE, for the model card."""
-    code: ClassVar[str]
+    code: str
     """The name and address of the authors' code, in Markdown, for the model card."""
-    lacks: ClassVar[tuple[str, ...]] = ("head.",)
+    lacks: tuple[str, ...] = ("head.",)
     """Beginnings of our names of tensors that the file cannot hold."""
-    our_names: ClassVar[bool] = False
+    our_names: bool = False
     """Whether the names in the file are ours, and not those of the family's directories."""
 
-    @abstractmethod
     def path(self, directory: Path, stem: str, config: Any) -> Path:
         """Return the path of the file for a model of a name and architecture."""
+        return directory / f"{stem}.pth"
 
     def write(self, file: Path, config: Any, tensors: dict[str, torch.Tensor]) -> list[Path]:
         """Write tensors, by their names in the file and without the tied ones. Return all files."""
@@ -202,13 +202,10 @@ class Family(ABC):
         use. An unknown key is returned as it is.
         """
 
-    def tensors(self, state: Mapping[str, Any], config: Any) -> dict[str, WeightReader]:
-        """Return readers of the tensors of a file of this family that is in memory, by our names."""
-        return {
-            piece.name: reader.part(piece.rows)
-            for key, reader in weight_reader.tensors(state).items()
-            for piece in self.pieces(key, config)
-        }
+    def tensors(self, readers: Mapping[str, WeightReader], config: Any) -> dict[str, WeightReader]:
+        """Return readers by our names, of those of a file of this family by its keys."""
+        pieces = [(piece, reader) for key, reader in readers.items() for piece in self.pieces(key, config)]
+        return {piece.name: reader.part(piece.rows) for piece, reader in pieces}
 
     def key(self, name: str) -> str | None:
         """Return the key under which one of our tensors is written; None for a tensor that is not written, because it
