@@ -290,15 +290,9 @@ def without_directories(value: Any) -> Any:
 
 
 def shared_place(path: str, directory: Path) -> str:
-    """Return the path of a model for a file that is shared: not absolute, and without anybody's home.
-
-    Args:
-        path: the path of a model. A relative path or a name, such as that of a released model, stays as it is.
-        directory: the directory of the file that will hold the path.
-
-    Returns:
-        The path relative to `directory`, beginning with `./` or `../`; `./NAME` if the two have only the root or the
-        directory of all homes in common.
+    """Return the path of a model for a file in `directory` that is shared, without anybody's home: relative to it, with
+    `./` or `../` first, or `./NAME` if the two have only the root or the directory of all homes in common. A relative
+    path or a name, such as that of a released model, stays as it is.
     """
     if not Path(path).is_absolute():
         return path
