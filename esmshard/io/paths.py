@@ -71,8 +71,8 @@ def sync_directory(path: Path) -> None:
             os.close(handle)
 
 
-_IN_USE: set[Path] = set()
-"""The scratch directories of this process."""
+_IN_USE: set[str] = set()
+"""The names of the scratch directories of this process."""
 
 
 @contextmanager
@@ -84,13 +84,13 @@ def scratch_directory(out: Path) -> Iterator[Path]:
     _remove_leftovers(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     work = _work(out)
-    _IN_USE.add(work)
+    _IN_USE.add(work.name)
     try:
         work.mkdir()
         yield work
     finally:
         _remove(work)
-        _IN_USE.discard(work)
+        _IN_USE.discard(work.name)
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def _remove_leftovers(out: Path) -> list[str]:
                 f"{leftover}: is being made, or was left half made, by process {maker[2]} of {maker[1]}; remove it if "
                 "that process is over"
             )
-        elif maker and leftover not in _IN_USE and (int(maker[2]) == os.getpid() or not lives(int(maker[2]))):
+        elif maker and leftover.name not in _IN_USE and (int(maker[2]) == os.getpid() or not lives(int(maker[2]))):
             _remove(leftover)
     return unknown
 
