@@ -68,10 +68,10 @@ def main(fasta, name, out, steps):
                 state = es.state_tensors(model, optimizer)
                 newest = es.write_checkpoint(out, step + 1, state, {"loss": loss.item()}, keep=2)
         if ranks.is_first:
-            whole = {f"model.trunk.{name}": torch.empty(reader.shape) for name, reader in found.read.items()}
+            sizes = {n: reader.shape for n, reader in found.read.items() if not n.startswith("head.")}
+            whole = {f"model.trunk.{name}": torch.empty(size) for name, size in sizes.items()}
             es.load_checkpoint(newest, whole, alone=True)
             (out / "model").mkdir(exist_ok=True)
-            sizes = {name: reader.shape for name, reader in found.read.items()}
             es.write_transformers(
                 out / "model", found.config, sizes, lambda names: {n: whole[f"model.trunk.{n}"] for n in names}
             )

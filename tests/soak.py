@@ -7,7 +7,7 @@ written at once or in the background. Most attempts end by SIGKILL to one or all
 one goes on with `resume="auto"`; when a run is through, its losses and its model are compared with those of an unbroken
 run: bit by bit, or to 1e-4 where the number of processes changed. pytest does not collect it: it takes minutes.
 
-torch is imported once; the processes of a run are forked from there.
+What runs import is imported once; the processes of a run are forked from there.
 """
 
 import argparse
@@ -33,17 +33,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 from conftest import RECIPE, write_subset
+from forks import IMPORTED
 from ranks import free_port
 
 from esmshard.checkpoint import manifest
-from esmshard.errors import InputError
+from esmshard.errors import ExitCode, InputError
 from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
 from esmshard.train import finetune
 from esmshard.train.run_dir import LOCK, metrics_of, read_status
 
-STEPS, EVERY, KEEP = 40, 2, 2
-LEFT, REFUSED, CRASHED = Preempted.exit_code, 1, 99
+STEPS, KEEP = 40, 2  # the recipe keeps so many checkpoints
+LEFT, LOST, CRASHED = Preempted.exit_code, ExitCode.LOST, 99
 KILLED, ASKED = -signal.SIGKILL, -signal.SIGTERM
 PATIENCE = 120
 """Seconds in which processes have to end by themselves."""
@@ -63,8 +64,8 @@ KINDS: dict[str, tuple[Sequence[int], bool]] = {
 class Tally:
     """What happened."""
 
-    kills: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By signal and phase."""
+    kills: Counter[str] = field(default_factory=Counter)
+    """By signal."""
     runs: Counter[str] = field(default_factory=Counter)
     lost: list[int] = field(default_factory=list)
     """Steps lost at each start after a kill."""
@@ -111,9 +112,6 @@ def _run(recipe: Path, out: Path, background: bool) -> int:
     except BaseException:
         traceback.print_exc()
         return CRASHED
-    modules = Path(recipe).with_name("modules")
-    if not modules.exists():
-        modules.write_text("\n".join(sys.modules))
     return 0
 
 
@@ -161,21 +159,6 @@ def moment(out: Path, begin: float, dice: random.Random) -> Callable[[], bool]:
         return after(dice.uniform(0, 4))
     step = done + dice.randint(1, 8)
     return reached(out, begin, min(step, STEPS), dice.uniform(0, 0.3 if step <= STEPS else 4))
-
-
-def phase(out: Path, begin: float) -> str:
-    """What an attempt that has just been stopped was doing, by the files that it leaves."""
-    lines = own(out, begin)
-    if not lines:
-        return "starting"
-    if any((out / "checkpoints").glob(".tmp-removed*")):
-        return "removing an old checkpoint"
-    if any((out / "checkpoints").glob(".tmp-*")):
-        return "saving"
-    if not any("loss" in line for line in lines):
-        return "first step"
-    saved = manifest.pointed(out / "checkpoints", "LATEST")
-    return "consolidating and evaluating" if saved and manifest.step_of(saved) == STEPS else "training"
 
 
 def own(out: Path, begin: float) -> list[dict[str, Any]]:
@@ -255,11 +238,11 @@ def broken_run(recipe: Path, out: Path, kind: str, dice: random.Random, tally: T
         for child in stuck:  # as a launcher does, or a machine that is lost
             os.kill(child, signal.SIGKILL)
         wait(children, codes, after(PATIENCE))
-        tally.kills[number.name, phase(out, begin)] += 1
+        tally.kills[number.name] += 1
         # Who loses another one ends with one sentence. Who is asked to stop saves, and all with it; but one that alone
         # is asked before the first step leaves alone.
         allowed = {0, LEFT, ASKED, KILLED} if ask else {0, KILLED}
-        allowed |= {REFUSED} if len(first) < processes or not ask else set()
+        allowed |= {LOST} if len(first) < processes or not ask else set()
         if set(codes.values()) - allowed:
             raise AssertionError(f"attempt {attempt}: exit codes {sorted(codes.values())} after {number.name}")
         if set(codes.values()) == {0}:
@@ -272,26 +255,15 @@ def soak(kills: int, seed: int, directory: Path) -> Tally:
         write_subset(directory, name, name, chains)
     recipe = directory / "nano.yaml"
     text = RECIPE.format(tokens_per_rank=130, out=directory / "run")
-    for old, new in (
-        ("steps: 6", f"steps: {STEPS}"),
-        ("eval_every: 3", "eval_every: 13"),
-        ("keep: 2", f"keep: {KEEP}"),
-    ):
-        assert old in text
-        text = text.replace(old, new)
-    recipe.write_text(text.replace("every: 2,", f"every: {EVERY},"))
+    recipe.write_text(text.replace("steps: 6", f"steps: {STEPS}").replace("eval_every: 3", "eval_every: 13"))
 
     unbroken = {}
-    for processes in (1, 1, 2):  # the first one only tells what it imports
+    for processes in (1, 2):
         out, codes = directory / f"unbroken-{processes}", dict[int, int]()
-        shutil.rmtree(out, ignore_errors=True)
         children = start(recipe, out, processes, False, directory / f"unbroken-{processes}-log")
         wait(children, codes, after(PATIENCE))
         assert set(codes.values()) == {0}, f"an unbroken run fails: {codes}, see {directory}"
         unbroken[processes] = results(out)
-        for module in (directory / "modules").read_text().splitlines():
-            with contextlib.suppress(Exception):
-                importlib.import_module(module)
 
     dice, tally, n = random.Random(seed), Tally(), 0
     while tally.killed < kills:
@@ -317,21 +289,14 @@ def soak(kills: int, seed: int, directory: Path) -> Tally:
     return tally
 
 
-def table(tally: Tally) -> str:
-    signals = ("SIGKILL", "SIGTERM")
-    phases = sorted({phase for _, phase in tally.kills})
-    rows = [("stopped while", *signals)]
-    rows += [(phase, *(str(tally.kills[name, phase]) for name in signals)) for phase in phases]
-    rows += [("all", *(str(sum(tally.kills[name, phase] for phase in phases)) for name in signals))]
-    lines = [f"{what:30}{killed:>9}{asked:>9}" for what, killed, asked in rows]
+def summary(tally: Tally) -> str:
     lost = tally.lost or [0]
-    runs = ", ".join(f"{count} x {kind}" for kind, count in sorted(tally.runs.items()))
-    lines.append(f"runs that came to the end of the unbroken one: {sum(tally.runs.values())} ({runs})")
-    lines.append(
-        f"steps lost at a start: mean {sum(lost) / len(lost):.2f}, most {max(lost)} (a checkpoint every {EVERY})"
+    kills, runs = (
+        ", ".join(f"{count} x {name}" for name, count in sorted(c.items())) for c in (tally.kills, tally.runs)
     )
-    lines.append(f"failures: {len(tally.failures)}")
-    return "\n".join([*lines, *(f"  {failure}" for failure in tally.failures)])
+    lines = [f"stopped: {kills}", f"runs that came to the end of the unbroken one: {sum(tally.runs.values())} ({runs})"]
+    lines.append(f"steps lost at a start: mean {sum(lost) / len(lost):.2f}, most {max(lost)}")
+    return "\n".join([*lines, f"failures: {len(tally.failures)}", *tally.failures])
 
 
 def main() -> None:
@@ -341,11 +306,13 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    for module in IMPORTED:
+        importlib.import_module(module)
     directory = Path(tempfile.mkdtemp(prefix="soak-"))
     os.environ["ESMSHARD_CACHE"] = str(directory / "cache")
     begin = time.monotonic()
     tally = soak(arguments.kills, arguments.seed, directory)
-    print(f"{table(tally)}\n{time.monotonic() - begin:.0f} s, seed {arguments.seed}")
+    print(f"{summary(tally)}\n{time.monotonic() - begin:.0f} s, seed {arguments.seed}")
     if tally.failures:
         raise SystemExit(f"what failed lies in {directory}")
     shutil.rmtree(directory)

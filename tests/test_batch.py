@@ -19,18 +19,11 @@ def test_sequences_lie_end_to_end(batch: TokenBatch) -> None:
     assert batch.cu_seqlens.tolist() == list(batch.bounds) == [0, 4, 7, 12]
     assert batch.max_seqlen == 5
     assert batch.record_ids == ("a", "b", "c")
-
-
-def test_types_are_what_embedding_and_attention_want(batch: TokenBatch) -> None:
     types = (batch.tokens_T.dtype, batch.position_T.dtype, batch.cu_seqlens.dtype)
     assert types == (torch.int64, torch.int64, torch.int32)
     assert all(type(b) is int for b in batch.bounds)
-
-
-def test_lengths_count_residues_only(batch: TokenBatch) -> None:
-    assert len(batch) == 3
-    assert batch.lengths == [2, 1, 3]
-    assert batch.n_residues == 6
+    assert (len(batch), batch.lengths, batch.n_residues) == (3, [2, 1, 3], 6)
+    assert pack([encode("M"), encode("K")]).record_ids == ("0", "1")
 
 
 def test_residues_are_views_without_cls_and_eos(batch: TokenBatch) -> None:
@@ -44,36 +37,25 @@ def test_residues_are_views_without_cls_and_eos(batch: TokenBatch) -> None:
 
 
 def test_another_device_gets_the_tensors_and_everything_else(batch: TokenBatch) -> None:
-    moved = batch.to(torch.device("meta"))
-    for mine, theirs in (
-        (batch.tokens_T, moved.tokens_T),
-        (batch.position_T, moved.position_T),
-        (batch.cu_seqlens, moved.cu_seqlens),
-    ):
-        assert theirs.device.type == "meta"
-        assert (theirs.dtype, theirs.shape) == (mine.dtype, mine.shape)
+    moved, same = (batch.to(torch.device(name)) for name in ("meta", "cpu"))
+    for name in ("tokens_T", "position_T", "cu_seqlens"):
+        mine, theirs = getattr(batch, name), getattr(moved, name)
+        assert (theirs.device.type, theirs.dtype, theirs.shape) == ("meta", mine.dtype, mine.shape)
+        assert torch.equal(getattr(same, name), mine)
     assert (moved.max_seqlen, moved.record_ids, moved.bounds) == (batch.max_seqlen, batch.record_ids, batch.bounds)
-    same = batch.to(torch.device("cpu"))
-    assert torch.equal(same.tokens_T, batch.tokens_T)
-    assert torch.equal(same.position_T, batch.position_T)
-    assert torch.equal(same.cu_seqlens, batch.cu_seqlens)
 
 
-def test_records_are_numbered_where_they_have_no_ids() -> None:
-    assert pack([encode("M"), encode("K")]).record_ids == ("0", "1")
-
-
-def test_no_sequence_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one sequence"):
-        pack([])
-
-
-@pytest.mark.parametrize("tokens", [[], [0, 2], [20, 15, 2], [0, 20, 15], [2, 20, 0]])
-def test_what_is_not_cls_residues_eos_is_refused_by_its_number(tokens: list[int]) -> None:
-    with pytest.raises(ValueError, match="sequence 1 of the batch is not <cls> residues <eos>"):
-        pack([encode("MK"), np.array(tokens, dtype=np.uint8)])
-
-
-def test_ids_and_sequences_must_be_as_many() -> None:
-    with pytest.raises(ValueError, match="ids for 1 of 2"):
-        pack([encode("MK"), encode("T")], ["a"])
+@pytest.mark.parametrize(
+    ("tokens", "ids", "token"),
+    [
+        ([], None, "at least one sequence"),
+        ([[0, 20, 2], [0, 11, 2]], ["a"], "1 ids for 2 sequences"),
+        *(
+            ([[0, 20, 2], other], None, "sequence 1 of the batch is not <cls> residues <eos>")
+            for other in ([], [0, 2], [20, 15, 2], [0, 20, 15], [2, 20, 0])
+        ),
+    ],
+)
+def test_what_is_no_batch_is_refused(tokens: list[list[int]], ids: list[str] | None, token: str) -> None:
+    with pytest.raises(ValueError, match=token):
+        pack([np.array(each, dtype=np.uint8) for each in tokens], ids)

@@ -203,17 +203,22 @@ def test_the_index_has_every_page():
     assert sorted(listed) == sorted(page.name for page in GUIDES[1:] if page.name != "index.md")
 
 
-def _templates() -> list[str]:
-    """Texts in the package, a NUL where a value is put in. Texts that stand side by side are one for Python too."""
-    found = []
-    for file in (ROOT / "esmshard").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values]
-                found.append("".join(parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
+def _strings(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of every string of a module but docstrings; a NUL where a value is put in."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            inside.add(id(node.value))  # a docstring, of a module, function, class or constant
+        if isinstance(node, ast.JoinedStr):
+            inside |= {id(part) for part in node.values}
+            parts = [str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values]
+            yield node.lineno, "".join(parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            yield node.lineno, node.value
+
+
+EVERY = [(path, line, text) for path in sorted((ROOT / "esmshard").rglob("*.py")) for line, text in _strings(path)]
 
 
 def _quoted(text: str) -> list[str]:
@@ -229,7 +234,7 @@ def _is_said(sentence: str, templates: list[str]) -> bool:
 
 
 def test_errors_are_quoted_as_they_are_said():
-    templates = _templates()
+    templates = [text for *_, text in EVERY]
     quoted = _quoted((ROOT / "docs" / "errors.md").read_text())
     assert len(quoted) >= 20
     assert [sentence for sentence in quoted if not _is_said(sentence, templates)] == []
@@ -258,3 +263,62 @@ def test_generated_pages_follow_the_source():
     rows = [line for line in commands.splitlines() if line.startswith("|")]
     assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {4}  # two cells, and what is outside
     assert "```text\nesmshard split [OPTIONS] DATA\n```" in commands
+
+
+# What messages advise can be done: every recipe key and option that a string of the source names is there.
+
+OF_SLURM = """bind container-env container-image container-mounts container-workdir cpu-bind cpus-per-task gres
+    gpus-per-task input kill-on-bad-exit mail-type mem mpi no-container-mount-home no-kill ntasks ntasks-per-node
+    requeue signal wait"""
+OF_CONTAINERS = "cpus device ipc memory nv pwd shm-size ulimit"
+OF_PIP = """dest extra-index-url force-reinstall hash ignore-installed implementation index-url no-build-isolation
+    no-deps only-binary python-version quiet requirement upgrade wheel-dir yes"""
+OF_TORCHRUN = "local-addr max-restarts nnodes nproc-per-node rdzv-backend rdzv-conf rdzv-endpoint rdzv-id"
+# Of ray, env, mmseqs, nvidia-smi and ps.
+OF_PROGRAMS = "head chdir cov-mode min-seq-id query-compute-apps query-gpu sort status"
+FOREIGN = {f"--{name}" for text in (OF_SLURM, OF_CONTAINERS, OF_PIP, OF_TORCHRUN, OF_PROGRAMS) for name in text.split()}
+"""Options of other programs that the source calls or names."""
+
+SITE_AND_RECIPE = _keys() | _below(Site, "")
+TOP = "|".join(sorted({key.split(".")[0] for key in _keys() if "." in key}))
+
+
+def _options(command: Any) -> set[str]:
+    """Options of a command and of the commands in it."""
+    inner = [_options(one) for one in getattr(command, "commands", {}).values()]
+    return {name for p in command.params for name in (*p.opts, *p.secondary_opts)}.union(*inner)
+
+
+def said(pattern: str) -> dict[str, list[str]]:
+    """Where each match of the first group of a pattern stands."""
+    found: dict[str, list[str]] = {}
+    for path, line, text in EVERY:
+        for match in re.finditer(pattern, text):
+            found.setdefault(match[1], []).append(f"{path.relative_to(ROOT)}:{line}: {text.strip()[:100]}")
+    return found
+
+
+def unknown(found: dict[str, list[str]], known: set[str]) -> dict[str, Any]:
+    return {name: places[:3] for name, places in found.items() if name not in known}
+
+
+def test_the_walk_finds_what_is_there() -> None:
+    assert len(EVERY) > 1000
+    assert {"data.target", "adapt.method", "task.kind"} <= said(rf"\b((?:{TOP})\.[a-z][a-z_.]*[a-z])").keys()
+    assert {"--overwrite", "--resume"} <= said(r"(?<![\w-])(--[a-z][a-z-]*[a-z])").keys()
+
+
+def test_recipe_keys() -> None:
+    files = r"(?!\w*\.(?:safetensors|pt|json|bin|fasta|npz|csv|py|yaml|html|index|kubernetes)\b)"
+    found = said(rf"(?<![\w./{{-]){files}((?:{TOP})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w(/-])")
+    starts = {key for key in found if any(known.startswith(key) for known in SITE_AND_RECIPE)}
+    assert unknown(found, SITE_AND_RECIPE | starts) == {}
+
+
+def test_options() -> None:
+    assert unknown(said(r"(?<![\w-])(--[a-z][a-z-]*[a-z])(?![\w.-])"), _options(_tree()) | {"--help"} | FOREIGN) == {}
+
+
+def test_what_is_to_be_set() -> None:
+    key = r"[a-z]+(?:[._][a-z]+)+|[a-z]+(?==| to '|: )"
+    assert unknown(said(rf"\bset ({key})"), SITE_AND_RECIPE) == {}

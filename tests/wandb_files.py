@@ -17,13 +17,11 @@ class Offline:
     project: str = ""
     name: str = ""
     group: str = ""
-    resume: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Of what W&B adds, whose names begin with `_`, only the step."""
     summary: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
-    preempting: bool = False
 
 
 def offline(run: Path) -> list[Offline]:
@@ -53,8 +51,6 @@ def read(path: Path) -> Offline:
             _update(found.summary, record.summary.update)
         elif kind == "exit":
             found.exit_code = record.exit.exit_code
-        elif kind == "preempting":
-            found.preempting = True
     return found
 
 

@@ -137,7 +137,7 @@ def finetune(
             `Exception`.
     """
     for name, number, least in (("nproc", nproc, 1), ("seeds", seeds, 1), ("folds", folds, 3), ("trials", trials, 1)):
-        if number is not None and not (isinstance(number, int) and number >= least):
+        if number is not None and not (isinstance(number, int | np.integer) and number >= least):
             raise UsageError(f"{name} is {number!r}; a number from {least} on is expected")
     given = keys(overrides)
     if isinstance(recipe, Mapping):

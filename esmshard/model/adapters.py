@@ -7,12 +7,15 @@ The tensors in the file decide which layers are adapted, however `target_modules
 change numbers in a way that is not known here is refused, and so are settings of newer versions of PEFT.
 """
 
+import hashlib
+import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,6 +28,9 @@ from esmshard.model.families.family_registry import family_of
 from esmshard.model.hub import ADAPTER_CONFIG, ADAPTERS, LAYOUTS
 from esmshard.model.lora import lora_names, merged
 from esmshard.model.weight_reader import WeightReader
+
+if TYPE_CHECKING:
+    from esmshard.model.weights import Weights
 
 PREFIX = "base_model.model."
 HEAD = "head.safetensors"
@@ -69,26 +75,9 @@ def read_settings(directory: Path) -> dict[str, Any]:
     return settings
 
 
-class Adapter(NamedTuple):
-    """The tensors of a base model with an adapter put in, with those of the adapter's own task head."""
-
-    read: Mapping[str, WeightReader]
-    scales: Mapping[str, float]
-    """The factor of B A, by the name of each weight that has a LoRA."""
-    notices: tuple[str, ...]
-    """Sentences on heads of another task in the file, which nothing here reads."""
-    files: tuple[Path, ...]
-
-
-def read(
-    directory: Path,
-    settings: Mapping[str, Any],
-    config: ModelConfig,
-    base: Mapping[str, WeightReader],
-    tied: Mapping[str, str],
-) -> Adapter:
-    """Put an adapter in the tensors of its base, which are given by our names. Each LoRA is added in fp32 when its
-    weight is read. `tied` are names that mean the tensor of another name.
+def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearned: Sequence[str]) -> "Weights":
+    """Put an adapter, and the task head beside it, in the weights of its base. Each LoRA is added in fp32 when its
+    weight is read. `unlearned` are the parts that no training has changed.
 
     Raises:
         InputError: the adapter is not complete, does not fit the base, or cannot be read.
@@ -96,7 +85,7 @@ def read(
     file = next((directory / name for name in ADAPTERS if (directory / name).is_file()), None)
     if file is None:
         raise InputError(f"{directory}: holds no {ADAPTERS[0]}; it is not a complete adapter, copy it again")
-    files = family_of(config)
+    family, tied = family_of(base.config), family_of(base.config).trunk.tied
     halves: dict[str, dict[str, WeightReader]] = {"lora_A": {}, "lora_B": {}}
     modules: dict[str, str] = {}
     whole: dict[str, WeightReader] = {}
@@ -107,13 +96,13 @@ def read(
             left_out.add(name.split(".")[0])
         elif half := re.fullmatch(r"(.+)\.(lora_A|lora_B)\.weight", name):
             # This loop is empty for the pooler, which nothing reads.
-            for piece in files.pieces(f"{half[1]}.weight", config):
+            for piece in family.pieces(f"{half[1]}.weight", base.config):
                 modules[piece.name] = half[1]
                 halves[half[2]][piece.name] = reader if half[2] == "lora_A" else reader.part(piece.rows)
         elif ".lora_" in name:
             raise InputError(f"{file}: {key} is no part of a plain LoRA of linear layers and cannot be read; {_FIX}")
         else:
-            pieces = files.pieces(name.replace(".base_layer.", "."), config)
+            pieces = family.pieces(name.replace(".base_layer.", "."), base.config)
             whole |= {piece.name: reader.part(piece.rows) for piece in pieces}
     a_of, b_of = halves["lora_A"], halves["lora_B"]
     if not a_of or a_of.keys() != b_of.keys():
@@ -123,7 +112,7 @@ def read(
             f"{file}: changes {touched[0]}, but the token embedding and the LM head's matrix are one tensor here and "
             "two in this adapter; leave word_embeddings, decoder and lm_head out of target_modules and modules_to_save"
         )
-    shapes = {name: reader.shape for name, reader in base.items()}
+    shapes = {name: reader.shape for name, reader in base.read.items()}
     fits = {name: shapes.get(name) == reader.shape for name, reader in whole.items()}
     for name, a in a_of.items():
         b = b_of[name]
@@ -136,14 +125,21 @@ def read(
 
     with reading(str(directory / ADAPTER_CONFIG), "save the adapter again"):
         scales = {name: _scale(directory, settings, modules[name], a.shape[0]) for name, a in a_of.items()}
-    adapted = {name: _with_lora(name, base[name], a, b_of[name], scales[name]) for name, a in a_of.items()}
+    adapted = {name: _with_lora(name, base.read[name], a, b_of[name], scales[name]) for name, a in a_of.items()}
     head_file = directory / HEAD
     head = weight_reader.read_safetensors(head_file) if head_file.is_file() else {}
-    return Adapter(
-        {**{name: reader for name, reader in base.items() if not name.startswith("head.")}, **whole, **adapted, **head},
-        scales,
-        tuple(f"{file}: its {part} is of another task and left out" for part in sorted(left_out)),
-        (file, *([head_file] if head else [])),
+    trunk = {name: reader for name, reader in base.read.items() if not name.startswith("head.")}
+    notices = (f"{file}: its {part} is of another task and left out" for part in sorted(left_out))
+    origin = json.dumps([base.made, base.seed, scales], sort_keys=True)
+    return replace(
+        base,
+        source=str(directory),
+        read={**trunk, **whole, **adapted, **head},
+        absent=tuple(unlearned),
+        notices=(*base.notices, *notices),
+        files=(*base.files, file, *([head_file] if head else [])),
+        seed=None,
+        made=hashlib.sha256(origin.encode()).hexdigest(),
     )
 
 

@@ -250,12 +250,10 @@ def _read_transformers(path: Path, single: Path | None = None) -> Weights:
     files = _weight_files(path) if single is None else [single]
     source = str(single or path)
     readers = {key: reader for file in files for key, reader in weight_reader.read_tensors(file).items()}
-    head = {key: reader for key, reader in readers.items() if key.startswith("head.")}
-    of_others = any(key.startswith("classifier.") for key in readers)
-    notices = (f"{source}: its classifier is of another task and left out",) if of_others else ()
-    trunk = {key: reader for key, reader in readers.items() if not key.startswith(("head.", "classifier."))}
-    opened = Opened(config, family_registry.family_of(config).tensors(trunk, config), tuple(files))
-    return _complete(opened, source, head, notices)
+    known = {key: reader for key, reader in readers.items() if not key.startswith("classifier.")}
+    notices = (f"{source}: its classifier is of another task and left out",) if len(known) < len(readers) else ()
+    tensors = family_registry.family_of(config).tensors(known, config)
+    return _complete(Opened(config, tensors, tuple(files)), source, notices)
 
 
 def _read_file(path: Path) -> Weights:
@@ -282,10 +280,10 @@ def _read_file(path: Path) -> Weights:
     return _complete(opened, str(path))
 
 
-def _complete(
-    opened: Opened, source: str, head: Mapping[str, WeightReader] | None = None, notices: tuple[str, ...] = ()
-) -> Weights:
-    """Check every key. An LM head or contact regression may be missing; it is listed and drawn at random."""
+def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Weights:
+    """Check every key but those of a task head. An LM head or contact regression may be missing; it is listed and drawn
+    at random.
+    """
     config, readers, files = opened
     for name, first in tied(config).items():
         its, shared = readers.pop(name, None), readers.get(first)
@@ -294,24 +292,24 @@ def _complete(
         if not torch.equal(its().nan_to_num(), shared().nan_to_num()):  # Its logits would be others than here.
             raise InputError(f"{source}: {name} is not {first}, and the two are one tensor in such a model")
     wanted = stored_shapes(config)
-    if unexpected := sorted(readers.keys() - wanted.keys()):
+    if unexpected := sorted(name for name in readers.keys() - wanted.keys() if not name.startswith("head.")):
         raise InputError(f"{source}: {some(unexpected)} do not belong to a model of {config.n_layers} such layers")
     missing = sorted(wanted.keys() - readers.keys())
-    absent = {part for part in ("lm_head", "contact_head") if not any(name.startswith(f"{part}.") for name in readers)}
+    parts = ("lm_head", "contact_head")
+    absent = tuple(part for part in parts if not any(name.startswith(f"{part}.") for name in readers))
     if lost := [name for name in missing if not is_computed(name) and name.split(".")[0] not in absent]:
         raise InputError(f"{source}: {some(lost)} are missing; the file is not a complete model")
-    for name, reader in readers.items():
-        if reader.shape != wanted[name]:
-            raise InputError(f"{source}: {name} is {list(reader.shape)}, {list(wanted[name])} was expected")
-    tensors = {**readers, **(head or {}), **drawn(config, {name: wanted[name] for name in missing}, seed=0)}
-    parts = tuple(part for part in ("lm_head", "contact_head") if any(n.startswith(f"{part}.") for n in missing))
-    return Weights(config, source, tensors, parts, notices, files)
+    for name, size in wanted.items():
+        if name in readers and readers[name].shape != size:
+            raise InputError(f"{source}: {name} is {list(readers[name].shape)}, {list(size)} was expected")
+    tensors = readers | drawn(config, {name: wanted[name] for name in missing}, seed=0)
+    return Weights(config, source, tensors, absent, notices, files)
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
-    """Name the first few tensors, and count the others."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more tensor{'s' if more > 1 else ''}" if more > 0 else "")
+def some(names: Sequence[str]) -> str:
+    """Name the first three tensors, and count the others."""
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more tensor{'s' if more > 1 else ''}" if more > 0 else "")
 
 
 def _read_adapter(path: Path) -> Weights:
@@ -340,18 +338,7 @@ def _read_adapter(path: Path) -> Weights:
         base = read(base_name)
         if known:
             check(identity(base, name), known, str(path), fix)
-    adapter = adapters.read(path, settings, base.config, base.read, tied(base.config))
-    origin = json.dumps([base.made, base.seed, adapter.scales], sort_keys=True)
-    return replace(
-        base,
-        source=str(path),
-        read=adapter.read,
-        absent=base.unlearned if unlearned is None else tuple(unlearned),
-        notices=(*base.notices, *adapter.notices),
-        files=(*base.files, *adapter.files),
-        seed=None,
-        made=hashlib.sha256(origin.encode()).hexdigest(),
-    )
+    return adapters.read(path, settings, base, base.unlearned if unlearned is None else unlearned)
 
 
 def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:

@@ -132,7 +132,6 @@ def test_what_fails_is_written_down_and_the_next_part_runs(
     assert "**not run**: there is no second GPU; add one" in text
     assert "| speed | 3 x | at least 2 x: yes |" in text
     assert "| error | 50.0% | at most 10.0%: no |" in text
-    assert "5 done" not in said
     assert said.splitlines()[-1] == "3 done, 4 failed, 1 not run"
 
     called(toy, "--rehearse", "--out", out, "--stage", "toy")
@@ -140,10 +139,6 @@ def test_what_fails_is_written_down_and_the_next_part_runs(
     for name in ("first", "raises", "dies", "last"):
         assert entries(path)[name] == found[name], "what has a result, or has failed, is kept"
     assert capsys.readouterr().out.splitlines()[-1] == "2 done, 4 failed, 1 not run"
-
-    called(toy, "--rehearse", "--out", out, "--stage", "other", "--again")
-    assert entries(path) != {}
-    assert len(list(out.glob("*-other.json"))) == 1
 
 
 def test_a_part_that_is_running_when_time_is_up_is_ended(
@@ -192,27 +187,21 @@ def test_an_interrupt_is_a_sentence_and_nothing_stays_behind(toy: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "token"),
     [
-        (("--out", "DIR", "--seconds", "0"), "argument --seconds: invalid"),
-        (("--out", "DIR", "--seconds", "inf"), "argument --seconds: invalid"),
-        (("--out", "FILE"), "is a file; name a directory"),
-        (("--out", "FILE/below"), "not a directory; name another --out"),
-        (("--out", "DIR", "--stage", "nonsense"), "--stage nonsense: no such stage; there are toy, other"),
+        (("--out", "DIR", "--seconds", "inf"), "--seconds"),
+        (("--out", "FILE"), "is a file"),
+        (("--out", "FILE/below"), "--out"),
+        (("--out", "DIR", "--stage", "nonsense"), "toy, other"),
     ],
 )
-def test_bad_arguments_are_one_sentence(
-    toy: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    says: str,
+def test_bad_arguments_are_refused(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: tuple[str, ...], token: str
 ) -> None:
     (tmp_path / "FILE").touch()
     monkeypatch.chdir(tmp_path)
     assert called(toy, "--rehearse", *arguments) == 2
-    assert says in capsys.readouterr().err.splitlines()[-1]
+    assert token in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_without_a_gpu_each_stage_is_said_not_to_have_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,53 +221,40 @@ def test_without_a_gpu_each_stage_is_said_not_to_have_run(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("found", "token"),
     [
         ({"built": None, "error": "Torch not compiled with CUDA enabled"}, "is built without CUDA"),
         (
-            {"error": "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU"},
-            "the NVIDIA driver is too old for torch 2.11.0+cu130, which is built for CUDA 13.0; update the driver",
+            {"error": "The NVIDIA driver on your system is too old (found version 11040)."},
+            "driver is too old for torch",
         ),
         (
             {"error": "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"},
-            "no CUDA device: Found no NVIDIA driver on your system; run this on a machine with an NVIDIA GPU",
+            "no CUDA device",
         ),
         ({"error": "No CUDA GPUs are available"}, "no CUDA device: No CUDA GPUs are available; run this"),
-        (
-            {"free": 60 * GIB, "total": 80 * GIB},
-            "20.00 GiB of the GPU's 80.00 GiB are in use by python (pid 7, 20000 MiB)",
-        ),
+        ({"free": 60 * GIB, "total": 80 * GIB}, "20.00 GiB of the GPU's 80.00 GiB are in use by python (pid 7"),
         ({"free": 79 * GIB, "total": 80 * GIB}, None),
     ],
 )
-def test_what_is_in_the_way_of_measuring(found: dict[str, Any], says: str | None) -> None:
+def test_what_is_in_the_way_of_measuring(found: dict[str, Any], token: str | None) -> None:
     answer = gpu_device.judged({"torch": "2.11.0+cu130", "built": "13.0"} | found, "python (pid 7, 20000 MiB)")
-    if says is None:
-        assert answer is None
-    else:
-        assert answer is not None
-        assert says in answer
-        assert "; " in answer, "a sentence names what to do"
+    assert answer is None if token is None else token in str(answer)
 
 
 def test_a_part_that_takes_longer_than_there_is_time_is_not_begun(tmp_path: Path) -> None:
-    stage = Stage("s", "", (Part("long", 100, fine), Part("short", 5, fine)))
+    stage = Stage("s", "", (Part("long", 100, fine), Part("short", 5, fine), Part("large", 1, fine, disk=1e18)))
     record = Record(tmp_path, "s", rehearsal=False)
     assert run_stage(stage, context(tmp_path, seconds=20), record, "c") == 0
     assert record.state("long") == "not run"
     assert record.state("short") == "done"
+    assert record.state("large") == "not run"
+    assert "GiB are free in" in record.parts["large"]["reason"]
     reason = record.parts["long"]["reason"]
     assert reason.startswith("it needs about 100 s, and ")
     assert reason.endswith("s are left; run this stage again")
     assert run_stage(stage, context(tmp_path), Record(tmp_path, "s", rehearsal=False), "c") == 0
     assert Record(tmp_path, "s", rehearsal=False).state("long") == "done", "the next run goes on with it"
-
-
-def test_a_part_without_room_on_the_disk_is_not_begun(tmp_path: Path) -> None:
-    record = Record(tmp_path, "s", rehearsal=False)
-    run_stage(Stage("s", "", (Part("p", 1, fine, disk=1e18),)), context(tmp_path), record, "c")
-    assert record.state("p") == "not run"
-    assert "GiB are free in" in record.parts["p"]["reason"]
 
 
 @pytest.fixture
@@ -325,21 +301,13 @@ def out_of(path: Path) -> Path:
     return path
 
 
-def test_a_file_that_is_no_record_is_left_out(
-    collected: tuple[ModuleType, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_record_is_left_out(collected: tuple[ModuleType, Path], tmp_path: Path, capsys: Any) -> None:
     for name, text in (("cut", '{"rehearsal": fal'), ("list", "[1]"), ("other", '{"rehearsal": false}')):
         out_of(tmp_path / "found").joinpath(f"2026-01-01-gpu-{name}.json").write_text(text)
     assert collected[0].collect(tmp_path / "found") == 1
     assert capsys.readouterr().err.count("is not the record of a stage, and is left out") == 3
-
-
-def test_an_archive_that_is_none_is_one_sentence(
-    collected: tuple[ModuleType, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     (tmp_path / "x.tar.gz").write_text("no archive")
     assert collected[0].collect(tmp_path / "x.tar.gz") == 2
-    assert "not an archive that can be read" in capsys.readouterr().err
 
 
 def test_the_readme_says_what_has_been_measured() -> None:
@@ -361,21 +329,17 @@ def test_tests_that_fail_make_their_part_fail(tmp_path: Path) -> None:
     assert caught.value.found.figures["tests passed"].value == 1
 
 
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    [
-        ("nvjet_hsh_128x256_64x4_2x1_v_bz_TNN", "matrix product"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "matrix product"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>", "matrix product"),
-        ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>", "attention"),
-        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>", "layer norm"),
-        (
-            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>",
-            "optimizer and norms",
-        ),
-        ("Memcpy DtoH (Device -> Pinned)", "copies and casts"),
-        ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", profile.OTHER),
-    ],
-)
-def test_kernels_are_sorted_by_what_they_are_for(kernel: str, kind: str) -> None:
-    assert profile.kind_of(kernel) == kind
+KERNELS = {
+    "nvjet_hsh_128x256_64x4_2x1_v_bz_TNN": "matrix product",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n": "matrix product",
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>": "matrix product",
+    "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>": "attention",
+    "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>": "layer norm",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer and norms",
+    "Memcpy DtoH (Device -> Pinned)": "copies and casts",
+    "void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>": profile.OTHER,
+}
+
+
+def test_kernels_are_sorted_by_what_they_are_for() -> None:
+    assert {kernel: profile.kind_of(kernel) for kernel in KERNELS} == KERNELS

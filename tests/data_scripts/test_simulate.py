@@ -4,7 +4,7 @@ import csv
 import importlib.util
 import itertools
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -73,9 +73,6 @@ def test_the_table_reads_without_a_notice(measured: Variants) -> None:
     assert measured.names() == [row["mutant"] for row in rows]
     assert all(re.fullmatch(r"-?\d+\.\d{4}", row["score"]) for row in rows)
     assert measured.target_NT[:, 0].tolist() == [float(row["score"]) for row in rows]
-
-
-def test_the_wild_type_is_the_shipped_chain(measured: Variants) -> None:
     with np.load(shipped("data") / "contact" / "train.npz") as file:
         sequences = dict(zip(file["names"].tolist(), file["seqs"].tolist(), strict=True))
     assert measured.wild_type == sequences["3CS1_A"]
@@ -120,36 +117,6 @@ def test_parts_add_up(truth: dict[str, tuple[float, float, float]], in_contact: 
             assert pairwise == 0
 
 
-def test_pairwise_terms_of_sites_in_contact(
-    simulate: ModuleType,
-    measured: Variants,
-    truth: dict[str, tuple[float, float, float]],
-    in_contact: set[tuple[int, int]],
-) -> None:
-    kinds: dict[str, list[float]] = defaultdict(list)
-    for name, pair in doubles(measured).items():
-        if tuple(mutation.position for mutation in pair) not in in_contact:
-            continue
-        charges = CHARGE.get(pair[0].mutant, 0) * CHARGE.get(pair[1].mutant, 0)
-        grown = [simulate.VOLUME[mutation.mutant] - simulate.VOLUME[mutation.wild] for mutation in pair]
-        rescued = truth[name][2] + 0.5 * charges
-        if grown[0] * grown[1] >= 0:
-            kinds["no rescue"].append(rescued)
-            continue
-        # Part of the volume cost comes back, at most 70% of what the additive terms took for it.
-        cost = sum(
-            simulate.sensitivity(measured.wild_type, mutation.position) * abs(change) / 167.7
-            for mutation, change in zip(pair, grown, strict=True)
-        )
-        kinds["share of the cost"].append(rescued / cost)
-    assert sum(map(len, kinds.values())) == 120
-    assert kinds["no rescue"] == pytest.approx([0] * len(kinds["no rescue"]), abs=1e-9)
-    shares = kinds["share of the cost"]
-    assert len(shares) > 30
-    assert min(shares) > 0
-    assert 0.5 < max(shares) < 0.701
-
-
 @pytest.mark.parametrize(
     ("name", "additive", "pairwise"),
     [
@@ -178,8 +145,5 @@ def test_noise_is_a_tenth_of_the_spread(measured: Variants, truth: dict[str, tup
     assert abs(noise.mean()) < 0.01 * effect.std()
     assert abs(np.corrcoef(noise, effect)[0, 1]) < 4 / np.sqrt(len(noise))
     assert len(np.unique(noise.round(4))) > 500  # drawn for each variant
-
-
-def test_some_substitutions_improve_on_the_wild_type(truth: dict[str, tuple[float, float, float]]) -> None:
     single = np.array([effect for name, (effect, _, _) in truth.items() if ":" not in name and name != "WT"])
-    assert 0.05 < (single > 0).mean() < 0.2
+    assert 0.05 < (single > 0).mean() < 0.2, "some substitutions improve on the wild type"

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -18,6 +20,7 @@ from esmshard.model import weight_reader, weights
 from esmshard.model.families.esm2 import FAMILY, TIED, EsmConfig
 from esmshard.model.weights import Weights
 from esmshard.parallel.process_group import World
+from esmshard.train import finetune
 from esmshard.vocab import MASK, STANDARD, encode
 
 T = TypeVar("T")
@@ -59,6 +62,14 @@ def apart(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
 
 
 # Sequences
+
+
+def write_proteins(directory: Path, numbers: Mapping[str, int], lengths: tuple[int, int]) -> None:
+    """Random proteins of these lengths as `NAME.fasta`, so many of each name."""
+    rng = np.random.default_rng(0)
+    for name, number in numbers.items():
+        found = texts(rng.integers(*lengths, number).tolist(), number)
+        (directory / f"{name}.fasta").write_text("".join(f">{name}{n}\n{text}\n" for n, text in enumerate(found)))
 
 
 def texts(lengths: Sequence[int], seed: int = 0) -> list[str]:
@@ -130,6 +141,23 @@ def write_model(directory: Path, found: Weights) -> Path:
 
 
 # Runs
+
+
+class TrainedError(Exception):
+    """Ends a run after its last step."""
+
+
+@contextmanager
+def only_training() -> Iterator[None]:
+    """Runs end after the last step: what comes then is the same whatever the options, and is looked at elsewhere."""
+
+    def enough(*rest: Any) -> None:
+        raise TrainedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetune, "_evaluate", enough)
+        with pytest.raises(TrainedError):
+            yield
 
 
 def start(*arguments: str | Path) -> "subprocess.Popen[str]":

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shared import random_weights, size, start, steps, texts, write_model
+from shared import random_weights, size, start, steps, texts, write_model, write_proteins
 
 import esmshard
 from esmshard.batch import TokenBatch
@@ -31,10 +31,7 @@ TOO_MANY = size(250_000, 400)
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """Task mlm, one step as large as `TOO_MANY`."""
-    rng = np.random.default_rng(0)
-    for name, number in (("train", size(1100, 30)), ("valid", 3)):
-        found = texts(rng.integers(*size((150, 350), (10, 30)), number).tolist(), number)
-        (tmp_path / f"{name}.fasta").write_text("".join(f">{name}{n}\n{text}\n" for n, text in enumerate(found)))
+    write_proteins(tmp_path, {"train": size(1100, 30), "valid": 3}, size((150, 350), (10, 30)))
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"""\

@@ -2,12 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from shared import alone, size, steps, texts
+from shared import alone, only_training, size, steps, write_proteins
 
 import esmshard
 from esmshard import planner
@@ -15,7 +13,6 @@ from esmshard.checkpoint.sharded import Saver
 from esmshard.planner import model_numbers
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
-from esmshard.train import finetune
 from esmshard.train.inputs import prepare
 from esmshard.train.loop import RESERVED, largest_fitting
 
@@ -25,29 +22,11 @@ LEAST, MOST = 0.80, 0.95
 """Share of the card that has to be in use at the peak, reserved by torch."""
 
 
-class TrainedError(Exception):
-    """Ends a run after its last step: what comes then is looked at elsewhere, and takes long for a large model."""
-
-
-@pytest.fixture
-def only_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No checkpoint, which of 650M is 8 GB, and nothing after the last step."""
-
-    def trained(*rest: Any) -> None:
-        raise TrainedError
-
-    monkeypatch.setattr(Saver, "save", lambda *rest, **options: None)
-    monkeypatch.setattr(finetune, "_evaluate", trained)
-
-
 @pytest.fixture(scope="module")
 def proteins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Enough for a step in which each of two micro-batches fills the card under full checkpointing."""
     directory = tmp_path_factory.mktemp("proteins")
-    rng = np.random.default_rng(0)
-    for name, number in (("train", size(4500, 40)), ("valid", 4)):
-        found = texts(rng.integers(*size((100, 500), (10, 30)), number).tolist(), number)
-        (directory / f"{name}.fasta").write_text("".join(f">{name}{n}\n{text}\n" for n, text in enumerate(found)))
+    write_proteins(directory, {"train": size(4500, 40), "valid": 4}, size((100, 500), (10, 30)))
     return directory
 
 
@@ -76,14 +55,20 @@ def fitting(recipe: Recipe, device: torch.device) -> int:
 
 @pytest.mark.parametrize(("checkpointing", "number"), [("none", 4), ("full", 2)])
 def test_a_run_fills_the_card_without_running_out_of_memory(
-    device: torch.device, only_training: None, proteins: Path, tmp_path: Path, checkpointing: str, number: int
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    proteins: Path,
+    tmp_path: Path,
+    checkpointing: str,
+    number: int,
 ) -> None:
     """Steps of two micro-batches, each a little smaller than what fits: what is left over is left free by design."""
     _, large = recipe_of(proteins, checkpointing, 1 << 24, 1)
     fits = fitting(large, device)
     assert fits > 0
     path, _ = recipe_of(proteins, checkpointing, size(int(1.98 * fits), 300), number)
-    with pytest.raises(TrainedError):
+    monkeypatch.setattr(Saver, "save", lambda *rest, **options: None)  # no checkpoint, which of 650M is 8 GB
+    with only_training():
         esmshard.finetune(path, nproc=1, report=False, out=str(tmp_path / "run"))
     lines = steps(tmp_path / "run")
     resolved = recipe_file.load(tmp_path / "run" / "recipe.yaml")

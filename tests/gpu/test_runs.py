@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cases import loaded, written
-from shared import size, start, steps, texts
+from shared import only_training, size, start, steps, texts
 
 import esmshard
 from esmshard.model.families.esm2 import TransformerLayer
@@ -24,20 +24,10 @@ pytestmark = pytest.mark.gpu
 WHOLE = ("contact-both", "mlm", "residue-class", "sequence-number", "variant-wild_type")
 
 
-class TrainedError(Exception):
-    """Ends a run after its last step."""
-
-
 def trained(recipe: Path, out: Path, **overrides: Any) -> list[dict[str, Any]]:
-    """The steps of a run, without what comes after the last one: that is the same whatever the options."""
-
-    def enough(*rest: Any) -> None:
-        raise TrainedError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetune, "_evaluate", enough)
-        with pytest.raises(TrainedError):
-            run(recipe, out, **overrides)
+    """The steps of a run, without what comes after the last one."""
+    with only_training():
+        run(recipe, out, **overrides)
     return steps(out)
 
 
@@ -102,12 +92,7 @@ def plain(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_change_no_loss(
-    device: torch.device,
-    varlen: None,
-    plain: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    device: torch.device, varlen: None, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     options, tolerance = OPTIONS[name]
     if device.type == "cpu":  # fp16 is refused there, and the last stage of the compiler takes a minute
@@ -129,15 +114,10 @@ def test_options_change_no_loss(
 
 
 def test_a_profile_says_where_the_time_of_a_step_goes(
-    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a GPU from its kernels: they are what is computed."""
-
-    def enough(*rest: Any) -> None:
-        raise TrainedError
-
-    monkeypatch.setattr(finetune, "_evaluate", enough)
-    with pytest.raises(TrainedError):
+    with only_training():
         finetune.run(loaded(tmp_path, "mlm", train={"steps": 5}), profile=2)
     with gzip.open(tmp_path / "run" / "profile" / "rank_0.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]

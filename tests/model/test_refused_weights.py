@@ -17,7 +17,7 @@ from safetensors.torch import load
 from esmshard.errors import InputError
 from esmshard.model import hub, weights
 from esmshard.model.families.esm2 import fair_esm_settings
-from esmshard.model.families.family_registry import RELEASED, SIZES
+from esmshard.model.families.family_registry import RELEASED
 from esmshard.model.weights import load_model
 
 State = dict[str, torch.Tensor]
@@ -71,14 +71,6 @@ def test_a_released_name_whose_file_is_of_another_model(
     with pytest.raises(InputError) as caught:
         weights.read(name)
     assert str(caught.value).startswith(f"{file}: not {name}, whose shape is another")
-
-
-def test_a_released_name_whose_file_is_its_own(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The control of the test above."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub, "fetch", lambda _: file)
-    monkeypatch.setitem(SIZES, "esm2_t6_8M_UR50D", TINY)
-    assert weights.read("esm2_t6_8M_UR50D").config == TINY
 
 
 # Directories of which one file was altered

@@ -54,24 +54,6 @@ def test_layers_come_as_asked_whatever_the_order(model: ESM2) -> None:
             model(batch, layers=layers)
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [1, 0, 3, 2], [1, 1, 0], [3, 1]])
-def test_token_dropout_is_of_each_sequence_and_not_of_the_pack(model: ESM2, order: list[int]) -> None:
-    """One sequence of masks mostly, one without any: each is what it is alone, to the last bit of the embedding."""
-    texts = [TEXTS[n] for n in order]
-    _, batch = tokenise(texts)
-    layers = range(model.config.n_layers + 1)
-    with torch.no_grad():
-        together = model(batch, layers=layers, logits_at=torch.arange(batch.bounds[-1]))
-        for n, text in enumerate(texts):
-            _, single = tokenise([text])
-            alone = model(single, layers=layers, logits_at=torch.arange(single.bounds[-1]))
-            part = slice(batch.bounds[n], batch.bounds[n + 1])
-            assert torch.equal(together.representations[0][part], alone.representations[0])
-            for layer in layers:
-                assert (together.representations[layer][part] - alone.representations[layer]).abs().max() <= 1e-5
-            assert (together.logits_PV[part] - alone.logits_PV).abs().max() <= 1e-5
-
-
 def test_a_row_of_mask_that_is_not_zero_is_not_seen(model: ESM2) -> None:
     """Fine-tuning moves it, through the LM head that shares the table."""
     _, batch = tokenise(TEXTS)

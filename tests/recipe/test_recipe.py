@@ -391,10 +391,7 @@ VARIANT = ("task={name: variant}", "data={table: v.csv, wild_type: wt.fasta}")
             "parallel.compile: cannot compile the unpacking of model.quantize; pass parallel.compile=false",
         ),
         ([*VARIANT, "data.train=x"], "data.train: is for the other tasks, and the recipe has variant, which divides"),
-        (
-            [*VARIANT, "data.long=skip"],
-            "data.long: skip leaves variants out; choose full, or window for a part of a",
-        ),
+        ([*VARIANT, "data.long=skip"], "data.long: skip leaves variants out; choose full, or window for a part of a"),
         ([*VARIANT, "data.train_max=2"], "data.train_max: is for data.split mutations, and the recipe has position"),
         ([*VARIANT, "data.split=given", "data.folds=5"], "data.folds: divides the table, and data.split given does so"),
         ([*VARIANT, "data.target=[y]", "data.lower_is_better=[kd]"], "data.lower_is_better: kd is no target; data.tar"),

@@ -122,18 +122,15 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
         tracks: the tracks of the wild type, which its variants have too.
 
     Raises:
-        InputError: table or wild type cannot be read, do not fit each other, or cannot be divided by the recipe's
-            split.
+        InputError: table or wild type cannot be read, do not fit each other, or cannot be divided as the recipe says.
     """
     assert data.wild_type is not None
     fasta = remote.data_file(data.wild_type)
     outer = with_paths(fasta, tracks)
-    data = data.model_copy(update={"wild_type": str(fasta)})
     variants = table_of(data)
-    fold_N, notices = divide(data)
-    set_N = fold_N
+    set_N, notices = divide(data)
     if data.split not in ("mutations", "given"):
-        set_N = assignment.sets_of_fold(fold_N, data.fold, data.folds or FOLDS)
+        set_N = assignment.sets_of_fold(set_N, data.fold, data.folds or FOLDS)
     members_N = set_N == SETS.index(name)
     if name == "train" and data.train_share is not None and data.train_share < 1:
         members_N = _share(members_N, variants.names(), data.train_share)
