@@ -10,7 +10,7 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -324,8 +324,8 @@ def cache_directory() -> Path:
 
 
 @contextmanager
-def cached_directory(kind: str, key: str) -> Iterator[Path]:
-    """Provide the directory of a key in the user's cache, locked; whoever is first makes it."""
+def locked_directory(kind: str, key: str) -> Iterator[Path]:
+    """Provide the place of a key in the user's cache, for one process at a time."""
     from filelock import FileLock  # slow to import
 
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -333,6 +333,34 @@ def cached_directory(kind: str, key: str) -> Iterator[Path]:
     locks.mkdir(parents=True, exist_ok=True)
     with FileLock(locks / f"{digest}.lock"):
         yield cache_directory() / kind / digest
+
+
+def cached_directory(kind: str, key: str, make: Callable[[Path], list[str]]) -> Path:
+    """Return the directory of a key in the user's cache (`sealed_directory`). Whoever asks first makes it, and the
+    others wait. A damaged directory is made again.
+    """
+    with locked_directory(kind, key) as out:
+        if not _is_whole(out):
+            sealed_directory(out, make)
+    return out
+
+
+def sealed_directory(out: Path, make: Callable[[Path], list[str]]) -> None:
+    """Make a directory: `make` writes its files and returns notices, which `manifest.json` keeps together with the
+    sha256 of each file.
+    """
+    with whole_directory(out) as work:
+        notices = make(work)
+        hashes = {path.name: sha256(path) for path in sorted(work.iterdir())}
+        replace_json(work / "manifest.json", {"sha256": hashes, "notices": notices})
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        hashes = read_json(directory / "manifest.json")["sha256"]
+        return all(sha256(directory / name) == digest for name, digest in hashes.items())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
 
 
 def shipped(kind: Literal["recipes", "data"]) -> Path:
