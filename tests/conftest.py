@@ -51,7 +51,6 @@ LENGTHY = {
     "one_process": "whole runs, two of them with compiled layers",
     "shipped_recipes": "a run of each recipe, with each kind of starting weights",
     "sequence_embedder": "scikit-learn's own checks, which fit a model again and again",
-    "ingest_fuzz": "thousands of generated FASTA files",
 }
 """Files that need no process of their own, and take longer than `make check` has time for. The reason stands beside."""
 STARTERS = {"subprocess", "multiprocessing", "esmshard.parallel.launch", "nbclient"}
