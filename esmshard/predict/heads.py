@@ -51,7 +51,7 @@ one pack: TOKENS on the CPU and for pair maps, GPU_TOKENS for other tasks on a G
 """
 LEAST = 1024
 """The tokens of a pack below which smaller packs are only slower."""
-WINDOW, WINDOW_TOKENS = 512, 1 << 18
+WINDOW, WINDOW_TOKENS = 2048, 1 << 18
 """The most records that are sorted by length together, and the most tokens. Their predictions stay in memory until the
 window is done: those of pair maps, whose tokens are as for PAIR, are at most 256 MiB, but for a single longer record.
 """

@@ -18,19 +18,19 @@ from esmshard.data.splits.variant_records import OUT_OF_FOLD as OUT_OF_FOLD_FILE
 from esmshard.data.splits.variant_records import VariantRecords
 from esmshard.data.variants.mutations import is_library, read_variants
 from esmshard.data.variants.substitutions import Mutation, name_of, parse_variant, renumbered
-from esmshard.devices import DeviceName, packs_at_once, side_by_side
+from esmshard.devices import DeviceName
 from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.io.paths import read_json, replace_json, without_directories
 from esmshard.io.tables import Table, counted, first_three
 from esmshard.io.writers import TableWriter, check, facts_file, text
-from esmshard.predict import proposals
+from esmshard.predict import heads, proposals
 from esmshard.predict.proposals import DIVERSITY, KAPPA
 from esmshard.progress import Progress, say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.finetuned import FineTuned, load_base, load_finetuned
 from esmshard.tasks.metrics import LEAST, Interval, variant_spearman
 from esmshard.tasks.registry import traits
-from esmshard.tasks.variants import FROZEN, ONE_HOT, PACKED, SHORT, VariantTask, fit_scale
+from esmshard.tasks.variants import FROZEN, ONE_HOT, SHORT, VariantTask, fit_scale
 from esmshard.vocab import STANDARD
 
 Array = npt.NDArray[np.float64]
@@ -46,8 +46,6 @@ DISAGREEMENT = "disagreement of models"
 LEVEL, RESIDUALS = 0.9, 50
 """The share of the values that an interval is to hold, and the least residuals that intervals are made of."""
 LOW, HIGH = f"low {LEVEL:.0%}", f"high {LEVEL:.0%}"
-TOGETHER = 2048
-"""The number of variants that one pass of the wild type serves."""
 
 
 # Tables of variants, with a few more columns
@@ -367,7 +365,6 @@ def rank(
         say(notice)
     if method is None:
         values_MNT = np.stack([predictions(model, [*rows.mutations, ()]) for model in models])
-        check_finite(np.moveaxis(values_MNT, 1, -1), run)
     else:
         values_MNT = _by_baseline(method, models[0], known, [*rows.mutations, ()], device)[None, :, None]
     values_MNT, wild_type = values_MNT[:, :-1], float(values_MNT[:, -1, 0].mean())
@@ -608,22 +605,17 @@ def _error_limits(error_N: Array) -> tuple[float, float]:
 
 
 def predictions(found: FineTuned, mutations: Sequence[Variant]) -> npt.NDArray[np.float32]:
-    """Predict the targets of variants with one model, float32 [N, T]."""
-    task, model = found.task, found.model
+    """Predict the targets of variants with one model, float32 [N, T]. `InputError` if one cannot be predicted."""
+    task, values = found.task, list[npt.NDArray[np.float32]]()
     assert isinstance(task, VariantTask)
     examples = _examples(task, mutations)
-    alone = task.question(examples.get(0)).wild_type_alone
-    each = TOGETHER if alone else max(1, PACKED // (len(task.wild_type) + 2))
-    parts = [range(n, min(n + each, len(examples))) for n in range(0, len(examples), each)]
-
-    def one(part: range) -> list[npt.NDArray[np.float32]]:
-        return [task.predict(output) for output in model.outputs([task.question(examples.get(n)) for n in part])]
-
-    at_once, values = max(1, 4 * packs_at_once(model.device)), list[npt.NDArray[np.float32]]()
+    # Of one pass of the wild type all variants of a pack are predicted, which then take the room of a token each.
+    tokens_N = np.ones_like(examples.tokens) if task.settings.wild_type_alone else examples.tokens
     with Progress("predict", len(examples)) as progress:
-        for first in range(0, len(parts), at_once):
-            for outputs in side_by_side(one, parts[first : first + at_once], model.device):
-                values += outputs
+        for value in heads.predictions(found, tokens_N, lambda n: task.question(examples.get(n))):
+            if isinstance(value, str):
+                raise InputError(f"{name_of(mutations[len(values)])}: {value}")
+            values.append(value)
             progress.update(len(values), "variants")
     return np.stack(values)
 
