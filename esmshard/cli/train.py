@@ -57,12 +57,12 @@ def finetune(
     ] = False,
 ) -> None:
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
-    from esmshard.api import start_run
+    from esmshard.api import runs
     from esmshard.parallel import launch
 
     launch.join()
     try:
-        options = start_run.RunOptions(
+        options = runs.RunOptions(
             nproc=nproc,
             device=device,
             resume=resume,
@@ -79,7 +79,7 @@ def finetune(
             take_over=take_over,
             started=_STARTED,
         )
-        start_run.finetune(recipe, overrides or [], options)
+        runs.start(recipe, overrides or [], options)
     except RunFailed as failed:  # the processes have printed the reason
         if failed.exit_code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt from None
