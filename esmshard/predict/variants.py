@@ -157,15 +157,6 @@ def write_table(
         replace_json(facts_file(writer.work), without_directories(facts))  # It gets its name together with the table.
 
 
-def check_finite(score_XN: npt.NDArray[np.floating], model: str) -> None:
-    """Refuse scores, [..., N], that are no finite numbers. `InputError` with their number."""
-    if wrong := int((~np.isfinite(score_XN)).any(tuple(range(score_XN.ndim - 1))).sum()):
-        raise InputError(
-            f"{model}: {wrong:,} of {score_XN.shape[-1]:,} scores are no finite numbers: its weights are damaged, or "
-            "so large that what it computes overflows; take another model or an earlier checkpoint"
-        )
-
-
 # What a run knows of variants
 
 

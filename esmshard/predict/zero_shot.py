@@ -32,7 +32,6 @@ from esmshard.predict.heads import read_input
 from esmshard.predict.variants import (
     Variant,
     VariantRows,
-    check_finite,
     check_new,
     listed,
     not_of_the_20,
@@ -279,6 +278,15 @@ def _of_each(opened: Sequence[Weights], device: torch.device, compute: Callable[
         weights.report_altered(one.files)
         values.append(compute(weights.build(one, device).eval()))
     return np.stack(values)
+
+
+def check_finite(score_XN: npt.NDArray[np.floating], model: str) -> None:
+    """Refuse scores, [..., N], that are no finite numbers. `InputError` with their number."""
+    if wrong := int((~np.isfinite(score_XN)).any(tuple(range(score_XN.ndim - 1))).sum()):
+        raise InputError(
+            f"{model}: {wrong:,} of {score_XN.shape[-1]:,} scores are no finite numbers: its weights are damaged, or "
+            "so large that what it computes overflows; take another model or an earlier checkpoint"
+        )
 
 
 # Sequences
