@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,16 +77,6 @@ class Prediction(Output):
         return PREDICTION
 
 
-class Failure(NamedTuple):
-    """A record that is missing in the output."""
-
-    id: str
-    length: int
-    """The number of residues."""
-    reason: str
-    """The reason of the failure, as a clause for users."""
-
-
 def predict(
     model: str,
     fasta: Path,
@@ -97,8 +87,9 @@ def predict(
     complexes: str | None = None,
     device: DeviceName = None,
     overwrite: bool = False,
-) -> tuple[int, list[Failure]]:
-    """Write the head's predictions for each record, and return the number of records in the output and the failures.
+) -> tuple[int, list[tuple[str, int, str]]]:
+    """Write the head's predictions for each record, and return the number of records in the output, and of those that
+    failed id, residues and reason.
 
     An `.npz`, `.h5`, `.zarr` or `.safetensors` file has one array for each record under its id, as `embed` writes it:
     for contacts float32 [L, L], symmetric probabilities; for other tasks see their `predict`. A `.csv` or `.parquet`
@@ -132,7 +123,7 @@ def predict(
         # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
         examples, sentences = read_input(model, fasta, tracks or {}, Path(scratch), complexes=complexes)
         store, found = examples.store, load_finetuned(model, computing)
-        task, failed, chains = found.task, list[Failure](), dict[str, list[int]]()
+        task, failed, chains = found.task, list[tuple[str, int, str]](), dict[str, list[int]]()
         if png is not None and task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
         facts = without_directories(
@@ -163,7 +154,7 @@ def predict(
                 several = each if len(each) > 1 else []
                 chains |= {record_id: several} if several else {}
                 if isinstance(values, str):
-                    failed.append(Failure(record_id, sum(each), values))
+                    failed.append((record_id, sum(each), values))
                 elif isinstance(writer, TableWriter):
                     writer.add(rows_of(task, record_id, values, decode(sequence)))
                 else:
@@ -175,7 +166,7 @@ def predict(
             if len(failed) == len(store):
                 write_failures(failures_file(out), failed)
                 raise InputError(
-                    f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0].reason}"
+                    f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0][2]}"
                 )
             # These files get their names together with the output.
             write_failures(failures_file(writer.work), failed)
