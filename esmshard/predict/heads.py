@@ -19,7 +19,7 @@ from esmshard.data.batching.packing import by_length
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
 from esmshard.data.tracks import record_tracks, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device, is_out_of_memory, packs_at_once, side_by_side
-from esmshard.errors import InputError, UsageError, writing
+from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.io.array_formats import FORMATS, About, FormatWriter, Output, Pool, Row
 from esmshard.io.paths import replace_json, without_directories
 from esmshard.io.store import TokenStore, ingest, is_store, linker_of
@@ -225,10 +225,10 @@ def read_input(
         linker = (chains or found.config.chains).tokens
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))
         store.check_linker(linker, read)
-    about = weights.record_of(found.files)
-    examples = Examples(
-        "input", fasta, store, None, apart=bool(about) and traits(about["recipe"]["task"]["name"]).pairs
-    )
+    with reading(f"{model}/{weights.ABOUT}", "consolidate the run again"):
+        about = weights.record_of(found.files)
+        apart = bool(about) and traits(about["recipe"]["task"]["name"]).pairs
+    examples = Examples("input", fasta, store, None, apart=apart)
     sentences = [f"{fasta}: {notice}" for notice in (*(notices(read) if structures else ()), *examples.notices)]
     if files:
         of_store = len(examples.notices)
