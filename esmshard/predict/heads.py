@@ -254,13 +254,10 @@ def _writer(out: Path, task: Task, facts: Mapping[str, Any], store: Store) -> Fo
 
 
 def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
-    """Return the columns of a table of predictions and their types: those that identify a row, then the numbers.
+    """Return the columns of a table of predictions and their types: those that identify a row, with the number of the
+    chain if a record has several, then the numbers.
 
     A target with the name of one of the first columns becomes `NAME (predicted)`.
-
-    Args:
-        task: the task.
-        chains: whether a record has several chains, so that the rows of residues need the number of the chain.
     """
     first = {"id": "string"}
     if task.per_residue:
@@ -275,11 +272,7 @@ def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
 def rows_of(task: Task, record_id: str, values: Array, residues: str) -> dict[str, Sequence[Any]]:
     """Return the cells of a record: one row, or one for each residue with its place in its chain, counted from 1.
 
-    Args:
-        task: the task.
-        record_id: the id of the record.
-        values: [C], or [L, C] for the L letters of `residues`.
-        residues: the letters, with `:` between chains.
+    The values are [C], or [L, C] for the L letters of `residues`, which has `:` between chains.
     """
     values_RC, chains = values.reshape(-1, len(task.names)), residues.split(BETWEEN)
     cells: dict[str, Sequence[Any]] = {"id": [record_id] * len(values_RC)}

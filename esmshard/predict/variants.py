@@ -261,11 +261,8 @@ def rows_of_run(run: Path) -> list[dict[str, str]]:
 
 
 def better_baseline(summary: Mapping[str, Any]) -> str | None:
-    """Return the short name of the best baseline that was better than the fine-tuned model; None if none was. Without
-    intervals, the difference in the sample decides.
-
-    Args:
-        summary: the content of `summary.json` of a cross-validation.
+    """Return the short name of the best baseline that was better than the fine-tuned model, by the `summary.json` of a
+    cross-validation; None if none was. Without intervals, the difference in the sample decides.
     """
     scores = summary.get("joint", {})
     better = {
@@ -500,15 +497,8 @@ def _columns(
     They are `prediction` (mean over the models, in the unit of the target), the limits of its interval, `disagreement
     of models` and `rank`; then `out-of-fold prediction` (by the models that had not seen the variant), `seen in
     training` and `sites varied in training` (yes or no). With several targets, the names of prediction columns end with
-    the target's, and rank and interval are those of the first.
-
-    Args:
-        known: the facts of the run.
-        variants: the N variants.
-        ranks: their ranks.
-        targets: the names of the targets. A baseline predicts the first alone, so that T is 1.
-        values_MNT: predictions of M models, or of one baseline.
-        limits: what is added to a prediction to get the limits of its interval; see `interval_of`.
+    the target's, and rank and interval are those of the first. `values_MNT` are predictions of M models, or of one
+    baseline, which predicts the first target alone. `limits` are those of `interval_of`.
     """
     names, varied = [name_of(one) for one in variants], [known.varied(one) for one in variants]
     most = max(map(len, known.variants), default=0)
@@ -614,17 +604,11 @@ def predictions(found: FineTuned, mutations: Sequence[Variant]) -> npt.NDArray[n
 def _by_baseline(
     name: str, found: FineTuned, known: Known, variants: Sequence[Variant], device: DeviceName
 ) -> npt.NDArray[np.float32]:
-    """Fit a baseline to measured variants, as those of the folds are fitted, and predict variants, float32 [N].
+    """Fit a baseline to measured variants (`VariantTask.baseline_records` at most), as those of the folds are fitted,
+    and predict N variants of the part of the protein that the model sees, float32 [N].
 
-    Args:
-        name: the baseline.
-        found: a model of the run, for its task and its recipe.
-        known: with the measured values; at most `VariantTask.baseline_records` of them are used.
-        variants: N variants of the part of the protein that the model sees.
-        device: see `chosen_device`.
-
-    Raises:
-        InputError: nothing was measured, or the run has no such baseline.
+    `found` is a model of the run, for its task and its recipe. `InputError` if nothing was measured, or the run has no
+    such baseline.
     """
     task, target = found.task, found.task.names[0]
     assert isinstance(task, VariantTask)
@@ -716,12 +700,8 @@ def compared(
 
 
 def spearman_sentence(rho: Interval, target: str, unit: str) -> str:
-    """Say a correlation with measured values, and over what its interval is; or why there is none.
-
-    Args:
-        rho: the correlation.
-        target: the column of the measured values.
-        unit: the noun for what was resampled (`variant_spearman`).
+    """Say a correlation with a column of measured values, and over which units its interval is (`variant_spearman`); or
+    why there is none.
     """
     if np.isnan(rho.value):
         return f"Spearman with {target} undefined: it takes two different values and two different predictions"

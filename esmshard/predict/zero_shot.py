@@ -241,13 +241,8 @@ def _open(
     names: Sequence[str], window: int | None, tracks: Mapping[str, str], chains: Chains | None = None
 ) -> tuple[list[Weights], int]:
     """Find models, and check all of them before the first computes anything. Also return how many residues of a long
-    protein each of them sees at once: by default as many as in training, the fewest of all.
-
-    Args:
-        names: the models; see `weights.read`.
-        window: the number of residues.
-        tracks: the names and paths of the tracks that all models get.
-        chains: how the chains of a record are joined; by default as the first model says.
+    protein each of them sees at once: by default as many as in training, the fewest of all. All get the same tracks,
+    and join chains as the first model says by default.
 
     Raises:
         UsageError: a model is named twice, does not take a track, or has no positions for the window.
