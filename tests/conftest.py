@@ -31,19 +31,9 @@ out: {out}
 
 
 LONG = {
-    *(
-        "equality",
-        "cli",
-        "adapted_runs",
-        "saver",
-        "memory_model",
-        "sharded_runs",
-        "stuck_ranks",
-        "attempts",
-        "restarts",
-    ),
+    *("equality", "cli", "adapted_runs", "saver", "memory_model", "sharded_runs", "stuck_ranks", "attempts"),
     *("local_launch", "variants_command", "landscape", "shipped_recipes", "engines", "embed_job", "parts", "tracker"),
-    *("embed_in_bucket", "gpu_runner", "elastic", "slurm_run", "kubernetes", "doctor"),
+    *("embed_in_bucket", "gpu_runner", "elastic", "slurm_run", "kubernetes", "doctor", "restarts"),
 }
 """Files that are begun first."""
 LENGTHY = {
