@@ -148,9 +148,9 @@ def pack(
     """
     if not tokens:
         raise ValueError("a batch needs at least one sequence")
-    for what, given in (("ids", record_ids), ("places", logits_at), ("tracks", tracks)):
-        if given is not None and len(given) != len(tokens):
-            raise ValueError(f"{what} for {len(given)} of {len(tokens)} sequences")
+    for name, values in (("ids", record_ids), ("places", logits_at), ("tracks", tracks)):
+        if values is not None and len(values) != len(tokens):
+            raise ValueError(f"{len(values)} {name} for {len(tokens)} sequences")
     for k, sequence in enumerate(tokens):
         if len(sequence) < 3 or sequence[0] != CLS or sequence[-1] != EOS:
             raise ValueError(f"sequence {k} of the batch is not <cls> residues <eos>")

@@ -94,17 +94,8 @@ def reading(what: str, fix: str) -> Iterator[None]:
         raise InputError(f"{what}: damaged ({' '.join(str(error).split())}); {fix}") from error
 
 
-def unwritable(error: BaseException) -> str | None:
-    """Return in a few words why a disk cannot be written; None for any other error.
-
-    A missing permission is another error: it may be one to read, and its own message has the path.
-    """
-    number = error.errno if isinstance(error, OSError) else None
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-        return os.strerror(number).lower()
-    # numpy, zip archives, HDF5, safetensors and torch have no error number, but a text.
-    words = ("No space left", "File too large", "Disk quota exceeded", " requested and ", "iostream error")
-    return "no space left on device" if any(text in str(error) for text in words) else None
+_NO_ROOM = ("No space left", "File too large", "Disk quota exceeded", " requested and ", "iostream error")
+"""Texts in errors of numpy, zip archives, HDF5, safetensors and torch, which have no error number."""
 
 
 @contextmanager
@@ -123,6 +114,12 @@ def writing(out: Path, fix: str = "make room, or choose another place, and run t
     except InputError:
         raise
     except Exception as error:
-        if (why := unwritable(error)) is None:
+        number = error.errno if isinstance(error, OSError) else None
+        # A missing permission is another error: it may be one to read, and its own message has the path.
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            reason = os.strerror(number).lower()
+        elif any(text in str(error) for text in _NO_ROOM):
+            reason = "no space left on device"
+        else:
             raise
-        raise InputError(f"{getattr(error, 'filename', None) or out}: cannot be written ({why}); {fix}") from error
+        raise InputError(f"{getattr(error, 'filename', None) or out}: cannot be written ({reason}); {fix}") from error

@@ -19,11 +19,7 @@ from werkzeug.serving import BaseWSGIServer, make_server
 from esmshard.io import remote
 
 BUCKET = "proteins"
-DENIED = {
-    "AccessDenied": "403 Forbidden",
-    "ExpiredToken": "400 Bad Request",
-    "InvalidAccessKeyId": "403 Forbidden",
-}
+DENIED = {"AccessDenied": "403 Forbidden", "ExpiredToken": "400 Bad Request", "InvalidAccessKeyId": "403 Forbidden"}
 
 
 class Buckets:

@@ -49,7 +49,7 @@ def test_another_device_gets_the_tensors_and_everything_else(batch: TokenBatch) 
     ("tokens", "ids", "token"),
     [
         ([], None, "at least one sequence"),
-        ([[0, 20, 2], [0, 11, 2]], ["a"], "ids for 1 of 2"),
+        ([[0, 20, 2], [0, 11, 2]], ["a"], "1 ids for 2 sequences"),
         *(
             ([[0, 20, 2], other], None, "sequence 1 of the batch is not <cls> residues <eos>")
             for other in ([], [0, 2], [20, 15, 2], [0, 20, 15], [2, 20, 0])

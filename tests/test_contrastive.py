@@ -51,8 +51,3 @@ def test_three_ranks_that_go_on_from_a_checkpoint_end_as_one_process_does(pairs:
     assert max(change for name, change in moved.items() if name.startswith(("lm_head.dense", "contact_head"))) == 0
     with pytest.raises(esmshard.InputError, match="write_transformers"):
         consolidate(tmp_path / "many" / "step_000003", tmp_path / "model")
-
-
-def test_the_example_is_short() -> None:
-    code = EXAMPLE.read_text().split('"""', 2)[2].splitlines()
-    assert sum(bool(line.strip()) for line in code) <= 65

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import LENGTHY, LONG, TESTS
 
 import esmshard
 from esmshard.model.config import SHIPPED
@@ -43,18 +44,7 @@ def test_the_wheel_holds_recipes_samples_and_types(wheel: Path) -> None:
 def test_the_wheel_works_in_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(site),
-        str(wheel),
-    ]
+    pip = [*f"{sys.executable} -m pip install --quiet --no-deps --no-index --target".split(), str(site), str(wheel)]
     subprocess.run(pip, check=True, capture_output=True)
     env = {**os.environ, "PYTHONPATH": str(site), "ESMSHARD_CACHE": str(tmp_path / "cache")}
 
@@ -86,6 +76,12 @@ def test_public_names_are_there() -> None:
         assert getattr(esmshard, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = esmshard.nothing
+
+
+def test_lists_of_tests_name_files_that_exist() -> None:
+    names = {path.stem.removeprefix("test_") for path in TESTS.rglob("test_*.py")}
+    assert names.issuperset(LENGTHY)
+    assert names.issuperset(LONG)
 
 
 IMPORT_ALL = """

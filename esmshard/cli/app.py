@@ -52,6 +52,7 @@ ADDRESSES = {
     "score": ("model", "ensemble"),
     "evaluate": ("model",),
     "push": ("model",),
+    "launch": ("arguments",),
 }
 """The arguments that may be addresses, which the code of the command opens itself."""
 

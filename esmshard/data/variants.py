@@ -204,9 +204,6 @@ expects.
 FEW_SITES, COMBINED = 10, 0.1
 """The most sites of a combinatorial library, and the least share of its variants with several changes."""
 
-Parsed = dict[int, tuple[Mutation, ...]]
-"""The variant in each row of a table that has one."""
-
 
 @dataclass(frozen=True, eq=False)
 class Variants:
@@ -283,42 +280,35 @@ def read_variants(
         UsageError: arguments contradict each other.
         InputError: the table cannot be read or does not fit; the message has the first three lines of each problem.
     """
-    table = read_table(path)
-    reading = _Reading(table)
-    if isinstance(wild_type, str):
-        protein, protein_name = wild_type, "the wild type"
-    else:
-        protein, protein_name = protein_of(wild_type, reading.notices), str(wild_type)
+    table, notices = read_table(path), list[str]()
+    protein = wild_type if isinstance(wild_type, str) else protein_of(wild_type, notices)
+    name = "the wild type" if isinstance(wild_type, str) else str(wild_type)
+    reading = _Reading(table, protein, name, unusable, notices)
     column, whole = (mutant, False) if mutant is not None else _column(table)
     if whole and offset not in (0, "auto"):
         raise UsageError(f"{path}: offset shifts numbered mutations, but column {shown(column)} has sequences")
-    target_names, target_RT = _targets(reading, targets)
-    rows = list(range(len(table)))
-    if target_names:
-        empty = np.flatnonzero(np.isnan(target_RT).all(1)).tolist()
-        reading.leave_out(empty, f"without a value in {' or '.join(map(shown, target_names))}")
-        rows = [row for row in rows if row not in reading.left_out]
-    cells, read_cell = table.column(column), parse_variant
+    target_names, target_RT = reading.targets(targets)
+    rows = [row for row in range(len(table)) if row not in reading.left_out]
+    cells, read_cell, shift = table.column(column), parse_variant, 0
     if whole:
         read_cell = functools.partial(compare, wild_type=protein)
     elif without_wild_type_letters([cells[row] for row in rows]):
         offset = 0 if offset == "auto" else offset
         read_cell = functools.partial(parse_with_wild_type, wild_type=protein, shift=offset)
-        reading.notices.append(
-            f"{path}: column {shown(column)} has no letters of the wild type, so that they were taken from "
-            f"{protein_name}, and the numbering could not be compared with it"
+        notices.append(
+            f"{path}: column {shown(column)} has no letters of the wild type, so that they were taken from {name}, and "
+            "the numbering could not be compared with it"
         )
-    most, shift = MOST_UNUSABLE if unusable == "drop" else 0.0, 0
-    parsed = _parsed(reading, column, rows, read_cell, most)
+    reading.parse(column, rows, read_cell)
     if not whole:
-        parsed, shift = _placed(reading, parsed, protein, protein_name, offset, most)
-    parsed = _without(reading, parsed, lambda mutation: mutation.mutant == STOP, "a stop codon", unusable)
+        shift = reading.place(offset)
+    reading.remove(lambda mutation: mutation.mutant == STOP, "a stop codon")
     if not keep_synonymous:
-        parsed = _without(reading, parsed, lambda m: m.mutant == m.wild, "a synonymous change", unusable)
-    if not parsed:
-        reasons = "; ".join(notice.removeprefix(f"{path}: ") for notice in reading.notices)
+        reading.remove(lambda mutation: mutation.mutant == mutation.wild, "a synonymous change")
+    if not reading.variants:
+        reasons = "; ".join(notice.removeprefix(f"{path}: ") for notice in notices)
         raise InputError(f"{path}: no variant is left of {counted(len(table), 'row')} ({reasons})")
-    groups = _grouped(reading, parsed, replicates)
+    groups = reading.grouped(replicates)
     return Variants(
         wild_type=protein,
         mutations=[mutations for mutations, _ in groups],
@@ -326,7 +316,7 @@ def read_variants(
         target_names=target_names,
         rows=[rows for _, rows in groups],
         table=table,
-        notices=reading.notices,
+        notices=notices,
         offset=shift,
         left_out=reading.left_out,
     )
@@ -343,13 +333,23 @@ def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
     return len(sites) <= FEW_SITES and sum(len(one) > 1 for one in variants) > COMBINED * len(variants)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reading:
-    """A table, and what has been changed in it or left out of it so far."""
+    """A table of variants of a protein, and what has been read of it, changed in it or left out of it so far."""
 
     table: Table
-    notices: list[str] = field(default_factory=list)
+    protein: str
+    protein_name: str
+    unusable: Unusable
+    notices: list[str]
     left_out: dict[int, str] = field(default_factory=dict)
+    variants: dict[int, tuple[Mutation, ...]] = field(default_factory=dict)
+    """The variant in each row that has one."""
+
+    @property
+    def most(self) -> float:
+        """The largest share of the rows that may be left out as unusable."""
+        return MOST_UNUSABLE if self.unusable == "drop" else 0.0
 
     def note(self, rows: Sequence[int], what: str, verb: str) -> None:
         """Add a notice about these rows, if there are any."""
@@ -357,21 +357,142 @@ class _Reading:
             named = first_three(rows, self.table.at)
             self.notices.append(f"{self.table.path}: {verb} {counted(len(rows), 'row')} {what} ({named})")
 
-    def leave_out(self, rows: Sequence[int], what: str, why: str | None = None) -> None:
-        """Leave out these rows, with a notice; `why` is the reason if it is not `what`."""
-        self.note(rows, what, "left out")
-        self.left_out.update(dict.fromkeys(rows, why or what))
-
-    def leave_out_each(self, reason_of: dict[int, str], what: str) -> None:
-        """Leave out these rows, each for a reason of its own."""
-        if reason_of:
+    def leave_out(self, reason_of: dict[int, str], what: str, *, each: bool = False) -> None:
+        """Leave out these rows, with a notice that names the reason of each row, if `each` has one of its own."""
+        if reason_of and each:
             count = counted(len(reason_of), "row")
             self.notices.append(f"{self.table.path}: left out {count} {what}: {self.reasons(reason_of)}")
-            self.left_out.update(reason_of)
+        else:
+            self.note(list(reason_of), what, "left out")
+        self.left_out.update(reason_of)
+        self.variants = {row: variant for row, variant in self.variants.items() if row not in reason_of}
 
     def reasons(self, reason_of: dict[int, str]) -> str:
         """Return the first three rows with their reasons."""
         return first_three(list(reason_of), lambda row: f"{self.table.at(row)} {reason_of[row]}")
+
+    def targets(self, targets: Sequence[str] | None) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
+        """Return the names of the T targets and their values in the R rows, float64 [R, T]. Rows without any are left
+        out.
+        """
+        table = self.table
+        if targets is None:
+            return (), np.empty((len(table), 0))
+        names = tuple(targets)
+        if not names:
+            usual = table.only_column(TARGET_COLUMNS, NAME_TARGET)
+            if usual is None:
+                raise InputError(
+                    f"{table.path}: has no column with a usual name for measured values ({', '.join(TARGET_COLUMNS)}); "
+                    f"{listed(table.columns)}; name one: {NAME_TARGET}"
+                )
+            names = (usual,)
+        if len(set(names)) < len(names):
+            raise UsageError(f"data.target: names a column twice: {', '.join(names)}")
+        target_RT = np.stack([table.numbers(name) for name in names], axis=1)
+        for name in names:
+            commas = [row for row, cell in enumerate(table.column(name)) if "," in cell]
+            self.note(commas, f"of {shown(name)} with a decimal comma", "read")
+        missing_R = np.isnan(target_RT)
+        some = np.flatnonzero(missing_R.any(1) & ~missing_R.all(1)).tolist()
+        self.note(some, f"without a value in one of {', '.join(map(shown, names))}", "kept")
+        why = f"without a value in {' or '.join(map(shown, names))}"
+        self.leave_out(dict.fromkeys(np.flatnonzero(missing_R.all(1)).tolist(), why), why)
+        return names, target_RT
+
+    def parse(self, column: str, rows: list[int], read: Callable[[str], tuple[Mutation, ...]]) -> None:
+        """Read the variant in each row whose cell can be read."""
+        cells, refused = self.table.column(column), dict[int, str]()
+        for row in rows:
+            try:
+                self.variants[row] = read(cells[row])
+            except RefusedVariant as error:
+                refused[row] = str(error)
+        if len(refused) > self.most * len(rows):
+            share = f"{len(refused):,} of {counted(len(rows), 'cell')} of column {shown(column)}"
+            raise InputError(f"{self.table.path}: {share} cannot be used: {self.reasons(refused)}; {HOW}")
+        self.leave_out(refused, f"whose {shown(column)} names no substitutions", each=True)
+
+    def place(self, offset: int | Literal["auto"]) -> int:
+        """Renumber the variants as the wild type, and return the number that was added to the positions. Each mutation
+        is checked against the wild type; variants with a misfit are left out if they are at most the share `most`.
+
+        Raises:
+            InputError: mutations do not fit; the message has the first three of them, or the shift that would fit.
+        """
+        path, protein, name = self.table.path, self.protein, self.protein_name
+        counts = Counter(itertools.chain.from_iterable(self.variants.values()))
+        shift, total = 0 if offset == "auto" else offset, counts.total()
+
+        def residue(mutation: Mutation) -> str:
+            place = mutation.position + shift
+            return protein[place] if 0 <= place < len(protein) else ""
+
+        def misfits() -> dict[int, list[Mutation]]:
+            wrong = {mutation for mutation in counts if residue(mutation) != mutation.wild}
+            return {row: bad for row, variant in self.variants.items() if (bad := [m for m in variant if m in wrong])}
+
+        def reasons() -> dict[int, str]:
+            has = {row: residue(bad[0]) or "no such position" for row, bad in wrong.items()}
+            return {row: f"{bad[0]} (the wild type has {has[row]})" for row, bad in wrong.items()}
+
+        wrong = misfits()
+        if wrong:
+            best, fit, sites = _best_shift(counts, protein)
+            how = "as numbered" if shift == 0 else f"with offset={shift}"
+            fitting = total - sum(map(len, wrong.values()))
+            shifted = (
+                f"{path}: {fitting:,} of {counted(total, 'mutation')} fit {name} {how}, {fit:,} fit when shifted by "
+                f"{best:+d}"
+            )
+            if offset == "auto" and sites >= _FEWEST and best != shift and fit >= min(_ENOUGH, 1 - self.most) * total:
+                self.notices.append(f"{shifted}, which was done")
+                shift = best
+                wrong = misfits()
+            elif sites >= _TOLD and best != shift and fit > max(fitting, total / 2):
+                raise InputError(
+                    f"{shifted}; set data.offset={best} in a recipe, pass --offset {best} to other commands, or fix "
+                    f"{self.reasons(reasons())}"
+                )
+        if len(wrong) > self.most * len(self.variants):
+            how = f"mutations shifted by {shift:+d}" if shift else "mutations"
+            raise InputError(
+                f"{path}: {sum(map(len, wrong.values())):,} of {total:,} {how} do not fit {name} of "
+                f"{counted(len(protein), 'residue')}: {self.reasons(reasons())}; correct them, the wild type or the "
+                "offset"
+            )
+        self.leave_out(reasons(), f"with another residue than {name} has", each=True)
+        self.variants = {row: renumbered(variant, shift) for row, variant in self.variants.items()}
+        return shift
+
+    def remove(self, test: Callable[[Mutation], bool], what: str) -> None:
+        """Leave out or refuse the rows with a mutation that has `what`."""
+        # The test runs once for each mutation, not for each of many more rows.
+        such = {mutation for mutation in set(itertools.chain.from_iterable(self.variants.values())) if test(mutation)}
+        rows = sorted(row for row, mutations in self.variants.items() if not such.isdisjoint(mutations))
+        if rows and self.unusable == "error":
+            named = first_three(rows, lambda row: f"{self.table.at(row)} {shown(name_of(self.variants[row]))}")
+            share = f"{len(rows):,} of {counted(len(self.variants), 'variant')}"
+            raise InputError(
+                f"{self.table.path}: {what} in {share}: {named}; remove these rows, or set data.unusable=drop"
+            )
+        self.leave_out(dict.fromkeys(rows, what), f"with {what}")
+
+    def grouped(self, replicates: Replicates) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
+        """Return each variant with its rows: all rows of the same mutations, unless replicates are kept apart."""
+        table, groups = self.table, defaultdict[tuple[Mutation, ...], list[int]](list)
+        for row, mutations in self.variants.items():
+            groups[mutations].append(row)
+        several = [mutations for mutations, rows in groups.items() if len(rows) > 1]
+        if several:
+            named = first_three(several, lambda key: f"{shown(name_of(key))} in {first_three(groups[key], table.at)}")
+            rows_of = f"{counted(len(several), 'variant')} in several rows: {named}"
+            if replicates == "error":
+                raise InputError(f"{table.path}: {rows_of}; set data.replicates=mean, or remove all but one row")
+            self.notices.append(f"{table.path}: {'averaged' if replicates == 'mean' else 'kept apart'} {rows_of}")
+        if replicates == "keep":
+            return [(mutations, (row,)) for row, mutations in self.variants.items()]
+        return [(mutations, tuple(rows)) for mutations, rows in groups.items()]
 
 
 def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
@@ -406,111 +527,6 @@ def _column(table: Table) -> tuple[str, bool]:
     return column, mutant is None
 
 
-def _targets(reading: _Reading, targets: Sequence[str] | None) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
-    """Return the names of the T targets and their values in the R rows, float64 [R, T]."""
-    table = reading.table
-    if targets is None:
-        return (), np.empty((len(table), 0))
-    names = tuple(targets)
-    if not names:
-        usual = table.only_column(TARGET_COLUMNS, NAME_TARGET)
-        if usual is None:
-            raise InputError(
-                f"{table.path}: has no column with a usual name for measured values ({', '.join(TARGET_COLUMNS)}); "
-                f"{listed(table.columns)}; name one: {NAME_TARGET}"
-            )
-        names = (usual,)
-    if len(set(names)) < len(names):
-        raise UsageError(f"data.target: names a column twice: {', '.join(names)}")
-    target_RT = np.stack([table.numbers(name) for name in names], axis=1)
-    for name in names:
-        commas = [row for row, cell in enumerate(table.column(name)) if "," in cell]
-        reading.note(commas, f"of {shown(name)} with a decimal comma", "read")
-    missing_R = np.isnan(target_RT)
-    some = np.flatnonzero(missing_R.any(1) & ~missing_R.all(1)).tolist()
-    reading.note(some, f"without a value in one of {', '.join(map(shown, names))}", "kept")
-    return names, target_RT
-
-
-def _parsed(
-    reading: _Reading, column: str, rows: list[int], read: Callable[[str], tuple[Mutation, ...]], most: float
-) -> Parsed:
-    """Read the variant in each row whose cell can be read; at most the share `most` of the cells may be unusable."""
-    table, cells = reading.table, reading.table.column(column)
-    parsed: Parsed = {}
-    refused: dict[int, str] = {}
-    for row in rows:
-        try:
-            parsed[row] = read(cells[row])
-        except RefusedVariant as error:
-            refused[row] = str(error)
-    if len(refused) > most * len(rows):
-        raise InputError(
-            f"{table.path}: {len(refused):,} of {counted(len(rows), 'cell')} of column {shown(column)} cannot be "
-            f"used: {reading.reasons(refused)}; {HOW}"
-        )
-    reading.leave_out_each(refused, f"whose {shown(column)} names no substitutions")
-    return parsed
-
-
-def _placed(
-    reading: _Reading,
-    parsed: Parsed,
-    protein: str,
-    protein_name: str,
-    offset: int | Literal["auto"],
-    most: float,
-) -> tuple[Parsed, int]:
-    """Renumber the variants as the wild type, and check each mutation against it. Variants with a misfit are left out
-    if they are at most the share `most` of all. The number added to the positions is returned too.
-
-    Raises:
-        InputError: mutations do not fit; the message has the first three of them, or the shift that would fit.
-    """
-    path, counts = reading.table.path, Counter(itertools.chain.from_iterable(parsed.values()))
-    shift, total = 0 if offset == "auto" else offset, counts.total()
-
-    def residue(mutation: Mutation) -> str:
-        place = mutation.position + shift
-        return protein[place] if 0 <= place < len(protein) else ""
-
-    def misfits() -> dict[int, list[Mutation]]:
-        wrong = {mutation for mutation in counts if residue(mutation) != mutation.wild}
-        return {row: bad for row, variant in parsed.items() if (bad := [m for m in variant if m in wrong])}
-
-    def reasons() -> dict[int, str]:
-        has = {row: residue(bad[0]) or "no such position" for row, bad in wrong.items()}
-        return {row: f"{bad[0]} (the wild type has {has[row]})" for row, bad in wrong.items()}
-
-    wrong = misfits()
-    if wrong:
-        best, fit, sites = _best_shift(counts, protein)
-        how = "as numbered" if shift == 0 else f"with offset={shift}"
-        fitting = total - sum(map(len, wrong.values()))
-        shifted = (
-            f"{path}: {fitting:,} of {counted(total, 'mutation')} fit {protein_name} {how}, {fit:,} fit when shifted "
-            f"by {best:+d}"
-        )
-        if offset == "auto" and sites >= _FEWEST and best != shift and fit >= min(_ENOUGH, 1 - most) * total:
-            reading.notices.append(f"{shifted}, which was done")
-            shift = best
-            wrong = misfits()
-        elif sites >= _TOLD and best != shift and fit > max(fitting, total / 2):
-            raise InputError(
-                f"{shifted}; set data.offset={best} in a recipe, pass --offset {best} to other commands, or fix "
-                f"{reading.reasons(reasons())}"
-            )
-    if len(wrong) > most * len(parsed):
-        with_shift = f" shifted by {shift:+d}" if shift else ""
-        raise InputError(
-            f"{path}: {sum(map(len, wrong.values())):,} of {total:,} mutations{with_shift} do not fit {protein_name} "
-            f"of {counted(len(protein), 'residue')}: {reading.reasons(reasons())}; correct them, the wild type or the "
-            "offset"
-        )
-    reading.leave_out_each(reasons(), f"with another residue than {protein_name} has")
-    return {row: renumbered(variant, shift) for row, variant in parsed.items() if row not in wrong}, shift
-
-
 def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]:
     """Return the shift that the most mutations fit, how many fit, and how many different sites these have: 0 if another
     shift fits more than half as many sites.
@@ -529,41 +545,6 @@ def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]
     best = int(mutations_S.argmax())
     others = np.delete(sites_S, best).max(initial=0)
     return best - highest, int(mutations_S[best]), int(sites_S[best]) if 2 * others <= sites_S[best] else 0
-
-
-def _without(
-    reading: _Reading, parsed: Parsed, test: Callable[[Mutation], bool], what: str, unusable: Unusable
-) -> Parsed:
-    """Leave out or refuse the rows with a mutation that has `what`."""
-    # The test runs once for each mutation, not for each of many more rows.
-    such = {mutation for mutation in set(itertools.chain.from_iterable(parsed.values())) if test(mutation)}
-    rows = sorted(row for row, mutations in parsed.items() if not such.isdisjoint(mutations))
-    if rows and unusable == "error":
-        table = reading.table
-        named = first_three(rows, lambda row: f"{table.at(row)} {shown(name_of(parsed[row]))}")
-        share = f"{len(rows):,} of {counted(len(parsed), 'variant')}"
-        raise InputError(f"{table.path}: {what} in {share}: {named}; remove these rows, or set data.unusable=drop")
-    reading.leave_out(rows, f"with {what}", what)
-    return {row: mutations for row, mutations in parsed.items() if row not in reading.left_out}
-
-
-def _grouped(
-    reading: _Reading, parsed: Parsed, replicates: Replicates
-) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
-    """Return each variant with its rows: all rows of the same mutations, unless replicates are kept apart."""
-    table, groups = reading.table, defaultdict[tuple[Mutation, ...], list[int]](list)
-    for row, mutations in parsed.items():
-        groups[mutations].append(row)
-    several = [mutations for mutations, rows in groups.items() if len(rows) > 1]
-    if several:
-        named = first_three(several, lambda key: f"{shown(name_of(key))} in {first_three(groups[key], table.at)}")
-        rows_of = f"{counted(len(several), 'variant')} in several rows: {named}"
-        if replicates == "error":
-            raise InputError(f"{table.path}: {rows_of}; set data.replicates=mean, or remove all but one row")
-        reading.notices.append(f"{table.path}: {'averaged' if replicates == 'mean' else 'kept apart'} {rows_of}")
-    if replicates == "keep":
-        return [(mutations, (row,)) for row, mutations in parsed.items()]
-    return [(mutations, tuple(rows)) for mutations, rows in groups.items()]
 
 
 def _averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError, writing
-from esmshard.io.paths import cache_directory, check_replaced, read_json, sha256, state, whole_directory
+from esmshard.io.paths import check_replaced, locked_directory, read_json, sha256, state, whole_directory
 from esmshard.io.sequences import CONVERSION, READ_ONCE, STDIN, Block, is_plain, other_kind, read_blocks, repeated
 from esmshard.io.symbols import JOINED, Edits, Rules, in_a_store, nucleotides, some_of
 from esmshard.io.tables import counted
@@ -543,8 +543,6 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
         now = state(source)
     except OSError as error:
         raise InputError(f"{source}: {(error.strerror or 'cannot be read').lower()}") from None
-    from filelock import FileLock  # slow to import
-
     name = f"{FORMAT}/{VERSION}/{ALPHABET_HASH}/{source.resolve()}/{now}"
     if other_kind(source) is not None:  # Which columns of a table are read follows from the table and these rules.
         name += f"/{CONVERSION}"
@@ -552,10 +550,7 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
         rules = replace(rules, linker=linker)
     if rules != Rules():
         name += f"/{rules}"
-    digest = hashlib.sha256(name.encode()).hexdigest()[:24]
-    out, locks = cache_directory() / "stores" / digest, cache_directory() / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with FileLock(locks / f"{digest}.lock"):
+    with locked_directory("stores", name) as out:
         if out.exists():
             try:
                 store = TokenStore(out)

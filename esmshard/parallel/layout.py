@@ -142,9 +142,7 @@ def layout(
     return Layout(world_size=world_size, group=group, precision=precision, **settings.model_dump(include=same))
 
 
-def check_tensor(
-    tensor: int, *, n_heads: int, ffn_width: int, quantized: bool = False, name: str = "parallel.tensor"
-) -> None:
+def check_tensor(tensor: int, *, n_heads: int, ffn_width: int, quantized: bool) -> None:
     """Raise `UsageError` if the layers of a model cannot be divided over `tensor` ranks.
 
     Args:
@@ -152,18 +150,17 @@ def check_tensor(
         n_heads: the attention heads of a layer.
         ffn_width: the columns of its feed-forward part.
         quantized: whether the matrices are stored in 4 or 8 bits.
-        name: what the user called `tensor`.
     """
     for what, count in (("attention heads", n_heads), ("columns of the feed-forward part", ffn_width)):
         if count % tensor:
             fitting = [n for n in range(2, 65) if n_heads % n == 0 and ffn_width % n == 0]
             raise UsageError(
-                f"{name}: {tensor} does not divide the {count} {what} of this model; choose "
+                f"parallel.tensor: {tensor} does not divide the {count} {what} of this model; choose "
                 f"{', '.join(map(str, fitting)) or 1}"
             )
     if tensor > 1 and quantized:
         raise UsageError(
-            f"{name}: quantised matrices are whole on every process and cannot be divided; remove "
+            "parallel.tensor: quantised matrices are whole on every process and cannot be divided; remove "
             "model.quantize, or set parallel.tensor=1"
         )
 

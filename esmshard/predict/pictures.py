@@ -83,7 +83,8 @@ def collected(folder: Path) -> Iterator[Callable[[str, bytes], object]]:
     """Provide a function that writes the picture of a record id. The pictures get their names in the folder when the
     block ends, and none stays if it ends with an error.
     """
-    with scratch_directory(folder) as work:
+    # A directory that exists may be a disk of its own, into which no file can be renamed from outside.
+    with scratch_directory(folder / "pictures" if folder.is_dir() else folder) as work:
         taken = set[str]()
         yield lambda record_id, picture: (work / file_name(record_id, taken)).write_bytes(picture)
         folder.mkdir(exist_ok=True)

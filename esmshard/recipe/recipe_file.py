@@ -110,7 +110,8 @@ def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
     """Yield the keys of each path in a recipe, and the mapping that holds the last one."""
     data = recipe.get("data")
     tracks = data.get("tracks") if isinstance(data, dict) else None
-    for keys in (*PATH_KEYS, *(("data", "tracks", name) for name in (tracks if isinstance(tracks, dict) else ()))):
+    names = [name for name in tracks if isinstance(name, str)] if isinstance(tracks, dict) else []
+    for keys in (*PATH_KEYS, *(("data", "tracks", name) for name in names)):
         node = recipe
         for key in keys[:-1]:
             node = node.get(key) if isinstance(node, dict) else None

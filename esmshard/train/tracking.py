@@ -19,8 +19,6 @@ WANDB_ID = "wandb-id"
 TRACKED = ("tensorboard", "wandb", WANDB_ID)
 """The files that trackers leave in the directory of a run."""
 
-_CODES = {"done": ExitCode.DONE, "preempted": ExitCode.REQUEUE}
-
 
 def check_installed(trackers: Sequence[str]) -> None:
     """Raise `UsageError` if the package of a tracker is not installed."""
@@ -72,7 +70,7 @@ class Tracking:
             with self._failing(name):
                 if name == "wandb":  # accelerate's method has no exit code
                     tracker.tracker.summary["status"] = state
-                    tracker.tracker.finish(exit_code=_CODES.get(state, ExitCode.FAILED))
+                    tracker.tracker.finish(exit_code={"done": 0, "preempted": ExitCode.REQUEUE}.get(state, 1))
                 else:
                     tracker.finish()
 

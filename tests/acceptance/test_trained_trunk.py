@@ -20,10 +20,7 @@ train: {{steps: {steps}, eval_every: 25}}
 checkpoint: {{every: 25, keep: 1, keep_best: true}}
 out: {out}
 """
-METHODS = {
-    "full": (),
-    "lora": ("adapt.method=lora", "adapt.rank=8", "adapt.alpha=16", "optim.lr=1e-3"),
-}
+METHODS = {"full": (), "lora": ("adapt.method=lora", "adapt.rank=8", "adapt.alpha=16", "optim.lr=1e-3")}
 
 pytestmark = [
     pytest.mark.slow,

@@ -175,6 +175,10 @@ def test_workers_of_embed_share_the_output(here: Path) -> None:
     (here / "a.fasta").unlink()
     done = esmshard("launch", "embed", "--target", "slurm", "--dry-run", *given, cwd=here)
     assert f"{here}/a.fasta: is not on this machine" in done.stderr
+    given = ("--", "esm2_t6_8M_UR50D", "s3://b/a.fasta", "-o", "s3://b/emb")
+    done = esmshard("launch", "embed", "--target", "slurm", "--dry-run", *given, cwd=here)
+    assert (done.returncode, "is not on this machine" in done.stderr) == (0, False)
+    assert "embed esm2_t6_8M_UR50D s3://b/a.fasta -o s3://b/emb --nproc 1" in done.stdout
 
 
 def test_tracks_are_among_what_the_job_reads(here: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import multiprocessing
 import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -57,19 +57,6 @@ def refusal(act: Callable[[], object]) -> str:
         act()
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def same_key(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    return np.full(len(names), 7, np.uint64)
-
-
-def test_records_come_back_in_file_order(store: TokenStore) -> None:
-    assert ids(store) == ["b", "a", "7abc/A"]
-    assert sequences(store) == ["MKT", "AGV", "W"]
-    assert [store.description(n) for n in range(3)] == ["b first", "a", "7abc/A"]
-    assert store.header(0) == b"b first"
-    assert len(store) == 3
-    assert store.residues(0).dtype == np.uint8
 
 
 def test_every_byte_is_what_the_format_says(store: TokenStore) -> None:
@@ -159,22 +146,6 @@ def test_numbers_that_no_record_has_are_index_errors(store: TokenStore) -> None:
                 read(n)
 
 
-def test_ids_are_found(store: TokenStore) -> None:
-    assert [store.find(name) for name in ("b", "a", "7abc/A")] == [0, 1, 2]
-    for name in ("", "c", "b first", "7abc", "A", "\xe9", "a\n", "\ud800"):
-        assert store.find(name) is None
-
-
-def test_ids_that_share_a_key_are_told_apart(fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (token_store, ingestion):
-        monkeypatch.setattr(module, "keys", same_key)
-    fasta.write_text("".join(f">r{k} x\nMKT\n" for k in range(20)))
-    store = ingest([fasta], tmp_path / "store")
-    assert [store.find(f"r{k}") for k in range(20)] == list(range(20))
-    assert store.find("r20") is None
-    assert set(store.keys.tolist()) == {7}
-
-
 @pytest.fixture
 def sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenStore:
     """Five shards of one record."""
@@ -218,13 +189,6 @@ def test_a_store_goes_to_another_process_as_its_path(sharded: TokenStore) -> Non
         assert pool.submit(TokenStore.find, sharded, "r3").result() == 3
 
 
-def test_a_description_is_stripped_of_blanks_only(tmp_path: Path) -> None:
-    path = tmp_path / "x.fasta"
-    path.write_bytes(b">\x1ca b\x85".replace(b"\x85", b"\xc2\x85") + b" \t\nMK\n")
-    store = ingest([path], tmp_path / "store")
-    assert (store.id(0), store.description(0)) == ("\x1ca", "\x1ca b\x85")
-
-
 def content(path: Path) -> list[object]:
     store = TokenStore(path)
     records = [(store.id(n), store.description(n), decode(store.residues(n))) for n in range(len(store))]
@@ -256,13 +220,6 @@ def test_no_altered_byte_of_any_file_is_read_as_a_residue_or_an_id(sharded: Toke
         path.write_bytes(data)
     assert read < 100
     assert content(sharded.path) == whole
-
-
-def test_verify_names_the_altered_file(sharded: TokenStore) -> None:
-    path = sharded.path / "tokens-00003.u8"
-    path.write_bytes(path.read_bytes()[::-1])
-    with pytest.raises(InputError, match="tokens-00003"):
-        TokenStore(sharded.path).verify()
 
 
 def test_a_file_is_hashed_once_also_in_other_processes(sharded: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,31 +136,27 @@ def test_sequences_of_a_blast_database(build, tmp_path):
     assert build.blast_sequences(tmp_path / "few.psq") == [("few_0", "MAC"), ("few_1", "WYXUO")]
 
 
-def test_a_sequence_that_the_search_finds_is_similar(build, monkeypatch):
-    """The search is stood in for: which file is the query, which is searched, with which limits, and what comes out."""
+def test_what_mmseqs_is_asked_for(build, monkeypatch):
+    """The programs are stood in for: which file is the query, which is searched, the limits, and what comes out."""
     calls = []
 
-    def search(command: str, query: Path, target: Path, hits: Path, _work: Path, *limits: str) -> None:
-        calls.append((command, query.read_text(), target.read_text(), *limits))
-        hits.write_text("1\t3\n0\t1\n1\t1\n")
+    def run(command: str, first: Path, second: Path, third: Path, *rest: Path | str) -> None:
+        if command == "easy-search":
+            calls.append((command, first.read_text(), second.read_text(), *rest[1:]))
+            third.write_text("1\t3\n0\t1\n1\t1\n")
+        else:
+            calls.append((command, first.read_text(), *rest))
+            second.with_name(second.name + "_cluster.tsv").write_text("2\t2\n2\t0\n1\t1\n")
 
-    monkeypatch.setattr(build, "mmseqs", search)
+    monkeypatch.setattr(build, "mmseqs", run)
     assert build.similar(["AAA", "CCC", "DDD", "EEE"], ["FFF", "AAA"]) == {"CCC", "EEE", "AAA"}
+    assert build.representatives(["AAA", "CCC", "DDD"], 0.5) == {"DDD", "CCC"}
     limits = ("-s", "7.5", "-e", "1.0", "--max-seqs", "4", "--format-output", "query,target")
     query, target = ">0\nFFF\n>1\nAAA\n", ">0\nAAA\n>1\nCCC\n>2\nDDD\n>3\nEEE\n"
-    assert calls == [("easy-search", query, target, *limits)]
-
-
-def test_representatives_are_the_first_column_of_the_clusters(build, monkeypatch):
-    calls = []
-
-    def cluster(command: str, fasta: Path, prefix: Path, _work: Path, *limits: str) -> None:
-        calls.append((command, fasta.read_text(), *limits))
-        prefix.with_name(prefix.name + "_cluster.tsv").write_text("2\t2\n2\t0\n1\t1\n")
-
-    monkeypatch.setattr(build, "mmseqs", cluster)
-    assert build.representatives(["AAA", "CCC", "DDD"], 0.5) == {"DDD", "CCC"}
-    assert calls == [("easy-linclust", ">0\nAAA\n>1\nCCC\n>2\nDDD\n", "--min-seq-id", "0.5", "-c", "0.8")]
+    assert calls == [
+        ("easy-search", query, target, *limits),
+        ("easy-linclust", ">0\nAAA\n>1\nCCC\n>2\nDDD\n", "--min-seq-id", "0.5", "-c", "0.8"),
+    ]
 
 
 def test_fasta_round_trip(build, tmp_path):

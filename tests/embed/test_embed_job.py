@@ -303,7 +303,7 @@ def test_equal_sequences_are_computed_once(given: Given) -> None:
 
 
 def test_rows_of_an_earlier_product_are_taken(given: Given) -> None:
-    """By sequence, whatever the id; of a product that holds more; and not where anything was computed differently."""
+    """By sequence, whatever the id, of a product that holds more."""
     given.embed("old", pools=["mean", "residue"], layers=[1, 2], part_tokens=100)
     fasta = given.out.with_name("more.fasta")
     renamed = "".join(f">new{n}\n{s}\n" for n, s in enumerate(given.sequences.values()))
@@ -312,17 +312,6 @@ def test_rows_of_an_earlier_product_are_taken(given: Given) -> None:
     assert (manifest["reused"], manifest["computed"]) == (len(IDS), 1)
     given.embed("y.npy", fasta=fasta)
     assert np.allclose(np.load(given.out / "x.npy"), np.load(given.out / "y.npy"), rtol=0, atol=1e-6)
-    for options, reason in [
-        ({"pools": ["max"]}, "no max_2"),
-        ({"dtype": "fp16"}, "another --dtype"),
-        ({"long": Long("truncate", 100)}, "another --long .full, and now truncate --window 100"),
-        ({"precision": "bf16"}, "another --precision"),
-    ]:
-        with pytest.raises(UsageError, match=reason):
-            given.embed("z.npy", reuse=given.out / "old", **options)
-    other = write_fair_esm(given.out.with_name("esm2_other.pt"), fair_esm(TINY, seed=1))
-    with pytest.raises(UsageError, match="another model"):
-        given.embed("z.npy", model=str(other), reuse=given.out / "old")
 
 
 def test_two_processes_write_what_one_does(given: Given) -> None:
@@ -349,17 +338,6 @@ def test_an_existing_file_is_replaced_only_when_asked_to(given: Given) -> None:
     assert np.load(out).shape == (len(IDS), TINY.dim)
     with pytest.raises(UsageError, match=r"x\.npy"):
         given.embed("", fmt="parts", overwrite=True)
-
-
-def test_an_existing_directory_is_replaced_only_when_told(given: Given) -> None:
-    given.embed("x")
-    with pytest.raises(
-        UsageError, match=r"was made with another --pool and --layers .mean_2, and now max_2.; --overwrite"
-    ):
-        given.embed("x", pools=["max"])
-    given.embed("x", pools=["max"], overwrite=True)
-    assert EmbeddingStore(given.out / "x").attributes["pool"] == "max"
-    assert untouched(given, "x")
 
 
 @pytest.mark.parametrize(

@@ -363,16 +363,6 @@ def test_a_model_that_was_trained_with_a_gap_keeps_it(written: Written, tmp_path
         request(str(copy), Path("x.npy"))
 
 
-def test_rows_are_reused_with_the_same_join_only(written: Written) -> None:
-    earlier = run(written, "x.fasta", "earlier", join="gap:512")
-    with pytest.raises(UsageError, match="gap:512"):
-        embed(request(written.model, Path("other")), written.directory / "x.fasta", reuse=earlier)
-    asked = request(written.model, Path("same"), join="gap:512")
-    report = embed(asked, written.directory / "x.fasta", reuse=earlier)
-    assert report is not None
-    assert (report["reused"], report["computed"]) == (3, 0)
-
-
 # Tracks
 
 LENGTHS = {"a": 31, "b": 4, "c": 120, "d": 64, "e": 300, "f": 18}

@@ -92,12 +92,7 @@ def plain(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_change_no_loss(
-    device: torch.device,
-    varlen: None,
-    plain: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    device: torch.device, varlen: None, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     options, tolerance = OPTIONS[name]
     if device.type == "cpu":  # fp16 is refused there, and the last stage of the compiler takes a minute

@@ -23,11 +23,7 @@ from esmshard.train.optim import state_tensors
 
 pytestmark = pytest.mark.gpu
 
-KINDS: dict[str, Layout | None] = {
-    "plain": None,
-    "sharded": Layout(),
-    "offload": Layout(cpu_offload=True),
-}
+KINDS: dict[str, Layout | None] = {"plain": None, "sharded": Layout(), "offload": Layout(cpu_offload=True)}
 
 
 @pytest.fixture(params=KINDS)

@@ -55,15 +55,11 @@ def received(layout: Layout, machines: Machines = FOUR, numbers: ModelNumbers = 
     return cost(numbers, layout, Work(**{"tokens": 10_000, **work}), machines).received
 
 
-def test_bytes_of_full_shard() -> None:
-    """Forward pass, backward pass, where the root stays, and gradients."""
-    assert received(bf16(world_size=4, group=4)) == (256 + 240 + 512) * MB * 3 // 4
-
-
-def test_bytes_of_the_options() -> None:
+def test_bytes_of_strategies_and_options() -> None:
     def found(micro_batches: int = 1, **options: Any) -> int:
         return received(bf16(world_size=4, group=4, **options), micro_batches=micro_batches)
 
+    assert found() == (256 + 240 + 512) * MB * 3 // 4  # forward pass, backward pass, where the root stays, gradients
     assert found() - found(strategy="shard_grad_op") == 240 * MB * 3 // 4
     assert found() - found(reduce_dtype="bf16") == 256 * MB * 3 // 4
     assert found(3) == 3 * found()
@@ -320,10 +316,7 @@ class _Moved(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [(EsmConfig(**SIZES), 47), (EsmcConfig(ffn=768, **SIZES), 58)],
-)
+@pytest.mark.parametrize(("config", "expected"), [(EsmConfig(**SIZES), 47), (EsmcConfig(ffn=768, **SIZES), 58)])
 def test_a_layer_moves_what_is_planned(config: ModelConfig, expected: float) -> None:
     """AMPLIFY is left out: its norm is one operation on a GPU only."""
     model = build(config).to(torch.bfloat16)

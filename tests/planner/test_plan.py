@@ -252,6 +252,9 @@ def test_the_numbers_of_a_frozen_and_of_an_adapted_model() -> None:
 
     every = ("fc1", "fc2", "out", "qkv")
     assert found() == (layer, layer, every, 0)
+    model = build(config)
+    model.layers[0].fc1.requires_grad_(False)
+    assert numbers_of(model, config).inputs == every, "the other layer keeps all of its inputs"
     assert found(freeze=("layers.0", "embedding")) == (layer, layer // 2, every, 0), "of the two layers on average"
     assert found(method="head") == (layer, 0, (), 0)
     lora = 2 * (32 + 32) + 2 * (32 + 128)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from command import esmshard as esmshard_command
 from esm.model.esm2 import ESM2 as FairEsm
 from model_files import ALPHABET, SMALL, TINY, fair_esm, ours, perturb, tokenise, write_transformers
 from pyarrow import parquet
+from safetensors.torch import load_file, save_file
 from tracked_model import random_pairs, track, write_model, write_pairs
 
 from esmshard.batch import pack
 from esmshard.errors import InputError, UsageError
 from esmshard.io import writers
+from esmshard.io.paths import shipped
 from esmshard.model.families.family import Corruption
+from esmshard.predict.heads import predict
 from esmshard.predict.zero_shot import score, score_sequences, score_table
 from esmshard.tasks import marginals
 from esmshard.tasks.marginals import as_masked
@@ -281,3 +285,21 @@ def test_the_score_of_the_wild_type_alone(directory: Path) -> None:
     """A protein of which no residue is among the 20 has no pseudo-perplexity."""
     model = ours(reference(), TINY)
     assert np.isnan(score(model, "XX", [()], "pseudo-perplexity")).all()
+
+
+def test_outputs_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    """The starter with a last LayerNorm that overflows."""
+    model = Path(shutil.copytree(shipped("data") / "starter" / "model", tmp_path / "model"))
+    weights, name = load_file(model / "model.safetensors"), "esm.encoder.emb_layer_norm_after.weight"
+    weights[name] = torch.full(weights[name].shape, 3e38)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    (tmp_path / "x.fasta").write_text(">a\nMKTAYIAKQR\n>b\nMKV\n")
+    (tmp_path / "wt.fasta").write_text(">a\nMKTAYIAKQR\n")
+    with pytest.raises(InputError, match="no finite numbers"):
+        predict(str(model), tmp_path / "x.fasta", tmp_path / "x.npz", device="cpu")
+    assert len((tmp_path / "x.npz.failed.tsv").read_text().splitlines()) == 3
+    with pytest.raises(InputError, match="2 of 2 scores"):
+        score_sequences(str(model), tmp_path / "x.fasta", tmp_path / "x.csv", device="cpu")
+    with pytest.raises(InputError, match="190 of 190 scores"):
+        score_table(str(model), tmp_path / "wt.fasta", None, tmp_path / "y.csv", device="cpu")
+    assert not any((tmp_path / name).exists() for name in ("x.npz", "x.csv", "y.csv"))

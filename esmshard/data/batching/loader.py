@@ -223,8 +223,7 @@ class Examples:
 
     def _windows(self, record: int) -> ChainWindows | None:
         """Return the windows of a record; None if it is not longer than one."""
-        length = int(self.store.lengths[record])
-        if not self._most or length <= self._most:
+        if not self._most or (length := int(self.store.lengths[record])) <= self._most:
             return None
         if self._chained:
             return chain_windows(self.store.residues(record), self._most)

@@ -296,12 +296,8 @@ CLASSES = ("C3", "C2", "C1")
 
 
 def two_chains(residues: npt.NDArray[Any], record_id: str, path: Path | None = None) -> list[tuple[int, int]]:
-    """Return begin and end of the two chains of a record.
-
-    Args:
-        residues: tokens without `<cls>` and `<eos>`.
-        record_id: of the record, for the message.
-        path: the file of the record.
+    """Return begin and end of the two chains of a record, of tokens without `<cls>` and `<eos>`. The message names the
+    record, and its file `path`.
 
     Raises:
         InputError: the record has one chain, or more than two.
@@ -321,12 +317,8 @@ def key(residues: npt.NDArray[np.uint8]) -> np.uint64:
 
 
 def pair_notices(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> list[str]:
-    """Return sentences on what sets of pairs share with the training pairs: pairs, sequences, and close relatives.
-
-    Args:
-        train: the training pairs.
-        others: the sets to compare with them, by name.
-        most: see `leakage.check`.
+    """Return sentences on what sets of pairs share with the training pairs: pairs, sequences, and close relatives. See
+    `check` for the arguments.
     """
     train_N2, single = _distinct(train)
     seen, pairs = {one for two in train_N2 for one in two}, {frozenset(two) for two in train_N2}
@@ -346,23 +338,13 @@ def pair_notices(train: ComparedRecords, others: Mapping[str, ComparedRecords], 
 def _distinct(records: ComparedRecords) -> tuple[list[tuple[int, int]], ComparedRecords]:
     """Return the keys of the sequences of each pair, and every different sequence once."""
     keys: list[tuple[int, int]] = []
-    places: dict[int, tuple[int, int]] = {}
+    chains: dict[int, tuple[npt.NDArray[np.uint8], str]] = {}
     for n in range(records.count):
-        residues = records.residues(n)
-        spans = two_chains(residues, records.id(n))
-        one, other = (int(key(residues[slice(*span)])) for span in spans)
+        residues, record_id = records.residues(n), records.id(n)
+        parts = [residues[slice(*span)] for span in two_chains(residues, record_id)]
+        one, other = (int(key(part)) for part in parts)
         keys.append((one, other))
-        places.setdefault(one, (n, 0))
-        places.setdefault(other, (n, 1))
-    chains = list(places.values())
-
-    def residues_of(k: int) -> npt.NDArray[np.uint8]:
-        n, chain = chains[k]
-        residues = records.residues(n)
-        return residues[slice(*chain_spans(residues)[chain])]
-
-    def id_of(k: int) -> str:
-        n, chain = chains[k]
-        return f"chain {chain + 1} of {records.id(n)}"
-
-    return keys, ComparedRecords(len(chains), residues_of, id_of)
+        chains.setdefault(one, (parts[0], f"chain 1 of {record_id}"))
+        chains.setdefault(other, (parts[1], f"chain 2 of {record_id}"))
+    every = list(chains.values())
+    return keys, ComparedRecords(len(every), lambda k: every[k][0], lambda k: every[k][1])

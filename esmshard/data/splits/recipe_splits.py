@@ -186,12 +186,11 @@ def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
     names, absent, used = [], [], set()
     cluster = dict(zip(members, assignment.components(representatives, members), strict=True)) if members else {}
     for record_id in ids:
-        name = record_id
-        if name not in cluster and record_id.startswith(("sp|", "tr|")):
-            name = record_id.split("|")[1]
+        accession = record_id.split("|")[1] if record_id.startswith(("sp|", "tr|")) else record_id
+        name = record_id if record_id in cluster else accession
+        used.add(name)
         if name in cluster:
             names.append(cluster[name])
-            used.add(name)
         else:
             absent.append(record_id)
     if absent:
@@ -231,7 +230,7 @@ def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[
         groups = read_clusters(remote.data_file(clusters), [store.id(n) for n in range(len(store))]).names
     else:
         groups = sequence_names(store)
-    return assignment.by_cluster(groups, folds=folds)
+    return assignment.by_cluster(groups, [1] * folds)
 
 
 _LOOKED_AT = 100
@@ -263,8 +262,9 @@ def members(
     if isinstance(source, Table):
         in_source = source.only_column(("set", "split"), "rename the one that is not") is not None
     else:
-        in_source = source is not None and any(has_set(record.header, source) for record in read_label_fasta(source))
-    in_headers = any(has_set(tokens.description(n), path) for n in range(len(tokens)))
+        headers = [] if source is None else (record.header for record in read_label_fasta(source))
+        in_source = any(_of_header(header, str(source), Edits()) != LEFT_OUT for header in headers)
+    in_headers = any(_of_header(tokens.description(n), str(path), Edits()) != LEFT_OUT for n in range(len(tokens)))
     if not (in_source or in_headers):
         if data.folds is not None or data.train not in (data.valid, data.test):
             return None, []
@@ -372,12 +372,9 @@ def given_splits(
     return number_N
 
 
-def has_set(header: str, path: Path) -> bool:
-    """Return whether a header has the attribute SET."""
-    return "SET=" in header.upper() and "SET" in attributes(header, ("SET",), str(path))  # The first test is quick.
-
-
 def _of_header(header: str, where: str, edits: Edits) -> int:
+    if "SET=" not in header.upper():  # a quick test
+        return LEFT_OUT
     found = attributes(header, ("SET", "VALIDATION"), where, edits)
     if "SET" not in found:
         return LEFT_OUT

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits import assignment
-from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
+from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers
 from esmshard.data.tracks import TrackFile, protein_tracks, with_paths
 from esmshard.data.variants import Mutation, Variants, is_library, name_of, read_variants
 from esmshard.errors import InputError, UsageError
@@ -122,18 +122,15 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
         tracks: the tracks of the wild type, which its variants have too.
 
     Raises:
-        InputError: table or wild type cannot be read, do not fit each other, or cannot be divided by the recipe's
-            split.
+        InputError: table or wild type cannot be read, do not fit each other, or cannot be divided as the recipe says.
     """
     assert data.wild_type is not None
     fasta = remote.data_file(data.wild_type)
     outer = with_paths(fasta, tracks)
-    data = data.model_copy(update={"wild_type": str(fasta)})
     variants = table_of(data)
-    fold_N, notices = divide(data)
-    set_N = fold_N
+    set_N, notices = divide(data)
     if data.split not in ("mutations", "given"):
-        set_N = assignment.sets_of_fold(fold_N, data.fold, data.folds or FOLDS)
+        set_N = assignment.sets_of_fold(set_N, data.fold, data.folds or FOLDS)
     members_N = set_N == SETS.index(name)
     if name == "train" and data.train_share is not None and data.train_share < 1:
         members_N = _share(members_N, variants.names(), data.train_share)
@@ -195,9 +192,9 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
     if given:
         number_N = given_sets(variants)
     else:
-        by, folds = "ratio" if data.split == "random" else data.split or "position", data.folds or FOLDS
-        positions, train_max = variants.positions(), data.train_max or 1
-        number_N = assignment.of_variants(by, names, positions, folds=folds, train_max=train_max)
+        by = "ratio" if data.split == "random" else data.split or "position"
+        shares = RATIOS if by == "mutations" else [1] * (data.folds or FOLDS)
+        number_N = assignment.of_variants(by, names, variants.positions(), shares, train_max=data.train_max or 1)
     notices = _floor_notices(variants, data)
     if is_library(variants.mutations) and (data.split, data.transform) != ("random", "rank"):
         keys = ["data.split=random"] * (data.split != "random") + ["task.pool=sites"]

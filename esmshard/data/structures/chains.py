@@ -100,7 +100,9 @@ def read_chains(
             entity = structure.get_entity_of(span)
             if entity is None or entity.entity_type != gemmi.EntityType.Polymer:
                 continue
-            if entity.polymer_type in _PEPTIDES or _mostly_residues(entity.full_sequence or [r.name for r in span]):
+            names = entity.full_sequence or [residue.name for residue in span]
+            amino_acids = sum(gemmi.find_tabulated_residue(name).is_amino_acid() for name in names)
+            if entity.polymer_type in _PEPTIDES or 2 * amino_acids > len(names):  # A file may not say the kind.
                 polymers.append((chain.name, span, [gemmi.Entity.first_mon(name) for name in entity.full_sequence]))
             else:
                 other += 1
@@ -248,18 +250,6 @@ def _number(residue: gemmi.Residue) -> int:
     return residue.seqid.num or 0
 
 
-def _too_different(differing: int, count: int) -> bool:
-    """Return whether so many of the residues are not those of the sequence that it is another one. A few differences
-    are known errors or variants of an entry.
-    """
-    return differing > 2 and 10 * differing > count
-
-
-def _mostly_residues(names: Sequence[str]) -> bool:
-    """Return whether most of these residues are amino acids, for a polymer whose kind the file does not say."""
-    return 2 * sum(gemmi.find_tabulated_residue(name).is_amino_acid() for name in names) > len(names)
-
-
 def _letter(name: str, parents: dict[str, str]) -> str:
     letter: str = gemmi.find_tabulated_residue(name).one_letter_code.upper()
     if not letter.strip() and name in parents:
@@ -309,7 +299,7 @@ def _chain(
                 atoms_L33[place, k] = atom.pos.tolist()
         if "CA" in atoms:
             b_factor_L[place] = atoms["CA"].b_iso
-    if _too_different(differing, len(at_place) + wrong):
+    if differing > 2 and 10 * differing > len(at_place) + wrong:  # Fewer are known errors or variants of an entry.
         raise InputError(
             f"{path}: in chain {chain_id} {differing} of {len(at_place) + wrong} residues with atoms are not those of "
             "its sequence (SEQRES or _entity_poly_seq); download the file again, or remove that sequence"

@@ -5,11 +5,9 @@ A record of several chains is named by its chains as they follow each other: `1a
 the coordinates follow each other without one.
 """
 
-import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import numpy.typing as npt
 from esmshard.data.labels.coordinates import UNRESOLVED
 from esmshard.data.structures.chains import ENDINGS, Chain, chain_prefix, is_structure_name, read_chains
 from esmshard.errors import InputError, UsageError
-from esmshard.io.paths import cache_directory, read_json, replacing, state, whole_directory
+from esmshard.io.paths import cached_directory, read_json, replacing, state
 from esmshard.io.store import is_store
 from esmshard.io.symbols import Edits, shown
 from esmshard.io.tables import read_text
@@ -100,7 +98,7 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
     files_of: dict[str, list[str]] = {}
     for file in files:
         files_of.setdefault(chain_prefix(file), []).append(file.name)
-    found: dict[str, list[str]] = {}
+    chains_of: dict[str, list[str]] = {}
     lines: dict[str, int] = {}
     for number, line in enumerate(read_text(path, "a list of records").splitlines(), 1):
         record = line.strip()
@@ -116,7 +114,8 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
             raise InputError(f"{where} stands in line {lines[record]} too; remove one of the two")
         lines[record] = number
         # The name of a file may have underscores too, and that of a chain: the longest name of a file counts.
-        entry = next((name for name in _beginnings(parts[0]) if name in files_of), None)
+        beginnings = (parts[0][:k].lower() for k in range(len(parts[0]) - 1, 0, -1) if parts[0][k] == "_")
+        entry = next((name for name in beginnings if name in files_of), None)
         if entry is None:
             edits.add(f"record(s) of {path.name} left out, as there is no such file here", record)
             continue
@@ -124,25 +123,16 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
         if len(set(names)) < len(names):
             raise InputError(f"{where} has a chain twice; name each chain once")
         for file_name in files_of[entry]:
-            found.setdefault(file_name, []).append(BETWEEN.join(names))
-    if not found:
+            chains_of.setdefault(file_name, []).append(BETWEEN.join(names))
+    if not chains_of:
         raise InputError(
             f"{path}: has no record of the {len(files):,} structure file{'s' if len(files) > 1 else ''} here "
             f"({files[0].name}{', ...' if len(files) > 1 else ''}); write records as {chain_prefix(files[0])}_A:B"
         )
-    return found
+    return chains_of
 
 
-def _beginnings(text: str) -> list[str]:
-    """Return what stands before each underscore, in lower case, the longest first.
-
-    >>> _beginnings("AF_P1_A")
-    ['af_p1', 'af']
-    """
-    return [text[:k].lower() for k in range(len(text) - 1, 0, -1) if text[k] == "_"]
-
-
-VERSION = 2
+VERSION = 3
 """The version of the rules by which structures become a split. After a change, all structures are read again."""
 _FASTA = "structures.fasta"
 MANY = 100
@@ -179,24 +169,11 @@ def cached_split(source: Path, complexes: str | None = None) -> Path:
     """
     how = complexes if complexes in (None, EVERY) else read_text(Path(complexes), "a list of records")
     key = json.dumps([VERSION, str(source.resolve()), states(source), how])
-    with cached_directory("structures", key) as out:
-        if not (out / "notices.json").exists():
-            with whole_directory(out) as work:
-                said = to_split(source, work / _FASTA, work / "structures.npz", complexes=complexes)
-                (work / "notices.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    return out / _FASTA
 
+    def make(work: Path) -> list[str]:
+        return to_split(source, work / _FASTA, work / "structures.npz", complexes=complexes)
 
-@contextmanager
-def cached_directory(kind: str, key: str) -> Iterator[Path]:
-    """Provide the directory of a key in the user's cache, locked; whoever is first makes it."""
-    from filelock import FileLock  # slow to import
-
-    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
-    locks = cache_directory() / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with FileLock(locks / f"{digest}.lock"):
-        yield cache_directory() / kind / digest
+    return cached_directory("structures", key, make) / _FASTA
 
 
 def states(source: Path) -> list[Any]:
@@ -213,8 +190,8 @@ def states(source: Path) -> list[Any]:
 
 def notices(fasta: Path) -> list[str]:
     """Return what was changed and left out when `cached_split` made this file, one sentence each."""
-    found: list[str] = read_json(fasta.parent / "notices.json")
-    return found
+    sentences: list[str] = read_json(fasta.parent / "manifest.json")["notices"]
+    return sentences
 
 
 def to_split(
