@@ -132,7 +132,7 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
     return chains_of
 
 
-VERSION = 2
+VERSION = 3
 """The version of the rules by which structures become a split. After a change, all structures are read again."""
 _FASTA = "structures.fasta"
 MANY = 100
