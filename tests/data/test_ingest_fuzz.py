@@ -306,6 +306,7 @@ def check_store(path: Path, text: str, rules: Rules, on_duplicate: OnDuplicate, 
         for n in range(len(store))
     ]
     assert records == [(*record[:3], n) for n, record in enumerate(kept)], (text, rules, on_duplicate)
+    assert {path.name for path in store.path.iterdir()} == {*store.manifest["sha256"], "manifest.json"}
     descriptions = [store.description(n) for n in range(len(store))]
     assert descriptions == [header.strip(" \t\v\f") for _, header, *_ in kept], (text, rules, on_duplicate)
     manifest = {kind: (entry["records"], entry["first"]) for kind, entry in store.manifest["edits"].items()}
