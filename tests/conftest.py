@@ -31,27 +31,15 @@ out: {out}
 
 
 LONG = {
-    "equality",
-    "cli",
-    "adapted_runs",
-    "saver",
-    "memory_model",
-    "sharded_runs",
-    "stuck_ranks",
-    "attempts",
-    "restarts",
+    *("equality", "cli", "adapted_runs", "saver", "memory_model", "sharded_runs", "stuck_ranks", "attempts"),
+    *("local_launch", "variants_command", "landscape", "shipped_recipes", "engines", "embed_job", "parts", "tracker"),
+    *("embed_in_bucket", "gpu_runner", "elastic", "slurm_run", "kubernetes", "doctor", "restarts"),
 }
-LONG |= {"local_launch"}
-LONG |= {"variants_command", "landscape", "shipped_recipes"}
-LONG |= {"engines", "embed_job", "parts", "embed_in_bucket"}
-LONG |= {"gpu_runner", "elastic", "slurm_run", "kubernetes", "doctor", "tracker"}
-
-
+"""Files that are begun first."""
 LENGTHY = {
     "one_process": "whole runs, two of them with compiled layers",
     "shipped_recipes": "a run of each recipe, with each kind of starting weights",
     "sequence_embedder": "scikit-learn's own checks, which fit a model again and again",
-    "ingest_fuzz": "thousands of generated FASTA files",
 }
 """Files that need no process of their own, and take longer than `make check` has time for. The reason stands beside."""
 STARTERS = {"subprocess", "multiprocessing", "esmshard.parallel.launch", "nbclient"}

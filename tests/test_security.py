@@ -1,14 +1,12 @@
-"""No recipe, site profile or model file can make the package run code of theirs."""
+"""No recipe, site profile or override can make the package run code of theirs.
 
-import ast
+The linter refuses calls that run text: its rules S, and its list of banned names.
+"""
+
 from pathlib import Path
 
 import pytest
 from command import esmshard
-
-import esmshard as package
-
-SOURCE = Path(package.__file__).parent
 
 EVIL = """\
 task: {{name: contact}}
@@ -42,34 +40,3 @@ def test_overrides_run_nothing(value: str, tmp_path: Path) -> None:
     assert result.returncode in (1, 2)
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def _calls(tree: ast.AST) -> list[tuple[ast.Call, str]]:
-    return [(node, ast.unparse(node.func)) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-
-
-def _wrong(call: ast.Call, name: str) -> bool:
-    options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads"):
-        return True
-    if name == "torch.load":
-        return options.get("weights_only") != "True"
-    return options.get("shell") not in (None, "False")
-
-
-def test_no_part_of_the_package_runs_text() -> None:
-    looked, wrong = 0, []
-    for path in SOURCE.rglob("*.py"):
-        for call, name in _calls(ast.parse(path.read_text(encoding="utf-8"))):
-            looked += 1
-            if _wrong(call, name):
-                wrong.append(f"{path.relative_to(SOURCE)}:{call.lineno}: {ast.unparse(call)}")
-    assert looked > 3_000
-    assert wrong == []
-
-
-@pytest.mark.parametrize(
-    "text", ["eval(x)", "os.system(x)", "torch.load(p)", "subprocess.run(x, shell=True)", "pickle.load(f)"]
-)
-def test_what_is_looked_for_is_found(text: str) -> None:
-    assert [_wrong(call, name) for call, name in _calls(ast.parse(text))] == [True]

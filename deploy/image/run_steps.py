@@ -41,7 +41,7 @@ with open("few.fasta", "w") as fasta:
 np.savez("few.npz", names=names[:5], seqs=seqs[:5], dssp8=dssp8[:5], cb_dA=cb_dA[:offsets[5]], offsets=offsets[:6])
 print("written")
 """
-QUICK = ["tests/test_vocab.py", "tests/test_batch.py", "tests/recipe/test_recipe.py", "tests/data/test_fasta_reader.py"]
+QUICK = ["tests/test_vocab.py", "tests/test_batch.py", "tests/recipe/test_recipe.py", "tests/data/test_fasta.py"]
 QUICK += ["tests/model/test_config.py", "tests/tasks/test_metrics.py", "esmshard/vocab.py"]
 NOT_PROVED = """\
 This does NOT prove: the layers of the real base image (a plain Debian stood in for it); CUDA wheels, their

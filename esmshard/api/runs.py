@@ -1,25 +1,34 @@
-"""Fine-tuning from Python, and the results of a run: `esmshard.finetune` and `esmshard.Run`."""
+"""Runs: `esmshard.Run` and `esmshard.finetune`, and what both this function and the command `esmshard finetune` do.
+
+It checks the recipe, starts processes, summarises several runs and draws figures. Afterwards environment variables and
+signal handlers are as they were before.
+"""
 
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from esmshard.api import start_run
 from esmshard.errors import ExitCode, InputError, RunFailed, UsageError
 from esmshard.io.paths import read_json
+from esmshard.parallel import launch, preemption
 from esmshard.parallel.preemption import Preempted
+from esmshard.progress import say
+from esmshard.recipe import recipe_file
+from esmshard.recipe.sections import Recipe
 
 if TYPE_CHECKING:
     import torch
 
     from esmshard.api.model import Model
+    from esmshard.train.cross_validation import Repeat
 
 
 class Run:
@@ -144,7 +153,7 @@ def finetune(
         given = [*keys(recipe), *given]
     with _file_of(recipe) as file:
         try:
-            options = start_run.RunOptions(
+            options = RunOptions(
                 nproc=nproc,
                 device=None if device is None else str(device),
                 resume=None if resume is None else os.fspath(resume),
@@ -156,7 +165,7 @@ def finetune(
                 report=report,
                 started=time.time(),
             )
-            out = start_run.finetune(file, given, options)
+            out = start(file, given, options)
         except RunFailed as failed:
             if failed.exit_code == ExitCode.REQUEUE:
                 raise Preempted(str(failed)) from None
@@ -206,3 +215,358 @@ def _file_of(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str
         file = Path(directory) / "recipe.yaml"
         file.write_text("{}\n", encoding="utf-8")
         yield str(file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of one call. They travel as one object from the command line or Python to the run. Those without a
+    docstring are arguments of `esmshard.finetune`, which describes them.
+
+    Raises:
+        UsageError: if two options contradict each other.
+    """
+
+    nproc: int | None = None
+    device: str | None = None
+    resume: str | None = None
+    overwrite: bool = False
+    dry_run: bool = False
+    """Whether the command only checks everything and prints the planned run."""
+    profile: int = 0
+    """The number of steps to record with torch's profiler."""
+    stop_after: str | None = None
+    """The time after which the run saves and ends with exit code 75, such as `3h50m`."""
+    max_restarts: int = 0
+    """How often all local processes are started again after the loss of a process."""
+    seeds: int | None = None
+    folds: int | None = None
+    sweep: str | None = None
+    trials: int | None = None
+    report: bool = True
+    take_over: bool = False
+    """Whether the lock of a run on another machine is taken, which cannot be seen to have ended."""
+    started: float | None = None
+    """The time at which the command began, in seconds since 1970; None means now."""
+
+    def __post_init__(self) -> None:
+        if self.resume == "never":
+            object.__setattr__(self, "resume", None)
+        if self.resume and self.overwrite:
+            raise UsageError("--resume continues a run, and --overwrite removes it; pass one of the two")
+        if self.max_restarts and self.resume not in (None, "auto"):
+            raise UsageError("--max-restarts continues from the newest checkpoint of the run; pass --resume auto, too")
+        if self.trials is not None and self.sweep is None:
+            raise UsageError("--trials is the number of trials of a sweep; pass --sweep FILE, too, or leave it out")
+        if self.sweep is not None and self.overwrite:
+            raise UsageError(
+                "--sweep does not go with --overwrite; remove the directory, or choose another with out=DIR"
+            )
+        if self.sweep is not None and (self.folds or self.profile or self.resume not in (None, "auto")):
+            raise UsageError(
+                "--sweep does not go with --folds, whose test sets trials would train on, with --profile, and with the "
+                "path of a run; leave them out, and continue with --resume auto"
+            )
+
+    def flags(self, *, report: bool) -> list[str]:
+        """Return the command line options for each process of a run."""
+        flags = ["--device", self.device] if self.device else []
+        flags += ["--resume", self.resume] if self.resume else []
+        flags += ["--overwrite"] if self.overwrite else []
+        flags += ["--profile", str(self.profile)] if self.profile else []
+        flags += ["--take-over"] if self.take_over else []
+        return flags if report else [*flags, "--no-report"]
+
+
+def start(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
+    """Train, consolidate and evaluate: in this process, in local processes, or as one rank that a launcher started.
+
+    Args:
+        recipe: a file, or the name of a shipped recipe.
+        overrides: settings that replace those of the recipe, such as `optim.lr=1e-4`.
+        options: the options of the run apart from its recipe.
+
+    Returns:
+        The directory of the run. It holds a directory for each run if there are several. Of a sweep it is that of the
+        best settings, or that of the whole sweep if they are not trained here.
+
+    Raises:
+        InputError: if recipe or data have a mistake.
+        UsageError: if options contradict each other or the recipe.
+        RunFailed: if processes that were started have failed.
+        Preempted: if this process was asked to stop. The work done until then is saved.
+    """
+    limit = options.stop_after
+    until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
+    variables = {**until, **_allocator(), **launch.variables()}
+    with launch.environment(variables):
+        if options.sweep is not None:
+            return _sweep(recipe, overrides, options)
+        with preemption.Preemption():
+            launch.follow_launcher()
+            resolved = recipe_file.load(recipe_file.resolve(recipe), overrides)
+
+            from esmshard.parallel.process_group import is_launched
+
+            if is_launched():
+                _run_here(resolved, _as_rank(resolved, options))
+                return Path(resolved.out)
+            _check_dry_run(resolved, options)
+
+            from esmshard.train.cross_validation import curve_runs, repeats
+            from esmshard.train.inputs import NOTICES_PRINTED
+            from esmshard.train.run_dir import last_word
+
+            processes, of_table = _devices(resolved, options)[0], resolved.divides_table
+            runs = repeats(resolved, options.seeds or 1, options.folds)
+            curve = curve_runs(resolved, runs)
+            to_do = _checked(recipe, resolved, overrides, options, [*runs, *curve])
+            if options.dry_run:
+                return Path(resolved.out)
+            if processes == 1 and not options.max_restarts and not runs:
+                _run_here(resolved, options)
+                return Path(resolved.out)
+        flags = options.flags(report=options.report and not of_table)
+        for n, run in enumerate(to_do):  # the launcher handles signals itself
+            if run.overrides:
+                say(" ".join(run.overrides))
+            with launch.environment({NOTICES_PRINTED: "1"} if n else {}):
+                arguments = ["-m", "esmshard", "finetune", recipe, *overrides, *run.overrides, *flags]
+                code = launch.run_local(arguments, processes, max_restarts=options.max_restarts)
+            if code:
+                raise RunFailed(last_word(run.out, code), code)
+        if runs:
+            _conclude(resolved, options, runs, curve)
+    return Path(resolved.out)
+
+
+def _devices(recipe: Recipe, options: RunOptions) -> "tuple[int, torch.device]":
+    """Return the number of processes of a run, and the device of the first."""
+    from esmshard.devices import chosen_device
+    from esmshard.parallel.process_group import own_device, processes_of
+
+    default = 1 if recipe.adapt.method == "probe" else None
+    processes = processes_of(chosen_device(options.device), options.nproc or default)
+    return processes, own_device(0, processes, options.device)
+
+
+def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
+    """Search settings of a recipe, alone or as one of several workers (docs/sweep.md). The last worker trains the best
+    settings with new seeds, as `start` does, and each of these models is tested once.
+
+    Everything is checked before the first trial. For a dry run, print what would be done.
+    """
+    try:
+        import optuna  # noqa: F401
+    except ImportError:
+        raise UsageError("--sweep needs optuna; pip install 'esmshard[sweep]'") from None
+    from filelock import FileLock, Timeout
+
+    from esmshard.data.splits.variant_records import FOLDS
+    from esmshard.parallel.process_group import is_launched
+    from esmshard.recipe import sweep_file
+    from esmshard.train.inputs import describe, notices, prepare
+    from esmshard.train.search import BEST, BEST_LOCK, TRIALS_BY_DEFAULT, Search
+
+    assert options.sweep is not None
+    if is_launched():
+        raise UsageError(
+            "--sweep belongs to a single command, which starts the processes of each trial; start it without the "
+            "launcher, once on each machine, with --nproc and --resume auto"
+        )
+    with preemption.Preemption():
+        path = recipe_file.resolve(recipe)
+        settings = sweep_file.load(Path(options.sweep), path, overrides)
+        resolved = recipe_file.load(path, overrides)
+        if resolved.divides_table and resolved.data.split not in ("mutations", "given"):
+            # The other folds are trained and validated on by trials, so that they are no test.
+            overrides = [*overrides, f"data.folds={FOLDS}", "data.fold=0"]
+            say(f"trials are validated, and the best settings tested, on fold 0 of {FOLDS}: {' '.join(overrides[-2:])}")
+            resolved = recipe_file.load(path, overrides)
+        _check_dry_run(resolved, options)
+        processes, device = _devices(resolved, options)
+        job = prepare(resolved, processes, processes, device)
+        count = options.trials or TRIALS_BY_DEFAULT
+        if settings.sampler == "grid":
+            count = min(options.trials or settings.cells, settings.cells)
+        search = Search(
+            name=recipe,
+            overrides=overrides,
+            recipe=resolved,
+            settings=settings,
+            task=job.task,
+            processes=processes,
+            count=count,
+            flags=replace(options, resume="auto").flags(report=False),
+            max_restarts=options.max_restarts,
+        )
+        search.check_directory(goes_on=options.resume is not None)
+        for notice in notices(job):
+            say(notice)
+        if options.dry_run:
+            print(describe(job, processes))
+            print(f"trials    {count}, of {', '.join(settings.space)}; by valid {search.metric}")
+            return search.out
+        is_last = search.work()
+    if not is_last:
+        return search.out
+    # The variable with the time limit of this command stays, and begins no new limit.
+    best = replace(options, sweep=None, trials=None, seeds=options.seeds or 3, resume="auto", stop_after=None)
+    try:
+        with FileLock(search.out / BEST_LOCK, timeout=0):
+            out = start(str(search.out / BEST), [], best)
+            search.finish()
+    except Timeout:
+        say(f"{search.out}: another worker trains the best settings")
+        return search.out
+    if options.report:
+        _report(search.out)
+    return out
+
+
+def _check_dry_run(recipe: Recipe, options: RunOptions) -> None:
+    from esmshard.model import weights
+
+    name = recipe.model.name
+    if options.dry_run and weights.is_far(name):
+        raise UsageError(f"--dry-run opens the model, and downloads none; type esmshard download {name} first")
+
+
+def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
+    """Return the options of one rank that a launcher has started.
+
+    Raises:
+        UsageError: if an option is one for the command that starts the ranks.
+    """
+    if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
+        raise UsageError(
+            "a launcher has started this process, which trains one fold; set data.folds=5 and data.fold, or start the "
+            "cross-validation with a single command and --nproc"
+        )
+    several = (options.seeds or 1) > 1 or options.folds
+    if options.nproc or options.dry_run or options.max_restarts or several:
+        raise UsageError(
+            "--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command; a launcher has "
+            "started this process already: remove them, or start the command without the launcher"
+        )
+    if options.stop_after is not None and launch.restarts_allowed():
+        raise UsageError(
+            "--stop-after would begin again from zero when the launcher restarts this process; set "
+            f"{preemption.STOP_AT}=$(($(date +%s) + {preemption.seconds(options.stop_after)})) for the launcher instead"
+        )
+    if launch.attempt() and options.resume is None:
+        from esmshard.train.run_dir import begun_by_this_job
+
+        # This process was restarted, and the work of its predecessor must be kept. The files that --overwrite should
+        # remove are not its work, if the predecessor ended before it removed them.
+        if not options.overwrite or begun_by_this_job(Path(recipe.out)):
+            return replace(options, resume="auto", overwrite=False)
+    return options
+
+
+def _checked(
+    recipe: str, resolved: Recipe, overrides: Sequence[str], options: RunOptions, runs: "Sequence[Repeat]"
+) -> "list[Repeat]":
+    """Check everything that can be checked before processes are started, and return the runs that are not done yet. For
+    a dry run, print what would be done.
+    """
+    from esmshard.data.splits.recipe_splits import in_tokens
+    from esmshard.train import cross_validation
+    from esmshard.train.inputs import check_out, describe, notices, prepare
+    from esmshard.train.resume import check_start
+
+    to_do = [*runs] or [cross_validation.Repeat(Path(resolved.out))]
+    if runs:
+        if options.resume not in (None, "auto"):
+            raise UsageError("--seeds and --folds need --resume auto, because a path names a single run")
+        cross_validation.check_out(Path(resolved.out))
+        if options.resume == "auto":
+            to_do = [run for run in runs if not cross_validation.is_done(run.out, resolved.train.steps)]
+    for n, run in enumerate(to_do or runs[-1:]):
+        of_run = recipe_file.load(recipe_file.resolve(recipe), [*overrides, *run.overrides])
+        check_out(run.out, options.resume, options.overwrite)
+        if n == 0:
+            processes, device = _devices(resolved, options)
+            job = prepare(of_run, processes, processes, device)
+        if options.dry_run:
+            check_start(replace(job, recipe=in_tokens(of_run, job.train), out=run.out), options.resume)
+    if options.dry_run:
+        for notice in notices(job):
+            say(notice)
+        print(describe(job, processes) + (f"\nruns      {len(to_do)}" if runs else ""))
+    return to_do
+
+
+def _allocator() -> dict[str, str]:
+    """Return the setting of the GPU allocator for a run; none if the user has configured the allocator.
+
+    The sizes of micro-batches differ by a few tokens. By default each tensor has a segment of its own size. The tensors
+    of a slightly larger micro-batch then fit into no free segment, and a run that plans to fill 90% of the GPU may run
+    out of memory although half of its memory is free. A segment that grows has no such gaps. torch reads the variable
+    when it is loaded: the command line sets it before, and started processes inherit it.
+    """
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def _run_here(recipe: Recipe, options: RunOptions) -> None:
+    """Train in this process, alone or as one of several ranks."""
+    from esmshard.train import finetune as training
+
+    run = training.run(
+        recipe,
+        options.resume,
+        options.overwrite,
+        options.profile,
+        take_over=options.take_over,
+        started=options.started,
+        device=options.device,
+    )
+    if run is not None and options.report:
+        _pictures(run, recipe, options.device)
+
+
+def _conclude(recipe: Recipe, options: RunOptions, runs: "Sequence[Repeat]", curve: "Sequence[Repeat]") -> None:
+    """Summarise several runs. For a table of variants, also rank all single substitutions."""
+    from esmshard.train.cross_validation import conclude, summarise
+
+    out = Path(recipe.out)
+    summary = summarise(out, runs)
+    if not recipe.divides_table:
+        print(summary)
+        return
+    print(conclude(recipe, runs, curve))
+
+    from esmshard.predict.variants import rank
+
+    count = rank(str(out), None, out / "ranked.csv", device=options.device, overwrite=True)
+    say(f"all {count:,} single substitutions, best first, in {out / 'ranked.csv'}")
+    if options.report:
+        _pictures(out, recipe, options.device)
+
+
+def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
+    """Draw the figures and the report of a run, if the packages for that are installed."""
+    from esmshard.data.splits.recipe_splits import open_split
+    from esmshard.report.charts import contact_figures
+    from esmshard.tasks.finetuned import tracks_of
+    from esmshard.tasks.registry import new_task
+
+    try:
+        if resolved.task.predicts_contacts:
+            labels = new_task(resolved.task, {}).labels
+            test = open_split(resolved, "test", labels, tracks_of(resolved))
+            say(f"figures in {contact_figures(run, test, device)[0].parent}")
+    except InputError as error:
+        say(f"no figures: {error}")
+    _report(run)
+
+
+def _report(out: Path) -> None:
+    """Write the page on a run or a sweep, if the packages for that are installed."""
+    from esmshard.report.page import report
+
+    try:
+        say(f"report in {report(out)}")
+    except InputError as error:
+        say(f"no report: {error}")

@@ -58,12 +58,12 @@ def finetune(
     ] = False,
 ) -> None:
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
-    from esmshard.api import start_run
+    from esmshard.api import runs
     from esmshard.parallel import launch
 
     os.environ.update(launch.variables())
     try:
-        options = start_run.RunOptions(
+        options = runs.RunOptions(
             nproc=nproc,
             device=device,
             resume=resume,
@@ -80,7 +80,7 @@ def finetune(
             take_over=take_over,
             started=_STARTED,
         )
-        start_run.finetune(recipe, overrides or [], options)
+        runs.start(recipe, overrides or [], options)
     except RunFailed as failed:  # the processes have printed the reason
         if failed.exit_code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt from None

@@ -14,7 +14,6 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from esmshard.data.structures.chains import Chain, chain_prefix, read_chains
 from esmshard.data.structures.structure_folder import MANY, holds_structures, listed_files, states
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
-from esmshard.io.paths import cached_directory, read_json, sha256, whole_directory
+from esmshard.io.paths import cached_directory, read_json, sealed_directory
 from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits
 from esmshard.io.tables import counted, first_three, shown
@@ -234,17 +233,14 @@ class TrackStore:
 
     def __init__(self, path: Path, track: Track, store: TokenStore) -> None:
         self.path, self.track, self.records = path, track, store
-        try:
-            about = read_json(path / "manifest.json")
-            self.sha256: dict[str, str] = about["sha256"]
-            """The sha256 of the two arrays, by the name of the file."""
-            self.notices: list[str] = about["notices"]
-            """Sentences about what the source holds."""
-            self.known_N: npt.NDArray[np.int32] = np.load(path / "known.npy", mmap_mode="r", allow_pickle=False)
-            """Of how many residues of each record something is known."""
-            self._values = np.load(path / "values.npy", mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-            raise InputError(f"{path}: the {track.title} are damaged ({error}); delete it and start again") from None
+        about = read_json(path / "manifest.json")
+        self.sha256: dict[str, str] = about["sha256"]
+        """The sha256 of the two arrays, by the name of the file."""
+        self.notices: list[str] = about["notices"]
+        """Sentences about what the source holds."""
+        self.known_N: npt.NDArray[np.int32] = np.load(path / "known.npy", mmap_mode="r", allow_pickle=False)
+        """Of how many residues of each record something is known."""
+        self._values = np.load(path / "values.npy", mmap_mode="r", allow_pickle=False)
 
     def __getitem__(self, n: int) -> npt.NDArray[Any]:
         """Return the entries of the residues of record n, [L, ...]."""
@@ -260,34 +256,36 @@ def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> Tra
     Raises:
         InputError: see `entries`; no record has an entry, or some records have several chains.
     """
+    sealed_directory(out, functools.partial(_write, track, source, store))
+    return TrackStore(out, track, store)
+
+
+def _write(track: Track, source: Path, store: TokenStore, directory: Path) -> list[str]:
+    """Write the arrays of a track, and return notices."""
     if store.linker is not None:
         raise InputError(
             f"{source}: {track.title} are read for records of one chain, and some records have several; make each "
             "chain a record, or leave the track out"
         )
-    edits, found, known_N = Edits(), False, np.zeros(len(store), np.int32)
-    with whole_directory(out) as work:
-        residues = int(store.offsets[-1]) - len(store)
-        shape, dtype = (residues, *shape_of(track)), _kept_dtype(track)
-        values = np.lib.format.open_memmap(work / "values.npy", mode="w+", dtype=dtype, shape=shape)
-        values[:] = track.unknown
-        for n, entry in entries(track, source, store, edits):
-            begin = int(store.offsets[n]) - n
-            values[begin : begin + len(entry)] = entry
-            known_N[n], found = known_residues(track, entry), True
-        if not found:
-            some = first_three(range(min(len(store), 4)), store.id)
-            raise InputError(
-                f"{source}: has {track.title} of none of the {len(store):,} records ({some}); give them the ids of the "
-                "sequences"
-            )
-        values.flush()
-        del values
-        np.save(work / "known.npy", known_N)
-        hashes = {name: sha256(work / name) for name in ("values.npy", "known.npy")}
-        about = {"sha256": hashes, "notices": edits.notices()}
-        (work / "manifest.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    return TrackStore(out, track, store)
+    edits, known_N, residues = Edits(), np.zeros(len(store), np.int32), int(store.offsets[-1]) - len(store)
+    shape, dtype = (residues, *shape_of(track)), _kept_dtype(track)
+    values = np.lib.format.open_memmap(directory / "values.npy", mode="w+", dtype=dtype, shape=shape)
+    values[:] = track.unknown
+    n_entries = 0
+    for n, entry in entries(track, source, store, edits):
+        begin = int(store.offsets[n]) - n
+        values[begin : begin + len(entry)] = entry
+        known_N[n] = known_residues(track, entry)
+        n_entries += 1
+    if not n_entries:
+        some = first_three(range(min(len(store), 4)), store.id)
+        raise InputError(
+            f"{source}: has {track.title} of none of the {len(store):,} records ({some}); give them the ids of the "
+            "sequences"
+        )
+    values.flush()
+    np.save(directory / "known.npy", known_N)
+    return edits.notices()
 
 
 def _kept_dtype(track: Track) -> np.dtype[Any]:
@@ -307,13 +305,8 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
         InputError: see `write_track`.
     """
     key = [VERSION, dataclasses.asdict(track), str(source.resolve()), states(source), store.manifest["sha256"]]
-    with cached_directory("tracks", json.dumps(key)) as out:
-        if out.is_dir():
-            with suppress(InputError, OSError):  # This is a damaged copy of what the source still has.
-                kept = TrackStore(out, track, store)
-                if all(sha256(out / name) == digest for name, digest in kept.sha256.items()):
-                    return kept
-        return write_track(track, source, store, out)
+    out = cached_directory("tracks", json.dumps(key), functools.partial(_write, track, source, store))
+    return TrackStore(out, track, store)
 
 
 @dataclass(frozen=True)

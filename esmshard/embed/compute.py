@@ -331,11 +331,7 @@ class AttentionMaps:
     """The requested maps of each of N sequences. `Trunk.forward` takes `add` as its `on_attention`.
 
     The softmax is over all tokens. The rows and columns of `<cls>` and `<eos>` are removed afterwards, without
-    normalising again.
-
-    Args:
-        outputs: the outputs; those of other pools are ignored.
-        n_sequences: N.
+    normalising again. Outputs of other pools are ignored.
     """
 
     def __init__(self, outputs: Sequence[Output], n_sequences: int) -> None:

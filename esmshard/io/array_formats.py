@@ -535,7 +535,7 @@ FORMATS: dict[str, type[FormatWriter]] = {
 """The writer of each format, by the name of `--format` and the ending of the file."""
 
 
-_NO_ROOM = "{}: the header of a safetensors file has no room for the names of so many records; give --format h5"
+_NO_ROOM = "{}: the header of a safetensors file has no room for the names of so many records; write them to x.h5"
 
 
 def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, records: int = 0, id_bytes: int = 0) -> None:

@@ -10,7 +10,7 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -71,8 +71,8 @@ def sync_directory(path: Path) -> None:
             os.close(handle)
 
 
-_IN_USE: set[Path] = set()
-"""The scratch directories of this process."""
+_IN_USE: set[str] = set()
+"""The names of the scratch directories of this process."""
 
 
 @contextmanager
@@ -84,13 +84,13 @@ def scratch_directory(out: Path) -> Iterator[Path]:
     _remove_leftovers(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     work = _work(out)
-    _IN_USE.add(work)
+    _IN_USE.add(work.name)
     try:
         work.mkdir()
         yield work
     finally:
         _remove(work)
-        _IN_USE.discard(work)
+        _IN_USE.discard(work.name)
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def _remove_leftovers(out: Path) -> list[str]:
                 f"{leftover}: is being made, or was left half made, by process {maker[2]} of {maker[1]}; remove it if "
                 "that process is over"
             )
-        elif maker and leftover not in _IN_USE and (int(maker[2]) == os.getpid() or not lives(int(maker[2]))):
+        elif maker and leftover.name not in _IN_USE and (int(maker[2]) == os.getpid() or not lives(int(maker[2]))):
             _remove(leftover)
     return unknown
 
@@ -290,15 +290,9 @@ def without_directories(value: Any) -> Any:
 
 
 def shared_place(path: str, directory: Path) -> str:
-    """Return the path of a model for a file that is shared: not absolute, and without anybody's home.
-
-    Args:
-        path: the path of a model. A relative path or a name, such as that of a released model, stays as it is.
-        directory: the directory of the file that will hold the path.
-
-    Returns:
-        The path relative to `directory`, beginning with `./` or `../`; `./NAME` if the two have only the root or the
-        directory of all homes in common.
+    """Return the path of a model for a file in `directory` that is shared, without anybody's home: relative to it, with
+    `./` or `../` first, or `./NAME` if the two have only the root or the directory of all homes in common. A relative
+    path or a name, such as that of a released model, stays as it is.
     """
     if not Path(path).is_absolute():
         return path
@@ -330,8 +324,8 @@ def cache_directory() -> Path:
 
 
 @contextmanager
-def cached_directory(kind: str, key: str) -> Iterator[Path]:
-    """Provide the directory of a key in the user's cache, locked; whoever is first makes it."""
+def locked_directory(kind: str, key: str) -> Iterator[Path]:
+    """Provide the place of a key in the user's cache, for one process at a time."""
     from filelock import FileLock  # slow to import
 
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -339,6 +333,34 @@ def cached_directory(kind: str, key: str) -> Iterator[Path]:
     locks.mkdir(parents=True, exist_ok=True)
     with FileLock(locks / f"{digest}.lock"):
         yield cache_directory() / kind / digest
+
+
+def cached_directory(kind: str, key: str, make: Callable[[Path], list[str]]) -> Path:
+    """Return the directory of a key in the user's cache (`sealed_directory`). Whoever asks first makes it, and the
+    others wait. A damaged directory is made again.
+    """
+    with locked_directory(kind, key) as out:
+        if not _is_whole(out):
+            sealed_directory(out, make)
+    return out
+
+
+def sealed_directory(out: Path, make: Callable[[Path], list[str]]) -> None:
+    """Make a directory: `make` writes its files and returns notices, which `manifest.json` keeps together with the
+    sha256 of each file.
+    """
+    with whole_directory(out) as work:
+        notices = make(work)
+        hashes = {path.name: sha256(path) for path in sorted(work.iterdir())}
+        replace_json(work / "manifest.json", {"sha256": hashes, "notices": notices})
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        hashes = read_json(directory / "manifest.json")["sha256"]
+        return all(sha256(directory / name) == digest for name, digest in hashes.items())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
 
 
 def shipped(kind: Literal["recipes", "data"]) -> Path:

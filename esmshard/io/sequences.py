@@ -217,6 +217,8 @@ CONVERSION = 3
 """The version of the rules by which other files become FASTA text. After a change, all such files are read again."""
 
 _MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
+_NUL_HEADER = re.compile(rb"(?<![^\r\n])>([^\r\n]*\0[^\r\n]*)")
+"""A header with a NUL, which no file name, HDF5 string or environment variable can hold."""
 _TEXT_TABLE = re.compile(r"\.(csv|tsv|tab)(\.(gz|bgz|bz2|xz|zst))?$", re.IGNORECASE)
 _BINARY_TABLES = {".parquet": b"PAR1", ".xlsx": b"PK\x03\x04"}
 _HEAD, _MARK = 4096, b"\xef\xbb\xbf"
@@ -498,8 +500,12 @@ class _Reader:
         else:  # A '>' is inside a line.
             pieces = re.split(rb"^>", text, flags=re.M)[1:]
         headers, _, bodies = map(list, zip(*[piece.partition(b"\n") for piece in pieces], strict=True))
-        if b"\0" in chunk:
-            self._check_headers(at, chunk, headers)
+        if b"\0" in chunk and (damaged := _NUL_HEADER.search(chunk)):
+            name = shown(damaged[1].decode().strip())
+            raise InputError(
+                f"{self._where(at, chunk, damaged.start())}: the header '{name}' holds a NUL character, so the file is "
+                "damaged; remove it, as with `tr -d '\\000' < FILE > NEW`"
+            )
         try:
             ids = [header.split(None, 1)[0] for header in headers]
         except IndexError:  # The header is '>' alone.
@@ -558,16 +564,6 @@ class _Reader:
             if not refused.droppable:
                 raise InputError(f"{place}; {refused.fix}") from None
             raise InputError(f"{place}; {refused.fix}, or {in_a_store('--on-unknown drop')}") from None
-
-    def _check_headers(self, at: int, chunk: bytes, headers: list[bytes]) -> None:
-        """Refuse a NUL in a header, since no file name, HDF5 string or environment variable can hold one."""
-        for header, mark in zip(headers, _marks(chunk).tolist(), strict=True):
-            if b"\0" in header:
-                name = shown(header.decode().strip())
-                raise InputError(
-                    f"{self._where(at, chunk, mark)}: the header '{name}' holds a NUL character, so the "
-                    "file is damaged; remove it, as with `tr -d '\\000' < FILE > NEW`"
-                )
 
     def _check_text(self, at: int, chunk: bytes, whole: bool = True) -> None:
         if not chunk.isascii():

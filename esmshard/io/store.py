@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError, writing
-from esmshard.io.paths import cached_directory, check_replaced, read_json, sha256, state, whole_directory
+from esmshard.io.paths import check_replaced, locked_directory, read_json, sha256, state, whole_directory
 from esmshard.io.sequences import CONVERSION, READ_ONCE, STDIN, Block, is_plain, other_kind, read_blocks, repeated
 from esmshard.io.symbols import JOINED, Edits, Rules, in_a_store, nucleotides, some_of
 from esmshard.io.tables import counted
@@ -551,7 +551,7 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
         rules = replace(rules, linker=linker)
     if rules != Rules():
         name += f"/{rules}"
-    with cached_directory("stores", name) as out:
+    with locked_directory("stores", name) as out:
         if out.exists():
             try:
                 store = TokenStore(out)

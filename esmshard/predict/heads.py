@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from esmshard.data.batching.packing import by_length
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices, require_structures
 from esmshard.data.tracks import record_tracks, track_files, with_paths
 from esmshard.devices import DeviceName, chosen_device, is_out_of_memory, packs_at_once, side_by_side
-from esmshard.errors import InputError, UsageError, writing
+from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.io.array_formats import FORMATS, About, FormatWriter, Output, Pool, Row
 from esmshard.io.paths import replace_json, without_directories
 from esmshard.io.store import TokenStore, ingest, is_store, linker_of
@@ -51,7 +51,7 @@ one pack: TOKENS on the CPU and for pair maps, GPU_TOKENS for other tasks on a G
 """
 LEAST = 1024
 """The tokens of a pack below which smaller packs are only slower."""
-WINDOW, WINDOW_TOKENS = 512, 1 << 18
+WINDOW, WINDOW_TOKENS = 2048, 1 << 18
 """The most records that are sorted by length together, and the most tokens. Their predictions stay in memory until the
 window is done: those of pair maps, whose tokens are as for PAIR, are at most 256 MiB, but for a single longer record.
 """
@@ -77,16 +77,6 @@ class Prediction(Output):
         return PREDICTION
 
 
-class Failure(NamedTuple):
-    """A record that is missing in the output."""
-
-    id: str
-    length: int
-    """The number of residues."""
-    reason: str
-    """The reason of the failure, as a clause for users."""
-
-
 def predict(
     model: str,
     fasta: Path,
@@ -97,8 +87,9 @@ def predict(
     complexes: str | None = None,
     device: DeviceName = None,
     overwrite: bool = False,
-) -> tuple[int, list[Failure]]:
-    """Write the head's predictions for each record, and return the number of records in the output and the failures.
+) -> tuple[int, list[tuple[str, int, str]]]:
+    """Write the head's predictions for each record, and return the number of records in the output, and of those that
+    failed id, residues and reason.
 
     An `.npz`, `.h5`, `.zarr` or `.safetensors` file has one array for each record under its id, as `embed` writes it:
     for contacts float32 [L, L], symmetric probabilities; for other tasks see their `predict`. A `.csv` or `.parquet`
@@ -132,7 +123,7 @@ def predict(
         # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
         examples, sentences = read_input(model, fasta, tracks or {}, Path(scratch), complexes=complexes)
         store, found = examples.store, load_finetuned(model, computing)
-        task, failed, chains = found.task, list[Failure](), dict[str, list[int]]()
+        task, failed, chains = found.task, list[tuple[str, int, str]](), dict[str, list[int]]()
         if png is not None and task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
         facts = without_directories(
@@ -163,7 +154,7 @@ def predict(
                 several = each if len(each) > 1 else []
                 chains |= {record_id: several} if several else {}
                 if isinstance(values, str):
-                    failed.append(Failure(record_id, sum(each), values))
+                    failed.append((record_id, sum(each), values))
                 elif isinstance(writer, TableWriter):
                     writer.add(rows_of(task, record_id, values, decode(sequence)))
                 else:
@@ -175,7 +166,7 @@ def predict(
             if len(failed) == len(store):
                 write_failures(failures_file(out), failed)
                 raise InputError(
-                    f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0].reason}"
+                    f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0][2]}"
                 )
             # These files get their names together with the output.
             write_failures(failures_file(writer.work), failed)
@@ -234,10 +225,10 @@ def read_input(
         linker = (chains or found.config.chains).tokens
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))
         store.check_linker(linker, read)
-    about = weights.record_of(found.files)
-    examples = Examples(
-        "input", fasta, store, None, apart=bool(about) and traits(about["recipe"]["task"]["name"]).pairs
-    )
+    with reading(f"{model}/{weights.ABOUT}", "consolidate the run again"):
+        about = weights.record_of(found.files)
+        apart = bool(about) and traits(about["recipe"]["task"]["name"]).pairs
+    examples = Examples("input", fasta, store, None, apart=apart)
     sentences = [f"{fasta}: {notice}" for notice in (*(notices(read) if structures else ()), *examples.notices)]
     if files:
         of_store = len(examples.notices)
@@ -263,13 +254,10 @@ def _writer(out: Path, task: Task, facts: Mapping[str, Any], store: Store) -> Fo
 
 
 def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
-    """Return the columns of a table of predictions and their types: those that identify a row, then the numbers.
+    """Return the columns of a table of predictions and their types: those that identify a row, with the number of the
+    chain if a record has several, then the numbers.
 
     A target with the name of one of the first columns becomes `NAME (predicted)`.
-
-    Args:
-        task: the task.
-        chains: whether a record has several chains, so that the rows of residues need the number of the chain.
     """
     first = {"id": "string"}
     if task.per_residue:
@@ -284,11 +272,7 @@ def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
 def rows_of(task: Task, record_id: str, values: Array, residues: str) -> dict[str, Sequence[Any]]:
     """Return the cells of a record: one row, or one for each residue with its place in its chain, counted from 1.
 
-    Args:
-        task: the task.
-        record_id: the id of the record.
-        values: [C], or [L, C] for the L letters of `residues`.
-        residues: the letters, with `:` between chains.
+    The values are [C], or [L, C] for the L letters of `residues`, which has `:` between chains.
     """
     values_RC, chains = values.reshape(-1, len(task.names)), residues.split(BETWEEN)
     cells: dict[str, Sequence[Any]] = {"id": [record_id] * len(values_RC)}

@@ -17,19 +17,19 @@ from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.variant_records import OUT_OF_FOLD as OUT_OF_FOLD_FILE
 from esmshard.data.splits.variant_records import VariantRecords
 from esmshard.data.variants import Mutation, is_library, name_of, parse_variant, read_variants, renumbered
-from esmshard.devices import DeviceName, packs_at_once, side_by_side
+from esmshard.devices import DeviceName
 from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.io.paths import read_json, replace_json, without_directories
 from esmshard.io.tables import Table, counted, first_three
 from esmshard.io.writers import TableWriter, check, facts_file, text
-from esmshard.predict import proposals
+from esmshard.predict import heads, proposals
 from esmshard.predict.proposals import DIVERSITY, KAPPA
 from esmshard.progress import Progress, say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.finetuned import FineTuned, load_base, load_finetuned
 from esmshard.tasks.metrics import LEAST, Interval, variant_spearman
 from esmshard.tasks.registry import traits
-from esmshard.tasks.variants import FROZEN, ONE_HOT, PACKED, SHORT, VariantTask, fit_scale
+from esmshard.tasks.variants import FROZEN, ONE_HOT, SHORT, VariantTask, fit_scale
 from esmshard.vocab import STANDARD
 
 Array = npt.NDArray[np.float64]
@@ -45,8 +45,6 @@ DISAGREEMENT = "disagreement of models"
 LEVEL, RESIDUALS = 0.9, 50
 """The share of the values that an interval is to hold, and the least residuals that intervals are made of."""
 LOW, HIGH = f"low {LEVEL:.0%}", f"high {LEVEL:.0%}"
-TOGETHER = 2048
-"""The number of variants that one pass of the wild type serves."""
 
 
 # Tables of variants, with a few more columns
@@ -158,15 +156,6 @@ def write_table(
         replace_json(facts_file(writer.work), without_directories(facts))  # It gets its name together with the table.
 
 
-def check_finite(score_XN: npt.NDArray[np.floating], model: str) -> None:
-    """Refuse scores, [..., N], that are no finite numbers. `InputError` with their number."""
-    if wrong := int((~np.isfinite(score_XN)).any(tuple(range(score_XN.ndim - 1))).sum()):
-        raise InputError(
-            f"{model}: {wrong:,} of {score_XN.shape[-1]:,} scores are no finite numbers: its weights are damaged, or "
-            "so large that what it computes overflows; take another model or an earlier checkpoint"
-        )
-
-
 # What a run knows of variants
 
 
@@ -271,11 +260,8 @@ def rows_of_run(run: Path) -> list[dict[str, str]]:
 
 
 def better_baseline(summary: Mapping[str, Any]) -> str | None:
-    """Return the short name of the best baseline that was better than the fine-tuned model; None if none was. Without
-    intervals, the difference in the sample decides.
-
-    Args:
-        summary: the content of `summary.json` of a cross-validation.
+    """Return the short name of the best baseline that was better than the fine-tuned model, by the `summary.json` of a
+    cross-validation; None if none was. Without intervals, the difference in the sample decides.
     """
     scores = summary.get("joint", {})
     better = {
@@ -366,7 +352,6 @@ def rank(
         say(notice)
     if method is None:
         values_MNT = np.stack([predictions(model, [*rows.mutations, ()]) for model in models])
-        check_finite(np.moveaxis(values_MNT, 1, -1), run)
     else:
         values_MNT = _by_baseline(method, models[0], known, [*rows.mutations, ()], device)[None, :, None]
     values_MNT, wild_type = values_MNT[:, :-1], float(values_MNT[:, -1, 0].mean())
@@ -511,15 +496,8 @@ def _columns(
     They are `prediction` (mean over the models, in the unit of the target), the limits of its interval, `disagreement
     of models` and `rank`; then `out-of-fold prediction` (by the models that had not seen the variant), `seen in
     training` and `sites varied in training` (yes or no). With several targets, the names of prediction columns end with
-    the target's, and rank and interval are those of the first.
-
-    Args:
-        known: the facts of the run.
-        variants: the N variants.
-        ranks: their ranks.
-        targets: the names of the targets. A baseline predicts the first alone, so that T is 1.
-        values_MNT: predictions of M models, or of one baseline.
-        limits: what is added to a prediction to get the limits of its interval; see `interval_of`.
+    the target's, and rank and interval are those of the first. `values_MNT` are predictions of M models, or of one
+    baseline, which predicts the first target alone. `limits` are those of `interval_of`.
     """
     names, varied = [name_of(one) for one in variants], [known.varied(one) for one in variants]
     most = max(map(len, known.variants), default=0)
@@ -607,22 +585,17 @@ def _error_limits(error_N: Array) -> tuple[float, float]:
 
 
 def predictions(found: FineTuned, mutations: Sequence[Variant]) -> npt.NDArray[np.float32]:
-    """Predict the targets of variants with one model, float32 [N, T]."""
-    task, model = found.task, found.model
+    """Predict the targets of variants with one model, float32 [N, T]. `InputError` if one cannot be predicted."""
+    task, values = found.task, list[npt.NDArray[np.float32]]()
     assert isinstance(task, VariantTask)
     examples = _examples(task, mutations)
-    alone = task.question(examples.get(0)).wild_type_alone
-    each = TOGETHER if alone else max(1, PACKED // (len(task.wild_type) + 2))
-    parts = [range(n, min(n + each, len(examples))) for n in range(0, len(examples), each)]
-
-    def one(part: range) -> list[npt.NDArray[np.float32]]:
-        return [task.predict(output) for output in model.outputs([task.question(examples.get(n)) for n in part])]
-
-    at_once, values = max(1, 4 * packs_at_once(model.device)), list[npt.NDArray[np.float32]]()
+    # Of one pass of the wild type all variants of a pack are predicted, which then take the room of a token each.
+    tokens_N = np.ones_like(examples.tokens) if task.settings.wild_type_alone else examples.tokens
     with Progress("predict", len(examples)) as progress:
-        for first in range(0, len(parts), at_once):
-            for outputs in side_by_side(one, parts[first : first + at_once], model.device):
-                values += outputs
+        for value in heads.predictions(found, tokens_N, lambda n: task.question(examples.get(n))):
+            if isinstance(value, str):
+                raise InputError(f"{name_of(mutations[len(values)])}: {value}")
+            values.append(value)
             progress.update(len(values), "variants")
     return np.stack(values)
 
@@ -630,17 +603,11 @@ def predictions(found: FineTuned, mutations: Sequence[Variant]) -> npt.NDArray[n
 def _by_baseline(
     name: str, found: FineTuned, known: Known, variants: Sequence[Variant], device: DeviceName
 ) -> npt.NDArray[np.float32]:
-    """Fit a baseline to measured variants, as those of the folds are fitted, and predict variants, float32 [N].
+    """Fit a baseline to measured variants (`VariantTask.baseline_records` at most), as those of the folds are fitted,
+    and predict N variants of the part of the protein that the model sees, float32 [N].
 
-    Args:
-        name: the baseline.
-        found: a model of the run, for its task and its recipe.
-        known: with the measured values; at most `VariantTask.baseline_records` of them are used.
-        variants: N variants of the part of the protein that the model sees.
-        device: see `chosen_device`.
-
-    Raises:
-        InputError: nothing was measured, or the run has no such baseline.
+    `found` is a model of the run, for its task and its recipe. `InputError` if nothing was measured, or the run has no
+    such baseline.
     """
     task, target = found.task, found.task.names[0]
     assert isinstance(task, VariantTask)
@@ -732,12 +699,8 @@ def compared(
 
 
 def spearman_sentence(rho: Interval, target: str, unit: str) -> str:
-    """Say a correlation with measured values, and over what its interval is; or why there is none.
-
-    Args:
-        rho: the correlation.
-        target: the column of the measured values.
-        unit: the noun for what was resampled (`variant_spearman`).
+    """Say a correlation with a column of measured values, and over which units its interval is (`variant_spearman`); or
+    why there is none.
     """
     if np.isnan(rho.value):
         return f"Spearman with {target} undefined: it takes two different values and two different predictions"

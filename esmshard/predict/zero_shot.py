@@ -32,7 +32,6 @@ from esmshard.predict.heads import read_input
 from esmshard.predict.variants import (
     Variant,
     VariantRows,
-    check_finite,
     check_new,
     listed,
     not_of_the_20,
@@ -242,13 +241,8 @@ def _open(
     names: Sequence[str], window: int | None, tracks: Mapping[str, str], chains: Chains | None = None
 ) -> tuple[list[Weights], int]:
     """Find models, and check all of them before the first computes anything. Also return how many residues of a long
-    protein each of them sees at once: by default as many as in training, the fewest of all.
-
-    Args:
-        names: the models; see `weights.read`.
-        window: the number of residues.
-        tracks: the names and paths of the tracks that all models get.
-        chains: how the chains of a record are joined; by default as the first model says.
+    protein each of them sees at once: by default as many as in training, the fewest of all. All get the same tracks,
+    and join chains as the first model says by default.
 
     Raises:
         UsageError: a model is named twice, does not take a track, or has no positions for the window.
@@ -279,6 +273,15 @@ def _of_each(opened: Sequence[Weights], device: torch.device, compute: Callable[
         weights.report_altered(one.files)
         values.append(compute(weights.build(one, device).eval()))
     return np.stack(values)
+
+
+def check_finite(score_XN: npt.NDArray[np.floating], model: str) -> None:
+    """Refuse scores, [..., N], that are no finite numbers. `InputError` with their number."""
+    if wrong := int((~np.isfinite(score_XN)).any(tuple(range(score_XN.ndim - 1))).sum()):
+        raise InputError(
+            f"{model}: {wrong:,} of {score_XN.shape[-1]:,} scores are no finite numbers: its weights are damaged, or "
+            "so large that what it computes overflows; take another model or an earlier checkpoint"
+        )
 
 
 # Sequences

@@ -10,6 +10,7 @@ COMMANDS = {
     "embed": ("embed", "model", "some.fasta", "-o", "x.npy"),
     "predict": ("predict", "model", "some.fasta", "-o", "x.npz"),
     "consolidate": ("consolidate", "model", "-o", "again"),
+    "score": ("score", "model", "some.fasta", "-o", "x.csv"),
     "evaluate": ("evaluate", "model", "some.fasta", "-o", "scores"),
 }
 

@@ -330,8 +330,11 @@ def test_rows_of_one_variant_stay_together(run: Run, table: Path, tmp_path: Path
         ((*VARIANTS, "--by", "mutations", "--folds", "5"), "--folds is not read by --by mutations; leave it out"),
         (("--by", "ratio", "--folds", "5", "--ratios", "1,1,1"), "--ratios: folds are of equal size;"),
         ((*VARIANTS, "--by", "modulo"), "--by modulo makes folds; pass --folds 5 to have those of ProteinGym"),
-        (("--by", "ratio", "--folds", "2"), "folds is 2; at least 3 are needed, for train, valid and test"),
-        (("--by", "ratio", "--ratios", "0.8,0.2"), "ratios are [0.8, 0.2]; three numbers above zero are expected"),
+        (("--by", "ratio", "--folds", "2"), "--folds 2: at least 3 are needed, for train, valid and test"),
+        (("--by", "ratio", "--ratios", "0.8,0.2"), "--ratios 0.8,0.2: three numbers above zero are expected"),
+        (("--by", "ratio", "--ratios", "1,0,1"), "--ratios 1,0,1: three numbers above zero"),
+        (("--by", "ratio", "--ratios", "1,nan,1"), "--ratios 1,nan,1: three numbers above zero"),
+        (("--by", "ratio", "--ratios", "1,1e999,1"), "--ratios 1,1e999,1: three numbers above zero"),
         (("--by", "ratio", "--offset", "3"), "--mutant and --offset are for variants of one protein; pass --wild-type"),
     ],
 )

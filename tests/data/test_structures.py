@@ -599,6 +599,21 @@ def test_a_folder_is_read_once(folder: Path, reads: list[Path]) -> None:
     assert not [p for p in fasta.parent.parent.iterdir() if p.name.startswith(".tmp")]
 
 
+@pytest.mark.parametrize("damage", ["structures.npz", "structures.fasta", "manifest.json", "shorter", "json"])
+def test_a_damaged_copy_is_made_again(folder: Path, reads: list[Path], damage: str) -> None:
+    fasta = cached_split(folder)
+    if damage == "shorter":
+        fasta.with_suffix(".npz").write_bytes(fasta.with_suffix(".npz").read_bytes()[:-1])
+    elif damage == "json":
+        (fasta.parent / "manifest.json").write_text("[1]")
+    else:
+        (fasta.parent / damage).unlink()
+    assert cached_split(folder) == fasta
+    assert ids(fasta) == ["1abc_A", "1abc_C", "2abc_A", "3abc_X"]
+    assert np.load(fasta.with_suffix(".npz"))["cb_dA"].shape == (48, 3)
+    assert len(reads) == 2
+
+
 def test_a_changed_folder_is_read_anew(folder: Path, reads: list[Path]) -> None:
     seen = {cached_split(folder)}
     os.utime(folder / "2abc.pdb", ns=(1, 1))

@@ -266,7 +266,7 @@ def test_safetensors_has_a_tensor_a_record_and_output(tmp_path: Path, outputs: l
 
 def test_a_header_that_safetensors_would_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "x.safetensors"
-    with pytest.raises(UsageError, match=r"header .* no room for the names .* give --format h5"):
+    with pytest.raises(UsageError, match=r"header .* no room for the names .* write them to x.h5"):
         suits("safetensors", [MEAN], "fp32", out, records=1_500_000, id_bytes=15_000_000)
     suits("safetensors", [MEAN], "fp32", out, records=1_000_000, id_bytes=20_000_000)
     monkeypatch.setattr(SafetensorsFormat, "header", 1400)

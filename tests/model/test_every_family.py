@@ -12,7 +12,7 @@ from esmshard.batch import TokenBatch, pack
 from esmshard.model import attention, weights
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.family import Family, is_computed
-from esmshard.model.families.family_registry import FAMILIES, build, n_parameters, recorded_config
+from esmshard.model.families.family_registry import FAMILIES, SIZES, build, n_parameters, recorded_config
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.train.optim import adamw
@@ -20,6 +20,20 @@ from esmshard.vocab import CLS, EOS, MASK, RESIDUES, STANDARD, VOCAB_SIZE, Track
 
 TEXTS = ["MKTAYIAKQRQISFVKSHFSRQ", "M", RESIDUES * 2, STANDARD]
 EVERY = [CLS, *(n for n in range(VOCAB_SIZE) if n not in (CLS, EOS)), EOS]
+
+
+PUBLISHED = {
+    "esmc_300m": 332_997_184,
+    "esmc_600m": 575_036_992,
+    "esmc_6b": 6_352_005_184,
+    "esm3_sm_open_v1": 1_401_735_748,
+    "saprot_35m_af2": 33_699_806,
+    "saprot_650m_af2": 651_571_646,  # ESM-2's number, with 413 rows and biases more
+    "saprot_650m_pdb": 651_571_646,
+    "amplify_120m": 118_276_507,  # as the bytes of the file on the hub, without its header
+    "amplify_350m": 354_008_667,
+}
+"""Parameters of released models, without those of the contact regression."""
 
 
 @pytest.fixture(params=FAMILIES)
@@ -44,6 +58,13 @@ def test_sizes_belong_to_the_family_and_are_small_enough_to_test(family: Family)
     for config in family.sizes.values():
         assert config.family == family.name
         assert recorded_config(config.recorded()) == config
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_are_those_of_the_released_models(name: str) -> None:
+    config = SIZES[name]
+    assert n_parameters(config) - (config.n_maps + 1) == PUBLISHED[name]
+    assert config.head_dim == (24 if name == "saprot_35m_af2" else 64)
 
 
 def test_matrices_and_what_learns_are_those_of_the_model(family: Family) -> None:

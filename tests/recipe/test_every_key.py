@@ -120,22 +120,16 @@ def task_of(recipe: Recipe) -> Task:
     return new.learn(open_split(recipe, "train", new.labels))
 
 
-def class_of_task(recipe: Recipe) -> type:
-    return type(new_task(recipe.task, {}))
+def head(recipe: Recipe) -> dict[str, Any]:
+    """The names and shapes of the parameters of a new head, and its dropouts."""
+    with torch.device("meta"):
+        made = task_of(recipe).head(SIZES["nano"])
+    shapes = {name: t.shape for name, t in made.state_dict().items()}
+    return shapes | {name: m.share for name, m in made.named_modules() if isinstance(m, RecordDropout)}
 
 
 def columns(recipe: Recipe) -> tuple[str, ...]:
     return new_task(recipe.task, {"classes": ["a", "b", "c"], "targets": ["y"]}).columns
-
-
-def shapes(recipe: Recipe) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: t.shape for name, t in task_of(recipe).head(SIZES["nano"]).state_dict().items()}
-
-
-def dropouts(recipe: Recipe) -> list[float]:
-    """Probabilities of dropout."""
-    return [m.share for m in task_of(recipe).head(SIZES["nano"]).modules() if isinstance(m, RecordDropout)]
 
 
 def hidden_residues(recipe: Recipe) -> int:
@@ -172,48 +166,25 @@ def base(recipe: Recipe) -> str:
     return f"{found.config} {found.source}"
 
 
-def adapted(recipe: Recipe) -> FineTuner:
+def adapted(recipe: Recipe) -> dict[str, Any]:
+    """What learns and how it is kept, and the scales of LoRA."""
     with torch.device("meta"):
         model = FineTuner(ESM2(SIZES["nano"]), new_task(recipe.task, {}).head(SIZES["nano"]))
     model.adapt(recipe.adapt, 0, (), recipe.model.quantize)
-    return model
+    learning = {name: p.requires_grad for name, p in model.named_parameters()}
+    scales = {name: m.scale for name, m in model.named_modules() if isinstance(m, LoraLinear)}
+    return scales | {name: (t.dtype, t.shape, learning.get(name)) for name, t in model.state_dict().items()}
 
 
-def learning(recipe: Recipe) -> dict[str, torch.Size]:
-    return {name: p.shape for name, p in adapted(recipe).named_parameters() if p.requires_grad}
-
-
-def stored(recipe: Recipe) -> dict[str, torch.dtype]:
-    return {name: tensor.dtype for name, tensor in adapted(recipe).state_dict().items()}
-
-
-def scales(recipe: Recipe) -> list[float]:
-    return [m.scale for m in adapted(recipe).modules() if isinstance(m, LoraLinear)]
-
-
-def records(name: str) -> Callable[[Recipe], list[tuple[str, int]]]:
-    """Ids and tokens of a split."""
-
-    def seen(recipe: Recipe) -> list[tuple[str, int]]:
-        split = open_split(recipe, name, None)
-        return [(split.id(n), int(split.tokens[n])) for n in range(len(split))]
-
-    return seen
-
-
-def labels(recipe: Recipe) -> list[Any]:
-    new = new_task(recipe.task, {})
-    train = open_split(recipe, "train", new.labels)
-    return [{name: v.tolist() for name, v in train.get(n).labels.items()} for n in range(len(train))]
-
-
-def sequences(recipe: Recipe) -> list[list[int]]:
-    """Tokens of the training records; or what is wrong with them."""
+def data(recipe: Recipe) -> list[Any]:
+    """Ids, tokens and labels of all records; or what is wrong with them."""
+    labels = new_task(recipe.task, {}).labels if recipe.data.labels else None
     try:
-        train = open_split(recipe, "train", None)
+        splits = [open_split(recipe, name, labels) for name in ("train", "valid", "test")]
     except InputError as error:
-        return [list(str(error).encode())]
-    return [train.get(n).tokens.tolist() for n in range(len(train))]
+        return [str(error)]
+    every = [(split.id(n), int(split.tokens[n]), split.get(n)) for split in splits for n in range(len(split))]
+    return [(*known, r.tokens.tolist(), {k: v.tolist() for k, v in (r.labels or {}).items()}) for *known, r in every]
 
 
 def weight_of_zero_shot(recipe: Recipe) -> list[float]:
@@ -240,10 +211,6 @@ def first_weights(recipe: Recipe) -> list[float]:
 
 def laid_out(recipe: Recipe) -> Layout:
     return prepare(recipe, 8, 4, CPU).layout
-
-
-def on_one(recipe: Recipe) -> Layout:
-    return prepare(recipe, 1, 1, CPU).layout
 
 
 class _EnoughSeenError(Exception):
@@ -345,68 +312,68 @@ class Key:
 
 
 KEYS = {
-    "task.name": Key(class_of_task, "mlm", ("task={name: residue}",)),
-    "contact.head": Key(shapes, "both"),
-    "contact.channels": Key(shapes, "8"),
-    "contact.blocks": Key(shapes, "2"),
+    "task.name": Key(columns, "mlm", ("task={name: residue}",)),
+    "contact.head": Key(head, "both"),
+    "contact.channels": Key(head, "8"),
+    "contact.blocks": Key(head, "2"),
     "mlm.mask": Key(hidden_residues, "0.3", ("task={name: mlm}",)),
     "residue.kind": Key(columns, "number", RESIDUE),
-    "residue.classes": Key(shapes, "[HE, C]", RESIDUE),
+    "residue.classes": Key(head, "[HE, C]", RESIDUE),
     "residue.balance": Key(loss, "1.0", RESIDUE),
-    "residue.hidden": Key(shapes, "8", RESIDUE),
-    "residue.dropout": Key(dropouts, "0.3", RESIDUE),
+    "residue.hidden": Key(head, "8", RESIDUE),
+    "residue.dropout": Key(head, "0.3", RESIDUE),
     "sequence.kind": Key(columns, "class", SEQUENCE),
     "sequence.loss": Key(loss, "huber", SEQUENCE),
     "sequence.balance": Key(loss, "1.0", (*SEQUENCE, *CLASSES)),
-    "sequence.hidden": Key(shapes, "8", SEQUENCE),
-    "sequence.dropout": Key(dropouts, "0.3", SEQUENCE),
+    "sequence.hidden": Key(head, "8", SEQUENCE),
+    "sequence.dropout": Key(head, "0.3", SEQUENCE),
     "pair.kind": Key(columns, "class", PAIR),
     "pair.loss": Key(loss, "huber", PAIR),
     "pair.balance": Key(loss, "1.0", (*PAIR, *CLASSES)),
-    "pair.hidden": Key(shapes, "8", PAIR),
-    "pair.dropout": Key(dropouts, "0.3", PAIR),
-    "variant.pool": Key(shapes, "sites", VARIANT),
-    "variant.zero_shot": Key(shapes, "false", SCORED),
+    "pair.hidden": Key(head, "8", PAIR),
+    "pair.dropout": Key(head, "0.3", PAIR),
+    "variant.pool": Key(head, "sites", VARIANT),
+    "variant.zero_shot": Key(head, "false", SCORED),
     "variant.loss": Key(loss, "huber", VARIANT),
-    "variant.hidden": Key(shapes, "8", VARIANT),
-    "variant.dropout": Key(dropouts, "0.3", VARIANT),
+    "variant.hidden": Key(head, "8", VARIANT),
+    "variant.dropout": Key(head, "0.3", VARIANT),
     "model.name": Key(base, "mini"),
-    "model.quantize": Key(stored, "nf4", LORA),
+    "model.quantize": Key(adapted, "nf4", LORA),
     "init": Key(base, "pretrained"),
-    "adapt.method": Key(learning, "head"),
-    "adapt.freeze": Key(learning, "[layers.0]"),
-    "adapt.rank": Key(learning, "2", LORA),
-    "adapt.alpha": Key(scales, "2", LORA),
-    "adapt.targets": Key(learning, "[q, v]", LORA),
-    "adapt.bias": Key(learning, "none", LORA),
-    "data.train": Key(records("train"), "other.fasta"),
-    "data.valid": Key(records("valid"), "other.fasta"),
-    "data.test": Key(records("test"), "other.fasta"),
-    "data.table": Key(records("train"), "fewer.csv", VARIANT),
-    "data.wild_type": Key(sequences, "tail.fasta", VARIANT),
-    "data.mutant": Key(records("train"), "other", VARIANT),
-    "data.offset": Key(sequences, "10", VARIANT),
-    "data.unusable": Key(sequences, "error", (*VARIANT, "data.table=stop.csv")),
-    "data.replicates": Key(records("train"), "keep", (*VARIANT, "data.table=twice.csv")),
+    "adapt.method": Key(adapted, "head"),
+    "adapt.freeze": Key(adapted, "[layers.0]"),
+    "adapt.rank": Key(adapted, "2", LORA),
+    "adapt.alpha": Key(adapted, "2", LORA),
+    "adapt.targets": Key(adapted, "[q, v]", LORA),
+    "adapt.bias": Key(adapted, "none", LORA),
+    "data.train": Key(data, "other.fasta"),
+    "data.valid": Key(data, "other.fasta"),
+    "data.test": Key(data, "other.fasta"),
+    "data.table": Key(data, "fewer.csv", VARIANT),
+    "data.wild_type": Key(data, "tail.fasta", VARIANT),
+    "data.mutant": Key(data, "other", VARIANT),
+    "data.offset": Key(data, "10", VARIANT),
+    "data.unusable": Key(data, "error", (*VARIANT, "data.table=stop.csv")),
+    "data.replicates": Key(data, "keep", (*VARIANT, "data.table=twice.csv")),
     "data.transform": Key(targets, "log", VARIANT),
     "data.lower_is_better": Key(weight_of_zero_shot, "[score]", SCORED),
-    "data.split": Key(records("test"), "contiguous", VARIANT),
-    "data.train_max": Key(records("test"), "2", (*WHOLE, "data.split=mutations")),
-    "data.train_share": Key(records("train"), "0.5", VARIANT),
-    "data.labels": Key(labels, "others.csv", RESIDUE),
-    "data.target": Key(labels, "[z]", SEQUENCE),
-    "data.sequence_column": Key(sequences, "reversed", ("task={name: mlm}", "data.train=columns.csv")),
-    "data.id_column": Key(labels, "other_id", SEQUENCE),
+    "data.split": Key(data, "contiguous", VARIANT),
+    "data.train_max": Key(data, "2", (*WHOLE, "data.split=mutations")),
+    "data.train_share": Key(data, "0.5", VARIANT),
+    "data.labels": Key(data, "others.csv", RESIDUE),
+    "data.target": Key(data, "[z]", SEQUENCE),
+    "data.sequence_column": Key(data, "reversed", ("task={name: mlm}", "data.train=columns.csv")),
+    "data.id_column": Key(data, "other_id", SEQUENCE),
     "data.mask": Key(targets, "mask.fasta", RESIDUE),
-    "data.complexes": Key(records("train"), "all", ("data.train=dimers", "data.valid=dimers")),
-    "data.join.linker": Key(sequences, "5", ("data={train: complexes.fasta, valid: valid.fasta, test: valid.fasta}",)),
+    "data.complexes": Key(data, "all", ("data.train=dimers", "data.valid=dimers")),
+    "data.join.linker": Key(data, "5", ("data={train: complexes.fasta, valid: valid.fasta, test: valid.fasta}",)),
     "data.join.gap": Key(base, "512"),
     "data.tracks": Key(known_residues, "{3di: letters.fasta}", ("model.name=saprot_nano",)),
-    "data.folds": Key(records("test"), "3", ("data.fold=0",)),
-    "data.fold": Key(records("test"), "1", ("data.folds=3", "data.fold=0")),
-    "data.clusters": Key(records("test"), "clusters.tsv", ("data.folds=3", "data.fold=0")),
-    "data.long": Key(records("train"), "window"),
-    "data.max_length": Key(records("train"), "50"),
+    "data.folds": Key(data, "3", ("data.fold=0",)),
+    "data.fold": Key(data, "1", ("data.folds=3", "data.fold=0")),
+    "data.clusters": Key(data, "clusters.tsv", ("data.folds=3", "data.fold=0")),
+    "data.long": Key(data, "window"),
+    "data.max_length": Key(data, "50"),
     "batch.global_tokens": Key(run, "150"),
     "batch.sequences": Key(run, "2", ("batch.global_tokens=16384",)),
     "batch.tokens_per_rank": Key(run, "70"),
@@ -426,12 +393,12 @@ KEYS = {
     "parallel.group_size": Key(laid_out, "2", ("parallel.strategy=hybrid_shard",)),
     "parallel.tensor": Key(laid_out, "2"),
     "parallel.context": Key(laid_out, "2"),
-    "parallel.precision": Key(on_one, "bf16"),
+    "parallel.precision": Key(laid_out, "bf16"),
     "parallel.reduce_dtype": Key(laid_out, "bf16"),
-    "parallel.activation_checkpointing": Key(on_one, "full"),
-    "parallel.cpu_offload": Key(on_one, "true"),
+    "parallel.activation_checkpointing": Key(laid_out, "full"),
+    "parallel.cpu_offload": Key(laid_out, "true"),
     "parallel.accumulate": Key(laid_out, "unsharded"),
-    "parallel.compile": Key(on_one, "true"),
+    "parallel.compile": Key(laid_out, "true"),
     "parallel.start_timeout": Key(timeouts, "77"),
     "parallel.step_timeout": Key(timeouts, "77"),
     "checkpoint.every": Key(run, "3"),

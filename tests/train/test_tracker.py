@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import signal
+import struct
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import wandb
 from command import esmshard
 from conftest import RECIPE, write_subset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb_files import offline
+from wandb.proto.wandb_internal_pb2 import Record
 
 from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
@@ -185,3 +187,73 @@ def test_a_tracker_that_fails_does_not_touch_the_run(
     assert not any((tmp_path / "untracked" / name).exists() for name in tracking.TRACKED)
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("track:")]
     assert [line.split()[1] for line in told] == ["wandb", "tensorboard"]
+
+
+# What a run at W&B holds, read from its files by the format of their log: LevelDB's, with a header of its own.
+
+BLOCK = 32768
+
+
+@dataclass
+class Offline:
+    """Of one file `run-ID.wandb`."""
+
+    id: str = ""
+    project: str = ""
+    name: str = ""
+    group: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Of what W&B adds, whose names begin with `_`, only the step."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+
+
+def offline(out: Path) -> list[Offline]:
+    """Every file of a run directory, in the order of their making."""
+    return [read(path) for path in sorted(out.glob("wandb/offline-run-*/run-*.wandb"))]
+
+
+def read(path: Path) -> Offline:
+    found = Offline()
+    for data in records_of(path.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found.id, found.project = record.run.run_id, record.run.project
+            found.name, found.group = record.run.display_name, record.run.run_group
+            update(found.config, record.run.config.update)
+        elif kind == "config":
+            update(found.config, record.config.update)
+        elif kind == "history":
+            row: dict[str, Any] = {}
+            update(row, record.history.item)
+            found.rows.append({k: v for k, v in row.items() if k == "_step" or not k.startswith("_")})
+        elif kind == "summary":
+            update(found.summary, record.summary.update)
+        elif kind == "exit":
+            found.exit_code = record.exit.exit_code
+    return found
+
+
+def update(content: dict[str, Any], items: Any) -> None:
+    for item in items:
+        key = item.key or "/".join(item.nested_key)
+        content[key] = json.loads(item.value_json)
+
+
+def records_of(data: bytes) -> list[bytes]:
+    assert data[:4] == b":W&B"
+    place, found, parts = 7, [], b""
+    while place + 7 <= len(data):
+        if BLOCK - place % BLOCK < 7:  # too short for a header: filled with zeros
+            place += BLOCK - place % BLOCK
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(parts)
+            parts = b""
+    return found

@@ -164,27 +164,19 @@ class StepPlan:
 
 
 def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, most: int) -> tuple[int, int, Integers]:
-    """Choose the number of windows, the steps of a full window, and a step into which the k-th longest record of a
-    window surely fits, int64.
-
-    Among the possible numbers of windows, one that needs few steps beyond `wanted` is chosen.
-
-    Args:
-        longest_first: tokens of each record, longest first.
-        wanted: steps of an epoch.
-        most: most tokens of a step; a longer record fills one step.
+    """Choose the number of windows, the steps of a full window, and a step of at most `most` tokens into which the k-th
+    longest record of a window surely fits, int64. A longer record fills one step. Among the possible numbers of
+    windows, one that needs few steps beyond the `wanted` ones of an epoch is chosen.
     """
     usual = max(1, wanted // WINDOW)
-    best: tuple[int, int, Integers] | None = None
+    possible: list[tuple[int, int, Integers]] = []
     for n_windows in range(usual, max(usual // 2, usual - 16), -1):
         pattern = _first_fit(longest_first[::n_windows].astype(np.int64), most)
         steps = max(-(-wanted // n_windows), int(pattern.max()) + 1)
-        if best is None or n_windows * steps < best[0] * best[1]:
-            best = n_windows, steps, pattern
+        possible.append((n_windows, steps, pattern))
         if n_windows * steps <= wanted:
             break
-    assert best is not None, "there is at least one window"
-    return best
+    return min(possible, key=lambda one: one[0] * one[1])
 
 
 def _first_fit(longest_first: Integers, most: int) -> Integers:

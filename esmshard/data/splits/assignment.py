@@ -1,8 +1,10 @@
 """Assignment of records to sets. It takes plain data and returns numbers; no file is read here.
 
-Every function returns int64 [N]: the number of a set in `SETS`, or with `folds` the number of a fold, and `LEFT_OUT`
-for a record that may go to no set. In round f of K, the records of fold f are the test set, the records of fold (f + 1)
-mod K the validation set, and the others the training set (`sets_of_fold`).
+Every function returns int64 [N]: the number of a set in `SETS`, or of one of K folds, and `LEFT_OUT` for a record that
+may go to no set. In round f of K, the records of fold f are the test set, the records of fold (f + 1) mod K the
+validation set, and the others the training set (`sets_of_fold`).
+
+`shares` are the sizes of the sets, or K equal numbers for folds; they need not add up to one.
 
 Random choices follow from the seed and from the names of records, clusters and positions, never from the order of a
 file. All records of a group go to one set. The largest group is assigned first. Each group goes to a set that is drawn
@@ -19,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError
 from esmshard.io.tables import counted
 
 SETS = ("train", "valid", "test")
@@ -30,12 +32,7 @@ RATIOS = (0.8, 0.1, 0.1)
 Numbers = npt.NDArray[np.int64]
 
 
-def by_cluster(
-    clusters: Sequence[str],
-    ratios: Sequence[float] = RATIOS,
-    seed: int = 0,
-    folds: int | None = None,
-) -> Numbers:
+def by_cluster(clusters: Sequence[str], shares: Sequence[float] = RATIOS, seed: int = 0) -> Numbers:
     """Assign whole clusters to sets at random, so that no family is in two sets.
 
     If all names differ, every set misses its share by less than one record, unless it would be empty.
@@ -43,19 +40,15 @@ def by_cluster(
     Args:
         clusters: name of the cluster of each of N records; see `components` for several clusterings. A digest of the
             sequence, or the name of the variant, keeps only duplicates in one set.
-        ratios: shares of training, validation and test set; they need not add up to one.
+        shares: see above.
         seed: seed of the draw.
-        folds: make K folds of nearly equal size instead of three sets.
 
     Raises:
         InputError: there are fewer clusters than sets.
-        UsageError: the ratios or the number of folds cannot be used.
     """
     names, group_N = _groups(clusters)
-    size_G = np.bincount(group_N, minlength=len(names)).tolist()
-    share_K = shares(ratios, folds)
-    _check_enough(len(names), len(share_K), "cluster")
-    number_N: Numbers = _assign(names, size_G, share_K, seed)[group_N]
+    _check_enough(len(names), len(shares), "cluster")
+    number_N: Numbers = _assign(names, np.bincount(group_N, minlength=len(names)).tolist(), shares, seed)[group_N]
     return number_N
 
 
@@ -91,27 +84,22 @@ def of_variants(
     by: str,
     names: Sequence[str],
     positions: Sequence[frozenset[int]],
-    ratios: Sequence[float] = RATIOS,
+    shares: Sequence[float] = RATIOS,
     seed: int = 0,
-    folds: int | None = None,
     train_max: int = 1,
 ) -> Numbers:
     """Split N variants of one protein, with these names and changed positions from 0: `by` `ratio` (`by_cluster`),
     `mutations` (`by_mutation_count`), or `position`, `modulo` or `contiguous` (`by_position`).
     """
     if by == "ratio":
-        return by_cluster(names, ratios, seed, folds)
+        return by_cluster(names, shares, seed)
     if by == "mutations":
-        return by_mutation_count([len(changed) for changed in positions], names, train_max, ratios, seed)
-    return by_position(positions, ratios, seed, folds, by)
+        return by_mutation_count([len(changed) for changed in positions], names, train_max, shares, seed)
+    return by_position(positions, shares, seed, by)
 
 
 def by_position(
-    positions: Sequence[frozenset[int]],
-    ratios: Sequence[float] = RATIOS,
-    seed: int = 0,
-    folds: int | None = None,
-    by: str = "position",
+    positions: Sequence[frozenset[int]], shares: Sequence[float] = RATIOS, seed: int = 0, by: str = "position"
 ) -> Numbers:
     """Split variants of one protein by the positions that they change.
 
@@ -121,9 +109,8 @@ def by_position(
 
     Args:
         positions: 0-based positions that each of N variants changes.
-        ratios: shares of the variants in training, validation and test set; they need not add up to one.
+        shares: see above; of numbers of variants.
         seed: seed of the draw.
-        folds: make K folds instead of three sets.
         by: `position`: sets of random positions, of nearly equal numbers of variants for folds. `modulo` and
             `contiguous` are the folds of ProteinGym (`create_folds_by_position_modulo` and
             `create_folds_by_contiguous_position_discontiguous` in ProteinNPT, Notin et al. 2023), which drops variants
@@ -133,33 +120,31 @@ def by_position(
 
     Raises:
         InputError: a set would be empty.
-        UsageError: the ratios or the number of folds cannot be used.
     """
-    share_K = shares(ratios, folds)
     count = Counter(place for changed in positions for place in changed)
     places = sorted(count)
-    _check_enough(len(places), len(share_K), "changed position")
+    sets = len(shares)
+    _check_enough(len(places), sets, "changed position")
     if by == "modulo":
-        number_P = np.arange(len(places)) % len(share_K)
+        number_P = np.arange(len(places)) % sets
     elif by == "contiguous":
-        number_P = np.repeat(np.arange(len(share_K)), [len(part) for part in np.array_split(places, len(share_K))])
+        number_P = np.repeat(np.arange(sets), [len(part) for part in np.array_split(places, sets)])
     else:
-        number_P = _assign([str(place) for place in places], [count[place] for place in places], share_K, seed)
+        number_P = _assign([str(place) for place in places], [count[place] for place in places], shares, seed)
     number_of = dict(zip(places, number_P.tolist(), strict=True))
     sets_of = [{number_of[place] for place in changed} or {0} for changed in positions]
     number_N = np.array([numbers.pop() if len(numbers) == 1 else LEFT_OUT for numbers in sets_of], dtype=np.int64)
-    for k, name in enumerate(SETS if folds is None else [f"fold {k}" for k in range(folds)]):
-        if not (number_N == k).any():
-            left = int((number_N == LEFT_OUT).sum())
-            raise InputError(
-                f"{name} would be empty, since {left:,} of {counted(len(positions), 'variant')} change positions of "
-                "several sets; divide them by the number of mutations, or at random"
-            )
+    if empty := set(range(sets)) - set(number_N.tolist()):
+        left = f"{(number_N == LEFT_OUT).sum():,} of {counted(len(positions), 'variant')}"
+        raise InputError(
+            f"{len(empty)} of {sets} sets would be empty, since {left} change positions of several sets; divide them "
+            "by the number of mutations, or at random"
+        )
     return number_N
 
 
 def by_mutation_count(
-    counts: Sequence[int], names: Sequence[str], train_max: int = 1, ratios: Sequence[float] = RATIOS, seed: int = 0
+    counts: Sequence[int], names: Sequence[str], train_max: int = 1, shares: Sequence[float] = RATIOS, seed: int = 0
 ) -> Numbers:
     """Train on few changes and test on many: FLIP's one_vs_rest, two_vs_rest, three_vs_rest (Dallago et al. 2021).
 
@@ -167,11 +152,11 @@ def by_mutation_count(
         counts: number of changes of each of N variants; the wild type (0) is always in the training set.
         names: names of the variants; variants of one name stay together.
         train_max: most changes of a variant outside the test set.
-        ratios: the first two divide these variants at random into training and validation set.
+        shares: the first two divide these variants at random into training and validation set.
         seed: seed of the draw.
     """
     count_N = np.asarray(counts)
-    number_N = _below(count_N <= train_max, count_N > 0, names, ratios, seed)
+    number_N = _below(count_N <= train_max, count_N > 0, names, shares, seed)
     if not (number_N == TEST).any():
         raise InputError(
             f"no variant has more than {counted(train_max, 'change')}, so that the test set would be empty; lower "
@@ -181,7 +166,7 @@ def by_mutation_count(
 
 
 def low_to_high(
-    values: npt.ArrayLike, names: Sequence[str], limit: float, ratios: Sequence[float] = RATIOS, seed: int = 0
+    values: npt.ArrayLike, names: Sequence[str], limit: float, shares: Sequence[float] = RATIOS, seed: int = 0
 ) -> Numbers:
     """Train on low values and test on high values: FLIP's low_vs_high (Dallago et al. 2021).
 
@@ -189,7 +174,7 @@ def low_to_high(
         values: values of N variants; a variant with NaN is left out.
         names: names of the variants; variants of one name stay together, on the side of their mean.
         limit: highest value of the training and validation set. FLIP takes the value of the wild type.
-        ratios: the first two divide the low values at random into training and validation set.
+        shares: the first two divide the low values at random into training and validation set.
         seed: seed of the draw.
     """
     given_N = np.asarray(values, dtype=np.float64)
@@ -197,7 +182,7 @@ def low_to_high(
     sum_G = np.bincount(group_N, np.nan_to_num(given_N), minlength=len(keys))
     count_G = np.bincount(group_N, ~np.isnan(given_N), minlength=len(keys))
     value_N = np.divide(sum_G, count_G, out=np.full(len(keys), np.nan), where=count_G > 0)[group_N]
-    number_N = _below(value_N <= limit, np.ones(len(value_N), dtype=np.bool_), names, ratios, seed)
+    number_N = _below(value_N <= limit, np.ones(len(value_N), dtype=np.bool_), names, shares, seed)
     number_N[np.isnan(given_N)] = LEFT_OUT
     if not (number_N == TEST).any():
         raise InputError(f"no value is above {limit:g}, so that the test set would be empty; lower train_max")
@@ -224,17 +209,6 @@ def check_given(number_N: Numbers, source: Path) -> None:
             raise InputError(f"{source}: gives no record to the {name} set; give it some, or split in another way")
 
 
-def shares(ratios: Sequence[float], folds: int | None) -> list[float]:
-    """Return the share of each set or fold; the shares add up to one."""
-    if folds is not None:
-        if folds < len(SETS):
-            raise UsageError(f"folds is {folds}; at least 3 are needed, for train, valid and test")
-        return [1 / folds] * folds
-    if len(ratios) != len(SETS) or not all(0 < ratio < float("inf") for ratio in ratios):
-        raise UsageError(f"ratios are {list(ratios)}; three numbers above zero are expected, for train, valid and test")
-    return [ratio / sum(ratios) for ratio in ratios]
-
-
 def _check_enough(groups: int, sets: int, what: str) -> None:
     if groups < sets:
         raise InputError(
@@ -243,16 +217,16 @@ def _check_enough(groups: int, sets: int, what: str) -> None:
         )
 
 
-def _assign(names: list[str], sizes: Sequence[float], share_K: list[float], seed: int) -> Numbers:
+def _assign(names: list[str], sizes: Sequence[float], shares: Sequence[float], seed: int) -> Numbers:
     """Return the number of the set of each of G groups, int64 [G]. The top of the file describes the method."""
     draws = [hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest() for name in names]
     order = sorted(range(len(names)), key=lambda g: (-sizes[g], draws[g]))
-    room = [share * sum(sizes) for share in share_K]
-    empty = set(range(len(share_K)))
+    room = [share / sum(shares) * sum(sizes) for share in shares]
+    empty = set(range(len(shares)))
     slack = 1e-9 * sum(sizes)  # 0.1 * 30 is a little more than 3.
     number_G = np.empty(len(names), dtype=np.int64)
     for done, g in enumerate(order):
-        candidates = sorted(empty) if len(order) - done <= len(empty) else range(len(share_K))
+        candidates = sorted(empty) if len(order) - done <= len(empty) else range(len(shares))
         fitting = [k for k in candidates if sizes[g] <= room[k] + slack]
         if fitting:
             at = int.from_bytes(draws[g][8:], "big") / 2**64 * sum(room[k] for k in fitting)
@@ -274,7 +248,7 @@ def _below(
     low_N: npt.NDArray[np.bool_],
     movable_N: npt.NDArray[np.bool_],
     names: Sequence[str],
-    ratios: Sequence[float],
+    shares: Sequence[float],
     seed: int,
 ) -> Numbers:
     """Divide the low variants into training and validation set, and put the rest into the test set. Only movable
@@ -286,9 +260,9 @@ def _below(
         raise InputError(
             f"{counted(len(keys), 'variant')} up to --train-max cannot make a training and a validation set; raise it"
         )
-    two = shares(ratios, None)[:TEST]
+    two = [share / sum(shares) for share in shares[:TEST]]
     number_N = np.where(low_N, TRAIN, TEST).astype(np.int64)
-    number_N[pool] = _assign(keys, np.bincount(group_P).tolist(), [share / sum(two) for share in two], seed)[group_P]
+    number_N[pool] = _assign(keys, np.bincount(group_P).tolist(), two, seed)[group_P]
     return number_N
 
 

@@ -296,12 +296,8 @@ CLASSES = ("C3", "C2", "C1")
 
 
 def two_chains(residues: npt.NDArray[Any], record_id: str, path: Path | None = None) -> list[tuple[int, int]]:
-    """Return begin and end of the two chains of a record.
-
-    Args:
-        residues: tokens without `<cls>` and `<eos>`.
-        record_id: of the record, for the message.
-        path: the file of the record.
+    """Return begin and end of the two chains of a record, of tokens without `<cls>` and `<eos>`. The message names the
+    record, and its file `path`.
 
     Raises:
         InputError: the record has one chain, or more than two.
@@ -321,12 +317,8 @@ def key(residues: npt.NDArray[np.uint8]) -> np.uint64:
 
 
 def pair_notices(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> list[str]:
-    """Return sentences on what sets of pairs share with the training pairs: pairs, sequences, and close relatives.
-
-    Args:
-        train: the training pairs.
-        others: the sets to compare with them, by name.
-        most: see `leakage.check`.
+    """Return sentences on what sets of pairs share with the training pairs: pairs, sequences, and close relatives. See
+    `check` for the arguments.
     """
     train_N2, single = _distinct(train)
     seen, pairs = {one for two in train_N2 for one in two}, {frozenset(two) for two in train_N2}

@@ -186,12 +186,11 @@ def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
     names, absent, used = [], [], set()
     cluster = dict(zip(members, assignment.components(representatives, members), strict=True)) if members else {}
     for record_id in ids:
-        name = record_id
-        if name not in cluster and record_id.startswith(("sp|", "tr|")):
-            name = record_id.split("|")[1]
+        accession = record_id.split("|")[1] if record_id.startswith(("sp|", "tr|")) else record_id
+        name = record_id if record_id in cluster else accession
+        used.add(name)
         if name in cluster:
             names.append(cluster[name])
-            used.add(name)
         else:
             absent.append(record_id)
     if absent:
@@ -231,7 +230,7 @@ def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[
         groups = read_clusters(remote.data_file(clusters), [store.id(n) for n in range(len(store))]).names
     else:
         groups = sequence_names(store)
-    return assignment.by_cluster(groups, folds=folds)
+    return assignment.by_cluster(groups, [1] * folds)
 
 
 _LOOKED_AT = 100

@@ -37,7 +37,7 @@ from esmshard.io.paths import check_replaced, whole_directory
 from esmshard.io.sequences import is_sequence_table
 from esmshard.io.store import cached
 from esmshard.io.symbols import Edits, Rules
-from esmshard.io.tables import counted, write_rows
+from esmshard.io.tables import NUMBER, counted, write_rows
 from esmshard.progress import Progress
 from esmshard.vocab import STANDARD, decode
 
@@ -85,6 +85,11 @@ class Method:
     target: str | None = None
     """Column of the values that `low-to-high` divides."""
 
+    @property
+    def shares(self) -> Sequence[float]:
+        """The sizes of the sets or folds, which need not add up to one."""
+        return self.ratios if self.folds is None else [1] * self.folds
+
 
 def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Method:
     """Return the method that options of `Method` mean. An option that is None or empty has its default.
@@ -107,17 +112,17 @@ def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Metho
         raise UsageError("--ratios: folds are of equal size; leave out --ratios or --folds")
     if by in ("contiguous", "modulo") and "folds" not in given:
         raise UsageError(f"--by {by} makes folds; pass --folds 5 to have those of ProteinGym")
-    method = Method(by, **given)
-    assignment.shares(method.ratios, method.folds)  # raises for ratios and folds that cannot be used
-    return method
+    if given.get("folds", 3) < 3:
+        raise UsageError(f"--folds {given['folds']}: at least 3 are needed, for train, valid and test")
+    return Method(by, **given)
 
 
 def parse_ratios(text: str) -> list[float]:
-    """Parse numbers as in `8,1,1`."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--ratios {text}: three numbers above zero are expected, as 0.8,0.1,0.1") from None
+    """Parse three numbers as in `8,1,1`."""
+    ratios = [float(part) if NUMBER.fullmatch(part.strip()) else 0.0 for part in text.split(",")]
+    if len(ratios) != len(SETS) or not 0 < min(ratios) <= max(ratios) < float("inf"):
+        raise UsageError(f"--ratios {text}: three numbers above zero are expected, for train, valid and test")
+    return ratios
 
 
 def align_clusters(records: ComparedRecords) -> Clusters:
@@ -173,12 +178,8 @@ def align_clusters(records: ComparedRecords) -> Clusters:
 
 
 def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) -> Clusters:
-    """Cluster sequences with MMseqs2 at 30% identity (`OPTIONS`).
-
-    Args:
-        sequences: sequences of the N records.
-        ids: ids of the same records.
-        directory: directory for temporary files, about ten times the size of the sequences.
+    """Cluster the sequences of N records with MMseqs2 at 30% identity (`OPTIONS`). `directory` gets temporary files,
+    about ten times the size of the sequences.
 
     Raises:
         InputError: MMseqs2 fails; the message has the last line that MMseqs2 wrote.
@@ -186,14 +187,12 @@ def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) ->
     program = shutil.which("mmseqs") or "mmseqs"
     with tempfile.TemporaryDirectory(prefix=".tmp-mmseqs-", dir=directory) as name:
         work = Path(name)
-        numbers = []
         with open(work / "in.fasta", "w", encoding="ascii") as file:
             for number, sequence in enumerate(sequences):
                 file.write(f">{number}\n{sequence}\n")  # Numbers are used as ids, since MMseqs2 shortens some ids.
-                numbers.append(str(number))
         version = _run(program, "version").strip()
         _run(program, "easy-cluster", *(str(work / part) for part in ("in.fasta", "out", "tmp")), *OPTIONS, "-v", "1")
-        found = read_clusters(work / "out_cluster.tsv", numbers)
+        found = read_clusters(work / "out_cluster.tsv", [str(number) for number in range(len(ids))])
     names = [ids[int(number)] for number in found.names]
     return Clusters(names, f"MMseqs2 {version}, easy-cluster {' '.join(OPTIONS)}", [])
 
@@ -251,7 +250,7 @@ class FastaRecords:
             return number_N
         count, same = len(self._store), sequence_names(self._store)
         if method.by == "ratio":
-            return assignment.by_cluster(same, method.ratios, method.seed, method.folds)
+            return assignment.by_cluster(same, method.shares, method.seed)
         if method.clusters:
             found = [read_clusters(path, self.ids) for path in method.clusters]
         elif shutil.which("mmseqs") is None:
@@ -263,7 +262,7 @@ class FastaRecords:
         self.notices += [notice for clusters in found for notice in clusters.notices]
         self.facts["clusters"] = ", ".join(clusters.source for clusters in found)
         self._clusters = assignment.components(*(clusters.names for clusters in found), same)
-        return assignment.by_cluster(self._clusters, method.ratios, method.seed, method.folds)
+        return assignment.by_cluster(self._clusters, method.shares, method.seed)
 
     def columns(self) -> dict[str, Sequence[object]]:
         """Return the columns of `splits.tsv` beside the set, N cells each."""
@@ -353,7 +352,7 @@ class VariantRows:
             most = method.train_max or "1"
             if not most.isdecimal() or int(most) < 1:
                 raise UsageError(f"--train-max {most}: a number of mutations is expected, as 2")
-            options = (method.ratios, method.seed, method.folds, int(most))
+            options = (method.shares, method.seed, int(most))
             number_N = assignment.of_variants(method.by, self._names, self._positions, *options)
         self.notices += left_out(self.source, self._names, number_N, method.by == "given")
         return number_N
@@ -411,13 +410,7 @@ def divide(
     data: Data, method: Method, out: Path, say: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
     """Divide a data set and write the files of its sets. `out` appears only when all files are complete, in place of
-    what was there: see `may_write`.
-
-    Args:
-        data: the records.
-        method: how to divide the records.
-        out: directory to make.
-        say: takes a message before a step that takes long.
+    what was there: see `may_write`. `say` takes a message before a step that takes long.
 
     Returns:
         The sizes of each set or fold, with the name `none` of what was left out; and notices.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits import assignment
-from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
+from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers
 from esmshard.data.tracks import TrackFile, protein_tracks, with_paths
 from esmshard.data.variants import Mutation, Variants, is_library, name_of, read_variants
 from esmshard.errors import InputError, UsageError
@@ -192,9 +192,9 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
     if given:
         number_N = given_sets(variants)
     else:
-        by, folds = "ratio" if data.split == "random" else data.split or "position", data.folds or FOLDS
-        positions, train_max = variants.positions(), data.train_max or 1
-        number_N = assignment.of_variants(by, names, positions, folds=folds, train_max=train_max)
+        by = "ratio" if data.split == "random" else data.split or "position"
+        shares = RATIOS if by == "mutations" else [1] * (data.folds or FOLDS)
+        number_N = assignment.of_variants(by, names, variants.positions(), shares, train_max=data.train_max or 1)
     notices = _floor_notices(variants, data)
     if is_library(variants.mutations) and (data.split, data.transform) != ("random", "rank"):
         keys = ["data.split=random"] * (data.split != "random") + ["task.pool=sites"]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from esmshard.data.labels.coordinates import UNRESOLVED
 from esmshard.data.structures.chains import ENDINGS, Chain, chain_prefix, is_structure_name, read_chains
 from esmshard.errors import InputError, UsageError
-from esmshard.io.paths import cached_directory, read_json, replacing, state, whole_directory
+from esmshard.io.paths import cached_directory, read_json, replacing, state
 from esmshard.io.store import is_store
 from esmshard.io.symbols import Edits, shown
 from esmshard.io.tables import read_text
@@ -169,12 +169,11 @@ def cached_split(source: Path, complexes: str | None = None) -> Path:
     """
     how = complexes if complexes in (None, EVERY) else read_text(Path(complexes), "a list of records")
     key = json.dumps([VERSION, str(source.resolve()), states(source), how])
-    with cached_directory("structures", key) as out:
-        if not (out / "notices.json").exists():
-            with whole_directory(out) as work:
-                said = to_split(source, work / _FASTA, work / "structures.npz", complexes=complexes)
-                (work / "notices.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    return out / _FASTA
+
+    def make(work: Path) -> list[str]:
+        return to_split(source, work / _FASTA, work / "structures.npz", complexes=complexes)
+
+    return cached_directory("structures", key, make) / _FASTA
 
 
 def states(source: Path) -> list[Any]:
@@ -191,8 +190,8 @@ def states(source: Path) -> list[Any]:
 
 def notices(fasta: Path) -> list[str]:
     """Return what was changed and left out when `cached_split` made this file, one sentence each."""
-    found: list[str] = read_json(fasta.parent / "notices.json")
-    return found
+    sentences: list[str] = read_json(fasta.parent / "manifest.json")["notices"]
+    return sentences
 
 
 def to_split(
