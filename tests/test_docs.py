@@ -267,16 +267,24 @@ def test_generated_pages_follow_the_source():
 
 # What messages advise can be done: every recipe key and option that a string of the source names is there.
 
-OF_SLURM = """bind container-env container-image container-mounts container-workdir cpu-bind cpus-per-task gres
-    gpus-per-task input kill-on-bad-exit mail-type mem mpi no-container-mount-home no-kill ntasks ntasks-per-node
-    requeue signal wait"""
-OF_CONTAINERS = "cpus device ipc memory nv pwd shm-size ulimit"
-OF_PIP = """dest extra-index-url force-reinstall hash ignore-installed implementation index-url no-build-isolation
-    no-deps only-binary python-version quiet requirement upgrade wheel-dir yes"""
-OF_TORCHRUN = "local-addr max-restarts nnodes nproc-per-node rdzv-backend rdzv-conf rdzv-endpoint rdzv-id"
-# Of ray, env, mmseqs, nvidia-smi and ps.
-OF_PROGRAMS = "head chdir cov-mode min-seq-id query-compute-apps query-gpu sort status"
-FOREIGN = {f"--{name}" for text in (OF_SLURM, OF_CONTAINERS, OF_PIP, OF_TORCHRUN, OF_PROGRAMS) for name in text.split()}
+FOREIGN = {
+    # of Slurm
+    *("--bind", "--container-env", "--container-image", "--container-mounts", "--container-workdir", "--cpu-bind"),
+    *("--cpus-per-task", "--gres", "--gpus-per-task", "--input", "--kill-on-bad-exit", "--mail-type", "--mem"),
+    *("--mpi", "--no-container-mount-home", "--no-kill", "--ntasks", "--ntasks-per-node", "--requeue", "--signal"),
+    "--wait",
+    # of containers
+    *("--cpus", "--device", "--ipc", "--memory", "--nv", "--pwd", "--shm-size", "--ulimit"),
+    # of pip
+    *("--dest", "--extra-index-url", "--force-reinstall", "--hash", "--ignore-installed", "--implementation"),
+    *("--index-url", "--no-build-isolation", "--no-deps", "--only-binary", "--python-version", "--quiet"),
+    *("--requirement", "--upgrade", "--wheel-dir", "--yes"),
+    # of torchrun
+    *("--local-addr", "--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-conf"),
+    *("--rdzv-endpoint", "--rdzv-id"),
+    # of ray, env, mmseqs, nvidia-smi and ps
+    *("--head", "--chdir", "--cov-mode", "--min-seq-id", "--query-compute-apps", "--query-gpu", "--sort", "--status"),
+}
 """Options of other programs that the source calls or names."""
 
 SITE_AND_RECIPE = _keys() | _below(Site, "")

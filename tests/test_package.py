@@ -44,8 +44,8 @@ def test_the_wheel_holds_recipes_samples_and_types(wheel: Path) -> None:
 def test_the_wheel_works_in_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
-    pip = [*f"{sys.executable} -m pip install --quiet --no-deps --no-index --target".split(), str(site), str(wheel)]
-    subprocess.run(pip, check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(wheel)], check=True, capture_output=True)
     env = {**os.environ, "PYTHONPATH": str(site), "ESMSHARD_CACHE": str(tmp_path / "cache")}
 
     def run(*arguments: str) -> str:

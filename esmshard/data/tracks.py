@@ -224,7 +224,7 @@ def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: Tok
     return same[0]
 
 
-VERSION = 2
+VERSION = 3
 """The version of the rules by which a source becomes a track. After a change, all sources are read again."""
 
 

@@ -296,12 +296,14 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
     Raises:
         UsageError: there is something at the address, and `overwrite` is not set.
     """
-    place = RemoteDirectory(url)
+    place, parent = RemoteDirectory(url), RemoteDirectory(url.rpartition("/")[0])
     is_file, before = place.look("") is not None, place.listing()
     if (is_file or before) and not overwrite:
         raise UsageError(f"{url}: exists already; choose another name or pass --overwrite")
     with scratch() as folder:
         out = folder / url.rpartition("/")[2]
+        lists = (failures_file(out).name, chains_file(out).name)
+        old = {name for name in lists if parent.look(name) is not None}  # of an earlier file
         for name in before:  # The function sees the names of the objects, and refuses to replace those of others.
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).touch()
@@ -310,11 +312,9 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
         kept = [name for name in before if (out / name).is_file() and (out / name).stat().st_mtime_ns == 1]
         for name in kept:
             (out / name).unlink()
-        parent = RemoteDirectory(url.rpartition("/")[0])
         made = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         names = sorted(made, key=lambda name: (_LAST.get(name.rpartition("/")[2], 0), name == out.name, name))
-        old = {f"{out.name}/{name}" for name in before if name not in kept}
-        old |= {failures_file(out).name, chains_file(out).name}  # of an earlier file
+        old |= {f"{out.name}/{name}" for name in before if name not in kept}
         try:
             parent.remove(sorted(name for name in old if name.rpartition("/")[2] in _LAST))
             for name in names:

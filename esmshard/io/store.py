@@ -277,8 +277,8 @@ def write_index(
     total, residues = len(length_N), int(length_N.sum(dtype=np.int64))
     for name, column_N in (("offsets.npy", length_N), ("headers.npy", header_N)):
         offsets = np.zeros(total + 1, np.int64)
-        np.cumsum(column_N, out=offsets[1:])
-        np.save(directory / name, offsets + np.arange(total + 1))  # Each record has one byte more at its end.
+        np.cumsum(column_N + 1, out=offsets[1:])  # Each record has one byte more at its end.
+        np.save(directory / name, offsets)
     order = np.argsort(keys, kind="stable")
     np.save(directory / "rows.npy", order.astype(np.uint32 if total < 1 << 32 else np.uint64))
     np.save(directory / "ids.npy", keys[order])
@@ -388,8 +388,9 @@ def ingest(
             raise InputError(f"{named}: changed while being read; ingest again")
         if not shards:
             raise InputError(f"{named}: no record is left under these rules")
-        columns = [[*np.load(_folder(work, number) / "columns.npz").values()] for number in range(len(pieces))]
-        write_index(final, shards, [*map(np.concatenate, zip(*columns, strict=True))], facts, edits)
+        files_of_columns = [_folder(work, number) / "columns.npz" for number in range(len(pieces))]
+        columns = [np.concatenate([np.load(file)[name] for file in files_of_columns]) for name in COLUMNS]
+        write_index(final, shards, columns, facts, edits)
         store = _without_duplicates(TokenStore(final), work / "unique", on_duplicate, named, facts, edits)
         if rules.on_nucleotides == "error":
             some = map(store.residues, some_of(len(store)))

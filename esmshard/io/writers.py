@@ -63,8 +63,8 @@ class Writer(ABC):
                     older.unlink(missing_ok=True)
                 if self.work.is_dir() and self.out.is_dir():
                     shutil.rmtree(self.out)
-                order = [self.work, facts_file(self.work)]
-                for path in sorted(self.work.parent.iterdir(), key=lambda path: (path in order, path == order[1])):
+                order = {self.work: 1, facts_file(self.work): 2}
+                for path in sorted(self.work.parent.iterdir(), key=lambda path: order.get(path, 0)):
                     path.replace(self.out.with_name(path.name))
 
 

@@ -384,7 +384,7 @@ class AdaptSettings(Settings):
     @classmethod
     def _of_lora(cls, value: Any, info: ValidationInfo) -> Any:
         method = info.data.get("method")
-        if isinstance(value, list | tuple) and not value:
+        if info.field_name == "targets" and value in ([], ()):
             raise ValueError("names no layer; name some, or set adapt.method: head")
         if method == "lora":
             return _LORA[str(info.field_name)] if value is None else value

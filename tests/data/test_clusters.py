@@ -23,22 +23,27 @@ def table(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("text", "ids", "names", "notice"),
     [
-        ("a\ta\na\tb\nc\tc\n", "c b a", "c a a", ""),
-        ("d\td\nd\tb\na\ta\na\tb\nc\tc\nc\tc\n", "a b c d", "a a c a", "1 in several clusters (b), which were joined"),
-        ("1\t2\n1\t3\n2\t1\n", "1 2 3", "2 1 1", ""),  # cluster 2 is not the cluster of record 2
-        ("a\ta\na\tb\nc\tc\n", "a", "a", "2 that are no records were passed over (b, c)"),
+        ("a\ta\na\tb\nc\tc\n", ["c", "b", "a"], ["c", "a", "a"], ""),
+        (
+            *("d\td\nd\tb\na\ta\na\tb\nc\tc\nc\tc\n", ["a", "b", "c", "d"], ["a", "a", "c", "a"]),
+            "1 in several clusters (b), which were joined",
+        ),
+        ("1\t2\n1\t3\n2\t1\n", ["1", "2", "3"], ["2", "1", "1"], ""),  # cluster 2 is not the cluster of record 2
+        ("a\ta\na\tb\nc\tc\n", ["a"], ["a"], "2 that are no records were passed over (b, c)"),
         # MMseqs2 shortens ids of UniProt
-        ("P1\tP1\nP1\tQ9\nsp|O1|X\tsp|O1|X\n", "tr|Q9|Q9_HUMAN sp|P1|AATM_RABIT sp|O1|X", "P1 P1 sp|O1|X", ""),
+        ("P1\tP1\nP1\tQ9\nsp|O1|X\tsp|O1|X\n", ["tr|Q9|Q9_HUMAN", "sp|P1|A_B", "sp|O1|X"], ["P1", "P1", "sp|O1|X"], ""),
     ],
 )
-def test_each_record_has_the_cluster_of_its_line(text: str, ids: str, names: str, notice: str, table: Path) -> None:
+def test_each_record_has_the_cluster_of_its_line(
+    text: str, ids: list[str], names: list[str], notice: str, table: Path
+) -> None:
     table.write_text(text)
-    found = read_clusters(table, ids.split())
-    assert (found.names, found.source) == (names.split(), str(table))
+    found = read_clusters(table, ids)
+    assert (found.names, found.source) == (names, str(table))
     assert found.notices == ([f"{table}: {notice}"] if notice else [])
     for end in ("\r\n", "\n\n"):
         table.write_bytes(gzip.compress(("\ufeff" + text.replace("\n", end)).encode()))
-        assert read_clusters(table, ids.split()).names == names.split()
+        assert read_clusters(table, ids).names == names
 
 
 @pytest.mark.parametrize(

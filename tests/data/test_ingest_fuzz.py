@@ -222,7 +222,7 @@ def odd_text(draw: random.Random) -> str:
     if draw.random() < 0.3:
         text = text.rstrip("\r\n")
     if draw.random() < 0.03:
-        text = draw.choice(["MKT\n", ";", " ", "\t>a", "@"]) + text
+        text = draw.choice(["MKT\n", ";", " ", "\t>a", "@", "Prot\xe9\u2028\n"]) + text
     if draw.random() < 0.1:
         text += draw.choice([">", ">\n", "\n\n", " ", "\r", ">a", "*", ">é\nMé"])
     return text
@@ -306,6 +306,9 @@ def check_store(path: Path, text: str, rules: Rules, on_duplicate: OnDuplicate, 
         for n in range(len(store))
     ]
     assert records == [(*record[:3], n) for n, record in enumerate(kept)], (text, rules, on_duplicate)
+    assert {path.name for path in store.path.iterdir()} == {*store.manifest["sha256"], "manifest.json"}
+    descriptions = [store.description(n) for n in range(len(store))]
+    assert descriptions == [header.strip(" \t\v\f") for _, header, *_ in kept], (text, rules, on_duplicate)
     manifest = {kind: (entry["records"], entry["first"]) for kind, entry in store.manifest["edits"].items()}
     assert list(manifest.items()) == list(counted(edits).items()), (text, rules, on_duplicate)
     assert sorted(Path().iterdir()) == [out, *before]

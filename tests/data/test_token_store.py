@@ -137,6 +137,7 @@ def test_a_shipped_sample_comes_back_whole(tmp_path: Path) -> None:
     assert ids(store) == [header for header, _ in records]
     assert sequences(store) == [lines.replace("\n", "") for _, lines in records]
     assert [store.find(header) for header, _ in records] == list(range(100))
+    assert [store.find(name) for name in ("", "none", f"{records[0][0]}\n", "\ud800")] == [None] * 4
 
 
 def test_numbers_that_no_record_has_are_index_errors(store: TokenStore) -> None:

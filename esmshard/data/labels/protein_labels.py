@@ -79,7 +79,7 @@ def protein_labels(
     columns = _columns(table, columns)
     where: Callable[[int], str]
     if table is None:
-        headers = [attributes(store.description(n), columns, str(fasta), edits) for n in range(len(store))]
+        headers = (attributes(store.description(n), columns, str(fasta), edits) for n in range(len(store)))
         texts = [tuple(given.get(key, "") for key in columns) for given in headers]
         where = lambda n: f"{fasta}: record {shown(store.id(n))}"  # noqa: E731
     else:
