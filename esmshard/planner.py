@@ -223,7 +223,7 @@ def numbers_of(
         track_kept=sum(map(config.kept_with, tracks)),
         quantization=quantization,
         layer_quantized=quantized,
-        layer_packed=sum(matrix.packed_bytes(quantization) for matrix in config.matrices) if quantization else 0,
+        layer_packed=sum(buffer.nbytes for name, buffer in layers[0].named_buffers() if ".packed." in name),
     )
 
 

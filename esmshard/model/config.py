@@ -7,10 +7,9 @@ from typing import Any, ClassVar, Literal
 from esmshard.vocab import Chains
 
 Quantization = Literal["nf4", "int8"]
-"""How a frozen matrix is stored: in blocks of `NF4_BLOCK` numbers of 4 bits, or in rows of numbers of 8 bits. Each
-block or row has an fp32 scale.
+"""How a frozen matrix is stored: in blocks of 64 numbers of 4 bits, or in rows of numbers of 8 bits. Each block or row
+has an fp32 scale.
 """
-NF4_BLOCK = 64
 
 SHIPPED = {
     "starter": "was trained on some 77,000 sequences and 9,000 structures",
@@ -35,11 +34,6 @@ class Matrix:
     """Numbers of its output vector."""
     reads: str
     """Name of its input. Matrices with the same input keep it once for the backward pass."""
-
-    def packed_bytes(self, kind: Quantization) -> int:
-        """Return the bytes of the matrix with its scales, if it is quantised."""
-        n = self.rows * self.columns
-        return n // 2 + 4 * -(-n // NF4_BLOCK) if kind == "nf4" else n + 4 * self.rows
 
 
 @dataclass(frozen=True, kw_only=True)

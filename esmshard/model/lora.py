@@ -21,7 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from esmshard.errors import UsageError
-from esmshard.model.config import NF4_BLOCK, Matrix, Quantization
+from esmshard.model.config import Matrix, Quantization
+
+NF4_BLOCK = 64
+"""Numbers of a frozen matrix that share a scale."""
 
 
 class LoraLinear(nn.Linear):
