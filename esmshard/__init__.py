@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _MODULES = {
-    "api.model": "Model load",
-    "api.runs": "Run finetune",
-    "api.sequence_embedder": "SequenceEmbedder",
-    "batch": "TokenBatch pack",
-    "checkpoint.manifest": "step_of",
-    "checkpoint.sharded": "load_checkpoint=load newest_checkpoint=newest write_checkpoint=write",
-    "embed.parts": "open=EmbeddingStore",
-    "errors": "InputError RunFailed UsageError",
-    "io.sequences": "read_fasta",
-    "model.config": "ModelConfig",
-    "model.contacts": "predict_contacts",
-    "model.export": "write_transformers",
-    "model.families.family_registry": "FAMILIES SIZES build",
-    "model.trunk": "Trunk",
-    "model.weights": "Weights load_model read_weights=read",
-    "parallel.layout": "Layout",
-    "parallel.load": "materialise",
-    "parallel.process_group": "World world",
-    "parallel.shard": "shard",
-    "train.optim": "state_tensors",
-    "vocab": "encode",
+    "esmshard.api.model": "Model load",
+    "esmshard.api.runs": "Run finetune",
+    "esmshard.api.sequence_embedder": "SequenceEmbedder",
+    "esmshard.batch": "TokenBatch pack",
+    "esmshard.checkpoint.manifest": "step_of",
+    "esmshard.checkpoint.sharded": "load_checkpoint=load newest_checkpoint=newest write_checkpoint=write",
+    "esmshard.embed.parts": "open=EmbeddingStore",
+    "esmshard.errors": "InputError RunFailed UsageError",
+    "esmshard.io.sequences": "read_fasta",
+    "esmshard.model.config": "ModelConfig",
+    "esmshard.model.contacts": "predict_contacts",
+    "esmshard.model.export": "write_transformers",
+    "esmshard.model.families.family_registry": "FAMILIES SIZES build",
+    "esmshard.model.trunk": "Trunk",
+    "esmshard.model.weights": "Weights load_model read_weights=read",
+    "esmshard.parallel.layout": "Layout",
+    "esmshard.parallel.load": "materialise",
+    "esmshard.parallel.process_group": "World world",
+    "esmshard.parallel.shard": "shard",
+    "esmshard.train.optim": "state_tensors",
+    "esmshard.vocab": "encode",
 }
 """The public names of each module; after `=` the name there, where it is another one."""
 _WHERE = {name.partition("=")[0]: (module, name) for module, names in _MODULES.items() for name in names.split()}
@@ -66,5 +66,5 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
         module, there = _WHERE[name]
-        return getattr(import_module(f"esmshard.{module}"), there.rpartition("=")[2])
+        return getattr(import_module(module), there.rpartition("=")[2])
     raise AttributeError(f"module 'esmshard' has no attribute '{name}'")
