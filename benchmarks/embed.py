@@ -84,9 +84,9 @@ class Bench:
             sizes = weights.stored_shapes(found.config)
             for place in (directory, directory / "fair-esm"):
                 place.mkdir()
-            export.write_transformers(directory, found.config, sizes, lambda some: {n: found[n] for n in some})
+            export.write_transformers(directory, found.config, sizes, found.__getitem__)
             file = FAIR_ESM.path(directory / "fair-esm", stem, found.config)
-            export.write_pickle(file, FAIR_ESM, found.config, sizes, lambda some: {n: found[n] for n in some})
+            export.write_pickle(file, FAIR_ESM, found.config, sizes, found.__getitem__)
         return directory, FAIR_ESM.path(directory / "fair-esm", stem, SIZES[name])
 
     def run(

@@ -108,7 +108,7 @@ def faesm(name: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 def _as_source(model: ESM2) -> tuple[dict[str, torch.Size], export.Source]:
     state = {key: value.cpu() for key, value in model.state_dict().items()}
-    return weights.stored_shapes(model.config), lambda names: {key: state[key] for key in names}
+    return weights.stored_shapes(model.config), state.__getitem__
 
 
 # Batches

@@ -174,7 +174,7 @@ def loading(models: Sequence[str], size: int) -> Table:
 def write_random(folder: Path, config: EsmConfig) -> None:
     """Write a model of random weights, fp32, as `consolidate` does."""
     base = weights.fresh(config, 0)
-    write_transformers(folder, config, weights.shapes(config), lambda names: {name: base[name] for name in names})
+    write_transformers(folder, config, weights.shapes(config), base.__getitem__)
 
 
 def fake(model: str, sizes: Iterable[tuple[int, dict[str, Any]]]) -> Table:

@@ -102,19 +102,19 @@ class TokenBatch:
 
     def means(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
         """Compute the mean over the residues of each sequence, without `<cls>`, `<eos>` and what is between chains."""
-        found = [x_LD.mean(0) for x_LD in self.residues(x_TD)]
+        means = [x_LD.mean(0) for x_LD in self.residues(x_TD)]
         if self.linked_N:
             tokens = self.residues(self.tokens_T)
             for n, (linked, x_LD) in enumerate(zip(self.linked_N, self.residues(x_TD), strict=True)):
                 if linked:
                     # The number of rows is known here, so that the host need not wait for it.
-                    own_L1 = (tokens[n] != SEPARATOR)[:, None]
-                    found[n] = (x_LD * own_L1).sum(0) / (len(x_LD) - linked)
-        return found
+                    is_residue_L1 = (tokens[n] != SEPARATOR)[:, None]
+                    means[n] = (x_LD * is_residue_L1).sum(0) / (len(x_LD) - linked)
+        return means
 
     def to(self, device: torch.device) -> "TokenBatch":
         """Copy the batch to another device. The copies do not wait for each other if the memory is pinned."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True) for name, value in values.items() if torch.is_tensor(value)
         }
@@ -171,7 +171,7 @@ def pack(
         linked_N=linked if any(linked) else (),
         tracks={}
         if not tracks
-        else {name: torch.from_numpy(np.concatenate([one[name] for one in tracks])) for name in tracks[0]},
+        else {name: torch.from_numpy(np.concatenate([arrays[name] for arrays in tracks])) for name in tracks[0]},
     )
 
 
@@ -200,7 +200,7 @@ def pack_variants(
         tracks: the arrays [L + 2, ...] of the wild type's tracks by name, which the variants have too.
     """
     length = len(wild_type)
-    if any(len(one) != length for one in tokens):
+    if any(len(variant) != length for variant in tokens):
         raise ValueError("a variant has another length than the wild type")
     tokens_NL = np.stack(tokens)
     record_M, place_M = np.nonzero(tokens_NL != wild_type)
@@ -252,7 +252,7 @@ def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) 
         options = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}
         return pack_variants([i.tokens for i in inputs], first.wild_type, record_ids, tracks=first.tracks, **options)
     places = [i.logits_at for i in inputs if i.logits_at is not None]
-    sequences = [one for i in inputs for one in (i, i.partner) if one is not None]
+    chains = [chain for i in inputs for chain in (i, i.partner) if chain is not None]
     if record_ids is not None and first.partner is not None:
         record_ids = [record_id for record_id in record_ids for _ in range(2)]
-    return pack([one.tokens for one in sequences], record_ids, places or None, [one.tracks for one in sequences])
+    return pack([chain.tokens for chain in chains], record_ids, places or None, [chain.tracks for chain in chains])

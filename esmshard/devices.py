@@ -40,20 +40,20 @@ def chosen_device(name: DeviceName = None) -> torch.device:
     if name is None:
         return torch.device("cuda" if gpus else "mps" if on_apple else "cpu")
     try:
-        found = torch.device(name)
+        device = torch.device(name)
     except (RuntimeError, TypeError):
-        found = torch.device("meta")
-    if found.type not in ("cpu", "cuda", "mps"):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda", "mps"):
         raise UsageError(f"device {name}: cpu, cuda, cuda:N (with N from 0) or mps is expected")
-    is_there = {"cpu": True, "cuda": (found.index or 0) < gpus, "mps": on_apple}
-    if not is_there[found.type]:
+    is_there = {"cpu": True, "cuda": (device.index or 0) < gpus, "mps": on_apple}
+    if not is_there[device.type]:
         of_cuda = ["cuda:0" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1}"] if gpus else []
         names = " and ".join(["cpu", *of_cuda, *(["mps"] if on_apple else [])])
         raise UsageError(
             f"device {name}: this machine has {names}, as torch {torch.__version__} sees it; pass one that it has, "
             "or run `esmshard doctor` to see why a GPU is missing"
         )
-    return torch.device("cpu") if found.type == "cpu" else found
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def packs_at_once(device: torch.device) -> int:
@@ -73,12 +73,12 @@ def side_by_side(
     """
     workers = packs_at_once(device) if threads else 1
 
-    def alone(one: S) -> T:
+    def alone(pack: S) -> T:
         with torch.no_grad():  # no_grad holds for one thread only
-            return function(one)
+            return function(pack)
 
     if workers == 1 or len(packs) < 2 * workers:
-        return [alone(one) for one in packs]
+        return [alone(pack) for pack in packs]
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         # The last packs come first: they are the longest, and at the end no core should wait for one.
         return list(pool.map(alone, packs[::-1]))[::-1]

@@ -266,36 +266,37 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     """
     config, inputs, size = numbers.config, numbers.inputs, BYTES[layout.precision]
     d, n_heads, tensor, together = config.dim, config.n_heads, layout.tensor, layout.together
-    own, whole, wide = d * size // together, d * size // layout.context, config.ffn_width * size // together
+    vector, whole, wide = d * size // together, d * size // layout.context, config.ffn_width * size // together
     products, output = 2 if config.gated else 1, int("fc2" in inputs)
     blocks = padding if device == "cuda-padded" else 1.0
     # The layer's input and the sum after attention; their normalised forms, which divided ranks gather; the part of
     # feed-forward; q, k, v and attention's output, which a CPU concatenates and a padded device has as blocks, too.
-    everything = 2 * own + whole * (("qkv" in inputs) + ("fc1" in inputs)) + wide * (products + output)
-    everything += round(3 * own * blocks) + (own if device == "cuda" else round(own * (blocks + ("out" in inputs))))
+    everything = 2 * vector + whole * (("qkv" in inputs) + ("fc1" in inputs)) + wide * (products + output)
+    everything += round(3 * vector * blocks)
+    everything += vector if device == "cuda" else round(vector * (blocks + ("out" in inputs)))
     if layout.context > 1:  # keys and values of all tokens
         everything += 2 * d * size
     if config.qk_norm:  # divided norms keep two forms of queries and keys in fp32
-        everything += 2 * own if tensor == 1 else 4 * FP32 * d // tensor
+        everything += 2 * vector if tensor == 1 else 4 * FP32 * d // tensor
     # The rotary angles, the log-sum-exp and the statistics of norms; the products of LoRA.
     everything += 8 * d // n_heads // layout.context + (4 * n_heads + 16) // together + numbers.lora * size
     gathered = whole if tensor > 1 else 0
     if not numbers.layer_trained:
-        return LayerBytes(0, own + max(wide * (1 + products), wide + gathered), 0)
+        return LayerBytes(0, vector + max(wide * (1 + products), wide + gathered), 0)
     # In gelu's backward pass there are the gradients before and after it and that of the sum; a kept output of gelu is
     # freed already. A gate has gradients of both products, and one factor more. Divided ranks first have the one after
     # gelu and that of the sum for all tokens.
-    passing = max(wide * (2 * products - output), wide + gathered) + own
+    passing = max(wide * (2 * products - output), wide + gathered) + vector
     if layout.activation_checkpointing == "none":
         return LayerBytes(everything, 0, passing)
     if layout.activation_checkpointing == "full":
-        return LayerBytes(own, everything - own, passing)
+        return LayerBytes(vector, everything - vector, passing)
     # Kept are attention and the products that `kept_products` names; divided ranks keep the sums of `out` and fc2 for
     # their own tokens. After recomputation, q and k exist with and without rotation; with a LoRA only rotated, because
     # the product was added to a sum.
-    sums = whole if tensor == 1 else 2 * own
-    kept = 5 * own + wide * products + sums + 4 * n_heads // together
-    turned = 0 if config.qk_norm or (numbers.lora and "qkv" in inputs) else 2 * own
+    sums = whole if tensor == 1 else 2 * vector
+    kept = 5 * vector + wide * products + sums + 4 * n_heads // together
+    turned = 0 if config.qk_norm or (numbers.lora and "qkv" in inputs) else 2 * vector
     return LayerBytes(kept, everything - kept + sums + turned, passing)
 
 
@@ -316,20 +317,20 @@ def memory(
     the second one of `micro_batches` on, gradients exist from the start. `padding` is that of `layer_bytes`. With
     `scoring`, validation or test records are scored instead: without gradients, beside the optimizer's state.
     """
-    own, config, sharded = numbers.of_rank(layout.tensor), numbers.config, int(layout.sharded)
+    part, config, sharded = numbers.of_rank(layout.tensor), numbers.config, int(layout.sharded)
     n, size, group = config.n_layers, BYTES[layout.precision], layout.group
     learns, recomputes = numbers.layer_trained > 0 and not scoring, layout.activation_checkpointing != "none"
     layer = layer_bytes(numbers if learns else replace(numbers, layer_trained=0), layout, device, padding)
     here = 0 if layout.cpu_offload and device != "cpu" else FP32  # on the device, for each number of this rank's share
-    in_full = own.layer_parameters - own.layer_quantized
+    in_full = part.layer_parameters - part.layer_quantized
     # The root is divided over the ranks that compute each layer together, too.
-    stored = round(n * in_full + own.root_parameters / layout.tensor) // group
-    trained = round(n * own.layer_trained + own.root_trained / layout.tensor) // group
+    stored = round(n * in_full + part.root_parameters / layout.tensor) // group
+    trained = round(n * part.layer_trained + part.root_trained / layout.tensor) // group
     # The embedding and the last LayerNorm, and what tracks add to the first layer.
-    ends = (2 * config.dim + (own.track_kept if learns and not recomputes else 0)) * size
+    ends = (2 * config.dim + (part.track_kept if learns and not recomputes else 0)) * size
     # A product unpacks one quantised matrix at a time, and the largest belongs to the feed-forward part. bitsandbytes
     # unpacks int8 to two fp32 matrices, one after the other.
-    unpacked = config.dim * config.ffn_width * {None: 0, "nf4": size, "int8": 2 * FP32}[own.quantization]
+    unpacked = config.dim * config.ffn_width * {None: 0, "nf4": size, "int8": 2 * FP32}[part.quantization]
 
     def gathered(to_do: int, *, at_work: bool, forward: bool = False) -> int:
         """Return the bytes of whole weights: the root's, and of so many layers. The backward pass of `to_do` layers has
@@ -347,19 +348,19 @@ def memory(
             layers = at_work + (min(1, to_do - at_work) if group > 1 else 0)
         else:
             layers = to_do
-        return unpacked * at_work + (own.root_parameters + layers * in_full) * size
+        return unpacked * at_work + (part.root_parameters + layers * in_full) * size
 
     # Gradients: this rank's share of all and of a layer; those of a whole layer while its backward pass runs, and in
     # the precision of the reduction until they are reduced; the root's, which are reduced at the very end.
-    share, layer_share = here * trained, here * own.layer_trained // group
-    whole, root = sharded * own.layer_trained * size, sharded * own.root_trained * size
-    reduce = sharded * own.layer_trained * BYTES[layout.reduce_dtype]
+    share, layer_share = here * trained, here * part.layer_trained // group
+    whole, root = sharded * part.layer_trained * size, sharded * part.root_trained * size
+    reduce = sharded * part.layer_trained * BYTES[layout.reduce_dtype]
     gloo = reduce if device == "cpu" and group > 1 else 0  # gloo's reduce-scatter is an all-reduce of a copy
     # The sums over copies stay until the backward pass ends. In fp32 they use the memory of the gradients themselves.
     held = reduce // group if layout.replicas > 1 and layout.reduce_dtype != "fp32" else 0
     before = share if micro_batches > 1 else 0  # those of earlier micro-batches
     if micro_batches > 1 and sharded and layout.accumulate == "unsharded":
-        before = own.trained * BYTES[layout.reduce_dtype]
+        before = part.trained * BYTES[layout.reduce_dtype]
 
     at_head = before + (0 if learns else root)  # without a layer that learns, the backward pass ends at the head
 
@@ -392,7 +393,7 @@ def memory(
     when, gradients, whole_weights, activations, head, copied = max(moments, key=lambda moment: sum(moment[1:]))
     return Memory(
         when=when,
-        parameters=here * stored + n * own.layer_packed,
+        parameters=here * stored + n * part.layer_packed,
         gradients=gradients,
         optimizer=2 * here * trained,
         gathered=whole_weights,
@@ -491,10 +492,10 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     head = 3 * work.head_bytes / hbm + 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
 
     # Of `tensor` neighbours FSDP sees one; all ranks of a copy divide the root.
-    own, seen = numbers.of_rank(tensor), replace(machines, per_machine=machines.per_machine // tensor)
-    in_full = own.layer_parameters - own.layer_quantized
-    gather, reduce, add = _collectives(in_full, own.layer_trained, layout.group, layout, seen)
-    root = _collectives(own.root_parameters, own.root_trained, layout.group * tensor, layout, machines)
+    part, seen = numbers.of_rank(tensor), replace(machines, per_machine=machines.per_machine // tensor)
+    in_full = part.layer_parameters - part.layer_quantized
+    gather, reduce, add = _collectives(in_full, part.layer_trained, layout.group, layout, seen)
+    root = _collectives(part.root_parameters, part.root_trained, layout.group * tensor, layout, machines)
     gathers_again, every = through and layout.frees_layers, layout.accumulate == "sharded"
     exchange = exchanged(numbers, layout, machines, work.tokens)
     received = m * (n * (1 + gathers_again) * gather.received + root[0].received + exchange.received)
@@ -508,7 +509,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
         exposed += (n - 1) * max(0.0, gather_again + sent - backward - again) + gather_again + sent
         exposed += (last or every) * root[1].seconds + last * root[2].seconds
 
-    share = (n * own.layer_trained + own.root_trained / tensor) / layout.group
+    share = (n * part.layer_trained + part.root_trained / tensor) / layout.group
     optimizer = share * ADAMW_BYTES / (HOST if layout.cpu_offload else hbm)
     compute, recompute = m * (n * (forward + backward) + head), m * n * again
     seconds = compute + recompute + exposed + optimizer
@@ -812,11 +813,11 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
     is_quantized = recipe.model.quantize is not None
     possible: list[Option] = []
     for offload in [True] if parallel.cpu_offload else [False, True]:
-        if not any(found.fits for found in possible):
+        if not any(candidate.fits for candidate in possible):
             possible += [option(laid_out) for tensor in tensors for laid_out in layouts(tensor, offload)]
     if not possible:
         raise refusals[0]
-    possible.sort(key=lambda found: (not found.fits, found.cost.seconds if found.fits else found.memory.total))
+    possible.sort(key=lambda way: (not way.fits, way.cost.seconds if way.fits else way.memory.total))
     return Plan(recipe, machines, numbers, room, possible)
 
 

@@ -66,17 +66,17 @@ def read_chains(text: str) -> Chains:
     Raises:
         ValueError: it is no such value; the message says what is expected.
     """
-    found: dict[str, Linker] = {}
+    read: dict[str, Linker] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition(":"))
         most = {"linker": LONGEST_LINKER, "gap": WIDEST_GAP}.get(key)
         breaks = key == "linker" and value == "break"
-        if most is None or key in found or not (breaks or re.fullmatch("[0-9]{1,6}", value)):
+        if most is None or key in read or not (breaks or re.fullmatch("[0-9]{1,6}", value)):
             raise ValueError(f"one of {FORM} is expected")
         if not breaks and not (key == "linker") <= int(value) <= most:
             raise ValueError(f"{key} is {int(key == 'linker')} to {most:,}, not {value}")
-        found[key] = "break" if breaks else int(value)
-    return Chains(**found)  # type: ignore[arg-type]
+        read[key] = "break" if breaks else int(value)
+    return Chains(**read)  # type: ignore[arg-type]
 
 
 def join_option(text: str | None) -> Chains | None:
@@ -161,12 +161,12 @@ def decode(tokens: npt.ArrayLike) -> str:
         letters = tokens.tobytes().translate(_LETTERS)
         if b"\0" not in letters:
             return letters.decode("ascii")
-    found, before = [], 0
+    symbols, before = [], 0
     for t in np.asarray(tokens).ravel().tolist():
         if t not in (CLS, EOS, PAD) and not t == before == SEPARATOR:
-            found.append(BETWEEN if t == SEPARATOR else TOKENS[t])
+            symbols.append(BETWEEN if t == SEPARATOR else TOKENS[t])
         before = t
-    return "".join(found)
+    return "".join(symbols)
 
 
 def is_residue(tokens: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
@@ -175,8 +175,8 @@ def is_residue(tokens: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     >>> is_residue(encode("MK:T", linker=2)).tolist()
     [False, True, True, False, False, True, False]
     """
-    found: npt.NDArray[np.bool_] = (tokens != SEPARATOR) & (tokens != CLS) & (tokens != EOS)
-    return found
+    kept: npt.NDArray[np.bool_] = (tokens != SEPARATOR) & (tokens != CLS) & (tokens != EOS)
+    return kept
 
 
 def chain_spans(tokens: npt.NDArray[Any]) -> list[tuple[int, int]]:

@@ -72,9 +72,7 @@ def main(fasta, name, out, steps):
             whole = {f"model.trunk.{name}": torch.empty(size) for name, size in sizes.items()}
             es.load_checkpoint(newest, whole, alone=True)
             (out / "model").mkdir(exist_ok=True)
-            es.write_transformers(
-                out / "model", found.config, sizes, lambda names: {n: whole[f"model.trunk.{n}"] for n in names}
-            )
+            es.write_transformers(out / "model", found.config, sizes, lambda n: whole[f"model.trunk.{n}"])
 
 
 if __name__ == "__main__":

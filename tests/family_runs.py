@@ -6,8 +6,6 @@ from pathlib import Path
 from command import esmshard
 from conftest import RECIPE, write_subset
 
-TARGETS = "adapt: {method: lora, rank: 2, targets: [q, k, v, out, fc1, fc2]}\n"
-
 
 def run(directory: Path, size: str, task: str, adapt: str = "", ranks: int = 1) -> Path:
     """A run of four steps; its directory."""

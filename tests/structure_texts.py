@@ -47,14 +47,14 @@ def place(a: np.ndarray, b: np.ndarray, c: np.ndarray, length: float, angle: flo
     return c - length * math.cos(angle) * axis + length * math.sin(angle) * turned
 
 
-def backbone(n: int, phi: float = -63.0, psi: float = -42.0) -> np.ndarray:
+def backbone(n: int) -> np.ndarray:
     """N, CA, C, CB of a helix with the bond lengths and angles of Engh and Huber (1991), three decimals, [n, 4, 3]."""
     r = math.radians
     points = [np.array(p) for p in ((1.458, 0.0, 0.0), (0.0, 0.0, 0.0), (-0.551, 1.422, 0.0))]
     for _ in range(n - 1):
-        points.append(place(*points[-3:], 1.329, r(116.2), r(psi)))
+        points.append(place(*points[-3:], 1.329, r(116.2), r(-42.0)))
         points.append(place(*points[-3:], 1.458, r(121.7), math.pi))
-        points.append(place(*points[-3:], 1.525, r(111.2), r(phi)))
+        points.append(place(*points[-3:], 1.525, r(111.2), r(-63.0)))
     out = []
     for k in range(n):
         nitrogen, ca, c = points[3 * k : 3 * k + 3]
@@ -84,17 +84,11 @@ def chain(
     return lines
 
 
-def of(lines: Iterable[Line], seq: int, **changes: object) -> list[Line]:
-    """The atoms of one residue, changed."""
-    return [replace(line, **changes) for line in lines if line.seq == seq]  # type: ignore[arg-type]
-
-
 def pdb(
     lines: Iterable[Line],
     seqres: Mapping[str, Sequence[str]] | None = None,
     modres: Mapping[str, str] | None = None,
     ter: bool = True,
-    serial: int = 1,
 ) -> str:
     """A PDB file; a TER after the last residue of each chain that is listed by `label_seq_id`."""
     out = ["HEADER    MADE UP                                 01-JAN-00   1ABC"]
@@ -114,20 +108,16 @@ def pdb(
             atom = f" {x.name:<3}" if len(x.name) < 4 and len(x.element) == 1 else f"{x.name:<4}"
             position = "".join(f"{v:8.3f}" for v in x.xyz)
             out.append(
-                f"{'HETATM' if x.het else 'ATOM  '}{_serial(serial + k)} {atom}{x.alt or ' '}{x.comp:>3}"
+                f"{'HETATM' if x.het else 'ATOM  '}{k + 1:5d} {atom}{x.alt or ' '}{x.comp:>3}"
                 f"{x.chain:>2}{x.number:>4}{x.ins or ' '}   {position}{x.occupancy:6.2f}{x.b:6.2f}"
                 f"          {x.element:>2}"
             )
             end = x.seq is not None and all(y.seq is None or y.chain != x.chain for y in here[k + 1 :])
             if ter and end:
-                out.append(f"TER   {_serial(serial + k + 1)}      {x.comp:>3}{x.chain:>2}{x.number:>4}{x.ins or ' '}")
+                out.append(f"TER   {k + 2:5d}      {x.comp:>3}{x.chain:>2}{x.number:>4}{x.ins or ' '}")
         if len(models) > 1:
             out.append("ENDMDL")
     return "\n".join([*out, "END", ""])
-
-
-def _serial(number: int) -> str:
-    return f"{number:5d}" if number < 100_000 else f"{number:5x}"
 
 
 def quoted(word: str) -> str:
@@ -141,7 +131,6 @@ def cif(
     lines: Iterable[Line],
     poly: Mapping[str, Sequence[str]] | None = None,
     kinds: Mapping[str, str] | None = None,
-    parents: Mapping[str, str] | None = None,
     modres: Mapping[str, str] | None = None,
 ) -> str:
     """An mmCIF file; `poly` holds the sequence by label_asym_id, `kinds` the polymer's type (polypeptide(L))."""
@@ -157,9 +146,6 @@ def cif(
         for asym, comps in poly.items():
             for k, comp in enumerate(comps):  # A|B: two residues at one place
                 out += [f"{entity[asym]} {k + 1} {c} {'y' if '|' in comp else 'n'}" for c in comp.split("|")]
-    if parents is not None:
-        out += ["loop_", "_chem_comp.id", "_chem_comp.name", "_chem_comp.mon_nstd_parent_comp_id"]
-        out += [f'{name} "5\'-{name}" {parent}' for name, parent in parents.items()]
     if modres is not None:
         out += ["loop_", "_pdbx_struct_mod_residue.label_comp_id", "_pdbx_struct_mod_residue.parent_comp_id"]
         out += [f"{name} {parent}" for name, parent in modres.items()]
@@ -195,8 +181,8 @@ def nucleic(name: str, asym: str = "") -> list[Line]:
     ]
 
 
-def water(name: str, asym: str, number: int = 201) -> list[Line]:
-    return [Line("O", "HOH", name, number + k, (9.0, 9.0, k), None, asym, het=True, element="O") for k in range(5)]
+def water(name: str, asym: str) -> list[Line]:
+    return [Line("O", "HOH", name, 201 + k, (9.0, 9.0, k), None, asym, het=True, element="O") for k in range(5)]
 
 
 def write(path: Path, text: str) -> Path:

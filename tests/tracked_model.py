@@ -33,7 +33,7 @@ def write_model(directory: Path, config: ModelConfig = CONFIG) -> tuple[str, Tru
     state = model.state_dict()
     sizes = {name: state[name].shape for name, _ in model.named_parameters()}
     directory.mkdir()
-    export.write_transformers(directory, config, sizes, lambda some: {name: state[name] for name in some})
+    export.write_transformers(directory, config, sizes, state.__getitem__)
     return str(directory), model
 
 

@@ -78,7 +78,7 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
     # The text is no HTML: filters escape what stands in it.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701
     environment.filters |= {"text": _text, "code": _code, "name": _name, "interval": _interval}
-    environment.filters["cell"] = lambda cell: cell.replace("|", r"\|")
+    environment.filters["cell"] = lambda cell: re.sub(r"(?<!\\)\|", r"\\|", cell)  # `text` may have escaped it
     environment.filters["count"] = lambda number: "not recorded" if number is None else f"{number:,}"
     template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
     names = {"recipe": recipe, "about": about, "evaluation": evaluation, "family": family, "base": base}

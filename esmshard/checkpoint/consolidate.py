@@ -203,11 +203,7 @@ def _open_model(source: Path | str, warn: Callable[[str], None]) -> Opened:
         warn(altered)
     if altered or (evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256")):
         evaluation = None
-
-    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: found[name] for name in names}
-
-    return Opened(found.config, sizes, read, found.absent, about, evaluation, directory)
+    return Opened(found.config, sizes, found.__getitem__, found.absent, about, evaluation, directory)
 
 
 @dataclass(frozen=True)
@@ -228,11 +224,8 @@ class Checkpoint:
 
 def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool) -> Checkpoint:
     checkpoint = manifest.locate(source, warn, prefer_best=best)
-    sizes, read_keys = sharded.reader(checkpoint)
+    sizes, read = sharded.reader(checkpoint)
     keys = {key.removeprefix("model.").removeprefix("trunk."): key for key in sizes if key.startswith("model.")}
-
-    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: read_keys(keys[name]) for name in names}
 
     state = sharded.read_state(checkpoint)
     if missing := [key for key in ("config", "recipe", "facts") if key not in state]:
@@ -242,7 +235,7 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool) -> C
         )
     tied = weights.tied(recorded_config(state["config"]))
     sizes = {name: sizes[key] for name, key in keys.items() if name not in tied}
-    return Checkpoint(checkpoint, state, sizes, read)
+    return Checkpoint(checkpoint, state, sizes, lambda name: read(keys[name]))
 
 
 def _open_run(source: Path, warn: Callable[[str], None], best: bool, base: str | None) -> Opened:
@@ -321,14 +314,9 @@ def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, 
             ) from None
         weights.check(weights.identity(found, name), before, str(checkpoint.path))
 
-    def read_whole(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        beside = [part for name in names for part in lora_names(name) if part in sizes]
-        trained = dict(checkpoint.read([name for name in names if name in sizes] + beside))
-        tensors: dict[str, torch.Tensor] = {}
-        for name in names:
-            own = trained[name] if name in sizes else found[name]
-            tensors[name] = merged(name, trained | {name: own}, scale)
-        return tensors
+    def read_whole(name: str) -> torch.Tensor:
+        beside = {part: checkpoint.read(part) for part in lora_names(name) if part in sizes}
+        return merged(name, {name: checkpoint.read(name) if name in sizes else found[name], **beside}, scale)
 
     return whole, read_whole
 
@@ -349,9 +337,8 @@ def write_adapter(
     rank, alpha, targets = settings.lora
     name = base or shared_place(checkpoint.state["base"]["name"], out or directory)
     written = adapters.adapter_config(name, config, rank, alpha, targets, str(settings.bias))
-    tensors = checkpoint.read(sorted(checkpoint.sizes))
     try:
-        tensors = {part: export.cast(part, tensor, torch.float32) for part, tensor in tensors.items()}
+        tensors = {part: export.cast(part, checkpoint.read(part), torch.float32) for part in sorted(checkpoint.sizes)}
     except FloatingPointError as error:
         raise InputError(f"{checkpoint.path}: {error}") from None
     return adapters.write_adapter(directory, written, config, targets, tensors)
@@ -368,9 +355,4 @@ def _with_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size], 
     is_regression = predicts_contacts and head == {theirs[name]: sizes[name] for name in theirs}
     if not is_regression or "contact_head" not in state.get("unlearned", ()):
         return None
-
-    def read_both(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        found = read(sorted({theirs.get(name, name) for name in names}))
-        return {name: found[theirs.get(name, name)] for name in names}
-
-    return read_both
+    return lambda name: read(theirs.get(name, name))

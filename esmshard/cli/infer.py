@@ -140,7 +140,8 @@ def embed(
     place, failed = remote.address(out) or out, manifest["failed_records"]
     print(engines.summary(place, manifest))
     if failed == manifest["records"]:
-        record_id, _, reason = remote.local(manifest["failed_file"]).read_text().splitlines()[1].split("\t")
+        text = remote.local(manifest["failed_file"]).read_text(encoding="utf-8")
+        record_id, _, reason = text.split("\n")[1].split("\t")
         raise InputError(
             f"{place}: has no values, as every record failed, see {manifest['failed_file']}; the first, {record_id}: "
             f"{reason}; fix that and start over with --overwrite"

@@ -128,8 +128,9 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         layout(resolved.parallel, nodes * nproc, nproc, "fp32")  # raises for a division that cannot be
     shipped = recipe in recipe_file.names() and not Path(recipe).expanduser().is_file()
     data = resolved.data
-    reads = [data.train, data.valid, data.test, data.labels, data.mask, data.clusters, data.table, data.wild_type]
-    reads += [*(data.tracks or {}).values(), resolved.model.name, None if shipped else _absolute(str(path))]
+    reads = [data.train, data.valid, data.test, data.labels, data.mask, data.complexes, data.clusters, data.table]
+    reads += [data.wild_type, *(data.tracks or {}).values(), resolved.model.name]
+    reads += [None if shipped else _absolute(str(path))]
     arguments = ["finetune", recipe if shipped else _absolute(str(path)), *overrides]
     text = None
     if not slurm and not shipped:  # The paths in the recipe are relative to the volume.

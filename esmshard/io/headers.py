@@ -46,9 +46,9 @@ def attributes(header: str, keys: Sequence[str], where: str, edits: Edits | None
     {'TARGET': '0.1', 'SET': 'train'}
     """
     values: dict[str, str] = {}
-    pattern = _keyed(tuple(keys))
-    for place, word in enumerate(_WORD.findall(header)):
-        for match in pattern.finditer(word) if "=" in word else ():
+    keyed = _keyed(tuple(keys))
+    for place, word in enumerate(_WORD.findall(header) if keyed.search(header) else ()):
+        for match in keyed.finditer(word) if "=" in word else ():
             before, written, value = word[: match.start()], match[1], word[match.end() :]
             key, last = written.upper(), before[-1:]
             # A space is missing in Seq1;SET=, trainSET= and TARGET=DSET=, but the key of DATASET=3 is not SET.

@@ -252,11 +252,9 @@ class ConvertedSource(io.BytesIO):
         self.edits = edits
         self._lines = lines
 
-    def line_in_file(self, line: int) -> int:
-        """Return the line of the file from which a line of the text was made, both counted from 1; 0 if it is not
-        known.
-        """
-        return 0 if self._lines is None else self._lines[(line - 1) // 2]
+    def line_in_file(self, at: int) -> int:
+        """Return the line of the file, counted from 1, from which a byte of the text was made; 0 if it is not known."""
+        return 0 if self._lines is None else self._lines[self.getvalue().count(b"\n", 0, at) // 2]
 
 
 def read_format(path: Path, kind: str) -> ConvertedSource:
@@ -398,9 +396,10 @@ def read_blocks(
     `read_fasta`.
     """
     with readable(path, "a FASTA file"), open_source(path, rules) as stream:
-        reader = _Reader(path, edits, rules)
-        if isinstance(stream, ConvertedSource):
-            edits.extend(stream.edits)
+        converted = stream if isinstance(stream, ConvertedSource) else None
+        reader = _Reader(path, edits, rules, converted)
+        if converted is not None:
+            edits.extend(converted.edits)
         for at, chunk in reader.chunks(stream, start, stop):
             block = reader.block(at, chunk, stop)
             if block.ids:
@@ -410,13 +409,12 @@ def read_blocks(
 class _Reader:
     """A reader of the blocks of one file that also finds line numbers in the file."""
 
-    def __init__(self, path: Path, edits: Edits, rules: Rules) -> None:
-        self._path, self._edits, self._rules = path, edits, rules
+    def __init__(self, path: Path, edits: Edits, rules: Rules, converted: ConvertedSource | None) -> None:
+        self._path, self._edits, self._rules, self._converted = path, edits, rules, converted
         self._table = table(rules, {">": EOS})  # '>' separates the records.
         # `self._lines` is the number of lines before byte `self._counted`. A file is read again when a line number is
         # needed; standard input cannot be read again, so its lines are counted from the start.
         self._lines, self._counted = 0, 0 if path == STDIN else -1
-        self._converted: ConvertedSource | None = None
 
     def chunks(self, stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
         """Read (offset, bytes) of whole records. Each chunk but the last has about BLOCK bytes."""
@@ -577,8 +575,8 @@ class _Reader:
     def line(self, at: int, chunk: bytes, place: int) -> int:
         """Return the line of the text, counted from 1, of byte `place` of the chunk that begins at byte `at`."""
         if self._counted != at:
-            with open_source(self._path, self._rules) as stream:
-                self._converted = stream if isinstance(stream, ConvertedSource) else None
+            text = None if self._converted is None else io.BytesIO(self._converted.getvalue())
+            with text or open_bytes(self._path) as stream:
                 self._lines, left, before = 0, at, b""
                 while left and (data := stream.read(min(left, BLOCK))):
                     self._lines += _newlines(data) - (before + data[:1] == b"\r\n")
@@ -588,9 +586,9 @@ class _Reader:
 
     def _where(self, at: int, chunk: bytes, place: int) -> str:
         """Return the file, and the line where it is known, of byte `place` of the chunk."""
-        line = self.line(at, chunk, place)
-        if self._converted is not None:
-            line = self._converted.line_in_file(line)
+        if self._converted is None:
+            return f"{self._path}:{self.line(at, chunk, place)}"
+        line = self._converted.line_in_file(at + place)
         return f"{self._path}:{line}" if line else str(self._path)
 
 

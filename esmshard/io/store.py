@@ -19,12 +19,13 @@ each file once more than it needs, at the speed of the disk. Memory does not gro
 import bisect
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -37,7 +38,7 @@ import numpy.typing as npt
 
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.io.paths import check_replaced, locked_directory, read_json, sha256, state, whole_directory
-from esmshard.io.sequences import CONVERSION, READ_ONCE, STDIN, Block, is_plain, other_kind, read_blocks, repeated
+from esmshard.io.sequences import CONVERSION, READ_ONCE, STDIN, is_plain, other_kind, read_blocks, repeated
 from esmshard.io.symbols import JOINED, Edits, Rules, in_a_store, nucleotides, some_of
 from esmshard.io.tables import counted
 from esmshard.progress import INTERVAL, say
@@ -461,62 +462,38 @@ def _read_pieces(
 def read_piece(
     folder: Path, piece: Piece, fastas: Sequence[Path], rules: Rules, count: Callable[[int], None] = lambda _: None
 ) -> tuple[list[Shard], Edits]:
-    """Read one piece into a directory of its own. Return its shards, and what was changed."""
+    """Read one piece into a directory of its own: its shards, and the columns of the index. Return the shards, and what
+    was changed.
+    """
     folder.mkdir()
-    edits = Edits()
-    with _ShardWriter(folder) as writer:
-        for source in piece.sources:
-            for block in read_blocks(fastas[source], edits, rules, piece.start, piece.stop):
-                writer.add(block)
-                count(len(block.ids))
-    arrays: dict[str, Any] = dict(zip(COLUMNS, writer.columns(), strict=True))
+    edits, shards = Edits(), list[Shard]()
+    columns: list[list[npt.NDArray[Any]]] = [[np.zeros(0, kind)] for kind in COLUMNS.values()]
+    blocks = (read_blocks(fastas[source], edits, rules, piece.start, piece.stop) for source in piece.sources)
+    with ExitStack() as files:
+        for block in itertools.chain.from_iterable(blocks):
+            if not shards or shards[-1].tokens + shards[-1].headers >= SHARD:
+                files.close()
+                names = token_shard(len(shards)), header_shard(len(shards))
+                opened = [files.enter_context(open(folder / name, "wb")) for name in names]
+                digests = [hashlib.sha256(), hashlib.sha256()]
+                shards.append(Shard())
+            lines = b"\n".join([*block.headers, b""])
+            for file, digest, data in zip(opened, digests, (block.tokens, lines), strict=True):
+                file.write(data)
+                digest.update(data)
+            shard = shards[-1]
+            shard.records += len(block.ids)
+            shard.tokens += len(block.tokens)
+            shard.headers += len(lines)
+            shard.sha256 = [digest.hexdigest() for digest in digests]
+            header_N = np.fromiter(map(len, block.headers), np.int32, len(block.headers))
+            of_block: tuple[npt.NDArray[Any], ...] = (block.lengths, header_N, keys(block.ids))
+            for parts, column_N in zip(columns, of_block, strict=True):
+                parts.append(column_N.astype(parts[0].dtype, copy=False))
+            count(len(block.ids))
+    arrays: dict[str, Any] = dict(zip(COLUMNS, map(np.concatenate, columns), strict=True))
     np.savez(folder / "columns.npz", **arrays)
-    return writer.shards, edits
-
-
-class _ShardWriter:
-    """A writer of shards that also collects the columns of the index."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._files = directory, ExitStack()
-        self.shards: list[Shard] = []
-        self._columns: list[list[npt.NDArray[Any]]] = [[np.zeros(0, kind)] for kind in COLUMNS.values()]
-
-    def add(self, block: Block) -> None:
-        """Append records to the shard, or to a new one if it is full."""
-        if not self.shards or self.shards[-1].tokens + self.shards[-1].headers >= SHARD:
-            self._close()
-            names = (token_shard(len(self.shards)), header_shard(len(self.shards)))
-            self._open = [self._files.enter_context(open(self._directory / name, "wb")) for name in names]
-            self._hashes = [hashlib.sha256(), hashlib.sha256()]
-            self.shards.append(Shard())
-        lines = b"\n".join([*block.headers, b""])
-        for file, digest, data in zip(self._open, self._hashes, (block.tokens, lines), strict=True):
-            file.write(data)
-            digest.update(data)
-        shard = self.shards[-1]
-        shard.records += len(block.ids)
-        shard.tokens += len(block.tokens)
-        shard.headers += len(lines)
-        header_N = np.fromiter(map(len, block.headers), np.int32, len(block.headers))
-        columns: Iterable[npt.NDArray[Any]] = (block.lengths, header_N, keys(block.ids))
-        for parts, column_N in zip(self._columns, columns, strict=True):
-            parts.append(column_N.astype(parts[0].dtype, copy=False))
-
-    def columns(self) -> list[npt.NDArray[Any]]:
-        """Return the columns of all records so far."""
-        return [np.concatenate(parts) for parts in self._columns]
-
-    def _close(self) -> None:
-        self._files.close()
-        if self.shards:
-            self.shards[-1].sha256 = [digest.hexdigest() for digest in self._hashes]
-
-    def __enter__(self) -> "_ShardWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
+    return shards, edits
 
 
 def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> TokenStore:  # noqa: B008  # frozen

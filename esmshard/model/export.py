@@ -25,8 +25,8 @@ MAX_FILE_BYTES = 5_000_000_000
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Source = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
-"""A function that reads the tensors of these names: our names for the trunk, `head.*` for a task head."""
+Source = Callable[[str], torch.Tensor]
+"""A function that reads the tensor of a name: one of our names for the trunk, `head.*` for a task head."""
 
 
 def write_transformers(
@@ -118,7 +118,7 @@ def _write_safetensors(
     for file, of_file in plan.filename_to_tensors.items():
         tensors: dict[str, torch.Tensor] = {}
         for key in of_file:
-            parts = [cast(name, source([name])[name], dtype) for name in keys[key]]
+            parts = [cast(name, source(name), dtype) for name in keys[key]]
             tensors[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
         save_file(tensors, directory / file, {"format": "pt"})
     if plan.is_sharded:

@@ -163,7 +163,7 @@ def _download(name: str, directory: Path | None = None) -> Path:
         paths = []
         for file in files:  # `snapshot_download` would download in threads, for whose gigabytes Ctrl-C would wait.
             paths.append(Path(hf_hub_download(repository(name), file, local_dir=directory)))
-            if file == _CONFIG and name not in RELEASED and authors_weights(files) is None:
+            if file == _CONFIG and name not in RELEASED and files[-1] in LAYOUTS:  # not for an adapter
                 try:  # before the weights are downloaded
                     transformers_config(read_json(paths[-1]))
                 except ValueError as error:

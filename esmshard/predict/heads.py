@@ -289,7 +289,10 @@ def rows_of(task: Task, record_id: str, values: Array, residues: str) -> dict[st
 
 
 def predictions(
-    found: FineTuned, tokens_N: npt.NDArray[np.integer[Any]], question: Callable[[int], Inputs]
+    found: FineTuned,
+    tokens_N: npt.NDArray[np.integer[Any]],
+    question: Callable[[int], Inputs],
+    least: int | None = None,
 ) -> Iterator[Array | str]:
     """Yield one array for each record in order, or the reason why there is none. Within a window records are packed by
     length, so that packs are evenly full.
@@ -298,12 +301,13 @@ def predictions(
         found: the model with its task.
         tokens_N: the number of tokens of each record.
         question: called with the number of a record; returns the inputs of the model (`Task.question`).
+        least: the least tokens of a pack, however many cores share TOKENS; by default LEAST.
     """
     task, device, limit = found.task, found.model.device, found.model.trunk.config.most_tokens
     pairs = not task.names
     most = GPU_TOKENS if device.type == "cuda" and not pairs else TOKENS
     if not pairs:  # Of pair maps, one pack at a time is computed on all cores, since the maps fill the memory.
-        most = max(most // packs_at_once(device), LEAST)
+        most = max(most // packs_at_once(device), least or LEAST)
     cost_N = tokens_N.astype(np.int64)
     cost_N = np.maximum(cost_N, cost_N**2 // PAIR) if pairs else cost_N
 

@@ -589,10 +589,11 @@ def predictions(found: FineTuned, mutations: Sequence[Variant]) -> npt.NDArray[n
     task, values = found.task, list[npt.NDArray[np.float32]]()
     assert isinstance(task, VariantTask)
     examples = _examples(task, mutations)
-    # Of one pass of the wild type all variants of a pack are predicted, which then take the room of a token each.
+    # With each pack the wild type is computed, so packs are large. Where it is all that is computed, the variants of a
+    # pack take the room of a token each.
     tokens_N = np.ones_like(examples.tokens) if task.settings.wild_type_alone else examples.tokens
     with Progress("predict", len(examples)) as progress:
-        for value in heads.predictions(found, tokens_N, lambda n: task.question(examples.get(n))):
+        for value in heads.predictions(found, tokens_N, lambda n: task.question(examples.get(n)), heads.TOKENS):
             if isinstance(value, str):
                 raise InputError(f"{name_of(mutations[len(values)])}: {value}")
             values.append(value)

@@ -91,8 +91,8 @@ class Tree:
             made = root.model_validate(_plain(self.node))
         except ValidationError as error:
             messages: dict[str, list[str]] = {}
-            for one in error.errors():  # a key that takes values of several types has an error for each type
-                at, message = self._described(one, root, named or {})
+            for problem in error.errors():  # a key that takes values of several types has an error for each type
+                at, message = self._described(problem, root, named or {})
                 messages.setdefault(at, []).append(message)
             self.problems += [f"{at}: {' or '.join(dict.fromkeys(texts))}" for at, texts in messages.items()]
         if self.problems:

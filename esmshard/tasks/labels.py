@@ -294,12 +294,14 @@ class LabelTask(Task):
         (taken, target_M), found = self._chosen(train), dict[str, npt.NDArray[Any]]()
         for name in self.fitted if len(target_M) else ():
             kept = base.remembered[FROZEN] if name == FROZEN else {}
-            seen = [
-                kept[n] if n in kept else self.features(name, train[n], base)[places]
-                for n, places in enumerate(taken)
-                if len(places)
-            ]
-            found[name] = self._fit(np.concatenate(seen), target_M, 0)
+            x_MF = np.concatenate(
+                [
+                    kept[n] if n in kept else self.features(name, train[n], base)[places]
+                    for n, places in enumerate(taken)
+                    if len(places)
+                ]
+            )
+            found[name] = self._fit(x_MF, target_M, 0)
         return found
 
     def baseline_outputs(
@@ -322,12 +324,14 @@ class LabelTask(Task):
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
         """Fit ridge or logistic regression to what the last layer reads of the frozen model."""
         assert isinstance(head, LabelHead)
-        (taken, target_M), seen = self._chosen(train), list[npt.NDArray[np.floating]]()
-        for example, places in zip(train, taken, strict=True):
-            if len(places):
-                x_SD = torch.from_numpy(self.represented(example, base)).to(head.norm.weight)
-                seen.append(head.combined(x_SD).cpu().numpy()[places])
-        copy_to(head.out, self._fit(np.concatenate(seen), target_M, seed))
+        taken, target_M = self._chosen(train)
+
+        def seen(example: Example, places: npt.NDArray[np.intp]) -> npt.NDArray[np.floating]:
+            x_SD = torch.from_numpy(self.represented(example, base)).to(head.norm.weight)
+            return np.asarray(head.combined(x_SD).cpu().numpy())[places]
+
+        x_MF = np.concatenate([seen(*pair) for pair in zip(train, taken, strict=True) if len(pair[1])])
+        copy_to(head.out, self._fit(x_MF, target_M, seed))
 
 
 # Probabilities

@@ -73,7 +73,7 @@ def write_shape(directory: Path, config: EsmConfig) -> None:
     directory.mkdir()
     base = weights.fresh(config, 0)
     sizes = {name: size for name, size in weights.shapes(config).items() if name != "lm_head.weight"}
-    write_transformers(directory, config, sizes, lambda names: {name: base[name] for name in names})
+    write_transformers(directory, config, sizes, base.__getitem__)
 
 
 def found(path: Path, out: str, pairs: list[Pairs]) -> float:

@@ -225,4 +225,5 @@ def test_names_of_others_are_neither_html_nor_markdown(model: Path) -> None:
     _, text = written(model, given, scores)
     assert "<" not in text
     assert re.search(r"(?<!\\)\]\(javascript", text) is None
+    assert r"\\|" not in text, "a bar that is escaped twice ends a cell"
     assert len(text.split("\n\n")) == len(written(model, about(), EVALUATION)[1].split("\n\n"))

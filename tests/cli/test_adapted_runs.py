@@ -39,7 +39,7 @@ def write_base(directory: Path, seed: int) -> Path:
     directory.mkdir()
     found = weights.fresh(SIZES["nano"], seed)
     sizes = {name: size for name, size in weights.shapes(SIZES["nano"]).items() if name != "lm_head.weight"}
-    write_transformers(directory, SIZES["nano"], sizes, lambda names: {name: found[name] for name in names})
+    write_transformers(directory, SIZES["nano"], sizes, found.__getitem__)
     return directory
 
 

@@ -181,7 +181,9 @@ def test_workers_of_embed_share_the_output(here: Path) -> None:
     assert "embed esm2_t6_8M_UR50D s3://b/a.fasta -o s3://b/emb --nproc 1" in done.stdout
 
 
-def test_tracks_are_among_what_the_job_reads(here: Path) -> None:
+def test_tracks_and_complexes_are_among_what_the_job_reads(here: Path) -> None:
+    overrides = ["data.train=pdb", "data.complexes=c.tsv"]
+    assert f"{here}/c.tsv" in finetune_job("contact", overrides, slurm(nproc=1), site()).reads
     parsed = {"model": "saprot_35m", "fasta": Path("a.fasta"), "out": Path("emb"), "reuse": None, "nproc": None}
     parsed |= {"overwrite": False, "dry_run": False, "engine": "local", "worker": None}
     parsed["track"] = ["3di=letters.fasta", "coordinates=inside"]

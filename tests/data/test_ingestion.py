@@ -163,24 +163,6 @@ def test_ranges_in_which_no_record_begins_are_no_shards(monkeypatch: pytest.Monk
     ]
 
 
-def test_records_that_are_left_out_leave_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingestion, "SHARD", 16)
-    data = ">a\nMK\n>b\nMKT\n>odd7\nM7\n>odd8\nM8\n>odd9\nM9\n>c\nMKTAAMKTAA\n>d\nM\n"
-    plain = ingest([write(data)], Path("out"), Rules("drop"))
-    assert [plain.id(n) for n in range(len(plain))] == ["a", "b", "c", "d"]
-    packed = ingest([write(gzip.compress(data.encode()), "x.gz")], Path("packed"), Rules("drop"))
-    assert records(packed) == records(plain)
-    left_out = "a sequence with symbols that are no residues, or without any, was left out"
-    assert plain.notices == [f"{left_out} in 3 records (odd7, odd8, odd9)"]
-
-
-def test_no_record_is_left() -> None:
-    files = [write(">a\nM7\n"), write(">b\nM7\n", "y.fasta")]
-    message = refusal(lambda: ingest(files, Path("out"), Rules("drop")))
-    assert message == "x.fasta, y.fasta: no record is left under these rules"
-    assert sorted(Path().iterdir()) == files
-
-
 def test_several_files_are_one_store_and_share_their_ids() -> None:
     files = [write(">c\nMM\n", "y.fasta"), write(FASTA)]
     store = ingest(files, Path("store"))

@@ -22,7 +22,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The nano model with random weights, as one safetensors file."""
     directory, config = tmp_path_factory.mktemp("stored"), SIZES["nano"]
     base = weights.fresh(config, 3)
-    write_transformers(directory, config, weights.shapes(config), lambda names: {n: base[n] for n in names})
+    write_transformers(directory, config, weights.shapes(config), base.__getitem__)
     return directory
 
 

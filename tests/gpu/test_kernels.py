@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 HEADS = 4
 WIDTHS = (8, 16, 24, 32, 64, 128)
 """Of one head: nano, 8M and the starter, 35M, 150M, 650M and 3B, 15B."""
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Of the largest value. Numbers have 8 and 11 bits, and each is rounded some times on its way."""
 
 
@@ -88,7 +88,10 @@ def test_attention_is_the_definition_with_gradients(
     exact = both_ways(lambda q, k, v: definition(q, k, v, batch), rows_TE.double(), weight_THK.double(), width)
     mine = both_ways(lambda q, k, v: (attend_padded if padded else attend)(q, k, v, batch), rows_TE, weight_THK, width)
     assert {x.dtype for x in mine} == {dtype}
-    check(mine, exact, batch, TOLERANCE[dtype])
+    if dtype == torch.float32:
+        assert all((a - b).abs().max() <= 1e-4 for a, b in zip(mine, exact, strict=True))
+    else:
+        check(mine, exact, batch, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

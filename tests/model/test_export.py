@@ -180,7 +180,7 @@ def test_what_a_model_lacks_is_said_and_not_made_up(part: str, tmp_path: Path) -
 def test_files_are_split_as_their_index_says(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in fair_esm(TINY).state_dict().items() if name != TIED}
     sizes = {name: tensor.shape for name, tensor in state.items()}
-    export.write_transformers(tmp_path, TINY, sizes, lambda names: {n: state[n] for n in names}, torch.bfloat16, 40_000)
+    export.write_transformers(tmp_path, TINY, sizes, state.__getitem__, torch.bfloat16, 40_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     held = {key: file.name for file in tmp_path.glob("*.safetensors") for key in load_file(file)}
     assert index["weight_map"] == held

@@ -338,8 +338,9 @@ def adapter_files(directory: Path, base: Path, **settings: Any) -> dict[str, byt
 
 def test_an_adapter_is_read_as_its_directory_is(mine: Hub, model: Path, cache: Path, tmp_path: Path) -> None:
     mine.files = adapter_files(tmp_path / "adapter", model) | {"README.md": b"a card", "optimizer.bin": b"state"}
+    mine.files["config.json"] = b"{}"  # says nothing of an adapter
     found, local = weights.read(MINE), weights.read(str(tmp_path / "adapter"))
-    assert mine.asked == ["list", "adapter_config.json", "README.md", "adapter_model.safetensors"]
+    assert mine.asked == ["list", "config.json", "adapter_config.json", "README.md", "adapter_model.safetensors"]
     assert Path(found.source) == cache / "models--lab--esm2_mine" / "snapshots" / COMMIT
     for name in found.read:
         assert torch.equal(found[name], local[name])
@@ -347,7 +348,7 @@ def test_an_adapter_is_read_as_its_directory_is(mine: Hub, model: Path, cache: P
     assert not torch.equal(found[changed], weights.read(str(model))[changed])
     mine.asked.clear()
     copied = hub.fetch(MINE, tmp_path / "copied")
-    assert names(copied) == {"adapter_model.safetensors", "README.md", "adapter_config.json"}
+    assert names(copied) == {"adapter_model.safetensors", "README.md", "adapter_config.json", "config.json"}
     assert weights.read(MINE).config == TINY
     assert mine.asked == [], "the adapter is in the cache"
 

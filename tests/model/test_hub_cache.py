@@ -27,23 +27,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"config.json": CONFIG, "tf_model.h5": b""}, False),
         ({"config.json": CONFIG, "model.safetensors": b""}, True),
         ({"config.json": CONFIG, "pytorch_model.bin": b""}, True),
-        (
-            {"config.json": CONFIG, "pytorch_model.bin.index.json": INDEX, FIRST: b""},
-            False,
-        ),
-        (
-            {"config.json": CONFIG, "model.safetensors.index.json": INDEX, FIRST: b""},
-            False,
-        ),
-        (
-            {
-                "config.json": CONFIG,
-                "model.safetensors.index.json": INDEX,
-                FIRST: b"",
-                SECOND: b"",
-            },
-            True,
-        ),
+        ({"config.json": CONFIG, "pytorch_model.bin.index.json": INDEX, FIRST: b""}, False),
+        ({"config.json": CONFIG, "model.safetensors.index.json": INDEX, FIRST: b""}, False),
+        ({"config.json": CONFIG, "model.safetensors.index.json": INDEX, FIRST: b"", SECOND: b""}, True),
     ],
 )
 def test_only_a_whole_snapshot_is_a_model(cache: Path, files: dict[str, bytes], whole: bool) -> None:

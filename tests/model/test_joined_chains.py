@@ -84,7 +84,7 @@ def test_the_model_records_how_chains_are_joined(tmp_path: Path) -> None:
         tmp_path,
         config,
         {name: tensor.shape for name, tensor in model.state_dict().items()},
-        lambda names: {name: model.state_dict()[name] for name in names},
+        model.state_dict().__getitem__,
     )
     assert weights.read(str(tmp_path)).config.chains == Chains(25, 512)
     assert transformers_config({**FAMILIES["esm2"].write_config(TINY), "joined_chains": "linker:3"}).chains == Chains(3)

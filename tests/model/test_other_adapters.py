@@ -37,7 +37,7 @@ def test_peft_computes_what_we_compute(
     if size == "esmc_nano":  # whose class of transformers has no contact regression
         sizes = {name: shape for name, shape in sizes.items() if not name.startswith("contact_head.")}
     (tmp_path / "base").mkdir()
-    export.write_transformers(tmp_path / "base", config, sizes, lambda names: {name: base[name] for name in names})
+    export.write_transformers(tmp_path / "base", config, sizes, base.__getitem__)
     model = weights.build(weights.read(str(tmp_path / "base")), torch.device("cpu")).eval()
     batch = pack([encode("MKTAYIAKQRQISFVKSHFSRQ")])
     before = everything(model, batch)

@@ -19,7 +19,7 @@ def write(directory: Path, config: ModelConfig) -> Path:
     directory.mkdir()
     found = weights.fresh(config, 0)
     sizes = weights.stored_shapes(config)
-    export.write_transformers(directory, config, sizes, lambda names: {name: found[name] for name in names})
+    export.write_transformers(directory, config, sizes, found.__getitem__)
     return directory
 
 

@@ -123,7 +123,7 @@ def test_structure_files_become_a_track_that_embed_reads(published: Path, struct
     model.mkdir()
     fresh = weights.fresh(SIZES["esm3_nano"], 0)
     sizes = weights.stored_shapes(fresh.config)
-    write_transformers(model, fresh.config, sizes, lambda names: {name: fresh[name] for name in names})
+    write_transformers(model, fresh.config, sizes, fresh.__getitem__)
     found = {}
     for word, options in (("alone", []), ("tokens", ["--track", f"structure_tokens={out}"])):
         done = esmshard("embed", model, tmp_path / "chains.fasta", "-o", tmp_path / f"{word}.h5", *options)

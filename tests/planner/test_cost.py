@@ -36,19 +36,13 @@ from esmshard.planner import (
 )
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from plan_model import MODEL, bf16
 from published import RUNS, Run
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from plan_model import MODEL
 
 ROUND = GPU("round", 2**36, half_flops=100e12, fp32_flops=10e12, hbm=1e12, link=100e9)
 FOUR = Machines(ROUND, 4)
 TWO_BY_FOUR = Machines(ROUND, 4, 2, network=10e9)
 MB = 1_000_000
-
-
-def bf16(**options: Any) -> Layout:
-    return Layout(precision="bf16", **options)
 
 
 def received(layout: Layout, machines: Machines = FOUR, numbers: ModelNumbers = MODEL, **work: Any) -> int:

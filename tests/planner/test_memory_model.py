@@ -1,12 +1,12 @@
 """Expected bytes are added up by hand from the lists below, or counted by torch on real training."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plan_model import MODEL, bf16
 
 from esmshard import planner
 from esmshard.batch import pack
@@ -17,19 +17,12 @@ from esmshard.planner import KINDS, LayerBytes, Memory, layer_bytes, memory, num
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.vocab import encode
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from plan_model import MODEL
-
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 MIB = 2**20
 
 # One token of a layer: input, norm, q, k, v, attention, sum, norm, 4 + 4 of the feed-forward layer: 16 vectors; the
 # rotation 8 x 100, the log-sum-exp 4 x 10, mean and deviation of two norms 16.
 BF16_TOKEN = 16 * 1000 * 2 + 856
-
-
-def bf16(**options: Any) -> Layout:
-    return Layout(precision="bf16", **options)
 
 
 def needed(tokens: int, head: int = 0, *, micro_batches: int = 1, **options: Any) -> Memory:

@@ -1,7 +1,6 @@
 """`esmshard plan` on the shipped recipe, with small and large models and machines."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from command import esmshard
+from plan_model import MODEL
 
 from esmshard import planner as plans
 from esmshard.errors import UsageError
@@ -20,9 +20,6 @@ from esmshard.parallel.layout import Layout
 from esmshard.planner import MIB, MicroBatches, Option, Plan, head_bytes, memory, numbers_of, parse
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import AdaptSettings
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from plan_model import MODEL
 
 
 def planned(gpus: str, *overrides: str, nodes: int = 1, memory: float | None = None) -> Plan:

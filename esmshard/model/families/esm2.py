@@ -212,7 +212,7 @@ def _token_dropout(x_TD: torch.Tensor, masked_T: torch.Tensor, batch: TokenBatch
 
 
 class EsmFamily(Family):
-    """A family whose directories `EsmForMaskedLM` of `transformers` reads."""
+    """A family whose directories `EsmForMaskedLM` of `transformers` 4 and 5 reads."""
 
     config: ClassVar[type[EsmConfig]]
     model_types = ("esm",)
@@ -257,12 +257,6 @@ class EsmFamily(Family):
         gain = 1 / math.sqrt(2) if re.search(r"\.[qkv]_proj\.", name) else 1.0
         bound = gain * math.sqrt(6 / (shape[0] + shape[1]))
         return torch.rand(shape, generator=generator) * 2 * bound - bound
-
-    def key(self, name: str) -> str:
-        """Return the name in `EsmForMaskedLM` (in the layout that transformers 4 and 5 read). Its files hold rotary
-        frequencies, too.
-        """
-        return self.names.theirs(name)
 
     def pieces(self, key: str, config: EsmConfig) -> tuple[Piece, ...]:
         if not re.match(r"(esm|lm_head|head)\.", key):

@@ -56,10 +56,11 @@ class Names:
     others: Mapping[str, str]
     """What begins their names of the other tensors, by what begins ours, where the two differ; the first one counts."""
 
-    def theirs(self, name: str) -> str:
-        """Return their name of one of our tensors."""
+    def theirs(self, name: str) -> str | None:
+        """Return their name of one of our tensors; None for a tensor of a block that they do not have."""
         if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(\w+)", name):
-            return f"{self.block}{match[1]}.{self.in_block[match[2]]}.{match[3]}"
+            module = self.in_block.get(match[2])
+            return module and f"{self.block}{match[1]}.{module}.{match[3]}"
         return _moved(name, self.others)
 
     def ours(self, key: str) -> str:
@@ -212,7 +213,7 @@ class Family(ABC):
         follows from the architecture. Tensors with the same key are joined, one below the other in the order of
         `pieces`.
         """
-        return None if is_computed(name) else self.names.theirs(name)
+        return self.names.theirs(name)
 
     def write_tokenizer(self, directory: Path) -> None:  # noqa: B027  # ESM3 has none
         """Write the files from which `transformers` makes its tokenizer to a directory."""
