@@ -89,6 +89,8 @@ def test_two_splits_may_share_a_file() -> None:
     write("x.fasta", {record: where for record, where in SETS.items() if record not in "cf"})
     write("t.fasta", {"c": "", "f": ""})
     assert ids(recipe("sequence", "x.fasta", "x.fasta", "t.fasta")) == IDS
+    gone = recipe("sequence", "sample:gone", "sample:gone", "t.fasta")
+    assert len(open_split(gone, "test", None)) == 2, "the files of other splits are not asked for"
 
 
 @pytest.mark.parametrize("column", ["set", "split"])

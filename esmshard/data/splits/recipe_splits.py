@@ -46,7 +46,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
         tracks: the tracks of the recipe (`esmshard.tasks.finetuned.tracks_of`).
     """
     data, seed = recipe.data, recipe.train.seed
-    files = [remote.data_file(file) for file in (data.train, data.valid, data.test) if file is not None]
+    files = (remote.data_file(file) for file in (data.train, data.valid, data.test) if file is not None)
     if data.complexes is not None and not any(map(structure_folder.holds_structures, files)):
         raise UsageError(
             f"data.complexes: {data.complexes} is for structure files, and this recipe names none (in a FASTA file a "
