@@ -43,7 +43,7 @@ def esmshard(note: Note, arguments: list[str]) -> None:
     from esmshard.embed import compute, engines
     from esmshard.embed.compute import Embedder
 
-    whole, make, computing = engines.embed, compute.opened, Embedder.compute
+    whole, make, computing = engines.embed, compute.worker_of, Embedder.each
 
     def worked(*given: Any, **more: Any) -> dict[str, Any] | None:
         began = time.perf_counter()
@@ -65,7 +65,7 @@ def esmshard(note: Note, arguments: list[str]) -> None:
         note["computing"] = note.get("computing", 0.0) + time.perf_counter() - began
         return results
 
-    engines.embed, compute.opened, Embedder.compute = worked, made, timed  # type: ignore[method-assign, assignment]
+    engines.embed, compute.worker_of, Embedder.each = worked, made, timed  # type: ignore[method-assign, assignment]
     sys.argv = ["esmshard", "embed", *arguments]
     app.main()
 

@@ -14,6 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,10 +126,11 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
 
     with reading(str(directory / ADAPTER_CONFIG), "save the adapter again"):
         scales = {name: _scale(directory, settings, modules[name], a.shape[0]) for name, a in a_of.items()}
-    adapted = {name: _with_lora(name, base.read[name], a, b_of[name], scales[name]) for name, a in a_of.items()}
+    # A wrong value of the base is told of under the base's name.
+    trunk = {n: replace(r, rows=partial(base.rows, n)) for n, r in base.read.items() if not n.startswith("head.")}
+    adapted = {name: _with_lora(name, trunk[name], a, b_of[name], scales[name]) for name, a in a_of.items()}
     head_file = directory / HEAD
     head = weight_reader.read_safetensors(head_file) if head_file.is_file() else {}
-    trunk = {name: reader for name, reader in base.read.items() if not name.startswith("head.")}
     notices = (f"{file}: its {part} is of another task and left out" for part in sorted(left_out))
     origin = json.dumps([base.made, base.seed, scales], sort_keys=True)
     return replace(

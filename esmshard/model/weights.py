@@ -94,7 +94,8 @@ class Weights:
         return {name: self[f"head.{name}"] for name in self.head}
 
 
-def shapes(config: ModelConfig) -> dict[str, torch.Size]:
+@lru_cache(maxsize=8)  # A large model takes tenths of a second, and a directory of it is opened again and again.
+def shapes(config: ModelConfig) -> Mapping[str, torch.Size]:
     """Return the shape of every tensor of a model by name, buffers included. No memory is used."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in family_registry.build(config).state_dict().items()}

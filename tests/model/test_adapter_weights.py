@@ -279,6 +279,16 @@ def test_damage_is_named(base: Path, tmp_path: Path) -> None:
     found = weights.read(str(adapter))
     with pytest.raises(InputError, match=r"adapter: layers.1.self_attn.q_proj.weight holds a value"):
         weights.build(found, torch.device("cpu"))
+    damaged = shutil.copytree(base, tmp_path / "damaged")
+    of_base = load_file(damaged / "model.safetensors")
+    names = ("layers.0.self_attn.q_proj.weight", "layers.0.fc2.weight")
+    for name in names:
+        of_base[str(FAMILY.key(name))][1, 1] = torch.inf
+    save_file(of_base, damaged / "model.safetensors")
+    edit(adapter, base_model_name_or_path=str(damaged))
+    for name in names:
+        with pytest.raises(InputError, match=rf"damaged: {name} holds a value"):
+            weights.read(str(adapter))[name]
     for text in ("[]", '{"base": {"name": "x"}}'):
         (adapter / "esmshard.json").write_text(text)
         with pytest.raises(InputError, match=r"esmshard.json: damaged"):
