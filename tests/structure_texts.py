@@ -89,6 +89,7 @@ def pdb(
     seqres: Mapping[str, Sequence[str]] | None = None,
     modres: Mapping[str, str] | None = None,
     ter: bool = True,
+    serial: int = 1,
 ) -> str:
     """A PDB file; a TER after the last residue of each chain that is listed by `label_seq_id`."""
     out = ["HEADER    MADE UP                                 01-JAN-00   1ABC"]
@@ -108,16 +109,20 @@ def pdb(
             atom = f" {x.name:<3}" if len(x.name) < 4 and len(x.element) == 1 else f"{x.name:<4}"
             position = "".join(f"{v:8.3f}" for v in x.xyz)
             out.append(
-                f"{'HETATM' if x.het else 'ATOM  '}{k + 1:5d} {atom}{x.alt or ' '}{x.comp:>3}"
+                f"{'HETATM' if x.het else 'ATOM  '}{_serial(serial + k)} {atom}{x.alt or ' '}{x.comp:>3}"
                 f"{x.chain:>2}{x.number:>4}{x.ins or ' '}   {position}{x.occupancy:6.2f}{x.b:6.2f}"
                 f"          {x.element:>2}"
             )
             end = x.seq is not None and all(y.seq is None or y.chain != x.chain for y in here[k + 1 :])
             if ter and end:
-                out.append(f"TER   {k + 2:5d}      {x.comp:>3}{x.chain:>2}{x.number:>4}{x.ins or ' '}")
+                out.append(f"TER   {_serial(serial + k + 1)}      {x.comp:>3}{x.chain:>2}{x.number:>4}{x.ins or ' '}")
         if len(models) > 1:
             out.append("ENDMDL")
     return "\n".join([*out, "END", ""])
+
+
+def _serial(number: int) -> str:
+    return f"{number:5d}" if number < 100_000 else f"{number:5x}"
 
 
 def quoted(word: str) -> str:
