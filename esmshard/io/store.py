@@ -79,7 +79,8 @@ class TokenStore:
         # For each shard, the number of its first record, and its first byte of tokens and of headers.
         sizes = [[shard["records"], shard["tokens"], shard["headers"]] for shard in self.manifest["shards"]]
         self._first_records, *self._first_bytes = np.cumsum([[0, 0, 0], *sizes], axis=0).T.tolist()
-        self._mapped = functools.lru_cache(_OPEN_SHARDS)(self._map)
+        # Of the path, and not of the store: a store that is held by its own cache would keep its files open.
+        self._mapped = functools.lru_cache(_OPEN_SHARDS)(functools.partial(_mapped, self.path))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "checked": frozenset(self._checked)}
@@ -180,12 +181,12 @@ class TokenStore:
         shard = bisect.bisect_right(self._first_records, n) - 1
         name = token_shard(shard) if kind == "tokens" else header_shard(shard)
         begin = self._first_bytes[column][shard]
+        self._check(name)
         return self._mapped(name)[int(offsets[n]) - begin : int(offsets[n + 1]) - 1 - begin]
 
-    def _map(self, name: str) -> npt.NDArray[np.uint8]:
-        """Map a file, once it was compared with its sha256."""
-        self._check(name)
-        return np.asarray(np.memmap(self.path / name, dtype=np.uint8, mode="r"))
+
+def _mapped(directory: Path, name: str) -> npt.NDArray[np.uint8]:
+    return np.asarray(np.memmap(directory / name, dtype=np.uint8, mode="r"))
 
 
 def token_shard(k: int) -> str:

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -179,6 +180,9 @@ def test_the_shards_read_last_stay_mapped(sharded: TokenStore, monkeypatch: pyte
     store = TokenStore(sharded.path)
     assert {decode(store.residues(n)) for n in (0, 1, 0, 2, 0, 4, 3)} == {"MKTA"}
     assert store._mapped.cache_info()[:2] == (2, 5)
+    held = weakref.ref(store)
+    del store
+    assert held() is None, "its files are closed at once"
 
 
 def test_a_store_goes_to_another_process_as_its_path(sharded: TokenStore) -> None:
