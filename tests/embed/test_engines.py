@@ -455,7 +455,8 @@ def test_a_part_that_was_damaged_is_refused_and_one_that_is_gone_computed_again(
     assert "going on; " in capsys.readouterr().err
     given.check(out / name)
     if name == "x":
-        assert len(before.items() - inodes(out / name).items()) == 1, "the others are not computed again"
+        del before[file.name]  # a new file may get the inode of the old one
+        assert before.items() <= inodes(out / name).items(), "the others are not computed again"
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x"])
