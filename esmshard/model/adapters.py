@@ -151,7 +151,7 @@ def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int)
     PEFT matches the keys of `alpha_pattern` as regular expressions, and the first one counts. Here they are names, with
     or without a backslash before each dot, since an expression of somebody else may take for ever.
     """
-    alpha: float = settings["lora_alpha"]
+    alpha: Any = settings.get("lora_alpha")
     for key, of_key in reversed((settings.get("alpha_pattern") or {}).items()):
         name = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
         if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
@@ -159,6 +159,10 @@ def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int)
             raise InputError(f"{where}: alpha_pattern: {key!r} is no name of layers, and nothing else is read; {_FIX}")
         if module == name or (module.endswith(f".{name}") and not key.startswith("^")):
             alpha = of_key
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise InputError(
+            f"{directory / ADAPTER_CONFIG}: lora_alpha or alpha_pattern is {alpha!r}, no positive number; save it again"
+        )
     return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 

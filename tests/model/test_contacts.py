@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from esm.modules import apc, symmetrize
 from model_files import fair_esm, ours, tokenise
 from torch.profiler import ProfilerActivity, profile
 
+from esmshard.model import attention, weights
 from esmshard.model import contacts as contacts_module
-from esmshard.model import weights
 from esmshard.model.attention import attention_map
 from esmshard.model.contacts import ContactAccumulators, corrected_maps, predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
@@ -156,6 +157,25 @@ def test_contacts_do_not_depend_on_how_many_heads_go_together(
         found = predict_contacts(model, batch)
     for mine_LL, other_LL in zip(found, expected, strict=True):
         assert (mine_LL - other_LL).abs().max() <= 1e-6
+
+
+def test_the_trunk_runs_its_own_kernel_meanwhile(model: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contacts cost maps, and no slower attention: the same call of `attend` in each layer, with the same result."""
+    _, batch = tokenise(sequences())
+    outputs: list[torch.Tensor] = []
+    attend = attention.attend
+
+    def counted(*args: Any) -> torch.Tensor:
+        outputs.append(attend(*args))
+        return outputs[-1]
+
+    monkeypatch.setattr(attention, "attend", counted)
+    with torch.no_grad():
+        model(batch)
+        predict_contacts(model, batch)
+    assert len(outputs) == 2 * CONFIG.n_layers
+    for without, together in zip(outputs[: CONFIG.n_layers], outputs[CONFIG.n_layers :], strict=True):
+        assert torch.equal(without, together)
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
