@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from outputs import perturbed
 
 from esmshard.batch import pack
-from esmshard.model import export, weights
+from esmshard.model import export
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.trunk import Trunk
@@ -17,19 +18,9 @@ CONFIG = SIZES["saprot_nano"]
 LETTERS = "pynwrqhgdlvtmfsaeikc"
 
 
-def rough_model(config: ModelConfig = CONFIG) -> Trunk:
-    """A model with every parameter off its initial value, so that a letter makes a difference everywhere."""
-    model = weights.build(weights.fresh(config, 0), torch.device("cpu")).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
 def write_model(directory: Path, config: ModelConfig = CONFIG) -> tuple[str, Trunk]:
     """The model as a directory, and itself."""
-    model = rough_model(config)
+    model = perturbed(config)  # so that a letter makes a difference everywhere
     state = model.state_dict()
     sizes = {name: state[name].shape for name, _ in model.named_parameters()}
     directory.mkdir()

@@ -13,7 +13,8 @@ from command import esmshard as esmshard_command
 from embed_runs import content
 from embed_runs import write_model as write_plain_model
 from model_files import TINY, fair_esm, write_transformers
-from tracked_model import CONFIG, last_layer, random_pairs, rough_model, write_model, write_pairs
+from outputs import perturbed
+from tracked_model import CONFIG, last_layer, random_pairs, write_model, write_pairs
 
 import esmshard
 from esmshard.batch import TokenBatch
@@ -399,7 +400,7 @@ def test_every_part_of_a_sequence_has_its_part_of_the_track(
     long: Long, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In packs, windows and cut sequences; in halves of a pack, and in windows for lack of memory."""
-    model = rough_model()
+    model = perturbed(CONFIG)
     tokens = [encode(sequence) for sequence, _ in random_pairs(LENGTHS).values()]
     tracks = [{"3di": np.array([letter_of(token) for token in one.tolist()], np.uint8)} for one in tokens]
     passes = watched(model, most, monkeypatch)
