@@ -287,7 +287,7 @@ def shared_calls(model: nn.Module, ranks: World) -> Iterator[None]:
     calls. Every call runs all layers, so the trunk cannot be asked for layers before the last one alone.
 
     Args:
-        model: a model that `shard` has divided, whose `forward(batch, instead)` calls `instead` if it is given.
+        model: a model that `shard` has divided, whose `forward(batch, substitute)` calls `substitute`.
         ranks: the ranks. A rank waits for the others as long as their time-out says.
     """
     trunk, inside, idle = trunk_of(model), False, False
