@@ -1,12 +1,10 @@
-"""What users get from deploy/: the image's versions, entry and audit, and the requirements of the conda package.
+"""What users get from deploy/: the image's versions and audit, and the requirements of the conda package.
 
 `make image-steps` runs the Dockerfile's steps; here is what can be said without.
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -82,26 +80,6 @@ def test_what_a_build_sees() -> None:
     assert not [name for name in seen if "__pycache__" in name or name.endswith((".pyc", ".whl"))]
     left_out = [line.split()[0] for line in (HERE / "left_out.txt").read_text().splitlines() if line[0] != "#"]
     assert all((ROOT / name.partition("::")[0]).is_file() for name in left_out)
-
-
-def test_the_entry_hands_everything_to_esmshard_or_runs_the_suite(tmp_path: Path) -> None:
-    """Programs in place of pytest and esmshard print what they were given."""
-    (tmp_path / "suite").mkdir()
-    (tmp_path / "suite" / "left_out.txt").write_text("# why\n\ntests/test_a.py::test_b needs a clone\ntests/c.py too\n")
-    for name in ("pytest", "esmshard"):
-        program = tmp_path / name
-        program.write_text(f'#!/bin/sh\nprintf "{name} $PWD "; for a in "$@"; do printf "[%s]" "$a"; done\nexit 7\n')
-        program.chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ESMSHARD_SUITE": str(tmp_path / "suite"), "TMPDIR": "/t"}
-    left_out = "[--ignore=tests/c.py][--deselect=tests/test_a.py::test_b]"
-    for arguments, expected in (
-        (("finetune", "a b.yaml", "out=*"), f"esmshard {tmp_path} [finetune][a b.yaml][out=*]"),
-        (("test", "-k", "a or b"), f"pytest {tmp_path / 'suite'} [-p][no:cacheprovider]{left_out}[-k][a or b]"),
-    ):
-        done = subprocess.run(
-            [HERE / "entrypoint", *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, done.stdout) == (7, expected), "the exit code is that of the program"
 
 
 def test_silence_of_the_audit_is_not_taken_for_good_news() -> None:
