@@ -308,23 +308,19 @@ def test_compressed_files(tmp_path: Path) -> None:
                 read_chains(path)
 
 
+WORDS = ["?", ".", "-1", "99999", "nan", "'", ";", "loop_", "_a.b", "µ"]
+
+
 def damaged(text: str, rng: random.Random) -> bytes:
     """A text that is cut off, lacks lines, or has another word or other digits in a line."""
     lines = text.split("\n")
     k = rng.randrange(len(lines))
     words = lines[k].split(" ")
-    words[rng.randrange(len(words))] = rng.choice(
-        ("", "?", ".", "-1", "99999", "nan", "'", ";", "loop_", "_a.b", "\xb5")
-    )
+    words[rng.randrange(len(words))] = rng.choice(WORDS)
     digits = "".join(rng.choice("0123456789") if c.isdigit() and rng.random() < 0.5 else c for c in lines[k])
-    ways = (
-        [],
-        lines[k + 3 :],
-        [" ".join(words), *lines[k + 1 :]],
-        [digits, *lines[k + 1 :]],
-        [lines[k][: len(digits) // 2]],
-    )
-    return "\n".join([*lines[:k], *rng.choice(ways)]).encode("latin-1")
+    line = rng.choice([" ".join(words), digits, lines[k][: len(digits) // 2]])
+    rest = rng.choice([[], lines[k + 3 :], [line, *lines[k + 1 :]], [line, *lines[k + 1 :]]])
+    return "\n".join([*lines[:k], *rest]).encode("latin-1")
 
 
 def test_damaged_files_give_one_sentence_or_a_whole_chain(tmp_path: Path) -> None:
@@ -372,9 +368,13 @@ def ids(fasta: Path) -> list[str]:
 
 
 def test_the_pair_of_files(folder: Path) -> None:
+    (folder / "inner").mkdir()
+    for name in ("inner/9abc.pdb", "README.md", "a.fasta", "._2abc.pdb", "list\x1b.txt"):
+        (folder / name).write_text("x")
     fasta, said = write_split(folder)
+    assert [notice.split(" not read")[0] for notice in said[:2]] == ["4 files", "1 inner folder"]
     assert fasta.read_text() == f">1abc_A\n{OTHER}\n>1abc_C\n{THIRD}\n>2abc_A\n{SEQ}\n>3abc_X\n{THIRD[1:-1]}\n"
-    assert [notice.split()[-1] for notice in said] == ["(1abc_B)", "(3abc_X)"]
+    assert [notice.split()[-1] for notice in said[2:]] == ["(1abc_B)", "(3abc_X)"]
     with np.load(fasta.with_suffix(".npz"), allow_pickle=False) as file:
         assert set(file.files) == {"names", "seqs", "offsets", "cb_dA"}
         names, seqs, offsets, cb_dA = (file[name] for name in ("names", "seqs", "offsets", "cb_dA"))
@@ -388,15 +388,6 @@ def test_the_pair_of_files(folder: Path) -> None:
         np.testing.assert_allclose(rows / 10, cb - cb.min(0), atol=0.0501)
         assert rows.min(0).tolist() == [0, 0, 0]
     assert sorted(p.name for p in folder.parent.iterdir()) == ["out.fasta", "out.npz", "set"]
-
-
-def test_what_is_no_structure_is_counted(folder: Path) -> None:
-    (folder / "inner").mkdir()
-    (folder / "inner" / "9abc.pdb").write_text("not read")
-    for name in ("README.md", "a.fasta", "._2abc.pdb", "list\x1b.txt"):
-        (folder / name).write_text("x")
-    _, said = write_split(folder)
-    assert [notice.split(" not read")[0] for notice in said[:2]] == ["4 files", "1 inner folder"]
 
 
 def test_what_cannot_be_written_is_refused_and_nothing_is_left_or_written_over(folder: Path, tmp_path: Path) -> None:
@@ -432,12 +423,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     """Sources that were read, one entry a time."""
     monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
     done: list[Path] = []
-
-    def counted(source: Path, *rest: Path, complexes: str | None) -> list[str]:
-        done.append(source)
-        return to_split(source, *rest, complexes=complexes)
-
-    monkeypatch.setattr(structure_folder, "to_split", counted)
+    monkeypatch.setattr(structure_folder, "to_split", lambda *a, **k: (done.append(a[0]), to_split(*a, **k))[1])
     return done
 
 
@@ -538,10 +524,7 @@ def test_molecules_that_share_a_chain_name_cannot_be_joined(tmp_path: Path) -> N
     assert [one.id for one in read_records(path, "all")] == ["1abc_A_AA:A_AB:B"]
 
 
-def test_a_folder_is_kept_for_each_way_of_joining(
-    complexes: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
+def test_a_folder_is_kept_for_each_way_of_joining(complexes: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.txt", "1abc_A:B\n")
     found = [cached_split(complexes, how) for how in (None, "all", str(path))]
     assert [fasta.read_text().count(">") for fasta in found] == [4, 3, 1]

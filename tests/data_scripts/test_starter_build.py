@@ -87,19 +87,6 @@ def test_usable_chains_are_found_at_their_rows_and_written_in_the_format_of_the_
     assert np.abs(cb_L3[7] - cb_L3[5] - [-0.01, 2.66 + 0.87, 0.55]).max() < 0.11
 
 
-def test_usable(build):
-    for sequence, bond, expected in (
-        *((TEN * 4, 133, True), (TEN * 4, 159, True), (TEN * 4, 160, False)),  # strictly below 1.6 A
-        *(((TEN * 4)[:39], 133, False), (TEN * 40, 133, True), (TEN * 40 + "A", 133, False)),
-        *((TEN[:9] * 5, 133, False), (TEN * 4 + "X", 133, False)),  # nine kinds
-    ):
-        atoms = backbone(len(sequence), gap_after=len(sequence) // 2, bond=bond)
-        assert build.usable(sequence, atoms) is expected
-    atoms = backbone(40)
-    atoms[7:, :, 2] += 150  # A bond is from C to the next N in all three directions.
-    assert not build.usable(TEN * 4, atoms)
-
-
 def groups(sequences: list[str]) -> list[list[str]]:
     return [[s for s in sequences if s[0] == first] for first in {s[0] for s in sequences}]
 
