@@ -119,7 +119,7 @@ def not_of_the_20(variant: Variant) -> str:
             site = f"{mutation.wild} at residue {mutation.position + 1}"
             return f"the wild type has {site}, which is none of the 20 amino acids"
         if mutation.mutant not in STANDARD:
-            return f"{mutation} puts {mutation.mutant} there, which is none of the 20 amino acids"
+            return f"{mutation} puts {mutation.mutant} at the site, which is none of the 20 amino acids"
     return ""
 
 
@@ -187,7 +187,7 @@ def models_of(run: str) -> list[Path]:
 
 
 def _summary(run: Path) -> dict[str, Any]:
-    """Return the content of `summary.json` of a cross-validation; empty if there is none."""
+    """Return the content of `summary.json` of a cross-validation; empty if it does not exist."""
     summary: dict[str, Any] = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}
     return summary
 
@@ -215,7 +215,7 @@ def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method
 
 def rows_of_run(run: Path) -> list[dict[str, str]]:
     """Read the columns that a run added to its `variants.csv`, for the rows with a variant; none without this file. The
-    columns of the user's table come first. All added columns have a prefix if a name would be there twice.
+    columns of the user's table come first. All added columns have a prefix if a column of the table has the same name.
     """
     if not (path := run / OUT_OF_FOLD_FILE).is_file():
         return []
