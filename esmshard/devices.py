@@ -1,4 +1,4 @@
-"""The device of a computation: which one is taken, packs on the cores of a CPU, and exact convolutions on a GPU."""
+"""The choice of a device, the computation of packs on several cores, and exact convolutions on a GPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +13,10 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 DeviceName = str | torch.device | None
-"""A device as a user names it, see `chosen_device`; None for the default."""
+"""The name of a device, see `chosen_device`; None for the default."""
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Texts in the messages of plain RuntimeErrors of the CPU's allocator, of CUDA, and of cuBLAS."""
+"""Parts of the messages of plain RuntimeErrors that the CPU's allocator, CUDA and cuBLAS raise."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -45,10 +45,10 @@ def chosen_device(name: DeviceName = None) -> torch.device:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda", "mps"):
         raise UsageError(f"device {name}: cpu, cuda, cuda:N (with N from 0) or mps is expected")
-    is_there = {"cpu": True, "cuda": (device.index or 0) < gpus, "mps": on_apple}
-    if not is_there[device.type]:
-        of_cuda = ["cuda:0" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1}"] if gpus else []
-        names = " and ".join(["cpu", *of_cuda, *(["mps"] if on_apple else [])])
+    is_available = {"cpu": True, "cuda": (device.index or 0) < gpus, "mps": on_apple}
+    if not is_available[device.type]:
+        cuda_names = ["cuda:0" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1}"] if gpus else []
+        names = " and ".join(["cpu", *cuda_names, *(["mps"] if on_apple else [])])
         raise UsageError(
             f"device {name}: this machine has {names}, as torch {torch.__version__} sees it; pass one that it has, "
             "or run `esmshard doctor` to see why a GPU is missing"
@@ -66,10 +66,10 @@ def side_by_side(
 ) -> list[T]:
     """Return `function` of each pack, in order, computed without gradients.
 
-    On the CPU each core computes a pack of its own. This is 1.15 times as fast as all cores on one operation after the
-    other, since they wait for each other at the end of each operation. If there are too few packs for this, all cores
-    compute one pack after the other. Without `threads` they do so, too: a model that several processes compute together
-    (`Trunk.shared_on`) takes one call at a time.
+    On the CPU each core computes another pack. This is 1.15 times as fast as one pack after the other with all cores,
+    because the cores would wait for each other at the end of each operation. With too few packs, or without `threads`,
+    all cores compute one pack after the other. A model that several processes compute together (`Trunk.shared_on`)
+    takes one call at a time, and needs `threads=False`.
     """
     workers = packs_at_once(device) if threads else 1
 
@@ -80,20 +80,20 @@ def side_by_side(
     if workers == 1 or len(packs) < 2 * workers:
         return [alone(pack) for pack in packs]
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        # The last packs come first: they are the longest, and at the end no core should wait for one.
+        # The last packs are the longest. They come first, so that at the end no core waits for a long pack.
         return list(pool.map(alone, packs[::-1]))[::-1]
 
 
 def halving(function: Callable[[Sequence[S]], Sequence[T]], pack: Sequence[S], device: torch.device) -> list[T | None]:
-    """Return the results of `function`, one for each member of a pack. Where memory does not suffice for all members,
-    each half is computed alone. The result of a member that does not fit alone is None.
+    """Return the results of `function` for the members of a pack. If memory does not suffice, the pack is halved, again
+    and again. The result of a member that does not fit alone is None.
     """
     try:
         return list(function(pack))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    # This is outside the handler, whose traceback keeps the tensors alive.
+    # The traceback of the handler keeps the tensors alive, so these lines are outside the handler.
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if len(pack) == 1:
@@ -108,16 +108,14 @@ def exact_convolutions(device: torch.device) -> Iterator[None]:
 
     From Ampere on, cuDNN uses TF32 by default, with 10 bits of mantissa, while torch computes matrix products of fp32
     numbers in fp32. The contact map of a model would differ by 1e-3 between a GPU and a CPU. The heads have few
-    convolutions, so that fp32 costs little; bf16 and fp16 do not change.
-
-    Args:
-        device: device of the weights. Only for CUDA is anything changed: the setting holds for the whole process.
+    convolutions, so fp32 costs little; convolutions in bf16 and fp16 do not change. The setting holds for the whole
+    process, and is changed only if `device`, the device of the weights, is a GPU of CUDA.
     """
     if device.type != "cuda":
         yield
         return
-    # torch has an old and a new name for this setting. Once the new one has been used, reading the old one raises an
-    # error for every library in the process. So the old one is used, unless the user has used the new one already.
+    # torch has an old and a new name for this setting. Once the new name has been used, reading the old name raises an
+    # error for every library in the process. So the old name is used, unless the user has already used the new name.
     settings: Any = torch.backends.cudnn
     name, exact = "allow_tf32", cast(Any, False)
     try:

@@ -1,13 +1,13 @@
 """Memory and time of a run, estimated before it starts, and the best strategy on given machines, for `esmshard plan`.
 
-`memory` adds up the bytes alive at each moment of a step: what FSDP2 keeps and gathers, and what a layer of
-`esmshard.model` keeps for its backward pass. docs/plan.md has the formulas and compares them with measured peaks;
-`benchmarks/peaks.py` measures.
+`memory` adds up the bytes alive at each moment of a step: the weights that FSDP2 keeps and gathers, and the tensors
+that a layer of `esmshard.model` keeps for its backward pass. docs/plan.md has the formulas and compares them with
+measured peaks; `benchmarks/peaks.py` measures.
 
-`cost` is a roofline. FSDP gathers the weights of the next layer and reduces the gradients of the last layer while a
-layer computes; communication that takes longer than the layer is exposed. Ranks that compute a layer together exchange
-activations, which overlaps with nothing. Only the shares below were fitted. They are the same for every model and
-machine, and `benchmarks/published.py` compares the result with published runs. Letters: see `esmshard.batch`.
+`cost` is a roofline. While a layer computes, FSDP gathers the weights of the next layer and reduces the gradients of
+the last layer; communication that takes longer than the layer is exposed. Ranks that compute a layer together exchange
+activations, which overlaps with nothing. Only the shares below were fitted. They are equal for all models and machines,
+and `benchmarks/published.py` compares the result with published runs.
 """
 
 import os
@@ -42,27 +42,27 @@ from esmshard.tasks.registry import new_task
 
 MIB, GIB = 2**20, 2**30
 
-# The shares of the data sheet's figures that are reached: by large matrix products, with launch gaps and lower clocks;
-# by FlashAttention-2, forward and backward (Dao 2023, arXiv:2307.08691, figures 4 to 6, A100); by element-wise kernels;
-# by the links in large collectives (nccl-tests, bus bandwidth).
+# The shares of the data sheet's figures that these reach: large matrix products, with launch gaps and lower clocks;
+# FlashAttention-2, forward and backward (Dao 2023, arXiv:2307.08691, figures 4 to 6, A100); element-wise kernels; links
+# in large collectives (nccl-tests, bus bandwidth).
 MATMUL_SHARE, ATTENTION_SHARE, HBM_SHARE, LINK_SHARE = 0.68, 0.4, 0.8, 0.75
 LATENCY, HOP = 30e-6, 5e-6  # seconds of an empty collective within a machine, and more for each further machine
 LAUNCH = 4e-4  # seconds of the host for one forward pass of an eager layer: about 40 kernels and FSDP's hooks
 HOST = 20e9  # bytes/s over PCIe to pinned memory, and of one process's AdamW in the machine's memory, for `cpu_offload`
-# Bytes moved for each parameter: weight, gradient and two moments are read, three of them are written, and clipping
-# reads and writes the gradient.
+# Bytes of memory traffic for each parameter: AdamW reads weight, gradient and two moments, and writes weight and
+# moments; clipping reads and writes the gradient.
 ADAMW_BYTES = 40
 RESERVE = 0.1  # the share of a GPU's memory that stays free, for gaps of the allocator and errors of the estimate
 AS_GOOD = 1.03  # step times within this factor count as equal; the plan that needs less memory is then the better one
-MOST_TOKENS = 1 << 20  # the largest micro-batch that the search for the largest one considers
+MOST_TOKENS = 1 << 20  # the largest micro-batch that the search considers
 SHOWN = 16  # the most options that the table shows
 HEAD = "strategy checkpointing weights grads optim gather activ head other total fits most tokens ms/step exposed GiB"
 
 # The kind of attention: `cuda` has kernels for packed attention, `cuda-padded` (before Ampere, and fp32) pads.
 Device = Literal["cpu", "cuda", "cuda-padded"]
 FP32 = 4
-# What libraries use. CPU: packed blocks of the matrix product, small tensors, pages of the allocator. GPU: cuBLAS's
-# workspace (32 MiB for each handle on Hopper) and rounding of the caching allocator, without the CUDA context.
+# The memory of libraries. CPU: packed blocks of the matrix product, small tensors, pages of the allocator. GPU:
+# cuBLAS's workspace (32 MiB for each handle on Hopper) and rounding of the caching allocator, without the CUDA context.
 WORKSPACE = {"cpu": 12 << 20, "cuda": 96 << 20, "cuda-padded": 96 << 20}  # bytes
 
 
@@ -109,9 +109,7 @@ GPUS: dict[str, GPU] = {
 
 
 def data_sheet(name: str, memory_bytes: int | None = None) -> GPU | None:
-    """Return the row of GPUS for the name that the driver gives a GPU; None if there is none. `memory_bytes` chooses
-    between rows of one name, which differ mainly in memory.
-    """
+    """Return the row of GPUS for the driver's name of a GPU, or None. `memory_bytes` chooses among rows of a name."""
     joined = re.sub(r"\bRTX (?=\d)|(?<=\d) (?=(?:TI|PCIE|NVL)\b)", lambda part: part[0].strip(), name.upper())
     words = re.findall(r"[A-Z]+\d*[A-Z]*", joined)
     rows = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
@@ -143,10 +141,10 @@ class Machines:
 
 
 def parse(text: str, nodes: int = 1, network_gbit: float = 200, memory_gb: float | None = None) -> Machines:
-    """Read the GPUs of one machine from `8xA100-40GB`, `4xL4` where GPUS has one row for the card, or `A100-80GB`.
+    """Read the GPUs of one machine from a text such as `8xA100-40GB`, `A100-80GB` or `4xL4`.
 
-    `network_gbit` is for each GPU between machines. `memory_gb` is for a card that is not in GPUS. The card gets the
-    speeds of an A10G, which compare strategies and say little about times. `UsageError` for an unknown card.
+    `network_gbit` is the network of each GPU between machines. `memory_gb` describes a card that is not in GPUS, with
+    the speeds of an A10G: these rank strategies, but say little about times. `UsageError` for an unknown card.
     """
     count, name = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip(), re.IGNORECASE).groups()  # type: ignore[union-attr]
     per_machine, plain = int(count or 1), name.upper().replace(" ", "")
@@ -163,19 +161,19 @@ def parse(text: str, nodes: int = 1, network_gbit: float = 200, memory_gb: float
 
 @dataclass(frozen=True, kw_only=True)
 class ModelNumbers:
-    """The parameters of a model: its equal layers, and the root, which is all the rest. A tied matrix counts once."""
+    """The numbers of parameters of equal layers and of the root, the rest of a model. A tied matrix counts once."""
 
     config: ModelConfig
     layer_parameters: int
     root_parameters: int
-    layer_trained: int  # those with gradients and optimizer state
+    layer_trained: int  # parameters of a layer with gradients and optimizer state
     root_trained: int
     inputs: tuple[str, ...] = ("fc1", "fc2", "out", "qkv")  # `Matrix.reads` of matrices that learn or have a LoRA
     lora: int = 0  # the sum of the ranks of a layer's LoRA matrices
-    track_kept: int = 0  # numbers that the first layer keeps of a token because batches have further tracks
+    track_kept: int = 0  # numbers for each token that the first layer keeps for further tracks
     quantization: Quantization | None = None
-    layer_quantized: int = 0  # those of `layer_parameters` in 4 or 8 bits, which are whole on every rank
-    layer_packed: int = 0  # the bytes of these
+    layer_quantized: int = 0  # parameters of a layer in 4 or 8 bits, which every rank holds in full
+    layer_packed: int = 0  # the bytes of the quantised parameters
 
     @property
     def parameters(self) -> int:
@@ -188,8 +186,8 @@ class ModelNumbers:
         return self.config.n_layers * self.layer_trained + self.root_trained
 
     def of_rank(self, tensor: int) -> "ModelNumbers":
-        """Return the whole root and one of `tensor` parts of a layer. Norms and summed biases, which each rank holds in
-        full, are few and count as if they were divided.
+        """Return the numbers with the whole root and one of `tensor` parts of a layer. Each rank holds norms and summed
+        biases in full. These are few, and count as divided.
         """
         layer, trained = -(-self.layer_parameters // tensor), -(-self.layer_trained // tensor)
         return replace(self, layer_parameters=layer, layer_trained=trained)
@@ -198,10 +196,10 @@ class ModelNumbers:
 def numbers_of(
     model: nn.Module, config: ModelConfig, *, tracks: Collection[str] = (), quantization: Quantization | None = None
 ) -> ModelNumbers:
-    """Count the parameters of a model with `layers` after `adapt` and before it is divided, on the meta device too.
+    """Count the parameters of a model with `layers` after `adapt` and before `shard`, also on the meta device.
 
-    `tracks` are those that all batches have besides the sequence. If some layers are frozen, each layer counts as the
-    average, and keeps its inputs as a layer that learns. Quantised matrices are buffers of the model.
+    `tracks` are the tracks that all batches have in addition to the sequence. If some layers are frozen, each layer
+    counts as the average, and keeps the inputs of a layer that learns. Quantised matrices are buffers of the model.
     """
 
     def count(module: nn.Module, trained: bool = False) -> int:
@@ -210,7 +208,7 @@ def numbers_of(
     layers = cast("Sequence[nn.Module]", model.layers)
     n, trained = len(layers), [count(layer, trained=True) for layer in layers]
     learns = {name: p for name, p in layers[trained.index(max(trained))].named_parameters() if p.requires_grad}
-    learning = {name.removesuffix(".weight").removesuffix(".lora_A") for name in learns if name.endswith(".weight")}
+    paths = {name.removesuffix(".weight").removesuffix(".lora_A") for name in learns if name.endswith(".weight")}
     quantized = sum(matrix.rows * matrix.columns for matrix in config.matrices) if quantization else 0
     return ModelNumbers(
         config=config,
@@ -218,7 +216,7 @@ def numbers_of(
         root_parameters=count(model) - n * count(layers[0]),
         layer_trained=sum(trained) // n,
         root_trained=count(model, trained=True) - n * (sum(trained) // n),
-        inputs=tuple(sorted({matrix.reads for matrix in config.matrices if matrix.path in learning})),
+        inputs=tuple(sorted({matrix.reads for matrix in config.matrices if matrix.path in paths})),
         lora=sum(p.shape[0] for name, p in learns.items() if name.endswith("lora_A.weight")),
         track_kept=sum(map(config.kept_with, tracks)),
         quantization=quantization,
@@ -239,9 +237,9 @@ class Memory:
     gradients: int  # this rank's share, whole gradients of the current layer, and those being sent
     optimizer: int  # two fp32 moments for each trained parameter of the share
     gathered: int  # whole weights in the precision of the arithmetic, gather buffers, unpacked quantised matrices
-    activations: int  # what the trunk keeps for the backward pass, and temporary tensors of the current layer
+    activations: int  # tensors that the trunk keeps for the backward pass, and temporary tensors of the current layer
     head: int  # the same for the logits or the task's head
-    workspace: int  # what libraries take for themselves
+    workspace: int  # memory of libraries
     total: int = field(init=False)  # the sum of KINDS
     host: int  # weights, gradients and optimizer state outside the device, for `cpu_offload`
 
@@ -253,24 +251,25 @@ class LayerBytes(NamedTuple):
     """The bytes of one layer for one token."""
 
     kept: int  # from the forward to the backward pass
-    again: int  # further ones while a checkpointed layer is recomputed, namely what is not kept
-    passing: int  # further ones in the backward pass of the layer: gradients of intermediate results
+    again: int  # further bytes while a checkpointed layer is recomputed
+    passing: int  # further bytes in the backward pass of the layer: gradients of intermediate results
 
 
 def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: float = 1.0) -> LayerBytes:
-    """Return the bytes that one layer keeps of one token. docs/plan.md lists the vectors.
+    """Return the bytes of one layer for one token. docs/plan.md lists the vectors.
 
-    The input of a frozen matrix is not kept: normalised forms, the concatenated output, the output of gelu. If nothing
-    in the layers learns, nothing is kept, and the feed-forward layer's vectors are the most at one moment. `padding` is
-    the number of tokens with padding over the number without, for attention on a padded device.
+    The input of a frozen matrix is not kept. If nothing in the layers learns, nothing is kept, and the feed-forward
+    layer needs the most vectors at once. `padding` is the number of tokens with padding divided by the number without,
+    for attention on a padded device.
     """
     config, inputs, size = numbers.config, numbers.inputs, BYTES[layout.precision]
     d, n_heads, tensor, together = config.dim, config.n_heads, layout.tensor, layout.together
     vector, whole, wide = d * size // together, d * size // layout.context, config.ffn_width * size // together
     products, output = 2 if config.gated else 1, int("fc2" in inputs)
     blocks = padding if device == "cuda-padded" else 1.0
-    # The layer's input and the sum after attention; their normalised forms, which divided ranks gather; the part of
-    # feed-forward; q, k, v and attention's output, which a CPU concatenates and a padded device has as blocks, too.
+    # The layer's input and the sum after attention; their normalised forms, which divided ranks gather; the vectors of
+    # feed-forward; q, k, v and attention's output, which a CPU also concatenates and a padded device also has as
+    # blocks.
     everything = 2 * vector + whole * (("qkv" in inputs) + ("fc1" in inputs)) + wide * (products + output)
     everything += round(3 * vector * blocks)
     everything += vector if device == "cuda" else round(vector * (blocks + ("out" in inputs)))
@@ -283,17 +282,17 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     gathered = whole if tensor > 1 else 0
     if not numbers.layer_trained:
         return LayerBytes(0, vector + max(wide * (1 + products), wide + gathered), 0)
-    # In gelu's backward pass there are the gradients before and after it and that of the sum; a kept output of gelu is
-    # freed already. A gate has gradients of both products, and one factor more. Divided ranks first have the one after
-    # gelu and that of the sum for all tokens.
+    # The backward pass of gelu needs its two gradients and the gradient of the sum; a kept output of gelu is already
+    # freed. A gate has gradients of both products, and one more factor. Divided ranks first have the gradient after
+    # gelu, and the gradient of the sum for all tokens.
     passing = max(wide * (2 * products - output), wide + gathered) + vector
     if layout.activation_checkpointing == "none":
         return LayerBytes(everything, 0, passing)
     if layout.activation_checkpointing == "full":
         return LayerBytes(vector, everything - vector, passing)
-    # Kept are attention and the products that `kept_products` names; divided ranks keep the sums of `out` and fc2 for
-    # their own tokens. After recomputation, q and k exist with and without rotation; with a LoRA only rotated, because
-    # the product was added to a sum.
+    # Attention and the products of `kept_products` are kept; divided ranks keep the sums of `out` and fc2 for their own
+    # tokens. After recomputation q and k exist with and without rotation; with a LoRA only with rotation, because its
+    # product was added to a sum.
     sums = whole if tensor == 1 else 2 * vector
     kept = 5 * vector + wide * products + sums + 4 * n_heads // together
     turned = 0 if config.qk_norm or (numbers.lora and "qkv" in inputs) else 2 * vector
@@ -313,34 +312,34 @@ def memory(
 ) -> Memory:
     """Return the bytes of one rank at the peak of a training step.
 
-    `tokens` and `head_bytes` are those of the largest micro-batch; the head keeps its bytes for the backward pass. From
-    the second one of `micro_batches` on, gradients exist from the start. `padding` is that of `layer_bytes`. With
-    `scoring`, validation or test records are scored instead: without gradients, beside the optimizer's state.
+    `tokens` and `head_bytes` belong to the largest micro-batch; the head keeps its bytes for the backward pass. From
+    the second micro-batch on, gradients exist from the start. `padding`: see `layer_bytes`. With `scoring` the peak is
+    that of a validation: without gradients, but with the optimizer's state.
     """
     part, config, sharded = numbers.of_rank(layout.tensor), numbers.config, int(layout.sharded)
     n, size, group = config.n_layers, BYTES[layout.precision], layout.group
     learns, recomputes = numbers.layer_trained > 0 and not scoring, layout.activation_checkpointing != "none"
     layer = layer_bytes(numbers if learns else replace(numbers, layer_trained=0), layout, device, padding)
-    here = 0 if layout.cpu_offload and device != "cpu" else FP32  # on the device, for each number of this rank's share
+    stored_size = 0 if layout.cpu_offload and device != "cpu" else FP32  # bytes of each number on the device
     in_full = part.layer_parameters - part.layer_quantized
-    # The root is divided over the ranks that compute each layer together, too.
+    # FSDP divides the root over the ranks that compute each layer together too.
     stored = round(n * in_full + part.root_parameters / layout.tensor) // group
     trained = round(n * part.layer_trained + part.root_trained / layout.tensor) // group
-    # The embedding and the last LayerNorm, and what tracks add to the first layer.
+    # The embedding, the last LayerNorm, and what tracks add to the first layer.
     ends = (2 * config.dim + (part.track_kept if learns and not recomputes else 0)) * size
     # A product unpacks one quantised matrix at a time, and the largest belongs to the feed-forward part. bitsandbytes
     # unpacks int8 to two fp32 matrices, one after the other.
     unpacked = config.dim * config.ffn_width * {None: 0, "nf4": size, "int8": 2 * FP32}[part.quantization]
 
     def gathered(to_do: int, *, at_work: bool, forward: bool = False) -> int:
-        """Return the bytes of whole weights: the root's, and of so many layers. The backward pass of `to_do` layers has
-        not ended, and `at_work` says whether one of them computes.
+        """Return the bytes of whole weights while the backward pass of `to_do` layers has not ended. `at_work` says
+        whether a layer computes.
         """
         if not sharded and layout.precision == "fp32":
             return unpacked * at_work
         if not sharded:
-            # One device computes with copies. That of a layer stays until the backward pass, unless it is made again. A
-            # compiled layer takes its copy as an argument.
+            # One device computes with copies. The copy of a layer stays until the backward pass, unless the layer is
+            # recomputed. A compiled layer takes its copy as an argument.
             layers = to_do if learns and (not recomputes or layout.compile) else int(at_work)
         elif forward:  # a layer's buffer, from which its weights were copied, stays until the next layer has arrived
             layers = 1 + (group > 1) + (0 if layout.frees_layers else n - 1)
@@ -350,15 +349,15 @@ def memory(
             layers = to_do
         return unpacked * at_work + (part.root_parameters + layers * in_full) * size
 
-    # Gradients: this rank's share of all and of a layer; those of a whole layer while its backward pass runs, and in
-    # the precision of the reduction until they are reduced; the root's, which are reduced at the very end.
-    share, layer_share = here * trained, here * part.layer_trained // group
+    # Gradients: this rank's share of the model and of a layer; the whole layer during its backward pass, and in the
+    # precision of the reduction until the reduction; the root until the end.
+    share, layer_share = stored_size * trained, stored_size * part.layer_trained // group
     whole, root = sharded * part.layer_trained * size, sharded * part.root_trained * size
     reduce = sharded * part.layer_trained * BYTES[layout.reduce_dtype]
     gloo = reduce if device == "cpu" and group > 1 else 0  # gloo's reduce-scatter is an all-reduce of a copy
-    # The sums over copies stay until the backward pass ends. In fp32 they use the memory of the gradients themselves.
+    # The sums over copies stay until the backward pass ends. In fp32 they use the memory of the gradients.
     held = reduce // group if layout.replicas > 1 and layout.reduce_dtype != "fp32" else 0
-    before = share if micro_batches > 1 else 0  # those of earlier micro-batches
+    before = share if micro_batches > 1 else 0  # gradients of earlier micro-batches
     if micro_batches > 1 and sharded and layout.accumulate == "unsharded":
         before = part.trained * BYTES[layout.reduce_dtype]
 
@@ -368,7 +367,7 @@ def memory(
         return tokens * (of_layers + ends)
 
     in_forward = gathered(n, at_work=True, forward=True)
-    # Of each moment the bytes that differ: gradients, gathered weights, activations, head, gloo's copy.
+    # For each moment the bytes of gradients, gathered weights, activations, head and gloo's copy.
     moments = [
         (f"forward pass of layer {n} of {n}", before, in_forward, kept(n * layer.kept + layer.again), 0, 0),
         ("backward pass of the head", at_head, gathered(n, at_work=False), kept(n * layer.kept), head_bytes, 0),
@@ -393,27 +392,25 @@ def memory(
     when, gradients, whole_weights, activations, head, copied = max(moments, key=lambda moment: sum(moment[1:]))
     return Memory(
         when=when,
-        parameters=here * stored + n * part.layer_packed,
+        parameters=stored_size * stored + n * part.layer_packed,
         gradients=gradients,
-        optimizer=2 * here * trained,
+        optimizer=2 * stored_size * trained,
         gathered=whole_weights,
         activations=activations,
         head=head,
         workspace=WORKSPACE[device] + copied,
-        host=0 if here else FP32 * (stored + 3 * trained),
+        host=0 if stored_size else FP32 * (stored + 3 * trained),
     )
 
 
 def free_bytes(device: torch.device, local_processes: int) -> int:
-    """Return the bytes that one process may use: the free memory of its GPU, or its share of what the machine, and the
-    job or container in it, may still use.
-    """
+    """Return the free bytes of a process: of its GPU, or its share of the memory of the machine, job or container."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that this process's allocator holds without use is free, too
+        torch.cuda.empty_cache()  # memory that this process's allocator holds without use is free too
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":  # a part of the machine's memory, with Metal's recommended limit
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    if not hasattr(os, "sysconf"):  # Windows has no such call; use a share of the memory of small machines
+    if not hasattr(os, "sysconf"):  # Windows has no such call; assume the memory of a small machine
         return 8 * 2**30 // local_processes
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -430,8 +427,8 @@ class Work:
     micro_batches: int = 1
     attended: float = 0.0  # tokens that a token attends to on average: sum of squared lengths over sum of lengths
     head_bytes: int = 0  # kept by logits or task head for a micro-batch; moving them takes the head's time
-    # Other implementations: element-wise passes of a layer, see `our_passes`; parameters of a matrix after the layers
-    # that every token goes through; the share of matrix products that selective checkpointing recomputes.
+    # For other implementations: element-wise passes of a layer, see `our_passes`; parameters of a matrix for all tokens
+    # after the layers; the share of matrix products that selective checkpointing recomputes.
     passes: float | None = None
     head_products: int = 0
     recomputed_products: float = 0.0
@@ -444,7 +441,7 @@ class Cost:
     seconds: float  # the sum of the next four
     compute: float  # forward and backward passes, without recomputation
     recompute: float
-    exposed: float  # the part of the collectives' time that does not overlap with computation
+    exposed: float  # seconds of collectives that do not overlap with computation
     optimizer: float
     tokens_per_second: float  # of one GPU
     mfu: float  # the FLOPs that the model needs, without recomputation, over the data sheet's in the same time
@@ -452,9 +449,10 @@ class Cost:
 
 
 def our_passes(numbers: ModelNumbers) -> float:
-    """Return how many vectors of width D element-wise kernels of one of our layers read or write for a token in the
-    forward pass: 4 for norms, 29 for the rotation (in fp32, with its casts), 6 for sums, 4 for norms of queries and
-    keys. As wide as the feed-forward part are 2 for gelu, or 5 for a gate. A compiled layer needs about half of these.
+    """Return how many vectors of width D the element-wise kernels of a layer read or write for a token, forward.
+
+    These are 4 for norms, 29 for the rotation (in fp32, with its casts), 6 for sums, and 4 for norms of queries and
+    keys; 2 for gelu, or 5 for a gate, have the width of the feed-forward part. A compiled layer needs about half.
     """
     config = numbers.config
     return 39 + (5 if config.gated else 2) * config.ffn_width / config.dim + (4 if config.qk_norm else 0)
@@ -463,8 +461,8 @@ def our_passes(numbers: ModelNumbers) -> float:
 def training_flops(numbers: ModelNumbers, attended: float) -> float:
     """Return the FLOPs of one token's forward and backward pass.
 
-    The forward pass takes two FLOPs for each parameter of a layer, and attention's two products. The gradients of
-    inputs take as much, if anything in the layers learns, and those of the matrices that learn take their share.
+    The forward pass takes two FLOPs for each parameter of a layer, and attention's two products. If anything in the
+    layers learns, the gradients of inputs take as many. Gradients of matrices add two for each parameter that learns.
     """
     through, config = int(numbers.layer_trained > 0), numbers.config
     products = 2 * ((1 + through) * numbers.layer_parameters + numbers.layer_trained)
@@ -485,13 +483,13 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     # weights are frozen.
     through, learning = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
     backward = through * (2 * forward - (1 - learning) * products)
-    # Divided ranks keep the sum of the product of `out`, and compute the product itself again.
+    # Divided ranks keep the sum over the products of `out`, and recompute the product.
     summed = config.dim**2 / numbers.layer_parameters if tensor > 1 else 0.0
     selective = max(moved + (work.recomputed_products + summed) * products, LAUNCH)
     again = through * {"none": 0.0, "selective": selective, "full": forward}[layout.activation_checkpointing]
     head = 3 * work.head_bytes / hbm + 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
 
-    # Of `tensor` neighbours FSDP sees one; all ranks of a copy divide the root.
+    # FSDP sees one of `tensor` neighbours; all ranks of a copy divide the root.
     part, seen = numbers.of_rank(tensor), replace(machines, per_machine=machines.per_machine // tensor)
     in_full = part.layer_parameters - part.layer_quantized
     gather, reduce, add = _collectives(in_full, part.layer_trained, layout.group, layout, seen)
@@ -526,13 +524,13 @@ class Transfer(NamedTuple):
 
 
 def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens: int) -> Transfer:
-    """Return what one rank receives for a micro-batch from those with which it computes each layer.
+    """Return the exchange of one rank, for a micro-batch, with the ranks that compute layers together.
 
-    A layer gathers [T, D] twice and scatters sums of it twice in each pass. A recomputed layer needs no sum of its last
-    product, and under selective checkpointing none at all. Small sums take the time of an empty collective: four for
-    norms of queries and keys in a pass, and one for the gradients of norms and biases that are whole. Outside the
-    layers, the last norm needs all tokens, and its gradient is scattered. Where ranks divide the tokens, a layer
-    gathers keys and values, [T, 2 D], and scatters the sums of their gradients.
+    With `tensor` a layer gathers [T, D] twice and scatters sums of it twice in each pass. A recomputed layer needs no
+    sum of its last product, and under selective checkpointing no sum. Small sums take the time of an empty collective:
+    four for norms of queries and keys in a pass, and one for the gradients of whole norms and biases. Outside the
+    layers, the last norm gathers all tokens, and its gradient is scattered. With `context` a layer gathers keys and
+    values, [T, 2 D], and scatters the sums of their gradients.
     """
     if layout.together == 1:
         return Transfer(0.0, 0)
@@ -557,17 +555,17 @@ def _received(whole: int, ranks: int) -> int:
 def _collectives(
     parameters: int, trained: int, ranks: int, layout: Layout, machines: Machines
 ) -> tuple[Transfer, Transfer, Transfer]:
-    """Return the gather of parameters over `ranks`, the reduction of the gradients of those `trained`, and the sum of
-    these gradients over all copies of the model.
+    """Return the gather of parameters over `ranks`, the reduction of the gradients of the `trained` parameters, and the
+    sum of these gradients over all copies of the model.
     """
     gpu, per_machine, replicas = machines.gpu, machines.per_machine, machines.world_size // ranks
     weights, gradients = parameters * BYTES[layout.precision], trained * BYTES[layout.reduce_dtype]
-    # A part that is kept on the host is fetched from there, and its gradients are moved there.
+    # With offload, each rank fetches its part from the host, and moves its gradients to the host.
     moving = 4 / ranks / HOST if layout.cpu_offload else 0.0
     spanned = max(1, ranks // per_machine)
 
     def collective(whole: int) -> float:
-        """Return seconds. A machine receives the parts of the others once, over all its ports together."""
+        """Return seconds. A machine receives the parts of other machines once, over all its ports together."""
         if ranks == 1:
             return 0.0
         inside = _received(whole, min(ranks, per_machine)) / gpu.link
@@ -575,10 +573,10 @@ def _collectives(
         return LATENCY + HOP * (spanned - 1) + max(inside, outside) / LINK_SHARE
 
     gather = all_reduce = 0.0
-    if layout.sharded:  # with the copy out of the collective's buffer; a group of one rank has the copy only
+    if layout.sharded:  # including the copy out of the collective's buffer; a group of one rank only copies
         gather = parameters * moving + collective(weights) + 2 * weights / (HBM_SHARE * gpu.hbm)
     if replicas > 1:
-        # A machine with several copies sums them first; each of its ports then carries its part of one copy.
+        # A machine with several copies sums these first; each port then carries its part of one copy.
         near, held_by = max(1, per_machine // ranks), max(ranks, per_machine)
         apart = replicas * ranks // held_by
         inside = 2 * gradients / ranks * (near - 1) / near / gpu.link
@@ -592,13 +590,13 @@ def _collectives(
 
 
 class MicroBatches:
-    """The memory of a recipe's micro-batches on one rank. `plan` and `finetune` ask it what fits.
+    """The memory of a recipe's micro-batches on one rank, for `plan` and `finetune`.
 
     `recipe` is the recipe after `in_tokens`, and `train` has the training records.
     """
 
     def __init__(self, recipe: Recipe, train: Examples, numbers: ModelNumbers, layout: Layout, device: Device) -> None:
-        self.longest, self._beside = int(train.tokens.max()), train.beside
+        self.longest, self._extra = int(train.tokens.max()), train.beside  # tokens that micro-batches have in addition
         self.share = -(-recipe.batch.global_tokens // layout.data_size)  # of a rank in a step
         self._head_of = partial(head_bytes, recipe.task, layout=layout, n_logits=numbers.config.n_logits)
         self.head = self._head_of(train.tokens)
@@ -608,26 +606,26 @@ class MicroBatches:
     def largest(self, room: int, share: int | None = None) -> int:
         """Return the largest `batch.tokens_per_rank` that fits into `room` bytes; 0 if the longest record does not fit.
 
-        The result is at most the rank's share of a step, or `share`; but never less than the longest record.
+        The result is at most the rank's share of a step, or `share`, but never less than the longest record.
         """
-        whole, longest = (share or self.share) + self._beside, self.longest + self._beside
+        whole, longest = (share or self.share) + self._extra, self.longest + self._extra
 
         def too_large(tokens: int) -> bool:
             return self._memory(tokens, self.head(tokens), micro_batches=-(-whole // tokens)).total > room
 
         if not too_large(max(longest, whole)):
-            return max(longest, whole) - self._beside
+            return max(longest, whole) - self._extra
         n_fitting = bisect_left(range(longest, whole), True, key=too_large)
         return self.longest + n_fitting - 1 if n_fitting else 0
 
     def need(self, tokens: int, micro_batches: int, scored_N: npt.NDArray[np.int32]) -> Memory:
-        """Return the memory of a step whose largest micro-batch has so many tokens; or of a validation, which takes
-        records of `scored_N` tokens whole, if a validation needs more.
+        """Return the memory of a step whose largest micro-batch has `tokens`; or of a validation if it needs more. A
+        validation takes whole records, of `scored_N` tokens.
         """
-        step = self._memory(tokens + self._beside, self.head(tokens), micro_batches=micro_batches)
+        step = self._memory(tokens + self._extra, self.head(tokens), micro_batches=micro_batches)
         longest, mean = int(scored_N.max()), float(scored_N.mean(dtype=np.float64))
         head = self._head_of(scored_N)(max(tokens, longest))
-        scored = max(tokens, longest, SCORED_TOKENS) + self._beside
+        scored = max(tokens, longest, SCORED_TOKENS) + self._extra
         scoring = self._memory(scored, head, padding=longest / mean, scoring=True)
         return max(step, scoring, key=lambda moment: moment.total)
 
@@ -635,9 +633,9 @@ class MicroBatches:
 def head_bytes(
     task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout, n_logits: int
 ) -> Callable[[int], int]:
-    """Return the bytes that a task's head keeps of a micro-batch, as a function of its tokens.
+    """Return the bytes that a task's head keeps for a micro-batch, as a function of its tokens.
 
-    The micro-batch has the longest of the records with `tokens_N` tokens, and is otherwise an average of all of them.
+    The micro-batch has the longest of the records with `tokens_N` tokens, and otherwise average records.
     """
     lengths, counts = np.unique(tokens_N, return_counts=True)
     each = np.array([task.head_bytes(int(length), n_logits) for length in lengths], dtype=np.float64)
@@ -648,7 +646,7 @@ def head_bytes(
 
 @dataclass(frozen=True)
 class Option:
-    """One way to divide the run over the GPUs that is possible."""
+    """One possible way to divide the run over the GPUs."""
 
     layout: Layout
     tokens: int  # of the largest micro-batch of a step on one rank
@@ -667,11 +665,11 @@ class Plan:
     machines: Machines
     numbers: ModelNumbers
     room: int  # the bytes of each GPU with which the plan may be made
-    options: list[Option]  # those that fit, the fastest first; then the others, those that need the least memory first
+    options: list[Option]  # options that fit, the fastest first; then the others, the least memory first
 
     @property
     def best(self) -> Option | None:
-        """The fastest option that fits; of those that are as fast, the one that needs the least memory."""
+        """The option that needs the least memory of those that fit and are as fast as the fastest."""
         fitting = [option for option in self.options if option.fits]
         equal = [option for option in fitting if option.cost.seconds <= AS_GOOD * fitting[0].cost.seconds]
         return min(equal, key=lambda option: option.memory.total, default=None)
@@ -696,8 +694,8 @@ class Plan:
         best, room = self.best, self.room / GIB
         if best is None:
             return (
-                f"nothing fits: the least needs {self.options[0].memory.total / GIB:.1f} GiB a GPU, and there are "
-                f"{room:.1f} to plan with; take more or larger GPUs, or lower data.max_length or batch.tokens_per_rank"
+                f"nothing fits: the smallest option needs {self.options[0].memory.total / GIB:.1f} GiB a GPU, and "
+                f"{room:.1f} are free; take more or larger GPUs, or lower data.max_length or batch.tokens_per_rank"
             )
         host = best.memory.host * self.machines.per_machine / GIB
         return (
@@ -751,11 +749,11 @@ class Plan:
 
 
 def plan(recipe: Recipe, machines: Machines) -> Plan:
-    """Estimate every strategy and checkpointing mode; if nothing fits, estimate them with `cpu_offload` too.
+    """Estimate every strategy and checkpointing mode, and if nothing fits also with `cpu_offload`.
 
-    Unless the recipe sets `parallel.tensor` or `context`, each power of two for `parallel.tensor` that divides the GPUs
-    of a machine and the model is estimated. `InputError` if the data or the model cannot be read, or there are fewer
-    records than GPUs. `UsageError` if no strategy is possible with the other settings of `parallel`.
+    Unless the recipe sets `parallel.tensor` or `context`, this tries each power of two for `parallel.tensor` that
+    divides the GPUs of a machine and the model. `InputError` if the data or the model cannot be read, or there are
+    fewer records than GPUs. `UsageError` if no strategy is possible with the other settings of `parallel`.
     """
     config, task, data = config_of(recipe.model.name), new_task(recipe.task, {}), recipe.data
     named = (family_of(config).tracks, recipe.model.name, "data.tracks.")
@@ -795,20 +793,20 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
 
     def option(laid_out: Layout) -> Option:
         batches = MicroBatches(recipe, train, numbers, laid_out, device)
-        wanted, longest, beside = recipe.batch.tokens_per_rank, batches.longest, train.beside
+        wanted, longest, extra = recipe.batch.tokens_per_rank, batches.longest, train.beside
         parts = -(-batches.share // max(batches.largest(room) if wanted == "auto" else wanted, longest))
-        # Shares are balanced, so that no micro-batch is much larger than the mean; but the longest record stays whole.
+        # Shares are balanced, so no micro-batch is much larger than the mean; but the longest record stays whole.
         mean = -(-batches.share // parts)
         tokens = max(longest, mean)
         need = batches.need(tokens, parts, scored_N)
         work = Work(
-            tokens=mean + beside,
+            tokens=mean + extra,
             micro_batches=parts,
             attended=attended if device == "cuda" else float(longest),
-            head_bytes=round(batches.head(tokens) * (mean + beside) / (tokens + beside)),
+            head_bytes=round(batches.head(tokens) * (mean + extra) / (tokens + extra)),
         )
-        largest, spent = batches.largest(room, MOST_TOKENS - beside), cost(numbers, laid_out, work, machines)
-        return Option(laid_out, tokens, parts, largest, need.total <= room, need, spent)
+        largest, time = batches.largest(room, MOST_TOKENS - extra), cost(numbers, laid_out, work, machines)
+        return Option(laid_out, tokens, parts, largest, need.total <= room, need, time)
 
     is_quantized = recipe.model.quantize is not None
     possible: list[Option] = []
@@ -831,7 +829,7 @@ def model_numbers(recipe: Recipe, config: ModelConfig, task: Task | None = None)
 
 
 def config_of(name: str) -> ModelConfig:
-    """Return the architecture of the model that a recipe names. Nothing is downloaded: `InputError` if it would be."""
+    """Return the architecture of the model that a recipe names. `InputError` if it must be downloaded first."""
     if not Path(name).exists():
         if known := name if name in SIZES else released_name(name):
             return SIZES[known]

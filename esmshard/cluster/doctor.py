@@ -1,4 +1,4 @@
-"""`esmshard doctor`: what is wrong with this machine, or with the machines of a job together, each with its fix."""
+"""`esmshard doctor`: what is wrong with this machine, or with the machines of a job together, and how to fix it."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -31,29 +31,24 @@ from esmshard.recipe.sections import Recipe
 
 Level = Literal["ok", "note", "warning", "error"]
 ANSWER = 30.0
-"""The seconds in which nvidia-smi must answer. It hangs where a GPU does."""
+"""How many seconds nvidia-smi may take. It hangs if a GPU hangs."""
 START = 120
-"""The seconds for which processes wait for each other."""
-FIELDS = "name,driver_version,memory.total,memory.free"
+"""How many seconds processes wait for each other."""
+_NETWORK = re.compile(r"NCCL INFO Using network (.*\S)")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report: the sentence `found`. A warning and an error always have a `fix`."""
 
-    check: str
-    """The group: versions, gpus, machine, disks, recipe or collectives."""
+    check: str  # the group: versions, gpus, machine, disks, recipe or collectives
     level: Level
     found: str
-    """A sentence."""
     fix: str = ""
-    """The fix, in one sentence; never empty for a warning or an error."""
-    node: str = ""
-    """The machine; empty for all of them together."""
+    node: str = ""  # the machine; empty for all machines together
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """One GPU as the driver reports it; memory in bytes."""
 
     name: str
@@ -71,8 +66,8 @@ def run(
 ) -> int:
     """Check this machine, connect the processes, and report on stdout.
 
-    Under a launcher (torchrun, srun) each process joins, the first one of a machine checks the machine, and the first
-    of all reports. Otherwise this command starts `nproc` processes: by default one for each GPU, or two.
+    Under a launcher (torchrun, srun) every process joins, the first process of each machine checks its machine, and the
+    first process of all reports. Otherwise this command starts `nproc` processes: by default one for each GPU, or two.
 
     Returns:
         The exit code: 1 if the report has an error, else 0; 0 for processes that do not report.
@@ -94,19 +89,19 @@ def run(
     elif processes > 1:
         arguments = ["doctor", *([recipe] if recipe else []), *overrides, *(["--json"] if as_json else [])]
         return run_local(["-m", "esmshard", *arguments, *(["--out", str(out)] if out else [])], processes)
-    own: list[Finding] = []
+    of_machine: list[Finding] = []
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        own = [replace(finding, node=socket.gethostname()) for finding in _machine(resolved, processes, out)]
-    findings = _together(own)
+        of_machine = [replace(finding, node=socket.gethostname()) for finding in _machine(resolved, processes, out)]
+    findings = _together(of_machine)
     return 0 if findings is None else _show(findings, as_json)
 
 
 def _machine(recipe: Recipe | None, processes: int, out: Path | None) -> Iterator[Finding]:
     """Yield the findings that one process can make about its machine."""
+    cards: list[Card] = []
     try:
         cards = gpus()
     except (OSError, subprocess.SubprocessError) as error:
-        cards = []
         fix = "drain the node and reboot it; `dmesg | grep -i -e xid -e nvrm` shows what happened"
         yield Finding("gpus", "error", f"nvidia-smi failed: {str(error).strip()}", fix)
     yield from _packages()
@@ -114,18 +109,15 @@ def _machine(recipe: Recipe | None, processes: int, out: Path | None) -> Iterato
     for n, card in enumerate(cards):
         busy = card.total - card.free > 0.1 * card.total
         fix = "wait for its programs or end them (nvidia-smi), or choose GPUs with CUDA_VISIBLE_DEVICES" if busy else ""
-        found = f"GPU {n}: {card.name}, {memory_text(card.free)} of {memory_text(card.total)} free"
-        yield Finding("gpus", "warning" if busy else "ok", found, fix)
+        text = f"GPU {n}: {card.name}, {memory_text(card.free)} of {memory_text(card.total)} free"
+        yield Finding("gpus", "warning" if busy else "ok", text, fix)
     cores, shared = cpu_limits.cores(), Path("/dev/shm")  # noqa: S108
-    few = cores < processes
-    fix = "give the job more (--cpus-per-task, --cpus), or start fewer processes" if few else ""
-    yield Finding("machine", "warning" if few else "ok", f"{cores} cores for {processes} processes", fix)
+    fix = "give the job more (--cpus-per-task, --cpus), or start fewer processes" if cores < processes else ""
+    yield Finding("machine", "warning" if fix else "ok", f"{cores} cores for {processes} processes", fix)
     if shared.is_dir() and (size := shutil.disk_usage(shared)).free < 1 << 30:
-        found = (
-            f"{shared} has {memory_text(size.free)} free of {memory_text(size.total)}; processes exchange tensors there"
-        )
-        yield Finding("machine", "warning", found, "docker run --shm-size=16g, or remove what ended jobs left there")
-    yield from _disks(out or (Path(recipe.out) if recipe else Path.cwd()), _written_bytes(recipe) if recipe else 0)
+        text = f"{shared}, for the exchange of tensors, has {memory_text(size.free)} of {memory_text(size.total)} free"
+        yield Finding("machine", "warning", text, "docker run --shm-size=16g, or remove what ended jobs left there")
+    yield from _disks(out or (Path(recipe.out) if recipe else Path.cwd()))
     if recipe is not None:
         yield from _recipe(recipe, cards, processes)
 
@@ -134,22 +126,21 @@ def _packages() -> Iterator[Finding]:
     """Compare the installed versions with esmshard's requirements."""
     import torch
 
-    installed = {str(canonicalize_name(one.name)): one.version for one in metadata.distributions() if one.name}
-    found = (
-        f"esmshard {__version__}, Python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}"
-    )
-    yield Finding("versions", "ok", found)
+    installed = {str(canonicalize_name(each.name)): each.version for each in metadata.distributions() if each.name}
+    versions = f"esmshard {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
+    yield Finding("versions", "ok", f"{versions}, {platform.platform()}")
     for wanted in map(Requirement, metadata.requires("esmshard") or [] if "esmshard" in installed else []):
-        name, is_extra = str(canonicalize_name(wanted.name)), "extra" in str(wanted.marker or "")
+        name = str(canonicalize_name(wanted.name))
         version = installed.get(name)
+        is_extra = "extra" in str(wanted.marker or "")
         if not is_extra and (version is None or not wanted.specifier.contains(version, prereleases=True)):
-            found = f"{name} {version} does not fit {wanted.specifier}" if version else f"{name} is missing"
-            yield Finding("versions", "error", found, f"pip install '{name}{wanted.specifier}'")
+            text = f"{name} {version} does not fit {wanted.specifier}" if version else f"{name} is missing"
+            yield Finding("versions", "error", text, f"pip install '{name}{wanted.specifier}'")
     if "esm" in installed and "fair-esm" in installed:
         spec = find_spec("esm")
-        found = f"fair-esm and esm are both installed, and both own the package `esm` ({spec and spec.origin})"
+        text = f"fair-esm and esm are both installed, and both own the package `esm` ({spec and spec.origin})"
         fix = "keep one: pip uninstall --yes esm fair-esm && pip install fair-esm==2.0.0"
-        yield Finding("versions", "warning", found, fix)
+        yield Finding("versions", "warning", text, fix)
 
 
 def _cuda(cards: Sequence[Card]) -> Iterator[Finding]:
@@ -157,21 +148,21 @@ def _cuda(cards: Sequence[Card]) -> Iterator[Finding]:
     import torch
 
     if not cards:
-        found = f"no NVIDIA GPU; torch is built for {torch.version.cuda or 'the CPU'}"
-        yield Finding("gpus", "note" if torch.version.cuda else "ok", found)
+        text = f"no NVIDIA GPU; torch is built for {torch.version.cuda or 'the CPU'}"
+        yield Finding("gpus", "note" if torch.version.cuda else "ok", text)
         return
-    there = f"{len(cards)} x {cards[0].name}, driver {cards[0].driver}"
+    driver = f"{len(cards)} x {cards[0].name}, driver {cards[0].driver}"
     build = "install a torch for this driver and these GPUs, as https://pytorch.org/get-started/locally shows"
     if torch.version.cuda is None:
-        yield Finding("versions", "error", f"{there}, but torch is built without CUDA", build)
+        yield Finding("versions", "error", f"{driver}, but torch is built without CUDA", build)
         return
     try:
-        torch.ones(1, device="cuda").sum().item()  # a driver or a build that is too old fails here, and says so
+        torch.ones(1, device="cuda").sum().item()  # fails with a reason if the driver or the build is too old
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        yield Finding("versions", "ok", f"{there}, CUDA {torch.version.cuda}, NCCL {nccl}")
+        yield Finding("versions", "ok", f"{driver}, CUDA {torch.version.cuda}, NCCL {nccl}")
     except (RuntimeError, AssertionError) as error:
         fix = f"unset CUDA_VISIBLE_DEVICES if it is empty; update the driver, or {build}"
-        yield Finding("versions", "error", f"{there}, but torch cannot use CUDA: {str(error).splitlines()[0]}", fix)
+        yield Finding("versions", "error", f"{driver}, but torch cannot use CUDA: {str(error).splitlines()[0]}", fix)
 
 
 def nvidia_smi(*arguments: str) -> str:
@@ -184,52 +175,40 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def gpus() -> list[Card]:
-    """Return the GPUs that the driver reports; none where there is no nvidia-smi. Errors as `nvidia_smi`."""
+    """Return the GPUs that the driver reports; none without nvidia-smi. Errors as `nvidia_smi`."""
     if shutil.which("nvidia-smi") is None:
         return []
+    fields = "name,driver_version,memory.total,memory.free"
     cards = []
-    for line in nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits").splitlines():
+    for line in nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines():
         name, driver, *memory = [cell.strip() for cell in line.split(", ")]
-        total, free = [int(cell) << 20 if cell.isdecimal() else 0 for cell in memory]
-        cards.append(Card(name, driver, total, free))
+        cards.append(Card(name, driver, *(int(cell) << 20 if cell.isdecimal() else 0 for cell in memory)))
     return cards
 
 
-def _disks(out: Path, needed: int) -> Iterator[Finding]:
+def _disks(out: Path) -> Iterator[Finding]:
     """Check that the directories of results, caches and temporary files can be written and have room."""
-    fixes = {"out": "choose another directory with out=DIR", "cache": "set ESMSHARD_CACHE", "TMPDIR": "set TMPDIR"}
-    places = (("out", out, needed), ("cache", cache_directory(), 0), ("TMPDIR", Path(tempfile.gettempdir()), 0))
-    for role, path, wanted in places:
+    for role, path, fix in (
+        ("out", out, "choose another directory with out=DIR"),
+        ("cache", cache_directory(), "set ESMSHARD_CACHE"),
+        ("TMPDIR", Path(tempfile.gettempdir()), "set TMPDIR"),
+    ):
         absolute = path.expanduser().absolute()
-        here = next(one for one in (absolute, *absolute.parents) if one.is_dir())
+        folder = next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())
         try:
-            with tempfile.TemporaryDirectory(prefix=".esmshard-doctor-", dir=here):
+            with tempfile.TemporaryDirectory(prefix=".esmshard-doctor-", dir=folder):
                 pass
         except OSError as error:
-            yield Finding("disks", "error", f"{role}: {here} cannot be written ({error})", fixes[role])
+            yield Finding("disks", "error", f"{role}: {folder} cannot be written ({error})", fix)
             continue
-        free = shutil.disk_usage(here).free
-        found = f"{role}: {here} has {size_text(free)} free" + (
-            f", and the run writes {size_text(wanted)}" if wanted else ""
-        )
-        level: Level = "error" if free < wanted else "warning" if free < max(1 << 30, 1.5 * wanted) else "ok"
-        yield Finding("disks", level, found, "" if level == "ok" else f"remove old files, or {fixes[role]}")
-
-
-def _written_bytes(recipe: Recipe) -> int:
-    """Return the bytes of checkpoints and model: fp32 weights, and two moments for each weight that learns."""
-    from esmshard.planner import config_of, model_numbers
-
-    try:
-        numbers = model_numbers(recipe, config_of(recipe.model.name))
-    except (InputError, OSError):  # `_recipe` reports it
-        return 0
-    each = 4 * numbers.parameters + 8 * numbers.trained
-    return each * (recipe.checkpoint.keep + 1 + recipe.checkpoint.keep_best) + 4 * numbers.parameters
+        free = shutil.disk_usage(folder).free
+        full = free < 1 << 30
+        text = f"{role}: {folder} has {size_text(free)} free"
+        yield Finding("disks", "warning" if full else "ok", text, f"remove old files, or {fix}" * full)
 
 
 def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[Finding]:
-    """Check whether data and weights are there, and whether the run fits. Nothing is downloaded."""
+    """Check whether data and weights exist, and whether the run fits. Nothing is downloaded."""
     from huggingface_hub import constants
 
     from esmshard.data.splits.variant_records import FOLDS
@@ -240,7 +219,7 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     from esmshard.train.inputs import prepare
 
     name = recipe.model.name
-    if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # the first fold of several
+    if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # the first fold stands for all
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"folds": FOLDS, "fold": 0})})
     of_hub = recipe.init != "random" and (name in RELEASED or is_hub_name(name)) and not weights.place(name).exists()
     if of_hub and hub.find(name) is None:
@@ -253,47 +232,48 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     nodes = max(1, int(os.environ.get("WORLD_SIZE", processes)) // max(1, processes_per_machine(processes)))
     try:
         job = prepare(recipe, processes * nodes, processes, own_device(0, 1))
-        found = f"{recipe.task.name}, {n_parameters(job.weights.config):,} parameters, {job.steps} steps"
-        yield Finding("recipe", "ok", f"data and weights are there: {found}")
+        size = f"{n_parameters(job.weights.config):,} parameters, {job.steps} steps"
+        yield Finding("recipe", "ok", f"data and weights are there: {recipe.task.name}, {size}")
         if not cards:
             return
-        first = min(cards, key=lambda card: card.total)
-        sheet = data_sheet(first.name, first.total) or replace(GPUS["A100-40GB"], name=first.name)
-        machines = Machines(replace(sheet, memory_bytes=first.total), len(cards), nodes)
+        card = min(cards, key=lambda card: card.total)
+        sheet = data_sheet(card.name, card.total) or replace(GPUS["A100-40GB"], name=card.name)
+        machines = Machines(replace(sheet, memory_bytes=card.total), len(cards), nodes)
         planned, wanted = plan(recipe, machines), recipe.parallel
         keys = attrgetter("strategy", "activation_checkpointing", "cpu_offload", "tensor")
         fits = [option for option in planned.options if option.fits and keys(option.layout) == keys(wanted)]
         if fits:
-            found = f"fits on {machines}: {wanted.strategy}, {fits[0].tokens:,} tokens a rank at once"
-            yield Finding("recipe", "ok", found)
+            text = f"fits on {machines}: {wanted.strategy}, {fits[0].tokens:,} tokens a rank at once"
+            yield Finding("recipe", "ok", text)
         else:
             fix = f"pass {' '.join(planned.keys)}" if planned.best else planned.reason
             yield Finding("recipe", "error", f"{wanted.strategy} does not fit on {machines}", fix)
     except (InputError, OSError) as error:
-        found, _, fix = str(error).partition("; ")
-        yield Finding("recipe", "error", found, fix or "correct what this names, in the recipe or its files")
+        text, _, fix = str(error).partition("; ")
+        yield Finding("recipe", "error", text, fix or "correct what this names, in the recipe or its files")
 
 
-def _together(own: Sequence[Finding]) -> list[Finding] | None:
+def _together(of_machine: Sequence[Finding]) -> list[Finding] | None:
     """Connect all processes, compare their versions, and time an all-reduce. Return all findings on the first rank.
 
-    A process that cannot connect reports what it found about its own machine.
+    A process that cannot connect returns the findings about its own machine.
     """
     import torch
-    import torch.distributed as dist  # noqa: TID251  # a measurement of its own, outside of a run
+    import torch.distributed as dist  # noqa: TID251  # a measurement outside of a run
 
     from esmshard.parallel.process_group import world
 
     with tempfile.TemporaryDirectory(prefix="esmshard_doctor_") as name:
-        # NCCL has no other interface that names the network it uses; it reads these variables when it starts.
+        # NCCL names the network that it uses only in this log. It reads the variables when it starts.
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{name}/nccl"}
         try:
             with world(START, alone_too=True) as ranks:
                 if ranks.size == 1:
-                    return list(own)
-                here = {"esmshard": __version__, "torch": torch.__version__, "Python": platform.python_version()}
-                here["GPU"] = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "none"
-                numbers = torch.zeros((64 if ranks.device.type == "cuda" else 4) << 20, device=ranks.device)
+                    return list(of_machine)
+                on_gpu = ranks.device.type == "cuda"
+                versions = {"esmshard": __version__, "torch": torch.__version__, "Python": platform.python_version()}
+                versions["GPU"] = torch.cuda.get_device_name(ranks.device) if on_gpu else "none"
+                numbers = torch.zeros((64 if on_gpu else 4) << 20, device=ranks.device)
                 times = []
                 for _ in range(6):
                     ranks.rows([0.0])  # all begin together
@@ -302,36 +282,34 @@ def _together(own: Sequence[Finding]) -> list[Finding] | None:
                     ranks.rows([float(numbers[0])])  # waits for the device
                     times.append(time.perf_counter() - began)
                 log = Path(name, "nccl").read_text(errors="replace") if Path(name, "nccl").is_file() else ""
-                known = ranks.gather((list(own), here, socket.gethostname(), sorted(set(_NETWORK.findall(log)))))
+                networks = sorted(set(_NETWORK.findall(log)))
+                of_ranks = ranks.gather((list(of_machine), versions, socket.gethostname(), networks))
         except Exception as error:  # of gloo, NCCL or CUDA
-            found = f"the processes did not work together: {' '.join(str(error).split())[:300]}"
-            fix = "mend the errors above first; then check MASTER_ADDR, the network, and firewalls between the machines"
-            return [*own, Finding("collectives", "error", found, fix)] if own else None
+            text = f"the processes did not work together: {' '.join(str(error).split())[:300]}"
+            fix = "fix the errors above first; then check MASTER_ADDR, the network, and firewalls between the machines"
+            return [*of_machine, Finding("collectives", "error", text, fix)] if of_machine else None
     if not ranks.is_first:
         return None
-    findings = [finding for findings, *_ in known for finding in findings]
-    for what in here:
-        values = {host: versions[what] for _, versions, host, _ in known}
+    findings = [finding for findings, *_ in of_ranks for finding in findings]
+    for what in versions:
+        values = {host: known[what] for _, known, host, _ in of_ranks}
         if len(set(values.values())) > 1:
-            level: Level = "warning" if what == "GPU" else "error"
-            found = f"{what} differs: {', '.join(f'{value} on {host}' for host, value in values.items())}"
-            findings.append(Finding("collectives", level, found, "start all processes in one image or environment"))
+            text = f"{what} differs: {', '.join(f'{value} on {host}' for host, value in values.items())}"
+            fix = "start all processes in one image or environment"
+            findings.append(Finding("collectives", "warning" if what == "GPU" else "error", text, fix))
     bus = 2 * numbers.nbytes / min(times[1:]) * (ranks.size - 1) / ranks.size  # as in NVIDIA's nccl-tests
-    networks = sorted({network for *_, used in known for network in used})
-    found = f"{ranks.size} processes: all-reduce of {size_text(numbers.nbytes)} at {bus / 1e9:.2f} GB/s bus bandwidth"
-    findings.append(Finding("collectives", "ok", found + (f", network {', '.join(networks)}" if networks else "")))
+    networks = sorted({network for *_, used in of_ranks for network in used})
+    text = f"{ranks.size} processes: all-reduce of {size_text(numbers.nbytes)} at {bus / 1e9:.2f} GB/s bus bandwidth"
+    findings.append(Finding("collectives", "ok", text + (f", network {', '.join(networks)}" if networks else "")))
     active = any("ACTIVE" in path.read_text() for path in Path("/sys/class/infiniband").glob("*/ports/*/state"))
     if active and "Socket" in networks:
-        found = "NCCL uses TCP sockets, though InfiniBand or RoCE ports are active"
         fix = (
             "give the container /dev/infiniband, libibverbs and ulimit -l unlimited, and unset NCCL_IB_DISABLE and "
             "NCCL_NET; NCCL_DEBUG=INFO shows the reason"
         )
-        findings.append(Finding("collectives", "error", found, fix))
+        text = "NCCL uses TCP sockets, though InfiniBand or RoCE ports are active"
+        findings.append(Finding("collectives", "error", text, fix))
     return findings
-
-
-_NETWORK = re.compile(r"NCCL INFO Using network (.*\S)")
 
 
 def _show(findings: Sequence[Finding], as_json: bool) -> int:

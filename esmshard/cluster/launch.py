@@ -1,9 +1,9 @@
-"""`esmshard launch`: it makes a job of the options, a scheduler's file of the job and a template, and submits the file.
+"""`esmshard launch`: options become a job, the job and a template become a scheduler's file, and the file is submitted.
 
-The templates are `templates/slurm.sh` and `templates/kubernetes.yaml`. `launch --template FILE` takes an operator's own
-file instead. A template is Jinja2 text with these variables: `job` (a `Job`), `site` (the profile), and the values that
-`_slurm` or `_kubernetes` return. Every text that a user can choose passes a filter that quotes it: `quote` for bash,
-`quoted` and `block` for YAML, and `literal` where the kubelet would replace `$(NAME)`.
+The templates are `templates/slurm.sh` and `templates/kubernetes.yaml`. `launch --template FILE` takes another template.
+A template is Jinja2 text with these variables: `job` (a `Job`), `site` (the profile), and the values that `_slurm` or
+`_kubernetes` return. A filter quotes every text that a user can choose: `quote` for bash, `quoted` and `block` for
+YAML, and `literal` where the kubelet would replace `$(NAME)`.
 
 Facts about Slurm are from its manual and were observed on Slurm 22.05; Kubernetes must be 1.31 or later.
 """
@@ -31,15 +31,13 @@ Target = Literal["slurm", "kubernetes"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 ENDINGS: dict[Target, str] = {"slurm": ".sbatch", "kubernetes": ".job.yaml"}
-"""The ending of the file for each target. The file has the name of the recipe, so its ending must differ."""
+"""The ending of the file for each target. It must differ from that of a recipe, since the names are equal."""
 COMMANDS: dict[Target, tuple[str, ...]] = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}
-"""The command that submits the file, which is its last argument."""
+"""The command that submits the file. The file is its last argument."""
 MAX_RESTARTS = 3
-"""How often the processes are started again after the loss of a process or a node."""
+"""How often the processes are restarted after the loss of a process or a node."""
 GRACE = 660
-"""The seconds of a pod between SIGTERM and SIGKILL. `--nproc N` gives its processes 600 s to save, and then kills them.
-Under torchrun the processes have all of these seconds.
-"""
+"""The seconds of a pod between SIGTERM and SIGKILL. `--nproc N` kills its processes after 600 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +47,15 @@ class Job:
     name: str
     """The name that the scheduler shows; any text."""
     kind: Literal["finetune", "embed", "doctor"]
-    """`finetune` and `doctor` run on all nodes together. `embed` is `array` workers on one node each, which share an
-    output."""
+    """`finetune` and `doctor` run on all nodes together. `embed` runs `array` workers, each on one node."""
     arguments: tuple[str, ...]
-    """Arguments of `esmshard`, without those that the scheduler sets: ("finetune", "/my.yaml", "--resume", "auto").
-    For Kubernetes the recipe is its name, or its path in the pods.
+    """Arguments of `esmshard` that the scheduler does not set: ("finetune", "/my.yaml", "--resume", "auto"). For
+    Kubernetes the recipe is a shipped name, or a path in the pods.
     """
     out: str
-    """The run's directory, in which status.json records the result; for `embed` the output."""
+    """The run's directory with status.json; for `embed` the output."""
     directory: str = "/"
-    """The working directory of the command, to which paths in `arguments` are relative. Kubernetes has its own."""
+    """The working directory of the command on Slurm. Paths in `arguments` are relative to this directory."""
     reads: tuple[str, ...] = ()
     """Recipe, data and model: files or directories that the nodes must see."""
     nodes: int = 1
@@ -67,17 +64,17 @@ class Job:
     """The smallest number of nodes with which the run continues after a loss; equal to `nodes` if it is not elastic."""
     gpus_per_node: int = 0
     nproc: int = 1
-    """Processes of a node: one for each GPU, or the requested number on CPUs."""
+    """The number of processes of a node."""
     starts_processes: bool = False
-    """Whether a single command on each node starts its `nproc` processes itself, as `embed` and a cross-validation do.
-    Otherwise the scheduler starts each process.
+    """Whether one command on each node starts the `nproc` processes, for `embed` and a cross-validation. Otherwise the
+    scheduler starts each process.
     """
     array: int = 1
     """The number of workers of `embed`."""
     time: str | None = None
-    """The time limit; None for that of the site."""
+    """The time limit; None for the limit of the site."""
     recipe_text: str | None = None
-    """The text of a user's own recipe where it must travel with the job (Kubernetes); None for a shipped recipe."""
+    """The text of a user's recipe for Kubernetes; None for a shipped recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +92,7 @@ class Options:
 
 
 def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: Site) -> Job:
-    """Check a recipe, and return the job that runs it.
-
-    Raises:
-        UsageError: if the recipe or an option is wrong.
-    """
+    """Return the job that runs a recipe. `UsageError` if the recipe or an option is wrong."""
     path = recipe_file.resolve(recipe)
     resolved = recipe_file.load(path, overrides)
     slurm = options.target == "slurm"
@@ -142,7 +135,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         arguments=(*arguments, "--resume", "auto"),
         out=resolved.out if slurm else _in_pods(resolved.out, site),
         directory=str(Path.cwd()),
-        # Names of samples and of released models are no paths.
+        # Names of samples and of released models are not paths.
         reads=tuple(sorted({read for read in reads if read is not None and read.startswith("/")})),
         nodes=most,
         min_nodes=least,
@@ -157,14 +150,8 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
 def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Options, site: Site) -> Job:
     """Return the job of workers that share an output.
 
-    Args:
-        arguments: the arguments of `esmshard embed`, as they were typed.
-        parsed: the values that the parser of `embed` has read from them.
-        options: the options of the launch.
-        site: the profile.
-
-    Raises:
-        UsageError: if arguments are wrong, or cannot be used by workers that begin at different times.
+    `arguments` are the arguments of `esmshard embed` as they were typed, and `parsed` are their values by name.
+    `UsageError` if an option is wrong, or does not suit workers that begin at different times.
     """
     out: Path | None = parsed["out"]
     for refused, why in (
@@ -204,11 +191,7 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
 
 
 def doctor_job(arguments: Sequence[str], options: Options, site: Site) -> Job:
-    """Return the job that checks all nodes together.
-
-    Raises:
-        UsageError: if an option is wrong.
-    """
+    """Return the job that checks all nodes together. `UsageError` if an option is wrong."""
     least, most = _nodes(options.nodes)
     if options.array:
         raise UsageError("--array is for embed; pass the number of nodes to check as --nodes N")
@@ -230,16 +213,9 @@ def doctor_job(arguments: Sequence[str], options: Options, site: Site) -> Job:
 
 
 def render(job: Job, site: Site, target: Target, template: Path | None = None) -> str:
-    """Return the text of the scheduler's file.
+    """Return the text of the scheduler's file, from an operator's `template` or the shipped template.
 
-    Args:
-        job: the job.
-        site: the profile.
-        target: the scheduler.
-        template: an operator's own template; by default the shipped one.
-
-    Raises:
-        UsageError: if a value cannot be expressed for the scheduler, or the template is wrong.
+    `UsageError` if a value cannot be expressed for the scheduler, or the template is wrong.
     """
     from jinja2 import Environment, StrictUndefined, TemplateError
 
@@ -261,10 +237,10 @@ def render(job: Job, site: Site, target: Target, template: Path | None = None) -
 
 
 def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
-    """Write the file. Another file there needs `overwrite`, unless it is the same.
+    """Write the file.
 
     Raises:
-        UsageError: if another file exists there, or it is one of `reads`, which are never replaced.
+        UsageError: if the path has another text already, without `overwrite`; or is one of `reads`.
         InputError: if the file cannot be written.
     """
     raw = text.encode("utf-8", "surrogateescape")  # names of files need not be UTF-8
@@ -279,10 +255,9 @@ def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
 
 
 def submit(path: Path, target: Target) -> str:
-    """Submit a file. Return the scheduler's answer with the job's number, or the command to type where it is missing.
+    """Submit a file. Return the scheduler's answer, or the command to type elsewhere if this machine has no scheduler.
 
-    Raises:
-        InputError: if the scheduler refuses the file.
+    `InputError` if the scheduler refuses the file.
     """
     program, *arguments = COMMANDS[target]
     file = str(path) if path.is_absolute() else f"./{path}"  # a name that begins with - would be an option
@@ -301,7 +276,7 @@ def default_file(job: Job, target: Target) -> Path:
 
 
 def _slurm(job: Job, site: Site) -> dict[str, Any]:
-    """Return the values that the template for Slurm needs besides `job` and `site`."""
+    """Return the further variables of the template for Slurm."""
     container, tasks = site.container, 1 if job.starts_processes else job.nproc
     if container.runtime == "none" and site.python is None:
         raise UsageError("python: the job needs an interpreter; set it in the site profile")
@@ -339,7 +314,7 @@ def _slurm(job: Job, site: Site) -> dict[str, Any]:
 
 
 def _kubernetes(job: Job, site: Site) -> dict[str, Any]:
-    """Return the values that the template for Kubernetes needs besides `job` and `site`."""
+    """Return the further variables of the template for Kubernetes."""
     wanted, image = site.kubernetes, site.container.image or ""
     if not image or image.startswith("/") or image.endswith((".sif", ".sqsh")):
         raise UsageError("container.image: Kubernetes needs an image of a registry; set its name in the site profile")
@@ -366,18 +341,17 @@ def _kubernetes(job: Job, site: Site) -> dict[str, Any]:
         if wanted.memory_per_gpu is not None:
             number, unit = re.fullmatch(r"(\d+)(.*)", wanted.memory_per_gpu).groups()  # type: ignore[union-attr]
             limits["memory"] = f"{int(number) * job.gpus_per_node}{unit}"
-    own = {"app.kubernetes.io/name": "esmshard", "app.kubernetes.io/component": job.kind}
     return {
         "name": name[: 62 - len(str(pods - 1))].rstrip("-"),
         "kubernetes": wanted,
-        "labels": wanted.labels | own,
+        "labels": wanted.labels | {"app.kubernetes.io/name": "esmshard", "app.kubernetes.io/component": job.kind},
         "pods": pods,
         "together": pods > 1 and job.kind != "embed",
         "restarts": 0 if job.kind == "doctor" else MAX_RESTARTS,
         "grace": GRACE,
         "wrapper": (TEMPLATES / "torchrun_wrapper.sh").read_text(encoding="utf-8"),
         "status": f"{job.out}/status.json" if job.kind == "finetune" else "",
-        # The wrapper needs the run's directory, also if the recipe's `out` has variables. YAML reads the value.
+        # The run and the wrapper must have the same directory, whatever the recipe's `out` is. YAML reads the value.
         "out": f"out={job.out if re.fullmatch(r'/[a-zA-Z0-9_./-]+', job.out) else json.dumps(job.out)}",
         "exports": exports | site.exports,
         "rdma": any(re.search("rdma|hca|infiniband", resource) for resource in wanted.resources),
@@ -395,13 +369,13 @@ def _file_name(name: str) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """Return JSON, which any YAML parser reads as the same value, whatever characters it has."""
+    """Return JSON, which any YAML parser reads as the same value."""
     text = json.dumps(value, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
 def _block(text: str, indent: int) -> str:
-    """Return a readable block of YAML, where it keeps every character; else a quoted text."""
+    """Return a readable block of YAML if it keeps every character, else a quoted text."""
     lines = text.split("\n")
     if lines.pop() or not lines or not all(line.isprintable() for line in lines):
         return _quoted(text)
@@ -409,7 +383,7 @@ def _block(text: str, indent: int) -> str:
 
 
 def _literal(text: str) -> str:
-    """Escape a text for the kubelet, which replaces $(NAME) and reads $$ as $, so that the command gets `text`."""
+    """Escape a text for the kubelet, which replaces $(NAME) and reads $$ as $."""
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
@@ -424,7 +398,7 @@ def _time(options: Options) -> str | None:
 
 
 def _nodes(text: str | None) -> tuple[int, int]:
-    """Return the lowest and the highest number of nodes in a text such as `2` or `1:2`."""
+    """Return the lowest and the highest number of nodes of a text such as `2` or `1:2`."""
     if text is None:
         return 1, 1
     parts = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text, re.ASCII)
@@ -451,8 +425,7 @@ def _absolute(path: str) -> str:
 
 
 def _in_pods(path: str, site: Site) -> str:
-    """Return the path in the pods of a path below the working directory. Any other path is returned unchanged."""
-    here = Path.cwd()
-    if not Path(path).is_relative_to(here):
+    """Return the path in the pods of a path below the working directory, and any other path unchanged."""
+    if not Path(path).is_relative_to(Path.cwd()):
         return path
-    return str(PurePosixPath(site.kubernetes.mount) / Path(path).relative_to(here))
+    return str(PurePosixPath(site.kubernetes.mount) / Path(path).relative_to(Path.cwd()))

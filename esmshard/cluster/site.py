@@ -21,7 +21,7 @@ VARIABLE = "ESMSHARD_SITE"
 
 
 def _form(pattern: str, what: str) -> AfterValidator:
-    """Return the check of a text that has a form, since it becomes part of a script."""
+    """Return the check that a text, which becomes part of a script, matches a pattern."""
 
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value, re.ASCII):
@@ -32,7 +32,7 @@ def _form(pattern: str, what: str) -> AfterValidator:
 
 
 Word = Annotated[str, _form(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", "without blanks, quotes, backslashes, backquotes, # and $")]
-"""A word of an #SBATCH line, which has neither reliable quoting nor a second line."""
+"""A word of an #SBATCH line, where quotes are not reliable."""
 Option = Annotated[
     str, _form(r"--[a-z][a-z-]*(=[^\s\x00-\x1f\x7f\"'`\\#$]+)?", "an option such as --mail-type=END, without blanks")
 ]
@@ -57,8 +57,8 @@ class ContainerSite(Settings):
     image: str | None = None
     """The name of the image in a registry, or the path of a .sqsh or .sif file."""
     mounts: tuple[Mount, ...] = Field((), strict=False)
-    """Directories of the node that the container sees besides the working directory, such as /shared or /data:/data:ro:
-    those of the data, the models and the runs."""
+    """Directories of data, models and runs that the container sees, such as /shared or /data:/data:ro. It also sees the
+    working directory."""
 
 
 class SlurmSite(Settings):
@@ -152,9 +152,9 @@ def load() -> Site:
         UsageError: with one sentence for each problem, as `site.yaml:4:3: slurm.partitoin: unknown key; did you mean
             'partition'?`; or $ESMSHARD_SITE names a file that does not exist.
     """
-    place = path()
-    if not place.is_file():
-        if os.environ.get(VARIABLE):
-            raise UsageError(f"{place}: no such file; {VARIABLE} names it as the site profile")
-        return Site()  # type: ignore[call-arg]
-    return read(place, "a site profile", Site).checked(Site)
+    file = path()
+    if file.is_file():
+        return read(file, "a site profile", Site).checked(Site)
+    if os.environ.get(VARIABLE):
+        raise UsageError(f"{file}: no such file; {VARIABLE} names it as the site profile")
+    return Site()  # type: ignore[call-arg]

@@ -1,13 +1,12 @@
 """Context parallelism: a few neighbouring ranks divide the tokens of each pack, attention included.
 
 All matrices are whole on each rank, and FSDP divides them over all ranks. In a layer each rank computes its own tokens.
-Their queries attend to the keys and values of all tokens, which are gathered once a layer; the gradients of keys and
-values are summed and scattered. Every rank has all heads, so that the number of ranks need not divide them.
+Their queries attend to the keys and values of all tokens. Each layer gathers the keys and values once; the backward
+pass sums and scatters their gradients. Every rank has all heads, so the number of ranks need not divide the heads.
 
-The keys and values of one layer are whole on each rank. A ring, in which they pass from rank to rank (Liu et al. 2023,
-arXiv:2310.01889), would divide these as well; it needs the log-sum-exp of each part, which torch's attention returns
-from private functions only. `esmshard.batch` explains the letters of tensor names; R is the number of a rank's own
-tokens.
+Each rank holds all keys and values of one layer. A ring, in which keys and values pass from rank to rank (Liu et al.
+2023, arXiv:2310.01889), would divide them too. It needs the log-sum-exp of each part, which only private functions of
+torch return. `esmshard.batch` explains the letters of tensor names; R is the number of this rank's tokens.
 """
 
 import itertools
@@ -38,18 +37,18 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
     for block in trunk_of(model).layers:
         attention = block.get_submodule("self_attn")
         assert isinstance(attention, SelfAttention)
-        attention.core = _OwnTokens(rows)
+        attention.core = _AttentionOfOwnTokens(rows)
 
 
 class _RowsInOrder(Rows):
-    """The tokens of a rank, of which blocks see the positions. All else in a batch is that of the pack."""
+    """The collectives of context parallelism. Blocks see the positions of this rank's tokens only."""
 
     def positions(self, batch: TokenBatch) -> TokenBatch:
         """Return the batch with the positions of this rank's tokens."""
         return replace(batch, position_T=batch.position_T[self.place])
 
 
-class _OwnTokens(PackedAttention):
+class _AttentionOfOwnTokens(PackedAttention):
     """Attention of this rank's tokens to all tokens."""
 
     compiles = False
@@ -59,7 +58,7 @@ class _OwnTokens(PackedAttention):
         self.rows = rows
 
     def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Gather keys and values, and attend to them. The arguments are of R tokens."""
+        """Attend from R queries to the gathered keys and values. All arguments hold R tokens."""
         kv_TE = self.rows.all(torch.cat((k_THK, v_THK), 1).flatten(1))
         k_all_THK, v_all_THK = kv_TE.view(self.rows.tokens, 2, *k_THK.shape[1:]).unbind(1)
         return attend_from(q_THK, k_all_THK, v_all_THK, batch, self.rows.place.start)
@@ -72,22 +71,14 @@ class _OwnTokens(PackedAttention):
 def attend_from(
     q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch, first: int
 ) -> torch.Tensor:
-    """Compute the attention [R, H, K] of some tokens of the pack to the keys and values of all.
-
-    Args:
-        q_RHK: queries of R tokens in a row.
-        k_THK: keys of all tokens.
-        v_THK: values of all tokens.
-        batch: the pack.
-        first: the place of the first of the R tokens.
-    """
-    own = range(first, first + len(q_RHK))
+    """Return the attention [R, H, K] of R consecutive tokens, which begin at place `first` of the pack, to all keys."""
+    last = first + len(q_RHK)
     parts = [
-        (max(start, own.start) - first, min(end, own.stop) - first, start, end)
+        (max(start, first) - first, min(end, last) - first, start, end)
         for start, end in itertools.pairwise(batch.bounds)
-        if max(start, own.start) < min(end, own.stop)
+        if max(start, first) < min(end, last)
     ]
-    if not parts:  # Gradients of keys and values are exchanged, and a rank without tokens takes part.
+    if not parts:  # A rank without tokens still takes part in the exchange of gradients of keys and values.
         return q_RHK + (k_THK[:0].sum() + v_THK[:0].sum())
     if kernel_name(q_RHK.device, q_RHK.dtype) == "varlen":
         return _attend_varlen(q_RHK, k_THK, v_THK, parts)  # type: ignore[no-any-return]
@@ -95,7 +86,7 @@ def attend_from(
 
 
 _Parts = list[tuple[int, int, int, int]]
-"""Of each sequence: first and last place, exclusive, of its queries among the R, and of its keys in the pack."""
+"""For each sequence: begin and end of its queries among the R tokens, and begin and end of its keys in the pack."""
 
 
 def _attend_varlen(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: _Parts) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The memory and the cores that this process may use. A scheduler or a container may limit them. No torch."""
+"""The memory and the cores that a scheduler or a container allows this process. Nothing here imports torch."""
 
 import os
 import re
@@ -11,7 +11,7 @@ _V1, _V2 = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ("memory.max", "memory.current", "inactive_file"),
 )
-"""Files and an entry of `memory.stat` by the version of the cgroup: limit, use, and what the kernel can release."""
+"""For each version of cgroups: the files of limit and use, and the entry of `memory.stat` for what can be released."""
 
 
 def memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, int] | None:
@@ -42,14 +42,14 @@ def memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, in
 
 def cores(root: Path = CGROUPS) -> int:
     """Return the number of cores that this process may use: its CPU affinity, or the cgroup's quota if it is lower."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # without a quota the first word is `max` or -1
         if (root / "cpu.max").is_file():
             quota, period = map(int, (root / "cpu.max").read_text(encoding="utf-8").split())
         else:
             quota, period = (int((root / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        return max(1, min(bound, quota // period)) if quota > 0 else bound
-    return bound
+        return max(1, min(allowed, quota // period)) if quota > 0 else allowed
+    return allowed
 
 
 def _number(path: Path, pattern: str = r"^(\d+)$") -> int:

@@ -1,9 +1,9 @@
 """How processes of a run are started: the variables of torchrun and srun, and the launcher of `--nproc N`.
 
-Every process reads its rank from torch's variables, such as RANK. torchrun and `accelerate launch` set them;
+Every process reads its rank from torch's variables, such as RANK. torchrun and `accelerate launch` set these variables;
 `variables` returns them for a task of srun; `run_local` starts processes of this machine with them. Nothing here needs
-torch before processes are started. torch's own `elastic_launch` does not serve here: its store listens on all
-addresses, it restarts a run after a user's mistake too, and after a signal it does not return the exit codes.
+torch before processes are started. torch's `elastic_launch` has a store that listens on all addresses, restarts a run
+after a user's mistake too, and does not return the exit codes after a signal.
 """
 
 import json
@@ -27,21 +27,21 @@ from esmshard.parallel import cpu_limits
 from esmshard.progress import say
 
 LAUNCHER = "ESMSHARD_LAUNCHER"
-"""The environment variable with the process id of esmshard's own launcher, in the processes that it started."""
+"""The environment variable with the process id of esmshard's launcher. Only processes of this launcher have it."""
 LAUNCH = "ESMSHARD_LAUNCH"
-"""The environment variable with a random name of one call of esmshard's own launcher. Restarts keep this name."""
+"""The environment variable with a random name of one call of esmshard's launcher. Restarts keep this name."""
 TRIAL = "ESMSHARD_TRIAL"
-"""The environment variable of a trial of a sweep, which ends with its last validation, without a model and a test."""
+"""The environment variable of a trial of a sweep. A trial ends with its last validation, and writes no model."""
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 PORTS = range(20000, 28000)
-"""The ports from which the port of rank 0 is chosen under srun, by the numbers of the job and its step."""
+"""The ports of rank 0 under srun. The numbers of the job and its step choose one."""
 FIRST_LEAVES = 10.0
-"""The seconds within which rank 0 finds a mistake that another rank has already found."""
+"""How many seconds later rank 0 may find a mistake that another rank has already found."""
 STOP_TIMEOUT = 600.0
-"""The seconds that processes have to save and leave after SIGTERM or SIGUSR1. Schedulers mostly give them fewer."""
+"""How many seconds processes may take to save and leave after SIGTERM or SIGUSR1. Most schedulers allow fewer."""
 END_TIMEOUT = 30.0
-"""The seconds that processes have to leave after any other signal, or after one has failed. They do not save."""
+"""How many seconds processes may take to leave after any other signal or a failure. They do not save."""
 
 # Windows does not have all of these signals, so they are looked up by name.
 TO_SAVE, TO_END = (
@@ -52,7 +52,7 @@ TO_SAVE, TO_END = (
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process, and of the processes that it starts, within a `with` block."""
+    """Set environment variables of this process and its children within a `with` block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -64,12 +64,12 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def attempt() -> int:
-    """Return how often esmshard's launcher or torchrun has started this run again; 0 for the first start."""
+    """Return how often a launcher has restarted this run."""
     return int(os.environ.get(_RESTARTS) or 0)
 
 
 def restarts_allowed() -> int:
-    """Return how often torchrun may start this run again."""
+    """Return how often torchrun may restart this run."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
@@ -87,10 +87,10 @@ def follow_launcher() -> None:
 
 
 def wait_for_first(code: int) -> None:
-    """Wait at most `FIRST_LEAVES` seconds for the launcher to end this process, which then leaves with `code`.
+    """Wait until the launcher ends this process, at most `FIRST_LEAVES` seconds. The exit code is then `code`.
 
-    A wrong recipe is wrong on every rank, and rank 0 prints the message. srun and torchrun end all ranks as
-    soon as one of them has failed, so rank 0 must be the first to leave. esmshard's own launcher waits for all ranks.
+    A wrong recipe is wrong on every rank, and rank 0 prints the message. srun and torchrun end all ranks as soon as one
+    rank has failed, so rank 0 must leave first. esmshard's launcher waits for all ranks.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
     time.sleep(FIRST_LEAVES)
@@ -115,10 +115,8 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for a task of srun.
 
     The result is empty if another launcher has already set RANK, or if this process is alone. A batch script and the
-    shell of salloc also have SLURM_NTASKS and SLURM_PROCID, but no SLURM_STEP_NUM_TASKS above 1.
-
-    Raises:
-        UsageError: if a variable of srun is missing.
+    shell of salloc also have SLURM_NTASKS and SLURM_PROCID, but no SLURM_STEP_NUM_TASKS above 1. `UsageError` if a
+    variable of srun is missing.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if "RANK" in environ or not tasks.isdecimal() or int(tasks) < 2:
@@ -163,22 +161,22 @@ def run_local(
     max_restarts: int = 0,
     is_enough: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run `python ARGUMENTS` in `nproc` processes of this machine, with RANK and so on in their environment.
+    """Run `python ARGUMENTS` in `nproc` processes of this machine, with torch's variables in their environment.
 
-    The launcher passes signals on to the processes, and kills those that have not left after `STOP_TIMEOUT` or
+    The launcher passes signals on to the processes, and kills a process that has not left after `STOP_TIMEOUT` or
     `END_TIMEOUT` seconds. Each process computes with cores / nproc threads unless OMP_NUM_THREADS is set.
 
     Args:
         arguments: the arguments of the interpreter, such as `-m esmshard finetune recipe.yaml`.
         nproc: the number of processes to start.
-        max_restarts: how often all processes are started again after the loss of a process: a signal ended it, it
-            crashed (70), or it lost another process (69). A user's mistake or a request to stop never causes a restart.
-        is_enough: called while the processes run; once it returns True, they get SIGTERM.
+        max_restarts: how often all processes are restarted after the loss of a process: a signal ended the process, or
+            its exit code is 70 (crashed) or 69 (lost another process). A user's mistake or a request to stop never
+            causes a restart.
+        is_enough: called while the processes run. The processes get SIGTERM as soon as it returns True.
 
     Returns:
         0 if all processes succeeded; 75 if processes saved and left, or had not begun when SIGTERM came; else the exit
-        code of the process whose failure was the cause, 128 + N if signal N ended it, or the code of a signal to the
-        launcher.
+        code of the process that failed first, 128 + N if signal N ended it, or the code of a signal to the launcher.
     """
     shared = {LAUNCHER: str(os.getpid()), LAUNCH: uuid.uuid4().hex}
     shared |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpu_limits.cores() // nproc))}
@@ -189,7 +187,7 @@ def run_local(
                 break
             ranks = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), _RESTARTS: str(restarts)}
             processes = []
-            for rank in range(nproc):  # each leads its own group, so that only the launcher gets Ctrl-C
+            for rank in range(nproc):  # each leads a process group of its own, so only the launcher gets Ctrl-C
                 ranks |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 command, variables = [sys.executable, *arguments], {**os.environ, **shared, **place, **ranks}
                 processes.append(Popen(command, env=variables, start_new_session=True))  # noqa: S603
@@ -206,9 +204,9 @@ def run_local(
 def _store() -> tuple[Any, dict[str, str]]:
     """Return a store through which processes connect, on the loopback interface, and the variables that name it.
 
-    The launcher holds the store, and not rank 0, so that the other ranks can still find the cause when rank 0 is gone.
-    torch itself would listen on all addresses. That would be dangerous: torch pickles the values in the store, so
-    everyone who can connect to it can run code.
+    The launcher holds the store, so that the other ranks can still find the cause when rank 0 is gone. torch alone
+    would listen on all addresses. That is dangerous: torch pickles values in the store, so whoever connects can run
+    code.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # see the first lines of this file
 
@@ -227,11 +225,11 @@ def _store() -> tuple[Any, dict[str, str]]:
 def _watch(
     processes: "Sequence[Popen[bytes]]", signals: list[int], is_enough: Callable[[], bool]
 ) -> tuple[dict[int, int], int]:
-    """Pass signals on until all processes have ended, and kill those that do not end.
+    """Pass signals on until all processes have ended, and kill processes that do not leave in time.
 
     Returns:
         The exit codes by rank, -N after signal N, in the order in which the processes ended; and the number of
-        processes that were killed because they did not leave in time.
+        processes that were killed.
     """
     ends: dict[int, int] = {}
     passed_on, stop_by = 0, math.inf
@@ -239,7 +237,7 @@ def _watch(
         codes = {rank: process.poll() for rank, process in enumerate(processes)}
         ends |= {rank: code for rank, code in codes.items() if code is not None and rank not in ends}
         has_left = any(_has_left(code, signals) for code in ends.values())
-        if not signals and (has_left or is_enough()):  # without a process that has left the others cannot go on
+        if not signals and (has_left or is_enough()):  # the others cannot go on without a process that has left
             signals.append(signal.SIGTERM)
         if len(ends) == len(processes):
             return ends, 0
@@ -249,7 +247,7 @@ def _watch(
             stop_by = min(stop_by, time.monotonic() + (STOP_TIMEOUT if number in TO_SAVE else END_TIMEOUT))
         passed_on = len(signals)
         failed = {code for code in ends.values() if code and not _has_left(code, signals)}
-        if has_left:  # the others lose this process, and may still save
+        if has_left:  # the other processes lose this process, and may still save
             failed -= {ExitCode.LOST}
         elif any(code < 0 or code == ExitCode.CRASHED for code in failed):
             break  # the others would wait for the lost process forever
@@ -268,7 +266,7 @@ def _watch(
 
 
 def _has_left(code: int, signals: Sequence[int]) -> bool:
-    """Return whether a process saved and left, or a signal ended it before it had installed its handler."""
+    """Return whether a process saved and left, or a signal ended it before its handler was installed."""
     return code == ExitCode.REQUEUE or (-code in TO_SAVE and -code in signals)
 
 
@@ -285,12 +283,11 @@ def _verdict(
             why = f"{killed} processes did not leave within {STOP_TIMEOUT:g} s of {name}, and had to be killed"
             return ExitCode.FAILED, why, False
         return (_code_of(signals) if has_left or killed else 0), "", False
-    # A mistake is the cause before a signal, a crash, and the loss of a process; of several the first one.
+    # The cause is a mistake if there is one, else a signal, a crash, or the loss of a process, in this order.
     weights: dict[int, int] = {ExitCode.CRASHED: 2, ExitCode.LOST: 3}
     rank, code = min(failed, key=lambda end: weights.get(end[1], int(end[1] < 0)))
     if code > 0:
-        words = f"the process of rank {rank} crashed" if code == ExitCode.CRASHED else ""
-        return code, words, code in (ExitCode.CRASHED, ExitCode.LOST)
+        return code, f"the process of rank {rank} crashed" * (code == ExitCode.CRASHED), code in weights
     if -code in signals:
         return 128 - code, "", False
     name = signal.Signals(-code).name + (" (out of memory, perhaps)" if code == -signal.SIGKILL else "")
@@ -303,7 +300,7 @@ def prefix(restarts: int, start: int) -> str:
 
 
 def _place(store: Any, restarts: int, rank: int) -> str:
-    """Return the last step and phase that a rank has noted (`esmshard.parallel.watch`), in words."""
+    """Describe the last step and phase that a rank has noted (`esmshard.parallel.watch`)."""
     key = f"{prefix(restarts, 0)}/note/{rank}"
     if not store.check([key]):
         return ""
@@ -318,16 +315,16 @@ def _code_of(signals: Sequence[int]) -> int:
 
 @contextmanager
 def _listening() -> Iterator[list[int]]:
-    """Yield the list of signals to this process so far. An ignored signal stays ignored, because `nohup` relies on it.
+    """Yield the growing list of signals to this process. An ignored signal stays ignored, because `nohup` relies on it.
 
     Outside the main thread Python allows no handlers, so the list stays empty.
     """
-    came: list[int] = []
+    received: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
-    heard = [n for n in (*TO_SAVE, *TO_END) if is_main and signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in heard}
+    handled = [n for n in (*TO_SAVE, *TO_END) if is_main and signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in handled}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

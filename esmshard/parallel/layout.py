@@ -1,6 +1,6 @@
-"""The meaning of a recipe's `parallel` section for a number of processes, checked before anything is loaded. No torch.
+"""The division of a model over processes, as a recipe's `parallel` section asks for it. Nothing here imports torch.
 
-`shard` carries a `Layout` out, and the planner computes with it. The names of strategies are those known from FSDP.
+`shard` divides a model as a `Layout` says, and the planner computes with it. Strategies have the names of FSDP.
 """
 
 from collections import Counter
@@ -16,16 +16,16 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def kept_products(matrices: Sequence[Matrix], tensor: int) -> Counter[tuple[int, int]]:
-    """Return the shapes of the matrix products of a layer that selective checkpointing keeps, and how many it keeps of
-    each: inputs x outputs, as one of `tensor` ranks computes them.
+    """Return which matrix products of a layer selective checkpointing keeps: the shapes, inputs x outputs on a rank,
+    and how many products of each shape.
 
-    These are q, k, v, `out` and fc1. That of fc2 is not kept, because no gradient needs it and nothing after it is
-    recomputed. Those of a LoRA are not, because they take almost no time. That of `out` is not where ranks divide a
-    layer: it has a part of a sum for all tokens, as large as fc1. fc2 comes last, so that the first products of a shape
-    are never fc2, even if fc1 has that shape.
+    It keeps q, k, v, `out` and fc1. It does not keep fc2, because no gradient needs this product, and products of a
+    LoRA, because they take almost no time. Where ranks divide a layer, `out` is a part of a sum for all tokens, as
+    large as fc1, and is not kept. fc2 comes last in a layer, so the first products of a shape are never fc2, even if
+    fc1 has the same shape.
 
     Args:
-        matrices: those of the model, `ModelConfig.matrices`.
+        matrices: the matrices of the model, `ModelConfig.matrices`.
         tensor: the number of ranks that compute a layer together.
     """
     left_out = ("fc2",) if tensor == 1 else ("out", "fc2")
@@ -36,10 +36,10 @@ STRATEGIES: dict[str, Literal["one", "one a group", "one a rank"]] = {
     "full_shard": "one",  # ZeRO 3
     "shard_grad_op": "one",  # ZeRO 2: a layer's gathered weights stay until its backward pass
     "hybrid_shard": "one a group",  # ZeRO 3 with MiCS
-    # ZeRO 0. The weights are freed here, too: gathering from the rank itself costs a copy, and no communication.
+    # ZeRO 0. Weights are freed here too: gathering them from the rank itself costs a copy and no communication.
     "no_shard": "one a rank",
 }
-"""The number of copies of weights, gradients and optimizer state over all ranks, by the name of the strategy."""
+"""How many copies of weights, gradients and optimizer state all ranks hold together, by strategy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +50,12 @@ class Layout:
     """A name in STRATEGIES."""
     world_size: int = 1
     tensor: int = 1
-    """The number of neighbouring ranks that compute each layer together (`esmshard.parallel.tensor_parallel`). They see
-    the same records.
-    """
+    """The number of neighbouring ranks that compute each layer together (`esmshard.parallel.tensor_parallel`)."""
     context: int = 1
-    """The number of neighbouring ranks that divide the tokens of each pack (`esmshard.parallel.context_parallel`). They
-    see the same records, too.
-    """
+    """The number of neighbouring ranks that divide the tokens of each pack (`esmshard.parallel.context_parallel`)."""
     group: int = 0
-    """The number of ranks over which FSDP divides one copy. With `tensor`, these are every N-th rank, and each holds
-    1 / group of its own part of every tensor. It follows from the strategy; only `hybrid_shard` needs it.
+    """The number of ranks over which FSDP divides one copy. The strategy decides it; only `hybrid_shard` needs a value.
+    With `tensor` N, a group has every N-th rank, and FSDP divides each rank's part of every tensor.
     """
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -69,7 +65,7 @@ class Layout:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        """Set `group`. `UsageError` if there is no such strategy, or the group is not what the strategy means."""
+        """Set `group`. `UsageError` for an unknown strategy, or a group that the strategy cannot have."""
         if self.strategy not in STRATEGIES:
             raise UsageError(f"Layout: there is no strategy {self.strategy!r}; choose {', '.join(STRATEGIES)}")
         ranks, copies = self.world_size // self.tensor, STRATEGIES[self.strategy]
@@ -83,12 +79,12 @@ class Layout:
 
     @property
     def frees_layers(self) -> bool:
-        """Whether a layer's gathered weights are freed after its forward pass. Those of the root are kept."""
+        """Whether a layer's gathered weights are freed after its forward pass. The root's weights are kept."""
         return self.strategy != "shard_grad_op"
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP is used at all. A single process needs FSDP only to keep its weights outside the GPU."""
+        """Whether FSDP is used. A single process needs FSDP only to keep its weights outside the GPU."""
         return self.world_size > 1 or self.cpu_offload
 
     @property
@@ -115,8 +111,8 @@ def layout(
     Args:
         settings: the section of the recipe.
         world_size: the number of all processes.
-        per_machine: the number of processes on one machine, which is the default group of `hybrid_shard`.
-        precision: the precision that `auto` means on these devices.
+        per_machine: the number of processes on one machine, the default group of `hybrid_shard`.
+        precision: the precision of the arithmetic; `settings.precision` may be `auto`.
 
     Raises:
         UsageError: for an impossible combination.
@@ -166,7 +162,7 @@ def check_tensor(tensor: int, *, n_heads: int, ffn_width: int, quantized: bool) 
 
 
 def _group(settings: ParallelSettings, world_size: int, per_machine: int) -> int:
-    """Return the number of ranks that divide one copy. Groups of one rank or of all ranks are other strategies."""
+    """Return how many ranks divide one copy. `hybrid_shard` needs several groups of several ranks."""
     copies, size = STRATEGIES[settings.strategy], settings.group_size
     if copies != "one a group" or world_size == 1:
         if size is not None and copies != "one a group":

@@ -1,6 +1,6 @@
 """Loading of weights into a sharded model on the meta device: each rank reads its own rows, without communication.
 
-A rank holds at most its share of the model and its rows of one tensor.
+A rank never holds more than its share of the model and its rows of one more tensor.
 """
 
 import zlib
@@ -17,15 +17,16 @@ from esmshard.parallel.shard import check_ties, local, reshard, ties
 from esmshard.parallel.tensor_parallel import DIMENSION
 
 RowsOf = Callable[[str, slice], torch.Tensor]
-"""The rows of a tensor by name. All ranks must get the same values."""
+"""A function that reads rows of a tensor by name. All ranks must get the same values."""
 
 
 def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World) -> None:
-    """Fill a model that `shard` has divided. Every name of the state dict, buffers included, must be available.
+    """Fill a model that `shard` has divided.
 
     Args:
         model: the model, on the meta device.
-        rows_of: reads weights. Each rank reads the first row of each tensor, which all ranks compare, and its own rows.
+        rows_of: reads every tensor of the state dict, buffers too. Each rank reads its own rows, and the first row of
+            each tensor, which all ranks compare.
         layout: the layout that was given to `shard`.
         world: the ranks.
 
@@ -36,16 +37,16 @@ def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World)
     lost = [name for name, _ in model.named_buffers() if name not in state]
     assert not lost, f"{lost[0]} is a buffer that no checkpoint holds; register it with persistent=True"
     model.to_empty(device=torch.device("cpu") if layout.cpu_offload else world.device)
-    if layout.cpu_offload:  # for parameters only: FSDP copies gathered weights to the device, but no buffers
+    if layout.cpu_offload:  # FSDP copies gathered weights to the device, but no buffers
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module.register_buffer(name, buffer.to(world.device))
     for first, *others in shared:  # `to_empty` gives every name of a plain module a parameter of its own
         for name in others:
-            owner, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(owner), own_name, model.get_parameter(first))
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
     doubles = {name for _, *others in shared for name in others}
-    # FSDP does not check that ranks read the same weights, and the model would become a mixture.
+    # FSDP does not check that ranks read the same weights. The model would become a mixture.
     marks = world.gather(world.agree(lambda: fill(model, rows_of, doubles)))
     for rank, theirs in enumerate(marks):
         if differing := [name for name, mark in marks[0].items() if theirs.get(name) != mark]:
@@ -59,16 +60,7 @@ def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World)
 
 
 def refill(model: nn.Module, rows_of: RowsOf, world: World) -> None:
-    """Set all parameters that have learned to other values, such as those before training, in the same memory.
-
-    Args:
-        model: a model that `materialise` has filled.
-        rows_of: see `materialise`.
-        world: the ranks.
-
-    Raises:
-        InputError: on all ranks, if one rank cannot read a tensor.
-    """
+    """Overwrite the trainable parameters of a model that `materialise` has filled; same arguments and errors."""
     reshard(model)
     learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = {name for name in model.state_dict() if name not in learned and not name.startswith("head.")}
@@ -76,40 +68,29 @@ def refill(model: nn.Module, rows_of: RowsOf, world: World) -> None:
     world.agree(lambda: fill(model, rows_of, kept))
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `AssertionError` if an optimizer holds tensors that are not the model's parameters.
-
-    This happens when the optimizer is created before `shard` or `materialise`: its steps then change no used tensor,
-    without an error.
-    """
-    current = {id(p) for p in model.parameters()}
-    strangers = sum(id(p) not in current for group in optimizer.param_groups for p in group["params"])
-    assert not strangers, f"{strangers} tensors of the optimizer are no parameters of the model; make it after sharding"
-
-
 @torch.no_grad()
 def fill(model: nn.Module, rows_of: RowsOf, left_out: Set[str]) -> dict[str, int]:
-    """Copy tensors into the model, but those of some names. Return a checksum of the first row of each, by name."""
+    """Copy all tensors except `left_out` into the model. Return a checksum of the first row of each tensor by name."""
     marks: dict[str, int] = {}
     for name, target in model.state_dict().items():
         if name in left_out:
             continue
         first = rows_of(name, slice(0, 1)).float().contiguous()
         marks[name] = zlib.crc32(first.view(torch.uint8).numpy().data)
-        (rows, columns), own = own_part(target), local(target)
-        if own.numel():  # a tensor of few rows has none on the last ranks
-            mine = rows_of(name, rows)
-            mine = mine if columns is None else mine[:, columns]
-            assert mine.shape == own.shape, f"{name}: {list(mine.shape)} for {list(own.shape)}"
-            own.copy_(mine)
+        (rows, columns), part = own_part(target), local(target)
+        if part.numel():  # the last ranks have no rows of a tensor with few rows
+            values = rows_of(name, rows)
+            values = values if columns is None else values[:, columns]
+            assert values.shape == part.shape, f"{name}: {list(values.shape)} for {list(part.shape)}"
+            part.copy_(values)
     return marks
 
 
 def own_part(tensor: torch.Tensor) -> tuple[slice, slice | None]:
-    """Return the rows of a whole tensor that this rank keeps, and the columns if they are not all.
+    """Return the rows of a whole tensor that this rank keeps, and the columns; None for all columns.
 
-    FSDP2 divides the first dimension as `torch.chunk` does: into equal parts, of which the last may be shorter or
-    empty. 33 rows on four ranks are 9, 9, 9 and 6. Tensor parallelism, the last dimension of the mesh, divides first:
+    FSDP2 divides the first dimension as `torch.chunk` does: into equal parts, and the last parts may be shorter or
+    empty. 33 rows on four ranks are 9, 9, 9 and 6. Tensor parallelism, the last dimension of the mesh, divides first.
     FSDP then divides the rows of each part.
     """
     if not isinstance(tensor, DTensor):

@@ -1,6 +1,6 @@
 """Requests to stop a run before its end: the signals of a scheduler, and the time limit of `--stop-after`.
 
-After SIGTERM or SIGUSR1 a run saves, leaves with exit code 75, and can be started again later. The time limit comes as
+After SIGTERM or SIGUSR1 a run saves, leaves with exit code 75, and can be continued later. The time limit arrives as
 SIGALRM and has the same effect. During training a signal is only noted, because all ranks must save a checkpoint
 together: each rank sends its note with the numbers of its step, and all ranks save after the same step. Before and
 after training there is nothing to save, and a signal ends the process at once.
@@ -19,11 +19,11 @@ from esmshard.errors import ExitCode, UsageError
 from esmshard.parallel import launch
 
 STOP_AT = "ESMSHARD_STOP_AT"
-"""The environment variable with the time to stop, in seconds since 1970. Processes that are started again keep it."""
+"""The environment variable with the time to stop, in seconds since 1970. Restarted processes keep this time."""
 
 LEAVE_WITHIN = 25.0
-"""The seconds that a process has to leave if it has nothing to save. Schedulers kill about 30 s after SIGTERM. After a
-failure of training it names the lost rank in this time.
+"""How many seconds a process without anything to save may take to leave, for example to name a lost rank. Schedulers
+kill about 30 s after SIGTERM.
 """
 
 _REASONS = {"SIGTERM": "SIGTERM", "SIGUSR1": "SIGUSR1", "SIGALRM": "the time limit of --stop-after"}
@@ -31,7 +31,7 @@ _SIGNALS = {int(getattr(signal, name)): words for name, words in _REASONS.items(
 
 
 class Preempted(BaseException):
-    """The run was asked to stop and can continue later. This is no `Exception`, because it is no failure."""
+    """The run was asked to stop and can continue later. This is no failure, and so no `Exception`."""
 
     exit_code = ExitCode.REQUEUE
 
@@ -44,13 +44,13 @@ class Preempted(BaseException):
 def leaving_code(unsaved: int = 0) -> int:
     """Return the exit code of this process after `Preempted` with this `unsaved`.
 
-    It is 75 for a process that is alone, or that esmshard's own launcher started. Under torchrun it is 0, because
-    torchrun would start all ranks again after 75; `status.json` then says that the run is preempted.
+    The code is 75 for a process that is alone, or that esmshard's launcher started. Under torchrun the code is 0,
+    because torchrun would restart all ranks after 75; `status.json` then says that the run is preempted.
 
-    srun returns the highest code of all ranks. When a rank fails, it ends the others by SIGTERM. So rank 0,
-    which leaves last, has 75, and the other ranks have 0. A rank 0 that has nothing to save yet cannot know whether the
-    SIGTERM means that another rank has failed. With 75 a mistake of that rank would be started again forever. So rank 0
-    leaves with 143 in this case, as if the signal had ended it.
+    srun returns the highest code of all ranks, and ends all ranks by SIGTERM when one rank fails. So rank 0, which
+    leaves last, has 75, and the other ranks have 0. Before training a SIGTERM may mean that another rank has failed.
+    With 75 the mistake of that rank would be repeated forever, so rank 0 then leaves with 143, like a process that the
+    signal has ended.
     """
     if launch.LAUNCHER in os.environ or "RANK" not in os.environ:
         return Preempted.exit_code
@@ -89,8 +89,8 @@ class Preemption:
     """A `with` block that receives requests to stop this process.
 
     A signal raises `Preempted` at the current instruction, except inside `noted`. Python runs handlers only between two
-    instructions, so a process that waits inside a C++ call, for example for a lost rank, would not react. For this case
-    a thread reads each signal, too, and ends the process if it has not left by itself after `LEAVE_WITHIN` seconds.
+    instructions, so a process that waits inside a C++ call, for example for a lost rank, would not react. Therefore a
+    thread also reads each signal, and ends a process that has not left after `LEAVE_WITHIN` seconds.
 
     Outside the main thread Python allows no handlers, so only the time limit has an effect.
     """
@@ -137,7 +137,7 @@ class Preemption:
     def asked(self) -> int:
         """The number of the first signal that asked to stop, SIGALRM for the time limit; 0 if there was none.
 
-        The ranks of a run may see different values. They must agree on one value before they act on it.
+        Ranks of a run may see different values. They must agree on one value before they act.
         """
         if not self._asked and self._stop_at is not None and time.time() >= self._stop_at:
             self._asked = int(signal.SIGALRM)
@@ -150,9 +150,7 @@ class Preemption:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Only note signals inside this block, which trains and saves. `asked` returns them; nothing is interrupted.
-
-        After the block the process has nothing left to save.
+        """Only note signals inside this block, which trains and saves. Nothing is interrupted.
 
         Raises:
             Preempted: at the begin or the end of the block, if the process was asked to stop and no error was raised.
@@ -190,14 +188,12 @@ class Preemption:
 
 
 _installed: list[Preemption] = []
-
-
 _before_fork = threading.local()
 """The signals that this thread had blocked when its fork began."""
 
 
 def _block() -> None:
-    """Block the signals during a fork. The child would write an early one into its parent's pipe."""
+    """Block the signals during a fork. The child would write an early signal into its parent's pipe."""
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if _installed else ())
 
 
@@ -206,7 +202,7 @@ def _unblock() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Let signals end a forked child like any process. It has nothing to save, and the pipe is its parent's."""
+    """Let signals end a forked child. The child has nothing to save, and the pipe belongs to its parent."""
     for preemption in _installed[::-1]:
         preemption.__exit__()
     _unblock()

@@ -1,6 +1,4 @@
-"""The process group of a run: its start, agreement between ranks, its end. It works with any launcher that sets RANK,
-WORLD_SIZE and LOCAL_RANK.
-"""
+"""The process group of a run: its start, agreement between ranks, and its end."""
 
 import itertools
 import os
@@ -26,11 +24,10 @@ from esmshard.progress import say
 T = TypeVar("T")
 
 START_TIMEOUT = 1800
-"""The seconds in which all ranks must have come. A container image or the first read of a large model takes long."""
+"""How many seconds ranks may take to start. A container image or the first read of a large model takes long."""
 
 NCCL_GRACE = 60
-"""The seconds by which NCCL's time-out is later than that of `Control.wait_for_device`. NCCL ends the process without a
-sentence.
+"""How many seconds NCCL waits longer than `Control.wait_for_device`, because NCCL ends the process without a message.
 """
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -52,13 +49,13 @@ class World:
     timeout: int = START_TIMEOUT
     """The seconds that a collective waits for a rank."""
     step_timeout: int = START_TIMEOUT
-    """The seconds that collectives of a step and of a save wait, also where `timeout` is that of the start."""
+    """The seconds that collectives of a step and of a save wait, whatever `timeout` is."""
     store: Any = None
-    """The store through which the ranks have met; None for a single process."""
+    """The store that connected the ranks; None for a single process."""
 
     def patient(self, seconds: int = 7 * 86400) -> "World":
-        """Return the same ranks, which exchange numbers and objects with another time-out, a week by default. While the
-        first rank fits a regression or writes a model, the others have nothing to do. All ranks call this.
+        """Return the same ranks with another time-out for numbers and objects, a week by default. All ranks call this.
+        The others wait while the first rank fits a regression or writes a model.
         """
         if self.mesh is None:
             return self
@@ -83,8 +80,7 @@ class World:
         """Return the numbers of all ranks, one row for each rank, in double precision. All rows are equally long."""
         if self.mesh is None:
             return [[float(v) for v in values]]
-        # gloo on the CPU is used even if NCCL is available, since a few numbers need no kernel, and the host reads
-        # them.
+        # gloo on the CPU serves even beside NCCL: a few numbers need no kernel, and the host reads them.
         rows = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.size)]
         dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.group)
         return [row.tolist() for row in rows]
@@ -106,8 +102,8 @@ class World:
         return values
 
     def gather_on_first(self, value: Any) -> list[Any]:
-        """Return the picklable values of all ranks on the first rank and on those that see the same records as it.
-        Other ranks get an empty list.
+        """Return the picklable values of all ranks on the first rank and on the ranks that see the same records. Other
+        ranks get an empty list.
         """
         if self.mesh is None:
             return [value]
@@ -117,7 +113,7 @@ class World:
         return gathered
 
     def agree(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank. If it raises `InputError` on any, all ranks raise the error of the first."""
+        """Call a function on every rank. All ranks raise the `InputError` of the first rank that raises one."""
         result, error = None, None
         try:
             result = function()
@@ -131,7 +127,7 @@ class World:
         return cast(T, result)
 
     def from_first(self, function: Callable[[], T]) -> T:
-        """Call a function on the first rank only. All ranks get its result, or raise its `InputError`."""
+        """Call a function on the first rank. All ranks return its result, or raise its `InputError`."""
         result = self.agree(lambda: function() if self.is_first else None)
         return cast(T, self.gather(result)[0])
 
@@ -149,9 +145,9 @@ def world(
     The launcher is torchrun, `accelerate launch` or srun. A process without a launcher is a world of one.
 
     Args:
-        start_timeout: the seconds in which all ranks must have come.
-        step_timeout: the seconds that a collective waits for a rank after that; `start_timeout` by default.
-        alone_too: make a process group for a single process, too. FSDP needs one to keep weights outside the GPU.
+        start_timeout: how many seconds the ranks may take to meet.
+        step_timeout: the seconds that a later collective waits for a rank; `start_timeout` by default.
+        alone_too: make a process group for a single process too. FSDP needs a group to keep weights outside the GPU.
         wanted: see `own_device`.
 
     Raises:
@@ -171,7 +167,7 @@ def world(
     timeout = timedelta(seconds=seconds + (NCCL_GRACE if device.type == "cuda" else 0))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if size == 1 else _meet(rank, size, start_timeout)  # type: ignore[attr-defined]
-    with launch.environment(_gloo_interface()):  # groups of the mesh begin later, and need the variable, too
+    with launch.environment(_gloo_interface()):  # groups of the mesh begin later, and need the variable too
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         is_lost = False
         try:
@@ -183,22 +179,21 @@ def world(
         finally:
             if not is_lost:  # There is no barrier, because after an error the other ranks may never reach one.
                 dist.destroy_process_group()
-                # A thread of gloo may still hold a tensor of the last collective, and needs the interpreter to free it.
-                # If the interpreter is already ending, this thread aborts the process (SIGABRT, in one of ten short
-                # runs).
+                # A thread of gloo may still hold a tensor of the last collective. If the interpreter ends before this
+                # thread has freed the tensor, the thread aborts the process (SIGABRT, in one of ten short runs).
                 time.sleep(0.1)
 
 
 _STARTS = itertools.count()
-"""The numbers of the process groups of this process. The store may keep the keys of earlier ones."""
+"""The numbers of the process groups of this process. The store may keep the keys of earlier groups."""
 
 
 def _gloo_interface() -> dict[str, str]:
-    """Return the variable that names the network interface by which this machine reaches rank 0, for gloo.
+    """Return gloo's variable with the network interface by which this machine reaches rank 0.
 
-    By default gloo uses the address of the machine's own name. Debian's /etc/hosts gives this name the address
-    127.0.1.1, which other machines cannot reach. On rank 0's machine, the interface of the default route is named. The
-    result is empty where all ranks are on one machine, where the user has set the variable, and outside Linux.
+    By default gloo uses the address of the machine's name. Debian's /etc/hosts gives this name the address 127.0.1.1,
+    which other machines cannot reach. The machine of rank 0 uses the interface of the default route. The result is
+    empty if all ranks are on one machine, if the user has set the variable, and outside Linux.
     """
     size = os.environ.get("WORLD_SIZE")
     one_machine = size is None or os.environ.get("LOCAL_WORLD_SIZE", size) == size
@@ -220,9 +215,7 @@ def _gloo_interface() -> dict[str, str]:
 
 
 def _meet(rank: int, size: int, seconds: int) -> Any:
-    """Return the store, after all ranks have come to it. torchrun and esmshard's launcher hold the store. Under
-    srun the first rank does.
-    """
+    """Return the store after all ranks have connected. A launcher or the first rank holds it."""
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and launch.restarts_allowed() and held:
         say(
@@ -230,7 +223,7 @@ def _meet(rank: int, size: int, seconds: int) -> Any:
             "it the new processes may wait forever for the old ones"
         )
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=seconds)
-    # A store of the ranks themselves is new at each start, and machines that joined later count fewer restarts.
+    # A store of rank 0 is new at each start, and machines that joined later count fewer restarts.
     prefix = launch.prefix(launch.attempt() if held else 0, next(_STARTS))
     try:
         whole = dist.TCPStore(  # type: ignore[attr-defined]
@@ -259,7 +252,7 @@ def processes_per_machine(size: int) -> int:
 
 
 def precision_on(device: torch.device, wanted: str, asked_by: str = "parallel.precision") -> Precision:
-    """Return the precision that a value of `asked_by` means on a device. `UsageError` for fp16 on a CPU."""
+    """Return the precision on a device for the value of key `asked_by`. `UsageError` for fp16 on a CPU."""
     if wanted == "auto":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
@@ -274,14 +267,14 @@ def processes_of(device: torch.device, nproc: int | None) -> int:
 
 
 def own_device(local_rank: int, size: int, wanted: DeviceName = None) -> torch.device:
-    """Return the device of a process: its own NVIDIA GPU; else Apple's GPU, if the process is alone; else the CPU.
+    """Return the device of a process: an NVIDIA GPU, else Apple's GPU for a single process, else the CPU.
 
-    There are no collectives for Apple GPUs, and a machine has only one of them, so several processes use the CPU.
+    Apple's GPU has no collectives, so several processes use the CPU.
 
     Args:
         local_rank: the number of the process on its machine.
         size: the number of processes that work together.
-        wanted: the device that the user named, see `chosen_device`.
+        wanted: the name that the user gave, see `chosen_device`.
 
     Raises:
         UsageError: if this machine has no such device, or it is a single GPU and there are several processes.

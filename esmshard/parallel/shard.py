@@ -6,7 +6,7 @@
     -> `load.materialise` -> optimizer
 
 `model` must have `layers`, a ModuleList of blocks. Each block is a group of parameters that FSDP gathers together. All
-other parameters form one more group, the root: embedding and LM head share a tensor, and a tensor belongs to one group.
+other parameters form one more group, the root, because embedding and LM head share a tensor.
 """
 
 import math
@@ -41,9 +41,9 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     """Set up activation checkpointing, compilation and precision, and FSDP2 where there is a process group.
 
     On one device nothing is sharded, because FSDP would change no result and cost time. Parameters stay plain tensors.
-    The precision means the same with and without FSDP: layers and root compute with copies of their fp32 parameters in
-    `layout.precision`, the residual stream has this type, too, and gradients are added up in fp32. Autocast on one
-    device would keep an fp32 residual stream, and give other losses than several ranks.
+    With and without FSDP, layers and root compute with copies of their fp32 parameters in `layout.precision`, the
+    residual stream has this type too, and gradients are added up in fp32. Autocast would keep an fp32 residual stream,
+    and one device would have other losses than several ranks.
 
     Args:
         model: the model, best on the meta device; `materialise` then loads only each rank's slices.
@@ -51,8 +51,8 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
         world: the ranks.
 
     Raises:
-        UsageError: if the model has no `layers`, the layout is for another number of ranks, or it needs a process group
-            that a single process has not, or layers of esmshard's own models.
+        UsageError: if the model has no `layers`, or the layout needs another number of ranks, a process group, or a
+            model of esmshard.
     """
     layers, shared = getattr(model, "layers", None), ties(model)
     if not isinstance(layers, nn.ModuleList):
@@ -72,26 +72,26 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
             "them out, or take activation_checkpointing='full'"
         )
     mesh = None if world.mesh is None else _mesh(world.mesh, layout, world.step_timeout)
-    with_own_parts: list[Wrapper] = [lambda forward: forward] * len(layers)
+    wrappers: list[Wrapper] = [lambda forward: forward] * len(layers)
     if mesh is not None and layout.tensor > 1:
-        with_own_parts = tensor_parallel.split(model, mesh[tensor_parallel.DIMENSION])
+        wrappers = tensor_parallel.split(model, mesh[tensor_parallel.DIMENSION])
     if mesh is None and layout.precision != "fp32":
-        with_own_parts = [partial(computing_with, layer, partial(_in_precision, layout, layer)) for layer in layers]
+        wrappers = [partial(computing_with, layer, partial(_in_precision, layout, layer)) for layer in layers]
     if mesh is not None and layout.context > 1:
-        # The mesh of this rank's group is apart from FSDP's mesh, which divides over these ranks, too.
+        # FSDP divides over the ranks of a group too, so the group needs a mesh of its own.
         sizes, names = (layout.data_size, layout.context), ("data", context_parallel.DIMENSION)
         of_context = _named_mesh(mesh.device_type, sizes, names, world.step_timeout)
         context_parallel.split(model, of_context[context_parallel.DIMENSION])
     checkpointed = _checkpointing(model, layout)
     # `forward` is replaced: a wrapping module would change names, and FSDP's hooks must stay outside.
-    for layer, wrapped in zip(layers, with_own_parts, strict=True):
+    for layer, wrapped in zip(layers, wrappers, strict=True):
         if not layout.compile:
             layer.forward = checkpointed(wrapped(layer.forward))
-        elif layout.context == 1:  # The compiler reads plain tensors, and recomputes without a call of Python code.
+        elif layout.context == 1:  # The compiler sees plain tensors, and recomputes without a call of Python code.
             layer.forward = checkpointed(layer.forward)
             layer.compile(dynamic=True)
             layer.forward = wrapped(layer.forward)
-        else:  # Attention to gathered keys is between compiled parts. In a compiled checkpoint nothing can be between.
+        else:  # Attention to gathered keys runs between compiled parts, which a compiled checkpoint does not allow.
             layer.compile(dynamic=True)
             layer.forward = checkpointed(layer.forward)
     if mesh is not None:
@@ -102,21 +102,19 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
 
 
 def _in_precision(layout: Layout, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return copies of the parameters of a layer, or of what is outside the layers of a model, in the precision of the
-    arithmetic.
-    """
+    """Return copies, in `layout.precision`, of the parameters of a layer, or of a model outside its layers."""
     of_layers = {id(p) for p in getattr(module, "layers", nn.ModuleList()).parameters()}
     return {name: p.to(DTYPES[layout.precision]) for name, p in parameters.items() if id(p) not in of_layers}
 
 
 def _checkpointing(model: nn.Module, layout: Layout) -> Wrapper:
-    """Return the function that makes a layer's `forward(x_TD, ...)` one that is recomputed in the backward pass."""
+    """Return the function that wraps a layer's `forward(x_TD, ...)` in activation checkpointing."""
     if layout.activation_checkpointing == "none":
         return lambda forward: forward
     context: dict[str, Any] = {}
     if layout.activation_checkpointing == "selective":
         products = kept_products(trunk_of(model).config.matrices, layout.tensor)
-        # The compiler takes a function, and would take the numbers in a `partial` for numbers that change.
+        # The compiler would take the numbers in a `partial` for numbers that change.
         context["context_fn"] = lambda: _selective(products)
     return partial(_checkpointed, context)
 
@@ -124,25 +122,25 @@ def _checkpointing(model: nn.Module, layout: Layout) -> Wrapper:
 def _checkpointed(context: dict[str, Any], forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return the same `forward(x_TD, ...)`, recomputed in the backward pass.
 
-    The form of this function suits the compiler. The compiler begins with the first Python frame outside torch. For a
-    `partial`, this frame would be within the checkpoint, where the compiler is switched off, so nothing would be
-    compiled, without a warning. Arguments passed through the checkpoint must be the same each time (with torch 2.11
-    even the ids in a batch), or the function is compiled again. Values that only `again` reads need not be the same.
+    The compiler begins with the first Python frame outside torch. For a `partial`, this frame would be within the
+    checkpoint, where the compiler is switched off: nothing would be compiled, without a warning. If an argument of the
+    checkpoint changes (with torch 2.11 even the ids in a batch), the function is compiled again. Values that only
+    `again` reads may change.
     """
 
     def run(x_TD: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
         def again(x_TD: torch.Tensor) -> torch.Tensor:
             return forward(x_TD, *others, **options)
 
-        found: torch.Tensor = checkpoint(again, x_TD, use_reentrant=False, **context)
-        return found
+        output: torch.Tensor = checkpoint(again, x_TD, use_reentrant=False, **context)
+        return output
 
     return run
 
 
 def _mesh(ranks: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
-    """Return the mesh of all ranks: (shard), or (replicate, shard) for several copies, and `tensor` as the last
-    dimension where neighbours compute a layer together.
+    """Return the mesh of all ranks: (shard), or (replicate, shard) for several copies. With tensor parallelism `tensor`
+    is the last dimension.
     """
     if layout.replicas == layout.tensor == 1:
         return ranks
@@ -152,8 +150,8 @@ def _mesh(ranks: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
 
 
 def _named_mesh(device: str, sizes: tuple[int, ...], names: tuple[str, ...], seconds: int) -> DeviceMesh:
-    """Return a mesh of all ranks whose groups have the time-out of the run. `init_device_mesh` gives its groups the
-    time-out of the backend, so that ranks would wait up to half an hour for one that is stuck.
+    """Return a mesh of all ranks whose groups have the time-out of the run. With `init_device_mesh` groups have the
+    time-out of the backend, and would wait half an hour for a stuck rank.
     """
     timeout = timedelta(seconds=seconds + (NCCL_GRACE if device == "cuda" else 0))
     mesh = torch.arange(dist.get_world_size()).view(sizes)
@@ -172,7 +170,7 @@ def _data_dimensions(layout: Layout) -> tuple[str, ...]:
 
 
 def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: DeviceMesh, world: World) -> None:
-    """Divide layers over the ranks that compute the same part of them, and all else over all ranks of a copy."""
+    """Divide layers over the ranks that compute the same part of a layer, and the root over all ranks of a copy."""
     of_root = mesh
     if layout.tensor > 1:
         mesh, sizes = mesh[*_data_dimensions(layout)], (layout.replicas, layout.group * layout.tensor)
@@ -180,7 +178,7 @@ def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: 
         of_root = world.mesh
         if layout.replicas > 1:
             of_root = _named_mesh(mesh.device_type, sizes, ("replicate", "shard"), world.step_timeout)
-    # Inputs are not cast: activations come in this precision already, and coordinates of a batch must stay fp32.
+    # Inputs are not cast: activations already have this precision, and coordinates of a batch must stay fp32.
     mixed = MixedPrecisionPolicy(
         param_dtype=DTYPES[layout.precision], reduce_dtype=DTYPES[layout.reduce_dtype], cast_forward_inputs=False
     )
@@ -193,7 +191,7 @@ def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: 
     # The root is needed at the beginning and at the end of a pass.
     group(model, mesh=of_root, reshard_after_forward=False)
     for module in groups(model):
-        # Gradients are summed over ranks and not averaged, because the loss is divided once, by its global count.
+        # Gradients are summed over ranks, because the loss is divided once, by its global count.
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         module.set_gradient_divide_factor(1.0)
 
@@ -202,7 +200,7 @@ def _without_views(_module: nn.Module, _given: object, outputs: Any) -> Any:
     """Return copies of the outputs of a model, which may be views of one tensor.
 
     FSDP attaches the gathering of weights for the backward pass to the outputs. An in-place operation on a view would
-    remove this hook, so torch 2.13 warns of each view. The outputs are small beside a layer.
+    remove this hook, so torch 2.13 warns of each view. Outputs are small compared with a layer.
     """
     return [x.clone() if x.requires_grad else x for x in outputs] if isinstance(outputs, list) else outputs
 
@@ -221,16 +219,12 @@ _KEPT_NAMES = {
 
 
 def _selective(products: Mapping[tuple[int, int], int]) -> Any:
-    """Return the two contexts of one pass through a layer: forward, and recomputation.
-
-    Args:
-        products: see `kept_products`.
-    """
-    # torch 2.11 asks for each operation in both contexts, later releases ask in the first one.
+    """Return the contexts of a layer's forward pass and of its recomputation; `products` as `kept_products`."""
+    # torch 2.11 asks about each operation in both contexts, later releases ask in the first context.
     left = {again: Counter(products) for again in (False, True)}
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Keep the results that take longest to recompute for their bytes."""
+        """Keep the results whose recomputation takes the longest time for each byte."""
         kept = operation in _KEPT or operation.name().split(".")[0] in _KEPT_NAMES
         if operation in _PRODUCTS:
             shape = tuple(args[-1].shape)
@@ -242,10 +236,10 @@ def _selective(products: Mapping[tuple[int, int], int]) -> Any:
 
 
 def next_micro_batch(model: nn.Module, layout: Layout, last: bool) -> None:
-    """Set before a backward pass whether it is the last one of a step. Without FSDP nothing is set.
+    """Tell FSDP before a backward pass whether the pass is the last of a step.
 
-    `sharded` reduces and scatters gradients in each pass, and sums them over the copies in the last pass only.
-    `unsharded` leaves them on each rank until the last pass.
+    With `accumulate: sharded` each pass reduces and scatters gradients, and the last pass sums them over the copies.
+    With `unsharded` gradients stay on each rank until the last pass.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -257,38 +251,38 @@ def next_micro_batch(model: nn.Module, layout: Layout, last: bool) -> None:
 
 
 def groups(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules that FSDP gathers as groups; none on one device."""
+    """Return the modules whose parameters FSDP gathers together; none on one device."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
     """Put every group back into shards.
 
-    After a forward pass without a backward pass the root is still gathered, and the module's parameters are not those
-    of the optimizer.
+    After a forward pass without a backward pass the root is still gathered, and the module's parameters are not the
+    parameters of the optimizer.
     """
     for module in groups(model):
         module.reshard()
 
 
 IDLE = encode("G" * 62)
-"""The tokens of a rank that has nothing to compute. Groups of ranks that compute a layer together divide them."""
+"""The tokens of a rank that has nothing to compute: enough for groups of ranks that divide them."""
 
 
 @contextmanager
 def shared_calls(model: nn.Module, ranks: World) -> Iterator[None]:
-    """Let each rank call a model, or its trunk, as often as it needs to, without gradients.
+    """Let each rank call a model, or its trunk, as often as the rank needs, without gradients.
 
-    Every forward pass of a sharded model is one of all ranks, because each gathers the parts of the others. Records are
-    not alike: one baseline calls the model once for a record, another one twenty times. So a rank that has nothing left
-    to compute takes part in the passes of the others with a few tokens of its own.
+    Every rank must take part in each forward pass of a sharded model, because ranks gather the parts of each other. One
+    baseline calls the model once for a record, another baseline twenty times. So a rank that has nothing left to
+    compute joins the passes of the others with a few tokens.
 
     The block ends when the blocks of all ranks have ended. Ranks that compute a layer together must make the same
-    calls. Every call runs all layers, so the trunk cannot be asked for layers before the last one alone.
+    calls. Every call runs all layers.
 
     Args:
         model: a model that `shard` has divided, whose `forward(batch, instead)` calls `instead` if it is given.
-        ranks: the ranks. A rank waits for the others as long as their time-out says.
+        ranks: the ranks. A rank waits for the others as long as the time-out of `ranks`.
     """
     trunk, inside, idle = trunk_of(model), False, False
 
@@ -306,10 +300,10 @@ def shared_calls(model: nn.Module, ranks: World) -> Iterator[None]:
         inside = False
 
     def through_model(call: Callable[..., Any], *given: Any, **options: Any) -> Any:
-        """Call the trunk as a part of the model, which gathers the parameters outside the layers."""
+        """Call the trunk through the model, which gathers the parameters of the root."""
         return call(*given, **options) if inside else model(given[0], lambda: call(*given, **options))
 
-    # FSDP gathers in a hook of its own, and all ranks must know of the pass before.
+    # FSDP gathers in a hook, and all ranks must know of the pass before this hook.
     hooks = [
         model.register_forward_pre_hook(begin, prepend=True),
         model.register_forward_hook(end, always_call=True),
@@ -336,7 +330,7 @@ def free_layers(model: nn.Module) -> None:
 
 
 def ties(model: nn.Module) -> list[list[str]]:
-    """Return groups of names that mean the same parameter: for ESM-2 the embedding and the LM head's matrix."""
+    """Return groups of names of one shared parameter: for ESM-2 the embedding and the LM head's matrix."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -344,17 +338,17 @@ def ties(model: nn.Module) -> list[list[str]]:
 
 
 def check_ties(model: nn.Module, expected: list[list[str]]) -> None:
-    """Raise `AssertionError` if names that meant one parameter no longer do.
+    """Raise `AssertionError` if names that shared a parameter no longer share it.
 
-    This happens when the names belong to two FSDP groups. Not every release of torch raises an error for this. Each
-    name then trains a copy of its own, or the last rank's rows are never updated.
+    This happens when the names belong to two FSDP groups, and not every release of torch raises an error. Each name
+    then trains a copy of its own, or the last rank's rows are never updated.
     """
     lost = [names for names in expected if names not in ties(model)]
     assert not lost, f"{' and '.join(lost[0])} were shared and are now apart; keep them in one FSDP group"
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by name; a shared parameter occurs once."""
+    """Return the trainable parameters by name, a shared parameter once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

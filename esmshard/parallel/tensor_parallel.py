@@ -7,20 +7,21 @@ these matrices, in norms and in the residual stream, each rank has some tokens o
     norm of own tokens -> gather tokens -> own heads    -> sum over ranks, scatter tokens -> add to own tokens
     norm of own tokens -> gather tokens -> own columns  -> sum over ranks, scatter tokens -> add to own tokens
 
-and in the backward pass each gather becomes a sum and scatter, and the other way round. Embedding, last norm, LM head
-and task head are computed by every rank for all tokens, alike, so that no task has to know of this. FSDP divides their
-parameters over the ranks of the group, too, and adds up their gradients: those of the embedding are of each rank's own
-tokens, and of those of the outputs each rank counts 1/N. `context_parallel` divides tokens in the same way.
+In the backward pass each gather becomes a sum and scatter, and each sum and scatter becomes a gather. Every rank
+computes embedding, last norm, LM head and task head for all tokens, so tasks need not know of tensor parallelism. FSDP
+divides the parameters of these parts over the ranks of the group too, and adds up their gradients: each rank has the
+gradient of the embedding for its own tokens, and counts 1/N of the gradients of the outputs. `context_parallel` divides
+tokens in the same way.
 
 Parameters of layers are DTensors over the dimension `tensor` of the mesh before FSDP divides them over the other
-dimensions, so that names, shapes and checkpoints are those of one process. A layer computes with the parts of this rank
-as plain tensors (`torch.func.functional_call`).
+dimensions, so names, shapes and checkpoints are equal to those of one process. A layer computes with the parts of this
+rank as plain tensors (`torch.func.functional_call`).
 
-torch's styles for `parallelize_module` do not serve here. They make DTensors of activations with `DTensor.from_local`,
-which takes all parts to be equally long, but packs have any number of tokens: five tokens on two ranks end in a size
-mismatch (torch 2.13, `SequenceParallel`, `ColwiseParallel` and `RowwiseParallel` over the tokens). All communication
-and its gradients are `DTensor.redistribute`. `esmshard.batch` explains the letters of tensor names; R is the number of
-a rank's own tokens.
+torch's styles for `parallelize_module` make DTensors of activations with `DTensor.from_local`, which needs equally long
+parts. But packs have any number of tokens: five tokens on two ranks end in a size mismatch (torch 2.13,
+`SequenceParallel`, `ColwiseParallel` and `RowwiseParallel` over the tokens). Here `DTensor.redistribute` makes all
+communication and its gradients. `esmshard.batch` explains the letters of tensor names; R is the number of this rank's
+tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -42,18 +43,18 @@ Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
 """The type of a function that takes a `forward` and returns another one."""
 DIMENSION = "tensor"
-"""The name of this dimension of the mesh. It is the last one: ranks of a group are neighbours."""
+"""The name of the last dimension of the mesh: ranks of a group are neighbours."""
 SMALL = 2**20
-"""Numbers of a whole parameter whose gradient is summed over the ranks together with others. Joining copies it."""
+"""The largest parameter, in numbers, whose gradient is joined with others before the sum over ranks."""
 NORMS = ("self_attn_layer_norm", "final_layer_norm")
-"""The norms of a block whose output goes into matrices that are divided by rows."""
+"""The norms of a block before matrices that are divided by rows."""
 
 
 class Rows(Pack):
     """The collectives over the tokens of a pack, among the ranks of one group.
 
-    The gradients of `all`, `all_heads` and `sum_of_parts` are sums over the ranks: each rank computes a part of what
-    follows, or counts 1/N of what all compute alike.
+    The gradients of `all`, `all_heads` and `sum_of_parts` are sums over the ranks: each rank computes a part of the
+    later results, or counts 1/N of a result that all ranks compute.
 
     Args:
         mesh: the mesh of the group, of one dimension.
@@ -63,16 +64,16 @@ class Rows(Pack):
         self.mesh = mesh
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self.tokens = 0
-        """T of the pack in the present forward pass."""
+        """T, the number of tokens of the current pack."""
 
     @property
     def place(self) -> slice:
-        """The places of this rank's tokens in the pack. They are divided as `torch.chunk` divides."""
+        """The places of this rank's tokens in the pack. Ranks divide the tokens as `torch.chunk` does."""
         each = -(-self.tokens // self.size)
         return slice(min(each * self.rank, self.tokens), min(each * (self.rank + 1), self.tokens))
 
     def own(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens [R, D] of a tensor [T, D] that all ranks have computed alike."""
+        """Return this rank's tokens [R, D] of a tensor [T, D] that every rank has computed."""
         self.tokens = len(x_TD)
         return x_TD[self.place].clone()  # a view would keep the tokens of all ranks in memory
 
@@ -104,16 +105,11 @@ def trunk_of(model: nn.Module) -> Trunk:
 
 
 def divide_tokens(model: nn.Module, rows: Rows) -> None:
-    """Let the blocks of a model have their own tokens, and everything around them all tokens, in place.
-
-    Args:
-        model: a trunk or a module that holds one.
-        rows: the collectives of the group.
-    """
+    """Give the blocks of a model this rank's tokens, and everything around the blocks all tokens, in place."""
     trunk_of(model).pack = rows
 
     def count(_module: nn.Module, _given: object, outputs: Any) -> None:
-        """Of the gradients of the outputs, which all ranks compute alike, each counts 1/N."""
+        """Count 1/N of the gradients of the outputs, because each of N ranks computes all of them."""
         for output in outputs if isinstance(outputs, list) else ():
             if output.requires_grad:
                 output.register_hook(lambda gradient: gradient / rows.size)
@@ -124,8 +120,8 @@ def divide_tokens(model: nn.Module, rows: Rows) -> None:
 def split(model: nn.Module, mesh: DeviceMesh) -> list[Wrapper]:
     """Divide the layers of a model over the ranks of `mesh`, in place.
 
-    Every parameter of a layer becomes a DTensor over `mesh`: those of `ModelConfig.matrices` in parts, all others
-    whole. Parameters outside the layers stay as they are.
+    Every parameter of a layer becomes a DTensor over `mesh`: the matrices `ModelConfig.matrices` in parts, all others
+    whole. Parameters outside the layers do not change.
 
     Args:
         model: a trunk or a module that holds one, best on the meta device. `layout.check_tensor` has passed.
@@ -133,7 +129,7 @@ def split(model: nn.Module, mesh: DeviceMesh) -> list[Wrapper]:
 
     Returns:
         For each layer a function that wraps its `forward`, so that the layer computes with this rank's parts of its
-        parameters. Whoever wraps `forward` otherwise, too, chooses what is inside. The next step is `fully_shard`.
+        parameters. The next step is `fully_shard`.
     """
     trunk, rows = trunk_of(model), Rows(mesh)
     divide_tokens(model, rows)
@@ -143,12 +139,9 @@ def split(model: nn.Module, mesh: DeviceMesh) -> list[Wrapper]:
 def computing_with(
     module: nn.Module, tensors_of: Callable[[dict[str, nn.Parameter]], Mapping[str, torch.Tensor]], forward: Forward
 ) -> Forward:
-    """Return the same `forward` of a module, which computes with other tensors in place of its parameters.
+    """Return `forward` of a module, computed with other tensors in place of parameters.
 
-    Args:
-        module: the module.
-        tensors_of: returns the tensors by name, from the parameters by name. Others stay as they are.
-        forward: the function.
+    `tensors_of` returns these tensors by name, from the parameters by name. Parameters without a tensor stay.
     """
     callee = nn.Module()  # `functional_call` calls a module, and `module` itself would call this function again
     callee.module, callee.forward = module, forward  # type: ignore[method-assign]
@@ -178,7 +171,7 @@ def _split_block(block: nn.Module, config: ModelConfig, rows: Rows) -> Wrapper:
         norm.register_forward_hook(lambda _module, _given, x_RD: rows.all(x_RD))
     attention = block.get_submodule("self_attn")
     assert isinstance(attention, SelfAttention)
-    attention.core = _OwnHeads(rows)
+    attention.core = _AttentionOfOwnHeads(rows)
     for name in ("q_norm", "k_norm"):
         if (full_norm := getattr(attention, name)) is not None:
             norm = NormOfWidth(full_norm, rows)
@@ -188,7 +181,7 @@ def _split_block(block: nn.Module, config: ModelConfig, rows: Rows) -> Wrapper:
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placement | None) -> None:
-    """Replace the weight and the bias of one layer by DTensors. Without a placement of its own a bias stays whole."""
+    """Replace the weight and the bias of one module by DTensors. A bias without a placement stays whole."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement = weight if name == "weight" else bias or Replicate()
         whole = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
@@ -196,15 +189,13 @@ def _place(module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placeme
 
 
 def _own_parts(zero: Collection[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return this rank's parts of the parameters of a layer as plain tensors.
+    """Return this rank's parts of the parameters of a layer as plain tensors, by name.
 
-    If a parameter is whole on each rank, each computes a part of its gradient, and the parts are summed. A layer has
-    six such norms and biases, and six matrices of a LoRA. They are joined, because each sum takes the time of an empty
-    collective.
+    If a parameter is whole on each rank, each rank computes a part of its gradient, and the parts are summed. A layer
+    has six such norms and biases, and six matrices of a LoRA. Their gradients are joined for one collective.
 
     Args:
-        zero: the names of biases that are zero on this rank. Outputs that are summed over the ranks have the bias of
-            the first one.
+        zero: the names of biases that are zero on this rank. Only the first rank adds the bias of a summed output.
         parameters: the parameters by name.
     """
     divided = {name: whole for name, whole in parameters.items() if isinstance(whole, DTensor)}
@@ -222,11 +213,11 @@ def _own_parts(zero: Collection[str], parameters: Mapping[str, nn.Parameter]) ->
 
 
 def _gradient_summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return the same numbers, of whose gradient each rank has a part."""
+    """Return the same numbers. Their gradient is the sum of the ranks' gradients."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-class _OwnHeads(PackedAttention):
+class _AttentionOfOwnHeads(PackedAttention):
     """Attention of this rank's heads."""
 
     def __init__(self, rows: Rows) -> None:
@@ -235,10 +226,9 @@ class _OwnHeads(PackedAttention):
 
 
 class NormOfWidth(nn.LayerNorm):
-    """LayerNorm over the width of the model, of which each rank has the numbers of its own heads.
+    """LayerNorm over the width of the model, where each rank has the numbers of its own heads.
 
-    The mean and then the mean square are summed over the ranks: two numbers for each token, where gathering the
-    vectors would send D.
+    The ranks sum the mean and then the mean square: two numbers for each token. Gathering the vectors would send D.
     """
 
     def __init__(self, norm: nn.LayerNorm, rows: Rows) -> None:

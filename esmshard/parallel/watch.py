@@ -1,13 +1,13 @@
-"""The observation of the ranks of a run: who is gone or stuck, and what each rank measures in a step.
+"""The observation of the ranks of a run: lost and stuck ranks, and the measurements of each step.
 
-Ranks wait in a collective for a rank that does not come, and the error of the collective says at best that a
-connection was lost. So each rank writes its place (step and phase) to the store of the run every second, with a count.
-A rank that gets an error notes that. A rank whose count has stopped is gone or suspended. A rank that is alive, and got
-no error while others waited in vain, is stuck. It is named with its host and its last place.
+If a rank is lost, the others wait in a collective, and its error says at best that a connection was lost. So each rank
+writes its place (step and phase) to the store of the run every second, with a count. A rank also notes an error. A rank
+whose count has stopped is gone or suspended. A rank that is alive, and got no error while others waited in vain, is
+stuck. The message names this rank with its host and its last place.
 
-A step has one small collective for losses and norms. `Watch.numbers` are part of this collective, so watching needs no
-collective and no wait of its own. The report is a mapping for metrics.jsonl (docs/watching.md) and messages to print.
-torch.profiler records some steps on request.
+Each step has one small collective for losses and norms. It also carries `Watch.numbers`, so watching needs no further
+collective. The report is a mapping for metrics.jsonl (docs/watching.md) and messages to print. torch.profiler records
+some steps on request.
 """
 
 import json
@@ -38,24 +38,24 @@ from esmshard.parallel.process_group import World
 T = TypeVar("T")
 
 BEAT = 1.0
-"""The seconds between two notes of a rank. A thread sends them. A note for each phase of each step, sent by the main
-thread, took 3% of a small model's time.
+"""The seconds between two notes of a rank. A thread sends the notes: a note of the main thread for each phase of each
+step took 3% of a small model's time.
 """
 ROLL_CALL = 10.0
-"""The seconds in which a surviving rank must report an error, and a living one must have sent another note."""
+"""The seconds in which a surviving rank must report an error, or a living rank must send another note."""
 STORE_SILENCE = 40.0
-"""The seconds after which a store without an answer counts as gone. Nobody closes a connection to a machine that has
-lost its network.
+"""The seconds after which a store without an answer counts as gone. A connection to a machine without a network stays
+open.
 """
 WINDOW = 20
-"""The number of steps over which a rank must wait for data for a message."""
+"""The number of steps in which a rank must wait for data before a message names this rank."""
 LEAST = 0.03
-"""The seconds of a step below which no rank counts as slow, because a machine's noise on small models is that large."""
+"""The shortest wait in seconds that makes a rank slow. Small models have shorter waits from noise of the machine."""
 LISTED = 64
-"""The most ranks whose own values are written at each step."""
+"""The largest number of ranks for which each step lists the values of every rank."""
 
 WARM_UP = 2
-"""Steps before the first recorded step. They contain the start of the profiler and of the allocator."""
+"""The number of steps before the first recorded step, in which profiler and allocator start."""
 OPERATIONS = 15
 """The number of operations in the table of a profile."""
 
@@ -67,17 +67,17 @@ class Stuck(RuntimeError):
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether another rank may be the reason for an error. gloo raises plain RuntimeErrors, so the text decides."""
+    """Whether another rank may have caused an error. gloo raises plain RuntimeErrors, so the text decides."""
     return isinstance(error, (Stuck, dist.DistError)) or (
         isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
     )
 
 
 def recorder_settings(dumps: Path) -> dict[str, str]:
-    """Return environment variables with which torch records the last collectives and NCCL writes them at a time-out.
+    """Return environment variables with which torch records the last collectives, and NCCL writes them at a time-out.
 
-    They are read when the process group is created. Set them before, unless the user has set them. The names are valid
-    from torch 2.9 on. NCCL's watchdog appends the rank to the path.
+    torch reads the variables when the process group is created. The names are valid from torch 2.9 on. NCCL's watchdog
+    appends the rank to the path.
     """
     return {
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -89,9 +89,9 @@ def recorder_settings(dumps: Path) -> dict[str, str]:
 class Control:
     """The notes of the ranks, and the search for a lost rank. A single process has neither.
 
-    Use it as `with Control(...) as control:` around all code in which a rank can get stuck. The error of a lost
-    connection or a time-out becomes a `LostProcess` that names the rank, or the error of the rank that ended. Other
-    errors are raised unchanged; the other ranks then report them and name this rank.
+    Put `with Control(...) as control:` around all code in which a rank can get stuck. The error of a lost connection or
+    a time-out becomes a `LostProcess` that names the rank, or the error of the rank that ended. Other errors are raised
+    unchanged; the other ranks then report the error and name this rank.
 
     Args:
         world: all ranks, each of which creates a `Control`.
@@ -138,24 +138,23 @@ class Control:
         return str(self._store.get(f"host/{rank}").decode()) if self._store is not None else socket.gethostname()
 
     def note(self, phase: str, step: int | None = None) -> None:
-        """Set what this rank does from now on, such as `validating`, and the step, as users count them from 1 on."""
+        """Set what this rank does now, such as `validating`, and the step, counted from 1."""
         self._place = (self._place[0] if step is None else step, phase)
 
     def _keep_sending(self) -> None:
-        store, count = self._connection(), 0  # requests of the main thread must not hold up these
+        store, count = self._connection(), 0  # requests of the main thread must not delay the notes
         while not self._left.is_set():
             try:
                 store.set(f"note/{self._world.rank}", json.dumps([count, *self._place]))
-            except RuntimeError:  # the store is gone; the main thread will notice this, too
+            except RuntimeError:  # the store is gone, and the main thread will notice this too
                 return
             count += 1
             self._left.wait(BEAT)
 
     def wait_for_device(self) -> None:
-        """Let the host wait for a GPU no longer than the time-out, and raise `Stuck` after that.
+        """Wait for the GPU. `Stuck` after the time-out, or if another rank has reported an error.
 
-        Collectives on a GPU return at once, and the next read of a number would wait for them until NCCL ends the
-        process. The report of another rank ends the wait, too.
+        Collectives on a GPU return at once. The next read of a number would wait for them until NCCL ends the process.
         """
         if self._store is None or self._world.device.type != "cuda":
             return
@@ -176,7 +175,7 @@ class Control:
         self._store.set(f"end/{self._world.rank}", json.dumps([code, words]))
 
     def _verdict(self, words: str) -> BaseException:
-        """Return one error, with the same sentence on all surviving ranks. One rank prints it."""
+        """Return the error of all surviving ranks, with the same sentence. One rank prints it."""
         rank, answer = self._world.rank, Future[tuple[int, str, int]]()
 
         def ask() -> None:
@@ -185,25 +184,25 @@ class Control:
             except dist.DistError as error:
                 answer.set_exception(error)
 
-        # A time-out of torch's store does not end a request to a process that is stopped, and the thread is left alone.
+        # A time-out of torch's store does not end a request to a stopped process. The thread is then abandoned.
         threading.Thread(target=ask, name="roll-call", daemon=True).start()
         try:
             code, sentence, speaker = answer.result(STORE_SILENCE)
         except (dist.DistError, TimeoutError):
             code, speaker = ExitCode.LOST, rank
             sentence = (
-                f"rank 0 or the launcher on its machine ({os.environ.get('MASTER_ADDR', 'unknown')}), or the way to "
-                f"it, is gone in {_at(self._place)}, and with it the store through which the processes met; look at "
-                "what it said last, then start again with --resume auto"
+                f"rank 0 or the launcher on its machine ({os.environ.get('MASTER_ADDR', 'unknown')}), or the network "
+                f"to it, is gone in {_at(self._place)}, and with it the store; look at the last messages of that "
+                "machine, then start again with --resume auto"
             )
         if code == ExitCode.REQUEUE:
             return Preempted(sentence)
         error = InputError(sentence) if code in (ExitCode.FAILED, ExitCode.USAGE) else LostProcess(sentence)
         error.shared = rank != speaker
         if error.shared:
-            time.sleep(1)  # it prints before any rank ends, because launchers end all ranks when one ends
+            time.sleep(1)  # the speaker prints first, because launchers end all ranks when one rank ends
         elif rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(3)  # this process holds the store, and ranks that see an error only now still read the verdict
+            time.sleep(3)  # this process holds the store, and ranks that see an error later must read the verdict
         return error
 
     def _roll_call(self, words: str) -> tuple[int, str, int]:
@@ -219,7 +218,7 @@ class Control:
         ends = {rank: json.loads(self._store.get(f"end/{rank}")) for rank in ranks if rank not in missing}
         causes = {rank: (code, why) for rank, (code, why) in ends.items() if why}
         silent = [rank for rank in missing if self._noted(rank) == before[rank]]
-        # A mistake of the user is more important than a request to stop, and that more than a crash.
+        # A mistake of the user is more important than a request to stop, and a request more than a crash.
         order, codes = (ExitCode.USAGE, ExitCode.FAILED, ExitCode.REQUEUE), [code for code, _ in causes.values()]
         code = next((code for code in order if code in codes), ExitCode.LOST)
         waited = f"the others waited {self._world.timeout} s for it; " if "timed out" in words.lower() else ""
@@ -262,15 +261,16 @@ def _at(place: tuple[int, str]) -> str:
 
 
 def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) -> None:
-    """Stop if two ranks would train on the same records, or ranks that work together on different ones. Nothing
-    else would show this, since the loss falls anyway.
+    """Check which records each rank would train on. Otherwise nobody would notice a mistake, since the loss falls
+    anyway.
 
     Args:
         world: the ranks that take the step together.
         digests: reads this rank's share of the first step, and returns the ids of its records by digest.
 
     Raises:
-        InputError: on all ranks, if a record is in the shares of two ranks, or not in those of all that work together.
+        InputError: on all ranks, if a record is in the shares of two ranks, or ranks that compute layers together have
+            different records.
     """
     owners: dict[bytes, int] = {}
     shares = world.gather(world.agree(digests))
@@ -305,7 +305,7 @@ class Numbers(NamedTuple):
     reserved_memory_bytes: float
     """The most bytes of the GPU that the allocator has held."""
     allocation_retries: float
-    """How often so far the allocator had to release all its free memory before it could serve a request."""
+    """How often the allocator has had to release all its free memory before it could serve a request."""
 
 
 class Watch:
@@ -313,7 +313,7 @@ class Watch:
 
     Args:
         world: all ranks.
-        control: has the names of ranks, and is notified when a step is done.
+        control: knows the hosts of the ranks, and receives the phases of this rank.
         peak: FLOP/s of this device at the precision of the run; None if unknown.
     """
 
@@ -329,7 +329,7 @@ class Watch:
         """Begin a step, right before its first batch is requested.
 
         Args:
-            step: the step as users count them, from 1 on.
+            step: the step, counted from 1.
             residues: residues of this rank's share, without dummy micro-batches.
             flops: the FLOPs of the model for this share, forward and backward, without recomputation.
         """
@@ -338,7 +338,7 @@ class Watch:
         self._began = time.perf_counter()
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the same batches. The time until each batch is ready counts as waiting for data."""
+        """Yield the same batches, and measure the wait for each."""
         waiting = iter(batches)
         while True:
             self._control.note("waiting for data")
@@ -354,19 +354,18 @@ class Watch:
             yield batch
 
     def wait_for_device(self) -> None:
-        """Wait for the device before a step's numbers are read from it. `Stuck` if they do not come in time."""
+        """Wait for the device before a step's numbers are read; see `Control.wait_for_device`."""
         self._control.wait_for_device()
 
     def numbers(self) -> list[float]:
-        """Return this rank's part of the step's collective. All gradients exist, and the host has waited for them."""
+        """Return this rank's part of the step's collective. The host has waited for all gradients before."""
         seconds = time.perf_counter() - self._began
         ideal_s = math.nan if self._peak is None else self._flops / self._peak
         self._control.note("waiting for the other ranks")
         return [self._residues, ideal_s, seconds, self._data_wait, *_memory(self._world.device)]
 
     def report(self, rows: Sequence[Sequence[float]]) -> tuple[dict[str, Any], list[str]]:
-        """Return the line of metrics.jsonl on a step of all ranks, and the messages that are new in this step. Every
-        rank calls this when the step is done.
+        """Return the line of metrics.jsonl for a step, and the new messages. Every rank calls this after the step.
 
         Model FLOPs utilisation is that of Chowdhery et al. (2022, PaLM, appendix B): the FLOPs that the model needs,
         divided by the FLOPs that the devices could do in the time of the step.
@@ -378,7 +377,7 @@ class Watch:
         self._control.note("done")
         self._recent.append(ranks)
         # A rank that began late has a shorter step than the ranks that waited for it in a collective. The longest step
-        # counts, so that no part of a step is longer than the whole.
+        # counts.
         seconds = max(time.perf_counter() - self._began, *(rank.gradients_s for rank in ranks))
         of_ranks = {
             "residues_per_s": [rank.residues / seconds for rank in ranks],
@@ -397,7 +396,7 @@ class Watch:
         return line, [*self._slow_ranks(), *self._full_ranks(ranks)]
 
     def _slow_ranks(self) -> Iterator[str]:
-        """Yield messages on ranks that became slow. A rank that was not slow for a whole window may be named again."""
+        """Yield messages about ranks that became slow, again after a rank has recovered."""
         if len(self._recent) < WINDOW:
             return
         # The median shows a rank's typical step: one delay, such as a first use of the disk, makes no rank slow.
@@ -413,13 +412,13 @@ class Watch:
         self._slow = slow
 
     def _full_ranks(self, ranks: Sequence[Numbers]) -> Iterator[str]:
-        """Yield a message on each rank whose allocator has retried, once, since the numbers never decrease."""
+        """Yield one message about each rank whose allocator has retried. The numbers never decrease."""
         full = {rank for rank, numbers in enumerate(ranks) if numbers.allocation_retries > 0}
         for rank in sorted(full - self._full):
             yield (
-                f"rank {rank} (host {self._control.host(rank)}) ran out of memory and had to give back and ask again, "
-                f"which is slow ({ranks[rank].allocation_retries:.0f} times so far); lower batch.tokens_per_rank, or "
-                "set parallel.activation_checkpointing"
+                f"rank {rank} (host {self._control.host(rank)}) released memory and asked for it again, which is slow "
+                f"({ranks[rank].allocation_retries:.0f} times so far); lower batch.tokens_per_rank, or set "
+                "parallel.activation_checkpointing"
             )
         self._full |= full
 
@@ -429,7 +428,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _number(value: float) -> float | None:
-    """Round fractions to four digits, since there is a number for every rank and step. JSON has no NaN."""
+    """Round fractions to four digits. None stands for NaN, which JSON does not have."""
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) else float(f"{value:.4g}")
@@ -450,14 +449,14 @@ def _memory(device: torch.device) -> tuple[float, float, float]:
 
 
 def reading() -> AbstractContextManager[Any]:
-    """Mark the time in which the main thread waits for data. Without a trace this takes microseconds."""
+    """Mark in a trace that the main thread waits for data."""
     return record_function("esmshard: data")
 
 
 @contextmanager
 def profiled(world: World, steps: int, left: int, directory: Path) -> Iterator[Callable[[], str | None]]:
-    """Record some steps, from the third step on, as `rank_R.json.gz` in a directory. A run that ends before the last of
-    them writes none.
+    """Record `steps` steps, from the third step on, as `rank_R.json.gz` in a directory. A run that ends early writes
+    none.
 
     Yields a function to call at the end of each step. After the last recorded step it returns the table of this rank's
     operations, else None.
@@ -482,14 +481,14 @@ def profiled(world: World, steps: int, left: int, directory: Path) -> Iterator[C
     on_gpu, tables = world.device.type == "cuda", []
 
     def write(recorded: profile) -> None:
-        if recorded.step_num < WARM_UP + steps:  # an error or a request to stop ends the recording, and is raised next
+        if recorded.step_num < WARM_UP + steps:  # an error or a request to stop has ended the recording
             return
         directory.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(directory / f"rank_{world.rank}.json.gz"))
         order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         tables.append(str(recorded.key_averages().table(sort_by=order, row_limit=OPERATIONS)))
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints lines of its own when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler prints when it starts and stops
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     plan = schedule(wait=0, warmup=WARM_UP, active=steps, repeat=1)
     with profile(activities=activities, schedule=plan, on_trace_ready=write) as recorder:

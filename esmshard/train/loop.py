@@ -28,7 +28,7 @@ from esmshard.model.attention import kernel_name
 from esmshard.model.families import family_registry
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.weights import identity, report_altered
-from esmshard.parallel.load import check_optimizer, materialise
+from esmshard.parallel.load import materialise
 from esmshard.parallel.preemption import Preempted, Preemption, reason
 from esmshard.parallel.process_group import World, processes_per_machine
 from esmshard.parallel.shard import DTYPES, shard
@@ -173,7 +173,6 @@ class Training:
         self.tokens_per_rank = self._choose_tokens_per_rank(saved)
         self._fill(is_new=start is None)
         self.optimizer = adamw(self.model, recipe.optim)
-        check_optimizer(self.model, self.optimizer)
         self.state = TrainState(scale=LossScale() if job.layout.precision == "fp16" else None)
         tensors = state_tensors(self.model, self.optimizer, trained_only=trained_only)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

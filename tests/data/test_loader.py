@@ -88,43 +88,32 @@ def test_crops_change_with_epoch_seed_and_id(store: TokenStore) -> None:
 
 def test_every_window_comes_up(store: TokenStore) -> None:
     split = examples(store, max_length=10)
-    assert {starts(split, epoch)[2] for epoch in range(100)} == {0, 1, 2}
-    assert {starts(split, epoch)[3] for epoch in range(100)} == {0, 1, 2, 3}
+    firsts = [starts(split, epoch) for epoch in range(60)]
+    assert [{first[n] for first in firsts} for n in (2, 3)] == [{0, 1, 2}, {0, 1, 2, 3}]
 
 
-@pytest.mark.parametrize(
-    ("long", "max_length", "epoch"),
-    [
+def test_nothing_is_cropped_where_nothing_need_be(store: TokenStore, sequences: dict[str, str]) -> None:
+    for long, max_length, epoch in (
         *(("full", MAXIMUM, 3), ("full", None, 3), ("crop", None, 3), ("crop", MAXIMUM, None)),
         *((long, 100, 3) for long in ("crop", "window", "full", "skip", "error")),
-    ],
-)
-def test_nothing_is_cropped_where_nothing_need_be(
-    store: TokenStore, sequences: dict[str, str], long: Long, max_length: int | None, epoch: int | None
-) -> None:
-    split = examples(store, long, max_length)
-    assert split.notices == []
-    for n, (name, sequence) in enumerate(sequences.items()):
-        example = split.get(n, epoch)
-        assert example.id == name
-        assert example.tokens.tolist() == [0, *encode_residues(sequence), 2]
-        assert example.labels["number"].tolist() == list(range(len(sequence)))
-        assert len(example.labels["ten"]) == len(sequence)
-        assert epoch is None or split.tokens[n] == len(sequence) + 2
+    ):
+        split = examples(store, long, max_length)  # type: ignore[arg-type]
+        assert split.notices == []
+        for n, (name, sequence) in enumerate(sequences.items()):
+            example = split.get(n, epoch)
+            assert example.id == name
+            assert example.tokens.tolist() == [0, *encode_residues(sequence), 2]
+            assert example.labels["number"].tolist() == list(range(len(sequence)))
+            assert len(example.labels["ten"]) == len(sequence)
+            assert epoch is None or split.tokens[n] == len(sequence) + 2
 
 
-@pytest.mark.parametrize("max_length", [8, 12, 30, 99, 100])
-def test_token_counts_are_those_of_the_examples(store: TokenStore, max_length: int) -> None:
-    split = examples(store, max_length=max_length)
-    assert split.tokens.dtype == np.int32
-    assert split.tokens.tolist() == [min(size, max_length) + 2 for size in SIZES]
-    assert [len(split.get(n, 1).tokens) for n in range(len(split))] == split.tokens.tolist()
-    assert len(split) == len(SIZES)
-
-
-def test_a_record_over_the_limit_is_refused_where_the_recipe_says_so(store: TokenStore) -> None:
-    with pytest.raises(InputError, match=r"^x\.fasta: record 'r4' has 100 residues, data\.max_length is 30"):
-        examples(store, "error", MAXIMUM)
+def test_token_counts_are_those_of_the_examples(store: TokenStore) -> None:
+    for max_length in (8, 30, 99, 100):
+        split = examples(store, max_length=max_length)
+        assert split.tokens.dtype == np.int32
+        assert split.tokens.tolist() == [min(size, max_length) + 2 for size in SIZES]
+        assert [len(split.get(n, 1).tokens) for n in range(len(split))] == split.tokens.tolist()
 
 
 def test_a_split_without_labels_has_none(store: TokenStore) -> None:
@@ -153,12 +142,13 @@ def test_long_records_are_skipped_by_name(store: TokenStore, sequences: dict[str
     assert split.get(4, 0).labels["number"].tolist() == list(range(30))
     assert split.notices == ["3 records over 30 residues left out (r4, ...)"]
     assert examples(store, "skip", 40).notices == ["2 records over 40 residues left out (r4, ...)"]
-    with pytest.raises(InputError, match=r"^x\.fasta: every record is longer than data\.max_length, 4; raise it$"):
+    with pytest.raises(InputError, match=r"^x\.fasta: every record is longer"):
         examples(store, "skip", 4)
+    with pytest.raises(InputError, match="record 'r4' has 100 residues"):
+        examples(store, "error", MAXIMUM)
 
 
-@pytest.mark.parametrize("long", ["crop", "window"])
-def test_values_of_a_whole_protein_are_not_cut(store: TokenStore, long: Long) -> None:
+def test_values_of_a_whole_protein_are_not_cut(store: TokenStore) -> None:
     class Value:
         per_residue = False
         labelled_N = None
@@ -166,10 +156,11 @@ def test_values_of_a_whole_protein_are_not_cut(store: TokenStore, long: Long) ->
         def __getitem__(self, n: int) -> dict[str, np.ndarray]:
             return {"stability": np.full(3, n, dtype=np.float32)}
 
-    split = Examples("train", Path("x.fasta"), store, Value(), long=long, max_length=MAXIMUM)
-    last = split.get(len(split) - 1, 0)
-    assert len(last.tokens) == MAXIMUM + 2
-    assert last.labels["stability"].tolist() == [7, 7, 7]
+    for long in ("crop", "window"):
+        split = Examples("train", Path("x.fasta"), store, Value(), long=long, max_length=MAXIMUM)  # type: ignore[arg-type]
+        last = split.get(len(split) - 1, 0)
+        assert len(last.tokens) == MAXIMUM + 2
+        assert last.labels["stability"].tolist() == [7, 7, 7]
 
 
 def test_records_without_a_label_are_left_out(store: TokenStore) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from esmshard.data.variants import (
-    NAME_MUTANT,
-    NAME_TARGET,
+    MUTANT_COLUMNS,
+    TARGET_COLUMNS,
     Mutation,
     RefusedVariant,
     Variants,
@@ -20,8 +20,7 @@ from esmshard.errors import InputError, UsageError
 
 #             10        20        30        40        50
 WT = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ"
-ROOT = Path(__file__).parents[2]
-ASSAY = [ROOT / "shared/data/variants", ROOT.parent / "shared/data/variants"]
+PAGE = Path(__file__).parents[2] / "docs" / "variants.md"
 
 
 @pytest.fixture(autouse=True)
@@ -75,25 +74,29 @@ CELLS: dict[tuple[Mutation, ...], list[str]] = {
 }
 
 
-@pytest.mark.parametrize(("cell", "mutations"), [(cell, key) for key, cells in CELLS.items() for cell in cells])
-def test_cells(cell: str, mutations: tuple[Mutation, ...]) -> None:
-    assert parse_variant(cell) == mutations
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [
+def test_cells() -> None:
+    for mutations, cells in CELLS.items():
+        for cell in cells:
+            assert parse_variant(cell) == mutations, cell
+    for cell in (
         *("", "A4", "4G", "A4G:", "A4G::T3V", "A4G/V", "A4GT3V", "WT:A4G", "model", "A1234567G", "A\u0664G", "ACD4G"),
-        *("Ala4Foo", "A4FGH", "J4A", "*4A", "Ter4Ala", "p.?", "p.[Ala4Gly];[Thr3Val]", "p.[Ala4Gly(;)Thr3Val]"),
-        "a\nb4",
+        *(
+            "Ala4Foo",
+            "A4FGH",
+            "J4A",
+            "*4A",
+            "Ter4Ala",
+            "p.?",
+            "p.[Ala4Gly];[Thr3Val]",
+            "p.[Ala4Gly(;)Thr3Val]",
+            "a\nb4",
+        ),
         *("A4X", "p.Ala4X", "p.Ala4Xaa", "A4B", "A4Z", "A4J", "p.Ala4del", "A4del", "T3V:A4-", "\u0394A4", "A4\u2206"),
         *("p.Ala4_Val30del", "p.Ala4_Tyr5insGly", "p.Ala4delinsGlyVal", "p.Ala4dup", "p.Ala4GlyfsTer12", "A4fs"),
         *("p.Met1ext-5", "c.76A>C", "_sy", "A4G:T3V:A4V", "A4G:A4G"),
-    ],
-)
-def test_cells_that_are_no_substitutions(cell: str) -> None:
-    with pytest.raises(RefusedVariant):
-        parse_variant(cell)
+    ):
+        with pytest.raises(RefusedVariant):
+            parse_variant(cell)
 
 
 def test_a_table() -> None:
@@ -117,43 +120,28 @@ def test_a_table() -> None:
     assert len(variants) == 3
 
 
-@pytest.mark.parametrize(
-    "mutant", ["mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut", "Mutation"]
-)
-def test_usual_columns_of_mutations(mutant: str) -> None:
-    assert read(f"{mutant},sequence,score\nA4G,x,1\n").names() == ["A4G"]
-
-
-@pytest.mark.parametrize("score", ["DMS_score", "score", "fitness", "target", "effect", "Fitness", "activity", "ddg"])
-def test_usual_columns_of_values(score: str) -> None:
-    variants = read(f"mutant,{score},other\nA4G,7,8\n")
-    assert (variants.target_names, variants.target_NT.tolist()) == ((score,), [[7.0]])
+def test_usual_columns() -> None:
+    for mutant in (*MUTANT_COLUMNS, "Mutation"):
+        assert read(f"{mutant},sequence,score\nA4G,x,1\n").names() == ["A4G"]
+    for score in (*TARGET_COLUMNS, "Fitness", "ddg"):
+        variants = read(f"mutant,{score},other\nA4G,7,8\n")
+        assert (variants.target_names, variants.target_NT.tolist()) == ((score,), [[7.0]])
 
 
 def test_columns_by_name() -> None:
     text = "mutant,mutation,score,fitness\nA4G,T3V,1,2\n"
-    assert refused(text) == f"v.csv: columns 'mutant' and 'mutation' may both be meant; {NAME_MUTANT}"
-    assert refused(text, mutant="mutation") == f"v.csv: columns 'score' and 'fitness' may both be meant; {NAME_TARGET}"
+    assert "--mutant" in refused(text)
+    assert "--target" in refused(text, mutant="mutation")
     variants = read(text, mutant="mutation", targets=["fitness", "score"])
     assert (variants.names(), variants.target_names) == (["T3V"], ("fitness", "score"))
     assert variants.target_NT.tolist() == [[2.0, 1.0]]
     without = read(text, mutant="mutant", targets=None)
     assert (without.names(), without.target_names, without.target_NT.shape) == (["A4G"], (), (1, 0))
-    assert refused("name,score\nA4G,1\n").endswith(f"; its columns are 'name', 'score'; name one: {NAME_MUTANT}")
+    assert "its columns are 'name', 'score'" in refused("name,score\nA4G,1\n")
     assert "'mutant', 'kd'" in refused("mutant,kd\nA4G,1\n")
-    assert "no column 'mutent'; did you mean 'mutant'?" in refused("mutant,score\nA4G,1\n", mutant="mutent")
-    assert refused("mutant,score\nA4G,1\n", targets=["scor"]).startswith("v.csv: has no column 'scor'")
-    assert "names a column twice" in refused(text, UsageError, mutant="mutant", targets=["score", "score"])
-    assert refused("mutant,score\nA4G,1\nT3V,high\n").startswith("v.csv:3: column 'score' has 'high', which is not")
-
-
-def test_cells_without_letters_of_the_wild_type() -> None:
-    found = read(scored("4G", "WT", "2S:3V", "13A"))
-    assert found.names() == ["A4G", "WT", "K2S:T3V", "S13A"]
-    assert "no letters of the wild type" in found.notices[0]
-    assert read(scored("1g", "2Ser"), offset=3).names() == ["A4G", "Y5S"]
-    assert "99" in refused(scored("4G", "99A"))
-    assert "'4G' is no substitution" in refused(scored("4G", "K2S")), "cells of two kinds are a mistake"
+    assert "did you mean 'mutant'?" in refused("mutant,score\nA4G,1\n", mutant="mutent")
+    assert "twice" in refused(text, UsageError, mutant="mutant", targets=["score", "score"])
+    assert "v.csv:3:" in refused("mutant,score\nA4G,1\nT3V,high\n")
 
 
 def test_decimal_commas_are_told() -> None:
@@ -171,10 +159,11 @@ def test_wild_type_from_a_fasta_file() -> None:
     assert variants.wild_type == WT
     assert variants.notices == ["wt.fasta: lower-case letters were read as upper case in 1 record (tem1)"]
     Path("wt.fasta").write_text(">a\nMK\n>b\nMKT\n>c\nMT\n>d\nMMM\n")
-    assert refused(scored("A4G"), wild_type=Path("wt.fasta")) == (
-        "wt.fasta: has 4 records (a, b, c, ...); the wild type is a file with one"
-    )
-    assert refused(scored("A4G"), wild_type=Path("none.fasta")) == "none.fasta: no such file"
+    assert "4 records (a, b, c, ...)" in refused(scored("A4G"), wild_type=Path("wt.fasta"))
+    assert "none.fasta" in refused(scored("A4G"), wild_type=Path("none.fasta"))
+    for sequence in ("MKT:MKV", "ACGTACGTACGTACGTACGT"):
+        Path("wt.fasta").write_text(f">a\n{sequence}\n")
+        assert "wt.fasta" in refused(scored("A4G"), wild_type=Path("wt.fasta"))
 
 
 # ---- numbering
@@ -185,10 +174,9 @@ def every_site(shift: int, sequence: str = WT) -> list[str]:
 
 
 def test_a_mutation_that_does_not_fit() -> None:
-    assert refused(scored("A4G", "A5G", "T3V:K9R", "Q57A", "M0K", "V2L")).startswith(
-        "v.csv: 5 of 7 mutations do not fit the wild type of 56 residues: line 3 A5G (the wild type has Y), line 4 K9R "
-        "(the wild type has Q), line 5 Q57A (the wild type has no such position), ...; "
-    )
+    message = refused(scored("A4G", "A5G", "T3V:K9R", "Q57A", "M0K", "V2L"))
+    assert "5 of 7 mutations" in message
+    assert "line 3 A5G (the wild type has Y), line 4 K9R (the wild type has Q), line 5 Q57A (the wild" in message
     assert "line 3 M0K (the wild type has no such position)" in refused(scored("A4G", "M0K"))
 
 
@@ -205,10 +193,7 @@ def test_an_offset_is_proposed() -> None:
     # counted from residue 24; Q22, V32 and Q33 happen to find their letter as numbered too
     cells = every_site(23)[23:]
     message = refused(scored(*cells), wild_type=Path("wt.fasta"))
-    assert message.startswith(
-        "v.csv: 3 of 33 mutations fit wt.fasta as numbered, 33 fit when shifted by +23; set data.offset=23 in a "
-        "recipe, pass --offset 23 to other commands, or fix line 2 E1W (the wild type has M)"
-    )
+    assert message.startswith("v.csv: 3 of 33 mutations fit wt.fasta as numbered, 33 fit when shifted by +23; set data")
     assert read(scored(*cells), offset=23).names()[:2] == ["E24W", "E25W"]
     assert "with offset=-2, 33 fit when shifted by +23; set data.offset=23" in refused(scored(*cells), offset=-2)
     # all mutations are counted, not the different ones
@@ -235,13 +220,10 @@ def test_an_offset_is_found() -> None:
     assert (as_numbered.names(), as_numbered.notices) == (["A4G"], [])
 
 
-def test_too_little_to_tell_an_offset() -> None:
+def test_few_sites_are_told_their_shift_and_not_shifted() -> None:
     # two sites: letters of any protein fit some shift by chance
     assert "do not fit" in refused(scored("F1W", "V2W"), offset="auto")
     assert read(scored("F1W", "V2W", "K3W", "S4W", "H5W"), offset="auto").names()[0] == "F14W"
-
-
-def test_few_sites_are_told_their_shift_and_not_shifted() -> None:
     many = [f"F1{to}:K3{to}" for to in "ACDE"] + [f"V2{to}:S4{to}" for to in "ACDE"]
     for offset in ("auto", 0, -2):
         message = refused(scored(*many), offset=offset)
@@ -330,12 +312,9 @@ def test_mutations_from_sequences() -> None:
     assert "may both be meant" in refused(f"sequence,mutated_sequence,score\n{one},{one},1\n")
 
 
-@pytest.mark.parametrize("cell", ["MKT", f"MKTA-{WT[5:]}", f"MKTX{WT[4:]}", f"MKT?{WT[4:]}", f"MKT\u00e4{WT[4:]}", ""])
-def test_sequences_that_cannot_be_compared(cell: str) -> None:
-    assert "1 of 2 cells of column 'sequence' cannot be used: line 3 " in refused(f"sequence,score\n{WT},1\n{cell},2\n")
-
-
-def test_a_stop_codon_in_a_sequence() -> None:
+def test_sequences_that_cannot_be_compared() -> None:
+    for cell in ("MKT", f"MKTA-{WT[5:]}", f"MKTX{WT[4:]}", f"MKT?{WT[4:]}", f"MKT\u00e4{WT[4:]}", ""):
+        assert "line 3 " in refused(f"sequence,score\n{WT},1\n{cell},2\n")
     text = f"sequence,score\n{WT},1\nMKT*{WT[4:]},2\n"
     assert "a stop codon in 1 of 2 variants: line 3 'A4*'" in refused(text)
     assert read(text, unusable="drop").names() == ["WT"]
@@ -376,22 +355,14 @@ def test_another_residue_than_the_wild_type_has_is_left_out_and_named() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("good", "cells", "unusable"),
-    [(36, 4, "drop"), (35, 4, None), (27, 3, "drop"), (26, 3, None), (40, 1, "drop"), (40, 1, "error")],
-)
-@pytest.mark.parametrize("cell", ["K2del", "A2G"])
-def test_more_than_a_tenth_is_an_error(good: int, cells: int, unusable: str | None, cell: str) -> None:
-    text = mixed(*[cell] * cells, good=good)
-    if unusable == "drop":
-        assert len(read(text, unusable="drop")) == good
-        return
-    what = "cells of column 'mutant' cannot be used: line" if cell == "K2del" else "mutations do not fit the wild type"
-    assert refused(text, unusable=unusable or "drop").startswith(f"v.csv: {cells} of {good + cells} {what}")
-
-
-def test_rows_are_counted_and_not_their_mutations() -> None:
-    """One row with three wrong residues of forty rows is one of forty."""
+def test_more_than_a_tenth_is_an_error() -> None:
+    for cell, what in (("K2del", "cells"), ("A2G", "mutations")):
+        for good, bad in ((36, 4), (27, 3), (40, 1)):
+            assert len(read(mixed(*[cell] * bad, good=good), unusable="drop")) == good
+        for good, bad, unusable in ((35, 4, "drop"), (26, 3, "drop"), (40, 1, "error")):
+            message = refused(mixed(*[cell] * bad, good=good), unusable=unusable)
+            assert message.startswith(f"v.csv: {bad} of {good + bad} {what} ")
+    # Rows are counted and not their mutations: one row with three wrong residues of forty rows is one of forty.
     assert len(read(mixed("A1G:A2G:A3G", *GOOD[37:40]), unusable="drop")) == 39
     assert len(read(mixed("A1G:A2G:A3G", "A5G:A6G", "A9G:A10G", "C1G:C2G"), unusable="drop")) == 36
 
@@ -413,31 +384,6 @@ def test_the_shift_is_found_although_rows_do_not_fit() -> None:
     assert "36 fit when shifted by -25; set data.offset=-25" in refused(text, offset="auto", **settings)
     # By hand, what misfits in too many rows is refused under the given shift too.
     assert "5 of 41 mutations shifted by -25 do not fit" in refused(text, offset=-25, **settings)
-
-
-# ---- a measured data set
-
-
-def test_beta_lactamase() -> None:
-    folder = next((path for path in ASSAY if path.is_dir()), None)
-    if folder is None:
-        pytest.skip("the data set is not here")
-    table, wild_type = folder / "beta_lactamase.csv", folder / "beta_lactamase_wt.fasta"
-    settings: dict[str, object] = {"wild_type": wild_type, "targets": ["activity"]}
-    variants = read_variants(table, keep_synonymous=True, **settings)  # type: ignore[arg-type]
-    assert len(variants) == 5397
-    assert len(variants.wild_type) == 286
-    assert variants.names()[:2] == ["P20P", "D207D"]
-    assert variants.target_NT[0, 0] == 1.581033423
-    left = read_variants(table, unusable="drop", **settings)  # type: ignore[arg-type]
-    assert len(left) == 5198
-    assert left.notices[0].startswith(f"{table}: left out 199 rows with a synonymous change (line 2, line 3, line 4,")
-    # the mature enzyme begins at residue 24
-    text = table.read_text()
-    mature = re.sub(r"([A-Z])(\d+)([A-Z])", lambda m: f"{m[1]}{int(m[2]) - 23}{m[3]}", text)
-    shifted = read(mature, offset="auto", unusable="drop", **settings)
-    assert shifted.mutations == left.mutations
-    assert "5,397 fit when shifted by +23, which was done" in shifted.notices[0]
 
 
 # ---- generated tables
@@ -485,7 +431,7 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
 
 def test_tables_written_in_any_way_are_read_alike_and_damaged_ones_refused_or_read_right() -> None:
     draw, whole, messages, hurt = random.Random(20240), 0, list[str](), 0
-    for _ in range(2500):
+    for _ in range(600):
         (rows, text), damage, path = generated(draw), draw.random() < 0.7, Path("v.csv")
         path.write_bytes(damaged(text.encode(), draw) if damage else text.encode())
         try:
@@ -506,13 +452,10 @@ def test_tables_written_in_any_way_are_read_alike_and_damaged_ones_refused_or_re
             notes = [variants.table.column("note")[row] for (row,) in variants.rows]
             assert list(zip(variants.names(), variants.target_NT[:, 0].tolist(), notes, strict=True)) == rows
     assert all(len(message.splitlines()) == 1 and "v.csv" in message for message in messages)
-    assert min(whole - 600, hurt - 150, len(messages) - 700) > 0, (whole, hurt, len(messages))
+    assert min(whole - 130, hurt - 30, len(messages) - 150) > 0, (whole, hurt, len(messages))
 
 
 def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
-    page = ROOT / "docs" / "variants.md"
-    if not page.exists():
-        pytest.skip("the documentation is not here")
-    code, printed = re.findall(r"```(?:python|text)\n(.*?)```", page.read_text(), re.DOTALL)[:2]
-    exec(compile(code, str(page), "exec"), {})
+    code, printed = re.findall(r"```(?:python|text)\n(.*?)```", PAGE.read_text(), re.DOTALL)[:2]
+    exec(compile(code, str(PAGE), "exec"), {})
     assert capsys.readouterr().out == printed
