@@ -21,7 +21,6 @@ from esmshard.model.lora import LoraLinear, add_lora, lora_names, merged
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHM", "ACDEFGHIKLMNPQRSTVWYACDEFG"]
 TARGETS = ("q", "k", "v", "out", "fc1", "fc2")
-SOME: list[Collection[str]] = [TARGETS, ["k"], ["q", "v"], ["out", "fc1"], ["fc2", "k"]]
 ALPHA, RANK = 6.0, 3
 
 
@@ -65,8 +64,7 @@ def by_hand(model: ESM2, base: ESM2) -> ESM2:
     return base
 
 
-@pytest.mark.parametrize("family", ["ESM-2", "ESM-1b"])
-@pytest.mark.parametrize("targets", SOME, ids="-".join)
+@pytest.mark.parametrize(("family", "targets"), [("ESM-2", TARGETS), ("ESM-1b", ["fc2", "k"])])
 def test_the_first_forward_pass_is_the_bases_and_a_later_one_that_of_the_merged_weights(
     family: str, targets: Collection[str]
 ) -> None:
@@ -120,9 +118,7 @@ def a_name() -> str:
     return "layers.0.fc2.lora_A.weight"
 
 
-@pytest.mark.parametrize(
-    ("targets", "bias"), [(TARGETS, "all"), (["q", "out"], "none"), (["k", "v", "fc2"], "all")], ids=str
-)
+@pytest.mark.parametrize(("targets", "bias"), [(["q", "out"], "none"), (["k", "v", "fc2"], "all")])
 def test_peft_reads_what_we_write(targets: Collection[str], bias: str, tmp_path: Path) -> None:
     """Unmerged, merged, and `transformers` with PEFT: the same logits. Every key is used, none is missed."""
     config = SMALL["ESM-2"]

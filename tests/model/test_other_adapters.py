@@ -21,7 +21,6 @@ RANK, ALPHA = 3, 6.0
 EVERY = ("q", "k", "v", "out", "fc1", "fc2")
 CASES = [
     ("esmc_nano", EsmcForMaskedLM, EVERY, "all"),
-    ("esmc_nano", EsmcForMaskedLM, ("q", "v"), "none"),
     ("esmc_nano", EsmcForMaskedLM, ("fc1",), "none"),
     ("saprot_nano", EsmForMaskedLM, ("q", "v", "fc1"), "none"),
 ]

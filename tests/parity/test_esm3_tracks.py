@@ -125,23 +125,19 @@ def test_parts_of_heads_and_queries_give_the_same(model: Trunk, monkeypatch: pyt
         return [logits.detach(), *(p.grad for p in model.geom_attn.parameters())]  # type: ignore[union-attr,misc]
 
     whole = found()
-    for most in (1, 40, 300):
+    for most in (40, 300):
         monkeypatch.setattr(esm3, "AT_ONCE", most)
         assert all((a - b).abs().max() < 1e-5 * b.abs().max() for a, b in zip(found(), whole, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("counts", "heads", "most"),
-    [
-        ([1024], 16, 70),
-        ([100, 24] * 8, 256, 100),
-        pytest.param([1024], 256, 100, marks=pytest.mark.slow, id="as released"),
-    ],
+    ("counts", "heads", "dim", "most"),
+    [([768], 16, 256, 70), pytest.param([1024], 256, 1536, 100, marks=pytest.mark.slow, id="as released")],
 )
-def test_a_long_protein_takes_little_memory(counts: list[int], heads: int, most: int) -> None:
+def test_a_long_protein_takes_little_memory(counts: list[int], heads: int, dim: int, most: int) -> None:
     """Of geometric attention alone. All 256 heads of the released model at once would take 1 GiB for each matrix."""
-    module = GeometricAttention(1536, heads)
-    x_TD, coordinates_T33 = torch.randn(sum(counts), 1536, requires_grad=True), walk(counts)
+    module = GeometricAttention(dim, heads)
+    x_TD, coordinates_T33 = torch.randn(sum(counts), dim, requires_grad=True), walk(counts)
     # So that the memory of the gradients is there from here on.
     module(x_TD[:9], coordinates_T33[:9], [9]).sum().backward()
     tracker = MemTracker()
@@ -177,16 +173,19 @@ def test_what_is_kept_is_what_the_planner_adds() -> None:
     assert predicted - 4 * numbers.track_kept * len(batch.tokens_T) < 0.98 * counted, "it is too small to be seen"
 
 
-@pytest.mark.parametrize("tracks", [(), ("coordinates",), ("structure_tokens",), ("coordinates", "structure_tokens")])
-@pytest.mark.parametrize("method", ["full", "lora", "head"])
-def test_what_learns_with_a_track_is_what_the_planner_counts(tracks: tuple[str, ...], method: str) -> None:
+def test_what_learns_with_a_track_is_what_the_planner_counts() -> None:
     """All blocks are alike for it: what the first block has in addition lies beside the blocks."""
-    adapt = AdaptSettings.model_validate({"method": method})
-    for size in ("esm3_nano", "esm3_sm_open_v1"):
-        config = SIZES[size]
+    config = SIZES["esm3_nano"]
+    for method, tracks in (
+        ("full", ()),
+        ("full", ("coordinates",)),
+        ("full", ("structure_tokens",)),
+        ("lora", ("coordinates", "structure_tokens")),
+        ("head", ("coordinates", "structure_tokens")),
+    ):
         with torch.device("meta"):
             tuner = FineTuner(build(config), LanguageModelHead())
-            tuner.adapt(adapt, 0, tracks)
+            tuner.adapt(AdaptSettings.model_validate({"method": method}), 0, tracks)
         assert numbers_of(tuner, config).parameters == sum(parameter.numel() for parameter in tuner.parameters())
         learns = {name for name, parameter in tuner.trunk.named_parameters() if parameter.requires_grad}
         assert learns
@@ -236,7 +235,7 @@ def test_blocks_are_compiled_once_for_all_packs(model: Trunk, repository: Path) 
     torch._dynamo.reset()
     plain = model_of(repository)
     model.compile_layers(backend="eager")
-    for n, text in enumerate(["MKTAYIAK", "MK", "ACDEFGHIKLMNPQRSTVWY" * 3, "AC", "MKTAYIAKQRQ"]):
+    for n, text in enumerate(["MKTAYIAK", "MK", "ACDEFGHIKLMNPQRSTVWY" * 3]):
         batch = of_chains([text, text[:2]], coordinates=walk([len(text) + 2, 4]))
         with torch._dynamo.config.patch(error_on_recompile=n > 1):
             for a, b in zip(everything(model, batch), everything(plain, batch), strict=True):

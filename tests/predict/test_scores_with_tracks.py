@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command import esmshard as esmshard_command
 from tracked_model import random_pairs, track, write_model
 
 from esmshard.batch import pack
 from esmshard.data.variants import parse_variant
 from esmshard.io.writers import facts_file
 from esmshard.model.trunk import Trunk
-from esmshard.predict.zero_shot import METHODS, score
+from esmshard.predict.zero_shot import METHODS, score, score_table
 from esmshard.vocab import MASK, RESIDUES, TOKENS, encode
 
 SEQUENCE, LETTERS = random_pairs({"wt": 40})["wt"]
@@ -44,18 +43,14 @@ def by_hand(model: Trunk, window: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("window", [40, 15])
-def test_masked_marginals_see_the_letters_of_the_window(trained: tuple[str, Trunk], window: int) -> None:
-    found = score(trained[1], SEQUENCE, VARIANTS, window=window, tracks={"3di": track(LETTERS)})
-    np.testing.assert_allclose(found, by_hand(trained[1], window), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_reads_them(trained: tuple[str, Trunk], method: str) -> None:
-    values = [
-        score(trained[1], SEQUENCE, VARIANTS, method, tracks=tracks) for tracks in (None, {"3di": track(LETTERS)})
-    ]  # type: ignore[arg-type]
-    assert (np.abs(values[0] - values[1]) > 1e-5).all()
+def test_every_method_sees_the_letters_of_the_window(trained: tuple[str, Trunk]) -> None:
+    tracks = {"3di": track(LETTERS)}
+    for window in (40, 15):
+        found = score(trained[1], SEQUENCE, VARIANTS, window=window, tracks=tracks)
+        np.testing.assert_allclose(found, by_hand(trained[1], window), rtol=0, atol=1e-5)
+    for method in METHODS:
+        values = [score(trained[1], SEQUENCE, VARIANTS, method, tracks=given) for given in (None, tracks)]
+        assert (np.abs(values[0] - values[1]) > 1e-5).all()
 
 
 def test_a_table_with_letters(trained: tuple[str, Trunk], tmp_path: Path) -> None:
@@ -65,13 +60,10 @@ def test_a_table_with_letters(trained: tuple[str, Trunk], tmp_path: Path) -> Non
     (tmp_path / "v.csv").write_text("\n".join(["mutant", *NAMES]) + "\n")
     expected = by_hand(model, 40)
     out = tmp_path / "x.csv"
-    options = ["--track", f"3di={tmp_path / '3di.fasta'}", "-o", out]
-    done = esmshard_command("score", name, tmp_path / "wt.fasta", tmp_path / "v.csv", *options)
-    assert done.returncode == 0, done.stderr
+    score_table(name, tmp_path / "wt.fasta", tmp_path / "v.csv", out, tracks={"3di": str(tmp_path / "3di.fasta")})
     found = [float(line.split(",")[1]) for line in out.read_text().splitlines()[1:]]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
     about = json.loads(facts_file(out).read_text())
     assert about["tracks"] == {"3di": "3di.fasta"}
     assert about["wild_type"] == "wt.fasta"
     assert "structure letters (3Di) of 40 of 40 residues of the wild type" in str(about["notices"])
-    assert "40 of 40 residues of the wild type" in done.stderr

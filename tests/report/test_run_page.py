@@ -124,7 +124,7 @@ def test_a_run_without_an_evaluation(tmp_path: Path) -> None:
 def test_a_run_that_has_just_begun_and_one_that_was_killed(tmp_path: Path) -> None:
     assert "curves" not in page(make(tmp_path / "run", [attempt(1, 1000.0)], state=None)).text
     killed = page(make(tmp_path / "killed", whole()[:8], state="running"))  # nobody holds its lock
-    assert "Failed; step 20 of 40: the run ended without a word after step 20" in killed.text[""]
+    assert "Failed; step 20 of 40: the run ended without a message after step 20" in killed.text[""]
 
 
 def test_steps_without_a_number(tmp_path: Path) -> None:
