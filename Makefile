@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 READY := $(VENV)/.ready
 
-.PHONY: finetune gpu test check quick newest suite lint static docs format clean lock sbom audit image-steps gpu-wheels
+.PHONY: finetune gpu test check quick newest suite nightly lint static docs format clean lock sbom audit gpu-wheels
 
 finetune: $(READY)
 	$(BIN)/esmshard finetune recipes/contact.yaml out=$(RUN) --nproc $(NPROC) --resume auto $(ARGUMENTS)
@@ -37,6 +37,10 @@ newest:
 
 suite: $(READY)
 	$(TESTS) -n 3 --dist loadfile --no-loadscope-reorder
+
+# The tests that take too long for `make test`: long drills, the tutorials, the notebook, and the rehearsal of `make gpu`.
+nightly: $(READY)
+	$(TESTS) -n 2 --dist loadfile -m "slow and not gpu"
 
 static: $(READY)
 	$(BIN)/ruff check .
@@ -70,10 +74,6 @@ sbom: $(READY)
 # Known vulnerabilities of the image's packages. 3 where packages could not be looked up.
 audit: $(READY)
 	$(BIN)/python deploy/image/audit.py
-
-# The Dockerfile's steps without Docker, as root; ARGUMENTS=--required: being unable to is a failure.
-image-steps: $(READY)
-	$(BIN)/python deploy/image/run_steps.py $(ARGUMENTS)
 
 # The packages of the proof on a GPU, for a machine without network that has torch and transformers (benchmarks/README.md).
 GPU_PYTHON ?= 3.12

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from typing import Any
 
 import torch
@@ -13,9 +12,6 @@ from esmshard.io.paths import memory_text
 
 TAKEN = 2 * 2**30
 """The bytes of a GPU in use from which on another program uses it. Figures would then be those of two programs."""
-
-LOOKS = 5
-"""The number of checks before a GPU counts as used by another program."""
 
 _QUESTION = """
 import json, warnings
@@ -29,8 +25,6 @@ except Exception as error:
     found["error"] = " ".join(str(error).split())
 print(json.dumps(found))
 """
-_CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
-_FIXED = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,ecc.mode.current"
 
 
 def obstacle() -> str | None:
@@ -38,15 +32,11 @@ def obstacle() -> str | None:
 
     A separate process asks torch, because this process must use no memory of the GPU while the stages run.
     """
-    for _ in range(LOOKS):
-        done = subprocess.run([sys.executable, "-c", _QUESTION], capture_output=True, text=True, check=False)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            return f"torch cannot be asked for its GPU ({last}); install torch anew, or rehearse with --rehearse"
-        found = json.loads(done.stdout.splitlines()[-1])
-        if "free" not in found or found["total"] - found["free"] <= TAKEN:
-            break
-        time.sleep(2)  # a killed process keeps its memory for a moment
+    done = subprocess.run([sys.executable, "-c", _QUESTION], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return f"torch cannot be asked for its GPU ({last}); install torch anew, or rehearse with --rehearse"
+    found = json.loads(done.stdout.splitlines()[-1])
     return judged(found, processes())
 
 
@@ -91,31 +81,26 @@ def about(device: torch.device) -> dict[str, str]:
     if device.type != "cuda":
         return {}
     known = torch.cuda.get_device_properties(device)
-    values = [value.strip() for value in _of_gpu(_FIXED).split(",")]
-    found = {"capability": f"{known.major}.{known.minor}", "memory": memory_text(known.total_memory)}
-    if len(values) == len(_FIXED.split(",")):
-        driver, sm, memory, power, ecc = values
-        found |= {"driver": driver, "highest clocks": f"SM {sm}, memory {memory}", "power limit": power, "ECC": ecc}
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""  # type: ignore[no-untyped-call]
-    return {**found, "CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version()), "NCCL": nccl}
+    facts = {"capability": f"{known.major}.{known.minor}", "memory": memory_text(known.total_memory)}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    facts |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version()), "NCCL": nccl}
+    return facts | _of_gpu("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit", "ecc.mode.current")
 
 
 def clocks(device: torch.device) -> str:
     """Return the present clocks, temperature and power; empty for the CPU, and if the driver does not have them."""
-    if device.type != "cuda":
-        return ""
-    values = [value.strip() for value in _of_gpu(_CLOCKS).split(",")]
-    if len(values) != len(_CLOCKS.split(",")):
-        return ""
-    sm, memory, temperature, power = values
-    return f"SM {sm}, memory {memory}, {temperature} C, {power}"
+    facts = _of_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw") if device.type == "cuda" else {}
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
-def _of_gpu(fields: str) -> str:
-    """Return facts of the driver about torch's GPU, separated by commas; empty without an answer."""
-    query = (f"--query-gpu={fields}", "--format=csv,noheader")
+def _of_gpu(*fields: str) -> dict[str, str]:
+    """Return facts of the driver about torch's GPU by name; nothing without an answer."""
+    query = (f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", "")
-    return (_smi(*query, f"--id=GPU-{uuid}") or _smi(*query)).split("\n", 1)[0]
+    line = (_smi(*query, f"--id=GPU-{uuid}") or _smi(*query)).split("\n", 1)[0]
+    values = [value.strip() for value in line.split(",")]
+    names = [name.removesuffix("_version") for name in fields]
+    return dict(zip(names, values, strict=True)) if len(values) == len(fields) else {}
 
 
 def _smi(*arguments: str) -> str:

@@ -1,9 +1,7 @@
-"""Measures the speed of ingestion, epoch plans and random reads. `python benchmarks/ingest.py --help`."""
+"""Measures the speed of ingestion, and of epoch plans. `python benchmarks/ingest.py --help`."""
 
-import argparse
 import gzip
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -11,16 +9,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import measure
 import numpy as np
-import torch
-from xopen import xopen
+from measure import spread
 
 from esmshard.data.batching.packing import StepPlan
-from esmshard.io.store import Shard, header_shard, keys, token_shard, write_index
-from esmshard.io.symbols import Edits
+from esmshard.vocab import TOKENS
 
 PEER_RECORDS = 4000
 """The records of the file that the Python peers read. Their speed does not depend on this number."""
@@ -55,34 +50,9 @@ def write_fasta(path: Path, count: int) -> int:
     return int(lengths.sum())
 
 
-def head(fasta: Path, out: Path, count: int) -> int:
-    """Copy the first records of a file. Return their residues."""
-    seen = residues = 0
-    with open(fasta, "rb") as source, open(out, "wb") as file:
-        for line in source:
-            seen += line.startswith(b">")
-            if seen > count:
-                break
-            residues += 0 if line.startswith(b">") else len(line) - 1
-            file.write(line)
-    return residues
-
-
-def timed(command: list[str]) -> tuple[float, int]:
-    """Return seconds and peak resident bytes of a whole command with its start-up. The largest process counts."""
-    # A small process starts the command, because the peak of a command includes the memory of its starter.
-    script = (
-        "import sys, time, subprocess, resource\n"
-        "began = time.perf_counter(); subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)\n"
-        "print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
-    )
-    done = subprocess.run([sys.executable, "-S", "-c", script, *command], check=True, capture_output=True, text=True)
-    seconds, kilobytes = done.stdout.split()
-    return float(seconds), int(kilobytes) * 1024
-
-
 # The Python peers parse, tokenize and write the tokens. Imports are not timed.
-FAIR_ESM = """
+PEERS = {
+    "fair-esm, FastaBatchedDataset + BatchConverter": """
 import sys, time, esm, numpy
 alphabet = esm.data.Alphabet.from_architecture("ESM-1b")
 began = time.perf_counter()
@@ -92,8 +62,8 @@ with open(sys.argv[2], "wb") as out:
     for members in data.get_batch_indices(4096, extra_toks_per_seq=1):
         out.write(convert([data[k] for k in members])[2].numpy().astype(numpy.uint8).tobytes())
 print(time.perf_counter() - began)
-"""
-BIOPYTHON = """
+""",
+    "Biopython SeqIO + EsmTokenizer": """
 import sys, time, numpy
 from Bio import SeqIO
 from transformers import EsmTokenizer
@@ -103,90 +73,11 @@ with open(sys.argv[2], "wb") as out:
     for record in SeqIO.parse(sys.argv[1], "fasta"):
         out.write(numpy.array(tokenizer(str(record.seq))["input_ids"], dtype=numpy.uint8).tobytes())
 print(time.perf_counter() - began)
-"""
-
-
-def peer(script: str, *arguments: Path) -> float:
-    """Return the seconds that a peer reports."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)], check=True, capture_output=True, text=True
-    )
-    return float(done.stdout.split()[-1])
-
-
-# Each reader parses the file, keeps the ids, refuses symbols that are no residues, translates every sequence to uint8
-# tokens, and counts them: what ingestion needs at the least. Imports are not timed.
-READERS = {
-    "esmshard, read_blocks": """
-from esmshard.io.sequences import read_blocks
-from esmshard.io.symbols import Edits
-def tokens(path):
-    return sum(int(block.lengths.sum()) for block in read_blocks(path, Edits()))
-""",
-    "dnaio and bytes.translate": """
-import dnaio
-def tokens(path):
-    with dnaio.open(path) as records:
-        return sum(checked(record.name, record.sequence.encode()) for record in records)
-""",
-    "needletail and bytes.translate": """
-from needletail import parse_fastx_file
-def tokens(path):
-    return sum(checked(record.id, record.seq.encode()) for record in parse_fastx_file(str(path)))
 """,
 }
-READER = """
-import sys, time, pathlib
-from esmshard.vocab import RESIDUES, encode
-TABLE = bytearray(256)
-for letter in RESIDUES:
-    TABLE[ord(letter)] = encode(letter)[1]
-TABLE, LETTERS, ids = bytes(TABLE), "".join(RESIDUES).encode(), []
-def checked(header, sequence):
-    ids.append(header.split(None, 1)[0])
-    if sequence.translate(None, LETTERS):
-        raise ValueError(header)
-    return len(sequence.translate(TABLE))
-{reader}
-path = pathlib.Path(sys.argv[1])
-began = time.perf_counter()
-count = tokens(path)
-print(count, time.perf_counter() - began)
-"""
 
 
-def readers(directory: Path, count: int, rounds: int) -> tuple[list[str], dict[str, list[float]]]:
-    """Return a table of readers: the seconds for reading and translating a file, and their ratio to our reader's."""
-    fasta = directory / f"{count}.fasta"
-    residues = write_fasta(fasta, count)
-    files = {"plain": fasta, "gz": fasta.with_suffix(".fasta.gz"), "zst": fasta.with_suffix(".fasta.zst")}
-    for kind in ("gz", "zst"):
-        with open(fasta, "rb") as source, xopen(files[kind], "wb", threads=0) as file:
-            shutil.copyfileobj(source, file, 1 << 20)
-    lines = [f"### Readers, {count:,} sequences", "", "| | file | seconds | time / ours |", "|---|---|---|---|"]
-    raw: dict[str, list[float]] = {}
-    for kind, path in files.items():
-        for _ in range(rounds):
-            for name, reader in READERS.items():
-                if kind == "zst" and name.startswith("needletail"):
-                    continue  # it cannot read this
-                script = READER.format(reader=reader)
-                command = [sys.executable, "-c", script, str(path)]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                found, seconds = done.stdout.split()
-                assert int(found) == residues, f"{name} read {found} residues of {residues}"
-                raw.setdefault(f"{name}, {kind}", []).append(float(seconds))
-        ours = raw[f"{next(iter(READERS))}, {kind}"]
-        for name in READERS:
-            if times := raw.get(f"{name}, {kind}"):
-                ratios = [theirs / own for theirs, own in zip(times, ours, strict=True)]
-                lines.append(f"| {name} | {kind} | {statistics.median(times):.2f} | {statistics.median(ratios):.2f} |")
-    for path in files.values():
-        path.unlink()
-    return [*lines, ""], raw
-
-
-def ingestion(directory: Path, count: int, rounds: int, peers: bool) -> tuple[list[str], dict[str, list[float]]]:
+def ingestion(directory: Path, count: int, rounds: int) -> tuple[list[str], dict[str, list[float]]]:
     """Return a table for one file size: MB/s of FASTA text, residues/s, ratio to esmshard in the turn, peak memory."""
     fasta, packed = directory / f"{count}.fasta", directory / f"{count}.fasta.gz"
     residues = write_fasta(fasta, count)
@@ -208,48 +99,30 @@ def ingestion(directory: Path, count: int, rounds: int, peers: bool) -> tuple[li
     for turn in range(rounds + 1):  # the first run brings the file into the cache
         for name, command in commands.items():
             shutil.rmtree(store, ignore_errors=True)
-            text.unlink(missing_ok=True)
-            took, peak = timed(command)
+            took, peak = measure.timed(command)
             memory[name] = max(memory[name], peak)
-            if turn:
-                seconds[name].append(took)
-    ours = seconds["esmshard ingest, 1 process"]
-    lines = [
-        f"### {count:,} sequences, {residues / 1e6:,.0f} M residues, {size / 1e6:,.0f} MB of FASTA",
-        "",
-        "| | MB/s | M residues/s | time / ours (1 process), median [min, max] | peak MB |",
-        "|---|---|---|---|---|",
-    ]
+            seconds[name] += [took] if turn else []
+    ours, rows = seconds["esmshard ingest, 1 process"], []
     for name, times in seconds.items():
-        ratios = [theirs / own for theirs, own in zip(times, ours, strict=True)]
         middle = statistics.median(times)
-        lines.append(
-            f"| {name} | {size / middle / 1e6:,.0f} | {residues / middle / 1e6:,.0f} | {statistics.median(ratios):.2f} "
-            f"[{min(ratios):.2f}, {max(ratios):.2f}] | {memory[name] / 1e6:,.0f} |"
-        )
-    if peers:
-        few, scratch, vocabulary = directory / "few.fasta", directory / "tokens", directory / "vocab.txt"
-        some = head(fasta, few, PEER_RECORDS)
-        from esmshard.vocab import TOKENS
-
-        vocabulary.write_text("\n".join(TOKENS), encoding="utf-8")
-        speed = residues / statistics.median(ours)
-        python = {
-            "fair-esm, FastaBatchedDataset + BatchConverter": FAIR_ESM,
-            "Biopython SeqIO + EsmTokenizer": BIOPYTHON,
-        }
-        for name, script in python.items():
-            times = [peer(script, few, scratch, vocabulary) for _ in range(min(rounds, 3))]
-            seconds[name] = times
-            theirs = some / statistics.median(times)
-            lines.append(
-                f"| {name}, first {PEER_RECORDS:,} | {theirs * size / residues / 1e6:,.2f} | {theirs / 1e6:,.2f} | "
-                f"{speed / theirs:,.0f} | |"
-            )
+        cells = [name, f"{size / middle / 1e6:,.0f}", f"{residues / middle / 1e6:,.2f}"]
+        rows.append([*cells, spread(measure.over(times, ours)), f"{memory[name] / 1e6:,.0f}"])
+    few, vocabulary = directory / "few.fasta", directory / "vocab.txt"
+    few_residues = write_fasta(few, PEER_RECORDS)
+    vocabulary.write_text("\n".join(TOKENS), encoding="utf-8")
+    for name, script in PEERS.items():
+        command = [sys.executable, "-c", script, str(few), str(directory / "tokens"), str(vocabulary)]
+        runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(min(rounds, 3))]
+        seconds[name] = [float(done.stdout.split()[-1]) for done in runs]
+        speed = few_residues / statistics.median(seconds[name])
+        ratio = residues / statistics.median(ours) / speed
+        cells = [f"{name}, {PEER_RECORDS:,} sequences", f"{speed * size / residues / 1e6:,.2f}", f"{speed / 1e6:,.2f}"]
+        rows.append([*cells, f"{ratio:,.0f}", ""])
+    title = f"### {count:,} sequences, {residues / 1e6:,.0f} M residues, {size / 1e6:,.0f} MB of FASTA"
+    words = ["", "MB/s", "M residues/s", "time / ours (1 process), median [min, max]", "peak MB"]
     for path in (fasta, packed, text):
         path.unlink(missing_ok=True)
-    shutil.rmtree(store, ignore_errors=True)
-    return [*lines, ""], seconds
+    return [title, "", *measure.table(words, rows)], seconds
 
 
 def plan(count: int, global_tokens: int) -> dict[str, float]:
@@ -262,9 +135,6 @@ def plan(count: int, global_tokens: int) -> dict[str, float]:
         steps = StepPlan(lengths, global_tokens, seed=0)
         steps.step(0)
         result["first step, s"] = time.perf_counter() - began
-        began = time.perf_counter()
-        steps.step(steps.steps_per_epoch // 2)
-        result["a step in the middle, s"] = time.perf_counter() - began
         began = time.perf_counter()
         StepPlan(lengths, global_tokens, seed=0).step(7 * steps.steps_per_epoch + 5)
         result["first step after resuming in epoch 7, s"] = time.perf_counter() - began
@@ -280,108 +150,28 @@ def plan(count: int, global_tokens: int) -> dict[str, float]:
     return result
 
 
-def reads(directory: Path, count: int) -> dict[str, float]:
-    """Open a store with this number of records, and read some at random. The index is real. The shards are empty, and
-    their hashes are not compared.
-    """
-    path = directory / "large"
-    path.mkdir()
-    lengths = protein_lengths(count)
-    names = [b"UniRef50_A0A%09d" % k for k in range(count)] if count <= 2_000_000 else []
-    header = len(b"UniRef50_A0A%09d" % 0)
-    shards, columns = [], []
-    for first in range(0, count, 250_000):
-        some = lengths[first : first + 250_000]
-        ids = names[first : first + 250_000] or [b"UniRef50_A0A%09d" % k for k in range(first, first + len(some))]
-        shard = Shard(len(some), int(some.sum()) + len(some), (header + 1) * len(some), ["", ""])
-        with open(path / token_shard(len(shards)), "wb") as file:
-            file.truncate(shard.tokens)
-        with open(path / header_shard(len(shards)), "wb") as file:
-            file.write(b"\n".join([*ids, b""]))
-        shards.append(shard)
-        columns.append((some, np.full(len(some), header, np.int32), keys(ids)))
-    joined = [np.concatenate(parts) for parts in zip(*columns, strict=True)]
-    write_index(path, shards, joined, {"sources": [], "rules": {}, "on_duplicate": "error"}, Edits())
-    del columns, joined, names
-    script = (
-        "import sys, time, json, random\n"
-        "from pathlib import Path; from esmshard.io.store import TokenStore\n"
-        "status = lambda: Path('/proc/self/status').read_text()\n"
-        "peak = lambda: int(status().split('VmHWM:')[1].split()[0]) / 1e3\n"
-        "path = Path(sys.argv[1]); shards = frozenset(file.name for file in path.glob('*-*'))\n"
-        "before = peak(); began = time.perf_counter(); store = TokenStore(path, checked=shards)\n"
-        "out = {'records': len(store), 'open, s': time.perf_counter() - began, 'peak MB of opening': peak() - before}\n"
-        "draw = random.Random(0); chosen = [draw.randrange(len(store)) for _ in range(20000)]\n"
-        "for what, read in (('residues', store.residues), ('ids', store.id),\n"
-        "                   ('look-ups by id', lambda n: store.find('UniRef50_A0A%09d' % n))):\n"
-        "    began = time.perf_counter(); [read(n) for n in chosen]\n"
-        "    out[what + ' at random, per s'] = len(chosen) / (time.perf_counter() - began)\n"
-        "out['peak MB of all this'] = peak() - before\n"
-        "print(json.dumps(out))"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(path)], check=True, capture_output=True, text=True)
-    shutil.rmtree(path)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
-
-
-def figures(title: str, found: dict[str, float]) -> list[str]:
-    """Return a table of two columns."""
-    cells = [
-        f"| {name} | {value:,.4g} |" if value < 1e4 else f"| {name} | {value:,.0f} |" for name, value in found.items()
-    ]
-    return [f"### {title}", "", "| | |", "|---|---|", *cells, ""]
-
-
 def main() -> None:
     """Parse, measure, print, and store."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--counts", nargs="*", type=int, default=[200_000, 2_000_000], help="numbers of sequences of the FASTA files"
-    )
-    parser.add_argument(
-        "--records", type=int, default=60_000_000, help="records of the epoch plan, and of the store that is opened"
-    )
-    parser.add_argument("--global-tokens", type=int, default=1 << 20, help="ranks of the epoch plan")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only-readers", action="store_true", help="measure the readers of FASTA files alone")
-    parser.add_argument("--out", type=Path, default=measure.RESULTS)
-    parser.add_argument("--only-plan", action="store_true", help=argparse.SUPPRESS)
+    parser = measure.parser(__doc__)
+    parser.add_argument("--counts", nargs="*", type=int, default=[200_000, 2_000_000], help="sequences of the files")
+    parser.add_argument("--records", type=int, default=60_000_000, help="records of the epoch plan; 0: no plan")
+    parser.add_argument("--global-tokens", type=int, default=1 << 20)
     args = parser.parse_args()
-    if args.only_plan:
-        print(json.dumps(plan(args.records, args.global_tokens)))
+    if args.rank:  # the process of the epoch plan
+        print(json.dumps(plan(*args.rank)))
         return
-    about = {**measure.facts(torch.device("cpu")), "cores": len(os.sched_getaffinity(0))}
-    if shutil.which("seqkit"):
-        about["seqkit"] = subprocess.run(
-            ["seqkit", "version"], capture_output=True, text=True, check=True
-        ).stdout.split()[-1]
-    command = " ".join(["python benchmarks/ingest.py", *sys.argv[1:]])
-    lines = [f"`{command}`", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
-    raw: dict[str, Any] = {"command": command, "about": about}
-    with tempfile.TemporaryDirectory(prefix="esmshard-bench-") as name:
-        directory = Path(name)
+    lines: list[str] = []
+    raw: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(prefix="esmshard-bench-") as folder:
         for count in args.counts:
-            table, raw[f"readers, {count} sequences"] = readers(directory, count, args.rounds)
+            table, raw[f"seconds, {count} sequences"] = ingestion(Path(folder), count, args.rounds)
             lines += table
-        for place, count in enumerate([] if args.only_readers else args.counts):
-            table, raw[f"seconds, {count} sequences"] = ingestion(directory, count, args.rounds, peers=place == 0)
-            lines += table
-            print("\n".join(lines[-12:]), file=sys.stderr)
-        if args.records and not args.only_readers:
-            own = [sys.executable, __file__, "--only-plan", "--records", str(args.records)]
-            done = subprocess.run(
-                [*own, "--global-tokens", str(args.global_tokens)], check=True, capture_output=True, text=True
-            )
-            raw["epoch plan"], raw["store"] = json.loads(done.stdout), reads(directory, args.records)
-            lines += figures("Epoch plan", raw["epoch plan"])
-            lines += figures("Opening and reading a store", raw["store"])
-    text = "\n".join(lines)
-    print(text)
-    args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"{about['date']}-{'readers' if args.only_readers else 'ingest'}"
-    stem.with_suffix(".md").write_text(f"# ingest, {about['date']}\n\n{text}\n", encoding="utf-8")
-    stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    if args.records:
+        (planned,) = measure.ranks_of(__file__, [args.records, args.global_tokens], 1)
+        raw["epoch plan"] = planned
+        rows = [[name, f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"] for name, value in planned.items()]
+        lines += ["### Epoch plan", "", *measure.table(["", ""], rows)]
+    measure.store("ingest", lines, raw, args.out)
 
 
 if __name__ == "__main__":

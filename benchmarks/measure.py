@@ -1,13 +1,16 @@
-"""The method of all measurements: variants take turns, and ratios are formed within a turn. See METHOD.md."""
+"""What all measurements share: turns, clocks, memory, ranks, and files of results. METHOD.md describes the method."""
 
+import argparse
 import gc
 import json
+import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -18,15 +21,15 @@ import torch
 
 from esmshard.planner import data_sheet
 
+CPU = torch.device("cpu")
 CEILING_SECONDS = 1.0
-"""The seconds of matrix products before each run. After them a processor has left its short-lived top speed."""
-
+"""How many seconds matrix products run before each turn. A processor then has left its short-lived top speed."""
 CEILING_WIDTH = {"cpu": 2048, "cuda": 8192}
 """The width of the square matrices, by the type of the device."""
-
 GO_ON = False
-"""Whether a variant that fails, perhaps for lack of memory, becomes a note under the table of the others."""
-
+"""Whether a variant that fails becomes a note under the table of the other variants."""
+CPU_SECONDS = False
+"""Whether the clock counts the seconds of the processor, which other programs on the machine do not change."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -44,26 +47,26 @@ class Row:
 
 @dataclass
 class Table:
-    """One workload. The first variant is esmshard's; the ratios are the times of the others over its time."""
+    """One workload. The first variant is esmshard's; the ratios are the times of the other variants over its time."""
 
     title: str
     residues: int
     gemm_flops: float
     """The exact FLOPs of the linear layers: forward only, or with backward if the title says training."""
     attention_flops: float
-    rows: list[Row]
+    rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def ratios(self, row: Row) -> list[float]:
-        """Return the other variant's time over ours, turn by turn."""
-        return [theirs / ours for ours, theirs in zip(self.rows[0].seconds, row.seconds, strict=True)]
+        """Return the time of a variant over the time of esmshard, turn by turn."""
+        return over(row.seconds, self.rows[0].seconds)
 
     def speed(self) -> float:
-        """The FLOP/s of the matrix product: the median of all its runs, which are spread over all turns."""
+        """Return the FLOP/s of the matrix product: the median of all its runs, which are spread over all turns."""
         return statistics.median(c for row in self.rows for c in row.ceiling)
 
     def share(self, row: Row) -> float:
-        """Return the FLOP/s of the model over those of the matrix product."""
+        """Return the FLOP/s of the model over the FLOP/s of the matrix product."""
         return (self.gemm_flops + self.attention_flops) / statistics.median(row.seconds) / self.speed()
 
 
@@ -71,11 +74,12 @@ def clock(function: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one call."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    now = time.process_time if CPU_SECONDS else time.perf_counter
+    began = now()
     function()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return now() - began
 
 
 def ceiling(device: torch.device, dtype: torch.dtype) -> float:
@@ -99,17 +103,16 @@ def take_turns(
 ) -> list[Any]:
     """Make every variant, run it once to warm up, then `rounds` times in turns. Return the results of the warm-up runs.
 
-    With `together=False` each variant is made, run and deleted before the next one is made.
+    With `together=False` each variant is made, run and deleted before the next variant is made.
     """
     outputs: list[Any] = []
     made: list[tuple[Row, Callable[[], Any]]] = []
-    table.rows = []
     for name, make in variants.items():
         row, function, reason = Row(name), None, ""
         try:
             function = make()
             output = function()
-            print(f"  {table.title}: {name} is warm", file=sys.stderr, flush=True)
+            say(f"{table.title}: {name} is warm")
             if not together:
                 _turns(table, [(row, function)], rounds, device, dtype)
         except Exception as error:
@@ -133,11 +136,7 @@ def take_turns(
 
 
 def _turns(
-    table: Table,
-    made: list[tuple[Row, Callable[[], Any]]],
-    rounds: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    table: Table, made: list[tuple[Row, Callable[[], Any]]], rounds: int, device: torch.device, dtype: torch.dtype
 ) -> None:
     for turn in range(rounds):
         for row, function in made:
@@ -151,51 +150,107 @@ def _turns(
             before = torch.cuda.memory_allocated()
             row.seconds.append(clock(function, device))
             row.memory_bytes = max(row.memory_bytes or 0, torch.cuda.max_memory_allocated() - before)
-        print(f"  {table.title}: turn {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+        say(f"{table.title}: turn {turn + 1} of {rounds}")
 
 
-def memory_in_own_process(arguments: list[str]) -> int:
-    """Return the peak bytes above the loaded model, in a separate process, because the peak of a process only rises."""
-    script = Path(__file__).with_name("model.py")
-    done = subprocess.run([sys.executable, str(script), *arguments], check=True, capture_output=True, text=True)
-    return int(done.stdout.split()[-1])
+# Memory of this process, on Linux
 
 
-def peak_above(prepare: Callable[[], Callable[[], object]]) -> int:
-    """Return the peak bytes of a call above the memory before it, on the CPU. `prepare` loads the model and makes a
-    small first call.
-    """
-    function = prepare()
-    gc.collect()
-    # Linux lets a process reset its peak, so that the loading of a model does not hide the memory of the call.
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = _status("VmRSS")
-    function()
-    return _status("VmHWM") - before
-
-
-def _status(key: str) -> int:
+def resident(key: str = "VmRSS") -> int:
+    """Return the resident bytes of this process; with `VmHWM`, their highest value since `reset_peak`."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {key}")
 
 
+def reset_peak() -> None:
+    """Set the high-water mark of this process to its present memory."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_above(prepare: Callable[[], Callable[[], object]]) -> int:
+    """Return the peak bytes of a call above the memory before it. `prepare` loads the model."""
+    function = prepare()
+    gc.collect()
+    reset_peak()
+    before = resident()
+    function()
+    return resident("VmHWM") - before
+
+
+def timed(command: list[str]) -> tuple[float, int]:
+    """Return seconds and peak resident bytes of a whole command with its start-up. The largest process counts."""
+    # A small process starts the command, because the peak of a command includes the memory of its starter.
+    script = (
+        "import sys, time, subprocess, resource\n"
+        "began = time.perf_counter(); subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)\n"
+        "print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", script, *command], check=True, capture_output=True, text=True)
+    seconds, kilobytes = done.stdout.split()
+    return float(seconds), int(kilobytes) * 1024
+
+
+# Ranks on this machine
+
+
+def ranks_of(script: str, work: Any, size: int, threads: int = 1, **environment: str) -> list[Any]:
+    """Run `python SCRIPT --rank WORK` as the ranks of one process group. Return the JSON that each rank prints last."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    common = {**os.environ, "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), **environment}
+    command = [sys.executable, script, "--rank", json.dumps(work)]
+    ranks = [
+        subprocess.Popen(
+            command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True
+        )
+        for r in range(size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=3600)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    if any(process.returncode for process in ranks):
+        raise RuntimeError(f"{script}, {work}: a rank failed; its error stands above")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+# Results
+
+
+def over(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """Return the ratios, turn by turn."""
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the median and the extremes as a text."""
+    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+def say(text: str) -> None:
+    """Print a line of progress."""
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
 def facts(device: torch.device) -> dict[str, Any]:
     """Return hardware and versions."""
-    packages = ("torch", "esmshard", "fair-esm", "transformers", "numpy", "faesm", "esm-efficient", "flash-attn")
-    found: dict[str, Any] = {
+    known: dict[str, Any] = {
         "date": date.today().isoformat(),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else _cpu_name(),
     }
-    for name in packages:
+    for name in ("torch", "esmshard", "fair-esm", "transformers", "numpy", "faesm", "flash-attn"):
         try:
-            found[name] = version(name)
+            known[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return known
 
 
 def _cpu_name() -> str:
@@ -213,49 +268,46 @@ def half_flops(about: Mapping[str, Any]) -> float | None:
     return gpu.half_flops if gpu else None
 
 
-def markdown(tables: list[Table], about: Mapping[str, Any], command: str) -> str:
-    """Return the tables as Markdown."""
-    lines = [f"`{command}`", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
-    sheet = half_flops(about)
-    for table in tables:
-        lines += [f"### {table.title}", ""]
-        head = ["", "residues/s", "time / ours, median [min, max]", "share of matrix product", "peak MB above model"]
-        head += ["MFU of data sheet"] if sheet else []
-        lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        for row in table.rows:
-            ratios, share = table.ratios(row), table.share(row)
-            cells = [
-                row.name,
-                f"{table.residues / statistics.median(row.seconds):,.0f}",
-                f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]",
-                f"{share:.0%}",
-                "" if row.memory_bytes is None else f"{row.memory_bytes / 1e6:,.0f}{_times(table, row)}",
-            ]
-            if sheet:
-                cells.append(f"{share * table.speed() / sheet:.0%}")
-            lines.append("| " + " | ".join(cells) + " |")
-        attention = table.attention_flops / (table.attention_flops + table.gemm_flops)
-        lines += [
-            "",
-            f"Matrix product: {table.speed() / 1e9:,.0f} GFLOP/s. "
-            f"Attention is {attention:.0%} of the FLOPs. {' '.join(table.notes)}".rstrip(),
-            "",
-        ]
-    return "\n".join(lines)
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table, and an empty line."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
-def _times(table: Table, row: Row) -> str:
-    ours = table.rows[0].memory_bytes
-    return f" ({row.memory_bytes / ours:.2f} x ours)" if ours and row.memory_bytes and row is not table.rows[0] else ""
+def speeds(of: Table, sheet: float | None = None) -> list[str]:
+    """Return a workload as Markdown, under its title. `sheet` are the FLOP/s of the data sheet of a GPU."""
+    head = ["", "residues/s", "time / ours, median [min, max]", "share of matrix product", "peak MB above model"]
+    head += ["MFU of data sheet"] if sheet else []
+    rows = []
+    for row in of.rows:
+        share, memory, ours = of.share(row), row.memory_bytes, of.rows[0].memory_bytes
+        cells = [row.name, f"{of.residues / statistics.median(row.seconds):,.0f}", spread(of.ratios(row))]
+        cells += [f"{share:.0%}", "" if memory is None else f"{memory / 1e6:,.0f}"]
+        if memory and ours and row is not of.rows[0]:
+            cells[-1] += f" ({memory / ours:.2f} x ours)"
+        rows.append([*cells, *([f"{share * of.speed() / sheet:.0%}"] if sheet else [])])
+    attention = of.attention_flops / (of.attention_flops + of.gemm_flops)
+    notes = f"Matrix product: {of.speed() / 1e9:,.0f} GFLOP/s. Attention is {attention:.0%} of the FLOPs. "
+    return [f"### {of.title}", "", *table(head, rows), (notes + " ".join(of.notes)).rstrip(), ""]
 
 
-def store(tables: list[Table], about: Mapping[str, Any], name: str, out: Path) -> None:
-    """Print the tables, and write them as dated JSON and Markdown."""
-    command = " ".join(["python benchmarks/model.py", *sys.argv[1:]])
-    text = markdown(tables, about, command)
+def parser(description: str | None, rounds: int = 5) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--rounds", type=int, default=rounds, help="number of turns of each variant")
+    made.add_argument("--out", type=Path, default=RESULTS, help="directory of the results")
+    made.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
+    return made
+
+
+def store(name: str, lines: Sequence[str], raw: Any, out: Path, device: torch.device = CPU, **more: str) -> None:
+    """Print the results, and write them as dated JSON and Markdown with command, hardware and versions."""
+    about = facts(device) | more
+    command = " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    text = "\n".join([f"`{command}`", "", ", ".join(f"{key} {value}" for key, value in about.items()), "", *lines])
     print(text)
     out.mkdir(parents=True, exist_ok=True)
     stem = out / f"{about['date']}-{name}"
-    stem.with_suffix(".md").write_text(f"# {name}, {about['date']}\n\n{text}\n", encoding="utf-8")
-    raw = {"command": command, "about": dict(about), "tables": [asdict(table) for table in tables]}
-    stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    stem.with_suffix(".md").write_text(f"# {name}, {about['date']}\n\n{text.rstrip()}\n", encoding="utf-8")
+    content = {"command": command, "about": about, "measured": raw}
+    stem.with_suffix(".json").write_text(json.dumps(content, indent=1, default=asdict) + "\n", encoding="utf-8")

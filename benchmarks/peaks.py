@@ -5,18 +5,11 @@ high-water mark of resident memory (VmHWM) above the memory before the model was
 block over 64 KiB at once, so that the mark counts live memory and not the cache of the allocator.
 """
 
-import argparse
 import gc
-import json
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
+from measure import parser, ranks_of, reset_peak, resident
 
 from esmshard import planner
 from esmshard.batch import TokenBatch, pack
@@ -62,30 +55,9 @@ def measure(
         adapt: the trained part of the model.
         quantization: how the frozen matrices of the layers are stored.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     sizes = [tokens, steps, length, micro_batches]
-    work = json.dumps([model_name, quantization, adapt.model_dump(), asdict(layout), *sizes])
-    common = {**os.environ, **ALLOCATOR, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"WORLD_SIZE": str(layout.world_size), "LOCAL_WORLD_SIZE": str(layout.world_size)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--rank", work],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(layout.world_size)
-    ]
-    try:
-        outputs = [p.communicate(timeout=600)[0] for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
-    if any(p.returncode for p in ranks):
-        raise RuntimeError(f"{model_name}, {layout}: a rank failed; its error stands above")
-    return [int(output.split()[-1]) for output in outputs]
+    work = [model_name, quantization, adapt.model_dump(), asdict(layout), *sizes]
+    return ranks_of(__file__, work, layout.world_size, **ALLOCATOR)
 
 
 def numbers(
@@ -93,7 +65,7 @@ def numbers(
 ) -> planner.ModelNumbers:
     """Return the sizes of the model that `measure` trains."""
     config = SIZES[model_name]
-    return planner.numbers_of(_meta(config, adapt, quantization), config, quantization=quantization)
+    return planner.numbers_of(on_meta(config, adapt, quantization), config, quantization=quantization)
 
 
 def head_bytes(tokens: int, length: int = 256) -> int:
@@ -101,7 +73,8 @@ def head_bytes(tokens: int, length: int = 256) -> int:
     return tokens // length * TASK.head_bytes(length, n_logits=0)
 
 
-def _meta(config: ModelConfig, adapt: AdaptSettings, quantization: Quantization | None = None) -> FineTuner:
+def on_meta(config: ModelConfig, adapt: AdaptSettings, quantization: Quantization | None = None) -> FineTuner:
+    """Make the model of `measure` without memory."""
     with torch.device("meta"):
         model = FineTuner(build(config), new_task(TASK, {}).head(config))
     model.adapt(adapt, 0, (), quantization)
@@ -125,7 +98,7 @@ def _rank(
         nano = next(size for name, size in small.items() if name.endswith("nano"))
         _train(nano, quantization, adapt, layout, 4 * length, 2, length, micro_batches, ranks)
         gc.collect()
-        before = _resident("VmRSS")
+        before = resident()
         peak = _train(SIZES[model_name], quantization, adapt, layout, tokens, steps, length, micro_batches, ranks)
         return peak - before
 
@@ -141,7 +114,7 @@ def _train(
     micro_batches: int,
     ranks: World,
 ) -> int:
-    model, batch = _meta(config, adapt, quantization), _batch(tokens, length)
+    model, batch = on_meta(config, adapt, quantization), batch_of(tokens, length)
     targets = [torch.zeros(length - 2, length - 2, dtype=torch.int8) for _ in range(len(batch))]
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     shard(model, layout, ranks)
@@ -159,33 +132,24 @@ def _train(
     optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-4, fused=True)
     peak = 0
     for _ in range(steps):
-        Path("/proc/self/clear_refs").write_text("5")  # this resets the high-water mark
+        reset_peak()
         work = [(batch, targets, False)] * micro_batches
         train_step(model, new_task(TASK, {}), optimizer, work, 1.0, ranks, layout)
-        peak = max(peak, _resident("VmHWM"))
+        peak = max(peak, resident("VmHWM"))
     return peak
 
 
-def _batch(tokens: int, length: int) -> TokenBatch:
+def batch_of(tokens: int, length: int) -> TokenBatch:
+    """Return a pack of random proteins of one length."""
     generator = torch.Generator().manual_seed(0)
     residues = torch.randint(4, 24, (tokens // length, length), generator=generator, dtype=torch.uint8)
     residues[:, 0], residues[:, -1] = 0, 2
     return pack([row.numpy() for row in residues])
 
 
-def _resident(key: str) -> int:
-    """Return VmRSS or VmHWM of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {key} in /proc/self/status")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Run one rank of `measure`, and print its peak to the standard output."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rank", required=True)
-    name, quantization, adapt, layout, *rest = json.loads(parser.parse_args(argv).rank)
+    name, quantization, adapt, layout, *rest = parser(__doc__).parse_args().rank
     print(_rank(name, quantization, AdaptSettings(**adapt), Layout(**layout), *rest))
 
 

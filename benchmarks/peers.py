@@ -20,25 +20,24 @@ import numpy.typing as npt
 import random_models
 import torch
 import torch.nn.functional as F
+from random_models import CONFIGS
 
-from esmshard.batch import TokenBatch, pack, pack_variants
-from esmshard.data.batching.packing import by_length
+from esmshard.batch import TokenBatch, pack
+from esmshard.data.batching.packing import StepPlan, by_length
 from esmshard.devices import packs_at_once, side_by_side
 from esmshard.model import export, weights
+from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.esm2 import ESM2, FAIR_ESM, FAMILY, EsmConfig
-from esmshard.model.families.family_registry import SIZES
-from esmshard.model.finetuner import FineTuner
+from esmshard.model.families import esmc
+from esmshard.model.families.esm2 import FAIR_ESM, FAMILY
+from esmshard.model.trunk import Trunk
 from esmshard.parallel.layout import Layout
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
-from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.variants import Pool, VariantHead
 from esmshard.vocab import MASK, PAD, STANDARD, TOKENS
 
 Tokens = npt.NDArray[np.uint8]
 Variant = Callable[[], Any]
-FILE_ORDER_BATCH = 8
 CPU = torch.device("cpu")
 
 
@@ -56,14 +55,14 @@ def protein_lengths(count: int, seed: int = 0) -> list[int]:
     return [int(n) for n in np.clip(rng.lognormal(np.log(270), sigma, count), 20, 1022)]
 
 
-def flops(config: EsmConfig, lengths: Sequence[int]) -> tuple[float, float]:
+def flops(config: ModelConfig, lengths: Sequence[int]) -> tuple[float, float]:
     """Return the forward FLOPs of the linear layers of the trunk, and of attention, with `<cls>` and `<eos>`."""
     tokens = np.array(lengths, dtype=np.float64) + 2
     gemm = config.n_layers * 24 * config.dim**2 * tokens.sum()
     return float(gemm), float(config.n_layers * 4 * config.dim * (tokens**2).sum())
 
 
-def ours(name: str, device: torch.device, dtype: torch.dtype) -> ESM2:
+def ours(name: str, device: torch.device, dtype: torch.dtype) -> Trunk:
     """Make a model of a published shape with random weights, in evaluation mode."""
     return random_models.trunk(name, device, dtype)
 
@@ -74,21 +73,23 @@ def fair_esm(name: str, device: torch.device = CPU) -> Any:
 
     with tempfile.TemporaryDirectory() as scratch, torch.serialization.safe_globals([argparse.Namespace]):
         file = Path(scratch) / "esm2_bench.pt"
-        export.write_pickle(file, FAIR_ESM, SIZES[name], *_as_source(ours(name, device, torch.float32)))
+        export.write_pickle(file, FAIR_ESM, CONFIGS[name], *_as_source(ours(name, device, torch.float32)))
         model, _ = load_model_and_alphabet_local(f"{scratch}/esm2_bench.pt")
     return model.to(device).eval()
 
 
-def transformers(name: str, device: torch.device, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-    """Make `EsmForMaskedLM` with the same weights, in evaluation mode."""
+def transformers(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """Make `EsmForMaskedLM`, or `EsmcForMaskedLM`, with SDPA and the same weights, in evaluation mode."""
     from transformers import EsmConfig, EsmForMaskedLM
 
-    settings = {key: value for key, value in FAMILY.write_config(SIZES[name]).items() if key != "model_type"}
+    config, state = CONFIGS[name], ours(name, device, dtype).state_dict()
+    if config.family == esmc.FAMILY.name:
+        return _esmc_of_transformers(config, state).to(device, dtype).eval()
+    settings = {key: value for key, value in FAMILY.write_config(config).items() if key != "model_type"}
     with warnings.catch_warnings(), torch.device(device):
         warnings.simplefilter("ignore")
-        model = EsmForMaskedLM._from_config(EsmConfig(**settings), attn_implementation=attention, dtype=dtype)
-    given = {FAMILY.key(key): value for key, value in ours(name, device, dtype).state_dict().items()}
-    missing, unexpected = model.load_state_dict(given, strict=False)
+        model = EsmForMaskedLM._from_config(EsmConfig(**settings), attn_implementation="sdpa", dtype=dtype)
+    missing, unexpected = model.load_state_dict({FAMILY.key(key): value for key, value in state.items()}, strict=False)
     # The model computes rotary tables, has no learned positions, and does not use the pooler.
     left = [key for key in [*missing, *unexpected] if not re.search(r"inv_freq|position_|pooler", key)]
     if left:
@@ -96,38 +97,33 @@ def transformers(name: str, device: torch.device, dtype: torch.dtype, attention:
     return model.eval()
 
 
+@torch.no_grad()
+def _esmc_of_transformers(config: ModelConfig, state: dict[str, torch.Tensor]) -> Any:
+    from transformers import EsmcConfig, EsmcForMaskedLM
+
+    model = EsmcForMaskedLM(EsmcConfig(**esmc.FAMILY.write_config(config), attn_implementation="sdpa"))
+    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+        for piece in esmc.FAMILY.pieces(key, config)[:1]:
+            tensor.copy_(state[piece.name])
+    return model
+
+
 def faesm(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     """Make FAESM's model with the same weights. It needs `pip install faesm` and a transformers below 5."""
     from faesm.esm import FAEsmForMaskedLM
 
     with tempfile.TemporaryDirectory() as scratch:
-        export.write_transformers(Path(scratch), SIZES[name], *_as_source(ours(name, device, torch.float32)))
+        export.write_transformers(Path(scratch), CONFIGS[name], *_as_source(ours(name, device, torch.float32)))
         model = FAEsmForMaskedLM.from_pretrained(scratch, use_fa=find_spec("flash_attn") is not None)
     return model.to(device, dtype).eval()
 
 
-def _as_source(model: ESM2) -> tuple[dict[str, torch.Size], export.Source]:
+def _as_source(model: Trunk) -> tuple[dict[str, torch.Size], export.Source]:
     state = {key: value.cpu() for key, value in model.state_dict().items()}
     return weights.stored_shapes(model.config), state.__getitem__
 
 
 # Batches
-
-
-def best_fit(tokens: Sequence[Tokens], most: int) -> list[list[int]]:
-    """Return the members of packs of at most `most` tokens: best fit in the given order, for training cannot sort."""
-    packs: list[list[int]] = []
-    room: list[int] = []
-    for n, one in enumerate(tokens):
-        fits = [k for k, left in enumerate(room) if left >= len(one)]
-        if fits:
-            best = min(fits, key=lambda k: room[k])
-            packs[best].append(n)
-            room[best] -= len(one)
-        else:
-            packs.append([n])
-            room.append(most - len(one))
-    return packs
 
 
 def by_length_padded(tokens: Sequence[Tokens], most: int) -> list[list[int]]:
@@ -142,7 +138,7 @@ def by_length_padded(tokens: Sequence[Tokens], most: int) -> list[list[int]]:
 
 def in_file_order(tokens: Sequence[Tokens]) -> list[list[int]]:
     """Return batches of eight in the order of the input, like a default DataLoader."""
-    return [list(range(n, min(n + FILE_ORDER_BATCH, len(tokens)))) for n in range(0, len(tokens), FILE_ORDER_BATCH)]
+    return [list(range(n, min(n + 8, len(tokens)))) for n in range(0, len(tokens), 8)]
 
 
 def padded(tokens: Sequence[Tokens], members: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -156,7 +152,7 @@ def padded(tokens: Sequence[Tokens], members: Sequence[int], device: torch.devic
 # Embeddings: the mean over residues of the last layer, of every sequence
 
 
-def embed_ours(model: ESM2, tokens: Sequence[Tokens], most: int, device: torch.device) -> Variant:
+def embed_ours(model: Trunk, tokens: Sequence[Tokens], most: int, device: torch.device) -> Variant:
     """Embed as `esmshard embed` does: packs by length, on the CPU one pack on each core."""
     groups = list(by_length([len(t) for t in tokens], most // packs_at_once(device)))
     batches = [pack([tokens[n] for n in group]).to(device) for group in groups]
@@ -203,7 +199,8 @@ def forward_fair_esm(model: Any, block: torch.Tensor) -> torch.Tensor:
 
 def forward_transformers(model: Any, block: torch.Tensor) -> torch.Tensor:
     """Call only the trunk of transformers, as its users do."""
-    return model.esm(input_ids=block, attention_mask=(block != PAD).long()).last_hidden_state
+    trunk = getattr(model, model.base_model_prefix)
+    return trunk(input_ids=block, attention_mask=(block != PAD).long()).last_hidden_state
 
 
 def forward_faesm(model: Any, block: torch.Tensor) -> torch.Tensor:
@@ -221,13 +218,14 @@ def corrupt(tokens: Sequence[Tokens], seed: int = 1) -> tuple[list[Tokens], list
     return [np.where(mask, MASK, one).astype(np.uint8) for one, mask in zip(tokens, chosen, strict=True)], chosen
 
 
-def train_ours(model: ESM2, tokens: Sequence[Tokens], most: int, device: torch.device, layout: Layout) -> Variant:
+def train_ours(model: Trunk, tokens: Sequence[Tokens], most: int, device: torch.device, layout: Layout) -> Variant:
     """Train esmshard as the main command does on one device, with LM logits at the masked residues only."""
     model.contact_head.requires_grad_(False)
     shard(model, layout, World(0, 1, device, None))
     masked, chosen = corrupt(tokens)
     work: list[tuple[TokenBatch, torch.Tensor, torch.Tensor]] = []
-    for group in best_fit(tokens, most):
+    plan = StepPlan(np.array([len(one) for one in tokens], np.int32), most, seed=0)
+    for group in (plan.step(k)[1] for k in range(plan.steps_per_epoch)):
         at_P = np.flatnonzero(np.concatenate([chosen[n] for n in group]))
         target_P = np.concatenate([tokens[n] for n in group])[at_P].astype(np.int64)
         batch = pack([masked[n] for n in group]).to(device)
@@ -235,7 +233,7 @@ def train_ours(model: ESM2, tokens: Sequence[Tokens], most: int, device: torch.d
     return _trainer(model, [partial(_loss_ours, model, *one) for one in work], device, autocast=False)
 
 
-def _loss_ours(model: ESM2, batch: TokenBatch, at_P: torch.Tensor, target_P: torch.Tensor) -> torch.Tensor:
+def _loss_ours(model: Trunk, batch: TokenBatch, at_P: torch.Tensor, target_P: torch.Tensor) -> torch.Tensor:
     logits_PV = model(batch, layers=(), logits_at=at_P).logits_PV
     return F.cross_entropy(logits_PV.float(), target_P, reduction="sum")
 
@@ -281,67 +279,16 @@ def _trainer(model: torch.nn.Module, losses: Sequence[Variant], device: torch.de
     return run
 
 
-# Variants of one protein, all of one length
-
-
-def train_variants_ours(
-    model: ESM2, tokens: Sequence[Tokens], wild_type: Tokens, each: int, device: torch.device, pool: Pool
-) -> Variant:
-    """Train the trunk with the head for variants, with an AdamW step for `each` variants."""
-    torch.manual_seed(0)
-    head = VariantHead(model.config.dim, 0, np.ones(1, np.float32), pool, 0.0, zero_shot=False)
-    torch.nn.init.ones_(head.out.weight)
-    tuner = FineTuner(model, head).to(device)
-    tuner.adapt(AdaptSettings(), seed=0)
-
-    def loss(first: int) -> torch.Tensor:
-        group = tokens[first : first + each]
-        if pool == "mean":
-            batch = pack(group).to(device)
-        else:
-            batch = pack_variants(group, wild_type, alone=pool == "wild_type").to(device)
-        return F.mse_loss(torch.stack(tuner(batch)).float().squeeze(1), _targets(len(group), device), reduction="sum")
-
-    return _trainer(tuner, [partial(loss, n) for n in range(0, len(tokens), each)], device, autocast=False)
-
-
-def train_variants_transformers(model: Any, tokens: Sequence[Tokens], each: int, device: torch.device) -> Variant:
-    """Train trunk, mean over residues, LayerNorm and a linear layer, in the same batches without padding."""
-    dim = model.config.hidden_size
-    trunk, norm, out = model.esm, torch.nn.LayerNorm(dim).to(device), torch.nn.Linear(dim, 1).to(device)
-    torch.nn.init.ones_(out.weight)
-    torch.nn.init.zeros_(out.bias)
-    whole = torch.nn.ModuleList([trunk, norm, out])
-
-    def loss(first: int) -> torch.Tensor:
-        group = range(first, min(first + each, len(tokens)))
-        block = padded(tokens, group, device)
-        x_BLD = trunk(input_ids=block, attention_mask=torch.ones_like(block)).last_hidden_state
-        told = out(norm(x_BLD[:, 1:-1]).mean(1))
-        return F.mse_loss(told.squeeze(1), _targets(len(group), device), reduction="sum")
-
-    return _trainer(whole, [partial(loss, n) for n in range(0, len(tokens), each)], device, autocast=False)
-
-
-def _targets(count: int, device: torch.device) -> torch.Tensor:
-    return torch.linspace(-1, 1, count, device=device)
-
-
 # Contact maps, one protein
 
 
-def contacts_ours(model: ESM2, tokens: Tokens, device: torch.device) -> Variant:
+def contacts_ours(model: Trunk, tokens: Tokens, device: torch.device) -> Variant:
     """Compute contacts from attention maps one by one."""
     batch = pack([tokens]).to(device)
-    return lambda: _quiet(lambda: predict_contacts(model, batch)[0])
+    return torch.no_grad()(lambda: predict_contacts(model, batch)[0])
 
 
 def contacts_fair_esm(model: Any, tokens: Tokens, device: torch.device) -> Variant:
     """Compute contacts from the stack of all attention maps."""
     block = torch.from_numpy(tokens.astype(np.int64))[None].to(device)
-    return lambda: _quiet(lambda: model.predict_contacts(block)[0])
-
-
-def _quiet(function: Variant) -> Any:
-    with torch.no_grad():
-        return function()
+    return torch.no_grad()(lambda: model.predict_contacts(block)[0])

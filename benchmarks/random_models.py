@@ -1,26 +1,31 @@
-"""Models of the published shapes with random weights, made on the device: speed does not depend on the values.
+"""Models of the published shapes with random weights, drawn on the device: speed does not depend on the values.
 
-Drawing 15 billion numbers on one CPU core and copying them takes minutes; a GPU draws them in seconds.
+To draw 15 billion numbers on one CPU core and to copy them takes minutes; a GPU draws them in seconds.
 """
 
 import torch
 from torch import nn
 
 from esmshard.model.attention import inverse_frequencies
+from esmshard.model.config import ModelConfig
+from esmshard.model.families.esmc import EsmcConfig
 from esmshard.model.families.family_registry import SIZES, build
 from esmshard.model.finetuner import FineTuner
 from esmshard.model.trunk import Trunk
 
 SHORT = {"8M": "esm2_t6_8M_UR50D", "35M": "esm2_t12_35M_UR50D", "150M": "esm2_t30_150M_UR50D"}
 SHORT |= {"650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D", "15B": "esm2_t48_15B_UR50D"}
-"""The short names of the published sizes, and their keys in SIZES."""
+SHORT |= {"ESM-C-6": "esmc_six_layers", "nano": "nano"}
+"""The short names of models, and their keys in CONFIGS."""
+CONFIGS: dict[str, ModelConfig] = {**SIZES, "esmc_six_layers": EsmcConfig(n_layers=6, dim=960, n_heads=15)}
+"""The architectures by name. Six layers of the shape of ESM-C 300M do a fifth of the work of the whole model."""
 DEVIATION = 0.02
 
 
 def trunk(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Trunk:
-    """Make a random ESM-2 in evaluation mode. In another precision it has the same numbers, rounded."""
+    """Make a random model in evaluation mode. In another precision it has the same numbers, rounded."""
     with torch.device("meta"):
-        model = build(SIZES[name])
+        model = build(CONFIGS[name])
     fill(model, device, dtype)
     return model.eval()
 

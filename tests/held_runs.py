@@ -61,6 +61,7 @@ class Hold:
     def at(self, steps: int) -> None:
         """Stand still after so many steps."""
         self._steps = steps
+        (self._folder / "asked").unlink(missing_ok=True)  # what still stands there says it again
         work = self._folder / "work"
         work.write_text(str(steps))
         work.replace(self._folder / "steps")

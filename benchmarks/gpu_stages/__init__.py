@@ -1,13 +1,6 @@
 """The stages of `benchmarks/gpu.py`, most valuable first: each module makes one `Stage`, and starts nothing."""
 
-from gpu_stages import correct, large, profile, speed, starter, whole
+from gpu_stages import correct, large, speed, whole
 from gpu_stages.stage import Stage
 
-STAGES: tuple[Stage, ...] = (
-    correct.STAGE,
-    speed.STAGE,
-    profile.STAGE,
-    large.STAGE,
-    whole.STAGE,
-    starter.STAGE,
-)
+STAGES: tuple[Stage, ...] = (correct.STAGE, speed.STAGE, large.STAGE, whole.STAGE)

@@ -1,7 +1,6 @@
 """Stage `correct`: the tests that need a GPU, each file in its own process."""
 
 import functools
-import importlib.util
 import os
 import subprocess
 import sys
@@ -9,7 +8,9 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_stages.stage import Context, FailedError, Figure, Found, Part, Stage, table
+from measure import table
+
+from gpu_stages.stage import Context, FailedError, Figure, Found, NotRunError, Part, Stage
 
 TESTS = Path(__file__).resolve().parents[2] / "tests" / "gpu"
 
@@ -23,8 +24,10 @@ def _tests(context: Context, name: str, files: Sequence[Path]) -> Found:
     done = subprocess.run(command, env=environment, cwd=TESTS.parents[1], capture_output=True, text=True, check=False)
     (context.out / f"tests-{name}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
     if not report.is_file():
-        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
-        raise RuntimeError(f"pytest ended with exit code {done.returncode} and no report; it said last: {said[-1]}")
+        output = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
+        raise RuntimeError(f"pytest ended with exit code {done.returncode} and no report; its last line: {output[-1]}")
+    if done.returncode == 5:
+        raise NotRunError("pytest found no tests; the packages that these tests need are missing")
     cases = [(case, _outcome(case)) for case in ET.parse(report).iter("testcase")]
     rows = [[str(case.get("name")), outcome, f"{float(case.get('time', 0)):.1f}"] for case, (outcome, _) in cases]
     rows[:] = [[name.replace("|", "/"), *rest] for name, *rest in rows]
@@ -35,7 +38,7 @@ def _tests(context: Context, name: str, files: Sequence[Path]) -> Found:
     passed = len(cases) - len(bad) - len(skipped)
     figures = {"tests passed": Figure(passed, f"of {len(cases)}", least=len(cases))}
     found = Found("\n".join(lines), figures, data=rows)
-    if bad or done.returncode not in (0, 5) or not cases:
+    if bad or done.returncode or not cases:
         names = ", ".join(test for test, _ in bad[:6]) or f"pytest ended with exit code {done.returncode}"
         raise FailedError(f"{len(bad)} of {len(cases)} tests failed: {names}", found)
     return found
@@ -64,27 +67,22 @@ SECONDS = {
     "packed": 30.0,
 }
 """The files of tests, the most valuable first, with the expected seconds of each."""
-NEEDS = {"packed": "bitsandbytes"}
-"""The packages that some files need. Without them these files are left out: the kit has no room for 43 MB more."""
-EVERY = "all"
 OTHERS = 45.0
 """The expected seconds of any other file."""
 
 
 def _parts() -> tuple[Part, ...]:
-    found = {file.stem.removeprefix("test_"): file for file in sorted(TESTS.glob("test_*.py"))}
-    for name, package in NEEDS.items():
-        if importlib.util.find_spec(package) is None:
-            del found[name]
-    names = [*(name for name in SECONDS if name in found), *(name for name in found if name not in SECONDS)]
+    names = {file.stem.removeprefix("test_"): file for file in sorted(TESTS.glob("test_*.py"))}
     # In a rehearsal one process runs all files: no test can end the others, and each start takes seconds.
-    every = Part(EVERY, 0.0, functools.partial(_tests, name=EVERY, files=list(found.values())), when="rehearsal")
-
-    def alone(name: str) -> Part:
-        run = functools.partial(_tests, name=name, files=[found[name]])
-        return Part(name, SECONDS.get(name, OTHERS), run, when="gpu")
-
-    return (*map(alone, names), every)
+    every = Part("all", 0.0, functools.partial(_tests, name="all", files=[*names.values()]), when="rehearsal")
+    first = [name for name in SECONDS if name in names]
+    return (
+        *(
+            Part(name, SECONDS.get(name, OTHERS), functools.partial(_tests, name=name, files=[names[name]]), when="gpu")
+            for name in [*first, *(names.keys() - SECONDS.keys())]
+        ),
+        every,
+    )
 
 
 STAGE = Stage(

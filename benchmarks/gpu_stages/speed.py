@@ -18,25 +18,18 @@ TARGETS = {("650M", "embed"): 0.50, ("650M", "mlm"): 0.45, ("3B", "mlm"): 0.45}
 """The target of the model FLOPs utilisation, as a share of the measured matrix product."""
 
 
-def _bench(context: Context, short: str, work: str) -> model.Bench:
+def _measured(context: Context, short: str, work: str) -> Found:
+    """Return the tables of one workload of one model, and their summary."""
     count = context.amount(COUNTS[short] // (3 if work == "mlm" else 1), 4)
     lengths = (24,) if context.rehearsal else (512, 1000)
     bench = model.Bench(context.device, count, fixed=context.amount(2000, 2), contact_lengths=lengths)
     bench.compiled = True
-    return bench
-
-
-def _measured(context: Context, short: str, work: str) -> Found:
-    """The tables of one workload of one model, and their summary."""
-    bench = _bench(context, short, work)
-    name = context.model(short)
-    tables = model.tables_of(bench, work, name, short, context.amount(ROUNDS, 1))
-    about = measure.facts(context.device)
-    sheet = measure.half_flops(about)
+    tables = model.tables_of(bench, work, context.model(short), short, context.amount(ROUNDS, 1))
+    sheet = measure.half_flops(measure.facts(context.device))
     figures: dict[str, Figure] = {}
     for table in tables:
         figures |= _figures(table, TARGETS.get((short, work)), sheet)
-    text = "\n".join(measure.markdown([table], about, "").split("\n", 4)[4] for table in tables)
+    text = "\n".join(line for table in tables for line in measure.speeds(table, sheet))
     return Found(text, figures, [asdict(table) for table in tables])
 
 

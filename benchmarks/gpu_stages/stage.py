@@ -1,17 +1,13 @@
-"""The stages of the GPU benchmarks: their parts, the run of the parts one after the other, and the record of results.
+"""The stages of the GPU benchmarks: their parts, the run of a part, and the record of results.
 
-A stage is a list of parts. A part is one measurement with its own result. After each part the stage's JSON and Markdown
-are written again, so that no result is lost if the process ends. A second run over the same directory continues with
-the parts that have no result yet.
+A stage is a list of parts. A part is one measurement with its own result.
 """
 
-import gc
 import json
 import shutil
-import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +15,7 @@ from typing import Any, Literal
 import gpu_device
 import measure
 import torch
+from measure import table
 from random_models import SHORT
 
 from esmshard.model.families.esm2 import TransformerLayer
@@ -26,11 +23,6 @@ from esmshard.model.families.esm2 import TransformerLayer
 REHEARSED = "nano"
 """The model that is used for all models in a rehearsal."""
 GIB = 2**30
-
-State = Literal["running", "done", "failed", "not run"]
-
-LOST = 3
-"""The exit code of a stage whose CUDA context is lost. The stage is started again and continues with the next part."""
 
 
 class FailedError(Exception):
@@ -90,7 +82,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Context:
-    """The environment in which parts of a stage run."""
+    """The environment in which a part runs."""
 
     device: torch.device
     rehearsal: bool
@@ -98,11 +90,7 @@ class Context:
     out: Path
     """The directory of the results, for additional files."""
     scratch: Path
-    """A directory that is removed when the stage ends."""
-    deadline: float
-    """The time at which the stage must end, in seconds since 1970."""
-    starter_data: Path | None = None
-    """The directory that `data/starter/build.py` has written."""
+    """A directory that is removed when the part ends."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,10 +110,6 @@ class Context:
         """Return the size for a real run, or the size for a rehearsal."""
         return rehearsed if self.rehearsal else real
 
-    def seconds_left(self) -> float:
-        """Return the seconds until the stage must end."""
-        return self.deadline - time.time()
-
 
 @dataclass(frozen=True)
 class Part:
@@ -133,15 +117,14 @@ class Part:
 
     name: str
     seconds: float
-    """The expected seconds on an H200. The part is not begun if less time is left, and is ended after three times
-    as long."""
+    """The expected seconds on an H200. The part is not begun if less time is left."""
     run: Callable[[Context], Found]
     memory: float = 0.0
-    """The bytes of the GPU that must be free."""
+    """How many bytes of the GPU must be free."""
     disk: float = 0.0
-    """The bytes that must be free in the scratch directory."""
+    """How many bytes must be free in the scratch directory."""
     when: Literal["always", "gpu", "rehearsal"] = "always"
-    """`gpu` is for a part that a rehearsal leaves out, since a part with `rehearsal` runs the same code."""
+    """`gpu` is for a part that a rehearsal leaves out, because another part of the rehearsal runs the same code."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +140,6 @@ class Stage:
         """Return the parts that run on a GPU, or in a rehearsal."""
         return [part for part in self.parts if part.when in ("always", "rehearsal" if rehearsal else "gpu")]
 
-    @property
-    def seconds(self) -> float:
-        """The expected seconds of all parts on an H200."""
-        return sum(part.seconds for part in self.chosen(rehearsal=False))
-
 
 class Record:
     """The JSON and Markdown files of one stage. Files of an earlier run are read again."""
@@ -171,18 +149,8 @@ class Record:
         earlier = sorted(out.glob(f"????-??-??-{kind}-{stage}.json"))
         self.path = earlier[-1] if earlier else out / f"{time.strftime('%Y-%m-%d')}-{kind}-{stage}.json"
         self.content: dict[str, Any] = {"stage": stage, "rehearsal": rehearsal, "about": {}, "command": "", "parts": {}}
-        self.reload()
-
-    def reload(self) -> None:
-        """Read the file that the process of the stage has written. Without a file, nothing changes."""
-        if self.path.is_file():
+        if earlier:
             self.content = json.loads(self.path.read_text(encoding="utf-8"))
-
-    def forget_running(self) -> None:
-        """Remove the state of the part that was running when an earlier command was killed."""
-        if (part := self.running()) is not None:
-            del self.parts[part]
-            self.write()
 
     @property
     def parts(self) -> dict[str, dict[str, Any]]:
@@ -190,22 +158,9 @@ class Record:
         parts: dict[str, dict[str, Any]] = self.content["parts"]
         return parts
 
-    def state(self, part: str) -> State | None:
-        """Return the state of a part; None if it has no record."""
-        return self.parts[part]["state"] if part in self.parts else None
-
-    def running(self) -> str | None:
-        """Return the part that was begun and has not ended."""
-        return next((name for name, entry in self.parts.items() if entry["state"] == "running"), None)
-
-    def note(self, part: str, state: State, **more: Any) -> None:
-        """Write the state of a part at once."""
-        self.parts[part] = {"state": state, "time": time.strftime("%Y-%m-%d %H:%M:%S"), **more}
-        self.write()
-
-    def write(self) -> None:
-        """Write both files, and replace each as a whole."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+    def note(self, part: str, entry: dict[str, Any]) -> dict[str, Any]:
+        """Add the entry of a part, and write both files, each as a whole."""
+        self.parts[part] = entry | {"time": time.strftime("%Y-%m-%d %H:%M:%S")}
         for path, text in (
             (self.path, json.dumps(self.content, indent=1) + "\n"),
             (self.path.with_suffix(".md"), markdown(self.content)),
@@ -213,10 +168,11 @@ class Record:
             work = path.with_name(f".{path.name}.new")
             work.write_text(text, encoding="utf-8")
             work.replace(path)
+        return self.parts[part]
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The Markdown file of a stage."""
+    """Return the Markdown file of a stage."""
     date = min((entry["time"][:10] for entry in content["parts"].values()), default="")
     title = "Rehearsal on the CPU" if content["rehearsal"] else "GPU"
     lines = [f"# {title}, stage {content['stage']}, {date}".rstrip(", "), "", f"`{content['command']}`", ""]
@@ -236,107 +192,43 @@ def markdown(content: Mapping[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table, and an empty line."""
-    found = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return [*found, *("| " + " | ".join(row) + " |" for row in rows), ""]
+def run_part(part: Part, context: Context) -> tuple[dict[str, str], dict[str, Any]]:
+    """Run one part in this process. Return the facts of the machine, and the entry of the part for its record."""
+    about = {**measure.facts(context.device), **gpu_device.about(context.device)}
+    began, before = time.time(), gpu_device.clocks(context.device)
+    found = None
+    entry: dict[str, Any] = {"state": "done"}
+    try:
+        _check_room(part, context)
+        found = part.run(context)
+    except NotRunError as reason:
+        entry = {"state": "not run", "reason": str(reason)}
+    except FailedError as failed:
+        entry, found = {"state": "failed", "reason": str(failed)}, failed.found
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        entry = {"state": "failed", "reason": reason}
+    clocks = [c for c in (before, gpu_device.clocks(context.device)) if c]
+    entry |= {"seconds": round(time.time() - began, 1), "clocks": "; ".join(clocks)}
+    if found is not None:
+        figures = {what: asdict(figure) for what, figure in found.figures.items()}
+        entry |= {"text": found.text, "data": found.data, "figures": figures}
+    return about, entry
 
 
-def run_stage(stage: Stage, context: Context, record: Record, command: str) -> int:
-    """Run the parts of a stage that have no result yet. Return the exit code for this process.
-
-    Args:
-        stage: the stage to run.
-        context: see `Context`.
-        record: the record of this stage; it is written after each part.
-        command: the command that is recorded with the results.
-
-    Returns:
-        0 if each part was run, failed or was left out; LOST if the CUDA context is lost.
-    """
-    record.content["about"] = {**measure.facts(context.device), **gpu_device.about(context.device)}
-    record.content["command"] = command
-    for part in stage.chosen(rehearsal=context.rehearsal):
-        if record.state(part.name) in ("done", "failed"):
-            continue
-        if reason := _why_not(part, context):
-            record.note(part.name, "not run", reason=reason)
-            print(f"{stage.name}: {part.name}: not run: {reason}", file=sys.stderr, flush=True)
-            continue
-        print(f"{stage.name}: {part.name} (about {part.seconds:.0f} s)", file=sys.stderr, flush=True)
-        record.note(part.name, "running", since=time.time())
-        if not _run_part(stage, part, context, record):
-            return LOST
-        _free(context.device)
-    return 0
-
-
-def _why_not(part: Part, context: Context) -> str:
-    """Return why a part cannot begin, in one sentence; empty if it can."""
-    left = context.seconds_left()
-    if not context.rehearsal and part.seconds > left:
-        return f"it needs about {part.seconds:.0f} s, and {max(0.0, left):.0f} s are left; run this stage again"
+def _check_room(part: Part, context: Context) -> None:
+    """Raise `NotRunError` if the memory of the GPU or the disk is too small for a part."""
     if context.device.type == "cuda" and part.memory > (free := torch.cuda.mem_get_info()[0]):
-        return f"it needs {part.memory / GIB:.0f} GiB of the GPU's memory, and {free / GIB:.0f} GiB are free"
+        raise NotRunError(f"it needs {part.memory / GIB:.0f} GiB of the GPU, and {free / GIB:.0f} GiB are free")
     room = shutil.disk_usage(context.scratch).free
     if not context.rehearsal and part.disk > room:
         where = f"{context.scratch.parent}; set TMPDIR to a larger disk"
-        return f"it needs {part.disk / GIB:.0f} GiB of disk, and {room / GIB:.0f} GiB are free in {where}"
-    return ""
+        raise NotRunError(f"it needs {part.disk / GIB:.0f} GiB of disk, and {room / GIB:.0f} GiB are free in {where}")
 
 
-def _run_part(stage: Stage, part: Part, context: Context, record: Record) -> bool:
-    """Run one part and record its state. Return whether the process can continue."""
-    began, before = time.time(), gpu_device.clocks(context.device)
-    found, reason, lost = None, "", False
-    state: State = "done"
-    try:
-        found = part.run(context)
-    except NotRunError as left_out:
-        state, reason = "not run", str(left_out)
-    except FailedError as failed:
-        state, reason, found = "failed", str(failed), failed.found
-    except Exception as error:
-        traceback.print_exc()
-        state, reason = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        lost = _context_is_lost(context.device)
-    seconds = time.time() - began
-    clocks = [c for c in (before, gpu_device.clocks(context.device)) if c]
-    more: dict[str, Any] = {"seconds": round(seconds, 1), "clocks": "; ".join(clocks)}
-    if reason:
-        more["reason"] = reason
-    if found is not None:
-        more |= {"text": found.text, "data": found.data}
-        more["figures"] = {what: asdict(figure) for what, figure in found.figures.items()}
-    record.note(part.name, state, **more)
-    print(f"{stage.name}: {part.name}: {state} after {seconds:.0f} s {reason}".rstrip(), file=sys.stderr, flush=True)
-    return not lost
-
-
-def _context_is_lost(device: torch.device) -> bool:
-    """Return whether this process cannot compute any more: after an illegal access each call fails."""
-    if device.type != "cuda":
-        return False
-    try:
-        torch.cuda.synchronize()
-        return bool(torch.ones(2, device=device).sum().item() != 2)
-    except Exception:
-        return True
-
-
-def _free(device: torch.device) -> None:
-    """Empty the caches that a part has filled, so that the next part has the whole device."""
-    gc.collect()
-    torch._dynamo.reset()  # compiled code keeps its model in memory
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def context_of(
-    device: torch.device, out: Path, scratch: Path, deadline: float, *, rehearsal: bool, starter_data: Path | None
-) -> Context:
-    """Make the context of a stage's process, and set the environment for benchmarks."""
+def context_of(device: torch.device, out: Path, scratch: Path, *, rehearsal: bool) -> Context:
+    """Make the context of a part's process, and set the environment for benchmarks."""
     if rehearsal:
         measure.CEILING_SECONDS = 0.02
         measure.CEILING_WIDTH = {"cpu": 256}  # a wide product takes longer than all other work of a rehearsal
@@ -350,4 +242,4 @@ def context_of(
     else:
         measure.GO_ON = True
         measure.CEILING_SECONDS = 0.4  # the matrix product of a GPU takes 1.4 ms, so short runs are enough
-    return Context(device, rehearsal, out, scratch, deadline, starter_data)
+    return Context(device, rehearsal, out, scratch)

@@ -32,7 +32,8 @@ from esmshard.train.step import train_step
 TASK = MlmSettings(name="mlm")
 FULL = AdaptSettings()  # type: ignore[call-arg]
 WARM_UP = 2
-"""The warm-up steps, which do not count. The optimizer's state exists from the second step on."""
+"""The number of first steps that do not count. The optimizer's state exists from the second step on."""
+KERNELS: dict[str, planner.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,6 @@ class Trained:
     planned: planner.Memory
     tokens: int
     """The tokens of a step, without padding."""
-    residues: int
-    """The residues of a step."""
     flops: float
     """The FLOPs of a step, forward and backward. Recomputation for the sake of memory does not count."""
     ceiling: float
@@ -64,65 +63,6 @@ class Trained:
         return self.flops / self.second / self.ceiling
 
 
-@contextmanager
-def prepared(
-    name: str,
-    device: torch.device,
-    layout: Layout,
-    *,
-    tokens: int,
-    adapt: AdaptSettings = FULL,
-    micro_batches: int = 1,
-    longest: int = 1022,
-) -> Iterator[tuple[Callable[[], None], planner.Memory, list[TokenBatch], float]]:
-    """Prepare a sharded model and its optimizer, and yield a function that takes one step.
-
-    Args:
-        name: a key of SIZES.
-        device: the device of the training.
-        layout: the layout for one process.
-        tokens: the exact number of tokens of a micro-batch.
-        adapt: the trained part of the model.
-        micro_batches: the micro-batches of a step.
-        longest: the most residues of a protein; longer proteins are cut.
-
-    Yields:
-        The function, the planner's estimate of the memory, the batches of a step, and the FLOPs of a step.
-    """
-    config = SIZES[name]
-    task = new_task(TASK, {})
-    with torch.device("meta"):
-        model = FineTuner(ESM2(config), task.head(config))
-    model.adapt(adapt, 0)
-    numbers = planner.numbers_of(model, config)
-    work = [_batch(tokens, longest, seed) for seed in range(micro_batches)]
-    kernels: dict[str, planner.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
-    planned = planner.memory(
-        numbers,
-        layout,
-        tokens,
-        head_bytes(TASK, np.array([longest + 2], np.int32), layout, config.n_logits)(tokens),
-        kernels[kernel_name(device, DTYPES[layout.precision])],
-        micro_batches=micro_batches,
-        padding=max(batch.max_seqlen * len(batch) / batch.bounds[-1] for batch, _ in work),
-    )
-    lengths = np.concatenate([batch.token_counts for batch, _ in work]).astype(np.float64)
-    flops = float(lengths.sum()) * training_flops(numbers, float((lengths**2).sum() / lengths.sum()))
-    with _ranks(device, layout) as ranks:
-        shard(model, layout, ranks)
-        if layout.sharded:
-            materialise(model, _rows_of(model, config), layout, ranks)
-        else:
-            random_models.fill(model, device)
-        optimizer = adamw(model.train(), OptimSettings())  # type: ignore[call-arg]
-        set_learning_rate(optimizer, 0.0)  # learning rate 0: the step does all its work, and the weights stay the same
-
-        def step() -> None:
-            train_step(model, task, optimizer, [(*one, False) for one in work], 1.0, ranks, layout)
-
-        yield step, planned, [batch for batch, _ in work], flops
-
-
 def train(
     name: str,
     device: torch.device,
@@ -134,31 +74,55 @@ def train(
     micro_batches: int = 1,
     longest: int = 1022,
 ) -> Trained:
-    """Take some steps, and measure them; see `prepared` for the arguments."""
+    """Take some steps, and measure them. `tokens` is the exact number of tokens of a micro-batch; `longest` is the most
+    residues of a protein.
+    """
     gc.collect()
-    seconds, peaks = [], []
-    with prepared(name, device, layout, tokens=tokens, adapt=adapt, micro_batches=micro_batches, longest=longest) as (
-        step,
-        planned,
-        batches,
-        flops,
-    ):
+    config, task = SIZES[name], new_task(TASK, {})
+    with torch.device("meta"):
+        model = FineTuner(ESM2(config), task.head(config))
+    model.adapt(adapt, 0)
+    numbers = planner.numbers_of(model, config)
+    work = [_batch(tokens, longest, seed) for seed in range(micro_batches)]
+    planned = planner.memory(
+        numbers,
+        layout,
+        tokens,
+        head_bytes(TASK, np.array([longest + 2], np.int32), layout, config.n_logits)(tokens),
+        KERNELS[kernel_name(device, DTYPES[layout.precision])],
+        micro_batches=micro_batches,
+        padding=max(batch.max_seqlen * len(batch) / batch.bounds[-1] for batch, _ in work),
+    )
+    lengths = np.concatenate([batch.token_counts for batch, _ in work]).astype(np.float64)
+    flops = float(lengths.sum()) * training_flops(numbers, float((lengths**2).sum() / lengths.sum()))
+    seconds, peaks = [], [0]
+    with _ranks(device, layout) as ranks:
+        shard(model, layout, ranks)
+        if layout.sharded:
+            materialise(model, _rows_of(model, config), layout, ranks)
+        else:
+            random_models.fill(model, device)
+        optimizer = adamw(model.train(), OptimSettings())  # type: ignore[call-arg]
+        set_learning_rate(optimizer, 0.0)  # the step does all its work, and the weights stay the same
+
+        def step() -> None:
+            train_step(model, task, optimizer, [(*one, False) for one in work], 1.0, ranks, layout)
+
         for n in range(WARM_UP + steps):
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             took = measure.clock(step, device)
             if n >= WARM_UP:
                 seconds.append(took)
-                peaks.append(torch.cuda.max_memory_allocated() if device.type == "cuda" else None)
+                peaks.append(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0)
         ceiling = measure.ceiling(device, DTYPES[layout.precision])
-    most = max((peak for peak in peaks if peak is not None), default=None)
-    whole, residues = sum(batch.bounds[-1] for batch in batches), sum(batch.n_residues for batch in batches)
-    return Trained(seconds, most, planned, whole, residues, flops, ceiling)
+    whole = sum(batch.bounds[-1] for batch, _ in work)
+    return Trained(seconds, max(peaks) or None, planned, whole, flops, ceiling)
 
 
 @contextmanager
 def _ranks(device: torch.device, layout: Layout) -> Iterator[World]:
-    """Return a world of one process. FSDP needs a process group to keep weights outside the GPU."""
+    """Yield a world of one process. FSDP needs a process group to keep weights outside the GPU."""
     if layout.sharded:
         with world(alone_too=True) as ranks:
             yield ranks
@@ -183,14 +147,13 @@ def _batch(tokens: int, longest: int, seed: int) -> tuple[TokenBatch, list[torch
 
 
 def _rows_of(model: FineTuner, config: EsmConfig) -> Callable[[str, slice], torch.Tensor]:
-    """Return random rows of any tensor, on the CPU."""
+    """Return a function that draws random rows of any tensor, on the CPU."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def rows(name: str, which: slice) -> torch.Tensor:
         if name.endswith("inv_freq"):
             return inverse_frequencies(config.head_dim)[which]
-        count = len(range(*which.indices(shapes[name][0])))
-        drawn = torch.empty(count, *shapes[name][1:])
+        drawn = torch.empty(len(range(*which.indices(shapes[name][0]))), *shapes[name][1:])
         return drawn.normal_(0, random_models.DEVIATION, generator=torch.Generator().manual_seed(0))
 
     return rows

@@ -1,10 +1,10 @@
-"""Tracks: what models read of residues besides amino acids, such as 3Di letters.
+"""Tracks: further inputs of a model for each residue, such as 3Di letters.
 
-Files of letters are FASTA, of codes `.npz`, of coordinates PDB and mmCIF. Read once, the entries of all residues of a
-token store lie memory-mapped in the cache, in the order of the store:
+Letters are read from FASTA files, codes from `.npz` files, and coordinates from PDB and mmCIF files. Each source is
+read once. The cache then keeps the values of all residues of a token store, in the order of the store:
 
-    values.npy      [R, ...]: the entries of the R residues of all records end to end
-    known.npy       int32 [N]: of how many residues of each record something is known
+    values.npy      [R, ...]: the values of the R residues of all records end to end
+    known.npy       int32 [N]: the number of known residues of each record
     manifest.json   sha256 of both arrays, and notices
 """
 
@@ -37,19 +37,19 @@ from esmshard.recipe.sections import INSIDE
 from esmshard.vocab import Track, decode
 
 UNKNOWN_LETTER = "#"
-"""The letter of a residue of which nothing is known, as SaProt's authors write it."""
+"""The letter of a residue without a known value. SaProt uses the same letter."""
 _DTYPE: dict[str, npt.DTypeLike] = {"letters": np.uint8, "codes": np.int64, "coordinates": np.float32}
-_STRANGE = 255
+_INVALID = 255
 
 
-def shape_of(track: Track) -> tuple[int, ...]:
-    """Return the dimensions of the entry of one residue."""
+def _value_shape(track: Track) -> tuple[int, ...]:
+    """Return the dimensions of the value of one residue."""
     return (3, 3) if track.kind == "coordinates" else ()
 
 
 def in_batches(track: Track, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the entries of the residues of a protein [L, ...] as batches have them: in the dtype of `Track.kind`, and
-    with an unknown entry at `<cls>` and one at `<eos>`, [L + 2, ...].
+    """Convert the values of a protein [L, ...] for a batch, [L + 2, ...]. The dtype follows from `Track.kind`. `<cls>`
+    and `<eos>` get the unknown value.
 
     >>> dssp = Track("dssp", "DSSP letters", "letters", unknown=3, letters="HEC")
     >>> in_batches(dssp, values_of(dssp, "HC", "here")).tolist()
@@ -60,59 +60,57 @@ def in_batches(track: Track, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def unknown_entry(track: Track, length: int) -> npt.NDArray[Any]:
-    """Return the entry of a protein of which nothing is known, [L, ...]."""
-    return np.full((length, *shape_of(track)), track.unknown, dtype=_DTYPE[track.kind])
+    """Return the values of a protein without a known value, [L, ...]."""
+    return np.full((length, *_value_shape(track)), track.unknown, dtype=_DTYPE[track.kind])
 
 
-def known_residues(track: Track, values: npt.NDArray[Any]) -> int:
-    """Return of how many residues something is known."""
+def _known_residues(track: Track, values: npt.NDArray[Any]) -> int:
+    """Count the residues with a known value."""
     if track.kind == "coordinates":
         return int(np.isfinite(values).all((1, 2)).sum())
     return int((values != track.unknown).sum())
 
 
 def values_of(track: Track, given: Any, where: str) -> npt.NDArray[Any]:
-    """Check the entry of one protein, and return it as numbers, [L, ...].
+    """Check the values of one protein, and return them as numbers, [L, ...].
 
     Args:
         track: the track.
-        given: a text for `letters`, in upper or lower case, with `#` where nothing is known; an array for the others.
+        given: for `letters` a string in upper or lower case, with `#` for an unknown value; otherwise an array.
         where: the beginning of messages, such as `x.fasta:3: record 'P01308'`.
 
     Raises:
-        InputError: it is no such text or array, or a value is none of the track.
+        InputError: the type or the shape is wrong, or the track has no such value.
     """
     if track.kind == "letters":
         return _letters(track, given, where)
     values = np.asarray(given)
-    of = f"{where} is {values.dtype} {list(values.shape)}; {track.title} are"
+    expected = f"{where} is {values.dtype} {list(values.shape)}; {track.title} are"
     if track.kind == "coordinates":
         if values.ndim != 3 or values.shape[1:] != (3, 3) or values.dtype.kind not in "fiu":
-            raise InputError(
-                f"{of} numbers of shape [residues, 3, 3]: N, CA and C of each residue in Angstrom, nan where nothing "
-                "is known"
-            )
+            shape = "of shape [residues, 3, 3]: N, CA and C in Angstrom"
+            raise InputError(f"{expected} numbers {shape}, and nan for unknown values")
         return values.astype(np.float32)
     if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise InputError(f"{of} whole numbers, one for each residue")
+        raise InputError(f"{expected} whole numbers, one for each residue")
     wrong = ((values < 0) | (values >= track.n_codes)) & (values != track.unknown)
     if wrong.any():
         at = int(wrong.argmax())
         raise InputError(
             f"{where} has {values[at]} at position {at + 1}, but {track.title} are 0 to {track.n_codes - 1}, and "
-            f"{track.unknown:g} where nothing is known; make it again with the encoder of this model"
+            f"{track.unknown:g} for an unknown value; make the codes again with the encoder of this model"
         )
     return values.astype(np.int64)
 
 
 def require_length(track: Track, values: npt.NDArray[Any], length: int, where: str) -> None:
-    """Refuse an entry [L, ...] that has not one value for each residue; `where` begins the message."""
+    """Require one value for each residue; `where` begins the message."""
     if len(values) != length:
         unknown = UNKNOWN_LETTER if track.kind == "letters" else f"{track.unknown:g}"
         of_files = " (structure files have the whole sequence in SEQRES or _entity_poly_seq)"
         raise InputError(
             f"{where} has {track.title} of {len(values):,} residues, and its sequence has {length:,} residues; give "
-            f"one for each residue of the whole sequence, {unknown} where nothing is known"
+            f"one value for each residue of the whole sequence, and {unknown} for an unknown value"
             f"{of_files if track.kind == 'coordinates' else ''}"
         )
 
@@ -120,7 +118,7 @@ def require_length(track: Track, values: npt.NDArray[Any], length: int, where: s
 @functools.cache
 def _numbers(letters: str, unknown: int) -> npt.NDArray[np.uint8]:
     """Return the number of each ASCII letter, uint8 [256]."""
-    numbers = np.full(256, _STRANGE, np.uint8)
+    numbers = np.full(256, _INVALID, np.uint8)
     for number, letter in enumerate(letters):
         numbers[[ord(letter.lower()), ord(letter.upper())]] = number
     numbers[ord(UNKNOWN_LETTER)] = unknown
@@ -132,24 +130,24 @@ def _letters(track: Track, given: Any, where: str) -> npt.NDArray[np.uint8]:
         raise InputError(f"{where} is of type {type(given).__name__}; a string of {track.title} is expected")
     codes_L = np.frombuffer(given.encode("ascii", errors="replace"), np.uint8)
     values_L: npt.NDArray[np.uint8] = _numbers(track.letters, int(track.unknown))[codes_L]
-    if (strange := np.flatnonzero(values_L == _STRANGE)).size:
-        at = int(strange[0])
+    if (invalid := np.flatnonzero(values_L == _INVALID)).size:
+        at = int(invalid[0])
         raise InputError(
             f"{where} has {shown(given[at])} at position {at + 1}, which is none of the {track.title} "
-            f"({track.letters}); write {UNKNOWN_LETTER} where nothing is known"
+            f"({track.letters}); write {UNKNOWN_LETTER} for an unknown value"
         )
     return values_L
 
 
 def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yield the number and the values [L, ...] of each record that has an entry, once, in the order of the source.
+    """Yield the number and the values [L, ...] of each record that the source has, in the order of the source.
 
-    Entries of other proteins are passed over. `edits` collects what is worth a notice.
+    Other proteins are skipped. `edits` collects what is worth a notice.
 
     Raises:
-        InputError: the source cannot be read, or an entry does not fit its record; the message names the record.
+        InputError: the source cannot be read, or values do not fit their record; the message names the record.
     """
-    given: Iterable[tuple[int, Any, str, str]]  # record, entry, place, and what begins a message
+    given: Iterable[tuple[int, Any, str, str]]  # number of the record, values, place, and beginning of a message
     if track.kind == "coordinates":
         given = _structure_entries(source, records, edits)
     elif track.kind == "letters":
@@ -161,7 +159,7 @@ def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> It
     places: dict[int, str] = {}
     for n, value, place, where in given:
         if n in places:
-            raise InputError(f"{where} stands in {places[n]} too; leave one of them out")
+            raise InputError(f"{where} is in {places[n]} too; leave one of them out")
         places[n] = place
         values_L = values_of(track, value, where)
         require_length(track, values_L, int(records.lengths[n]), where)
@@ -176,13 +174,18 @@ def _by_id(records: TokenStore, given: Iterable[tuple[str, Any, str]]) -> Iterat
 
 def _structure_entries(source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, Any, str, str]]:
     """Read the files whose names belong to a record: `1abc.cif` for `1abc`, `1ABC`, `1abc_A` or `sp|1ABC|NAME`."""
-    wanted = _records_by_entry(records)
-    files = [path for path in listed_files(source, edits) if chain_prefix(path) in wanted]
+    records_of_name: dict[str, list[int]] = defaultdict(list)
+    for n in range(len(records)):
+        name = records.id(n).lower()
+        accession = UNIPROT.match(name)
+        for file_name in {name, name.rpartition("_")[0], accession[1] if accession else ""} - {""}:
+            records_of_name[file_name].append(n)
+    files = [path for path in listed_files(source, edits) if chain_prefix(path) in records_of_name]
     with Progress(f"structures in {source.name}", len(files), show=len(files) >= MANY) as progress:
         for done, path in enumerate(files, 1):
             prefix = chain_prefix(path)
             chains = read_chains(path, edits=Edits())
-            for n in wanted[prefix]:
+            for n in records_of_name[prefix]:
                 chain = _chain_of(path, chains, prefix, n, records)
                 if chain is not None:
                     where = f"{path}: chain '{chain.id}' of record {shown(records.id(n))}"
@@ -192,35 +195,21 @@ def _structure_entries(source: Path, records: TokenStore, edits: Edits) -> Itera
             progress.update(done, path.name)
 
 
-def _records_by_entry(records: TokenStore) -> dict[str, list[int]]:
-    """Return, for each name that a file or an array may have, in lower case, the records that it may belong to."""
-    wanted: dict[str, list[int]] = defaultdict(list)
-    for n in range(len(records)):
-        name = records.id(n).lower()
-        accession = UNIPROT.match(name)
-        for entry in {name, name.rpartition("_")[0], accession[1] if accession else ""} - {""}:
-            wanted[entry].append(n)
-    return wanted
-
-
 def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: TokenStore) -> Chain | None:
-    """Return the chain of a record in the file of an entry; None if the file is not of the record.
+    """Return the chain of record n in a file; None if the file has no such chain.
 
-    A record that is called as the chain has this chain, `1abc_A` for one. A record that is called as the file has the
-    chain of its sequence, or the only chain.
+    The record `1abc_A` gets chain A of `1abc.cif`. The record `1abc` gets the chain with its sequence, or the only
+    chain.
     """
     record_id = records.id(n)
     name, _, chain_name = record_id.rpartition("_")
     if name.lower() == prefix:
-        called = [chain for chain in chains if chain.id == f"{prefix}_{chain_name}"]
-        return called[0] if called else None
+        return next((chain for chain in chains if chain.id == f"{prefix}_{chain_name}"), None)
     sequence = decode(records.residues(n))
     same = [chain for chain in chains if chain.sequence == sequence] or (chains if len(chains) == 1 else [])
     if not same:
-        raise InputError(
-            f"{path}: has {len(chains)} protein chains, and none has the sequence of record {shown(record_id)}; name "
-            f"the record {prefix}_CHAIN, or leave one chain in the file"
-        )
+        record = f"record {shown(record_id)}; rename the record to {prefix}_CHAIN"
+        raise InputError(f"{path}: has {len(chains)} protein chains, and none has the sequence of {record}")
     return same[0]
 
 
@@ -237,13 +226,13 @@ class TrackStore:
         self.sha256: dict[str, str] = about["sha256"]
         """The sha256 of the two arrays, by the name of the file."""
         self.notices: list[str] = about["notices"]
-        """Sentences about what the source holds."""
+        """Sentences about the content of the source."""
         self.known_N: npt.NDArray[np.int32] = np.load(path / "known.npy", mmap_mode="r", allow_pickle=False)
-        """Of how many residues of each record something is known."""
+        """The number of known residues of each record."""
         self._values = np.load(path / "values.npy", mmap_mode="r", allow_pickle=False)
 
     def __getitem__(self, n: int) -> npt.NDArray[Any]:
-        """Return the entries of the residues of record n, [L, ...]."""
+        """Return the values of record n, [L, ...]."""
         offsets = self.records.offsets
         begin, end = int(offsets[n]) - n, int(offsets[n + 1]) - n - 1
         values: npt.NDArray[Any] = self._values[begin:end]
@@ -254,7 +243,7 @@ def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> Tra
     """Read a track for the records of a store, and write it to a new directory.
 
     Raises:
-        InputError: see `entries`; no record has an entry, or some records have several chains.
+        InputError: see `entries`; the source has none of the records, or a record has several chains.
     """
     sealed_directory(out, functools.partial(_write, track, source, store))
     return TrackStore(out, track, store)
@@ -264,42 +253,35 @@ def _write(track: Track, source: Path, store: TokenStore, directory: Path) -> li
     """Write the arrays of a track, and return notices."""
     if store.linker is not None:
         raise InputError(
-            f"{source}: {track.title} are read for records of one chain, and some records have several; make each "
-            "chain a record, or leave the track out"
+            f"{source}: {track.title} are read for records of one chain, and some records have several chains; make "
+            "each chain a record, or leave the track out"
         )
     edits, known_N, residues = Edits(), np.zeros(len(store), np.int32), int(store.offsets[-1]) - len(store)
-    shape, dtype = (residues, *shape_of(track)), _kept_dtype(track)
+    dtype = np.dtype(np.float32)
+    if track.kind != "coordinates":
+        dtype = np.min_scalar_type(max(track.n_codes, len(track.letters), int(track.unknown)))
+    shape = (residues, *_value_shape(track))
     values = np.lib.format.open_memmap(directory / "values.npy", mode="w+", dtype=dtype, shape=shape)
     values[:] = track.unknown
-    n_entries = 0
-    for n, entry in entries(track, source, store, edits):
+    n_records = 0
+    for n, values_L in entries(track, source, store, edits):
         begin = int(store.offsets[n]) - n
-        values[begin : begin + len(entry)] = entry
-        known_N[n] = known_residues(track, entry)
-        n_entries += 1
-    if not n_entries:
-        some = first_three(range(min(len(store), 4)), store.id)
-        raise InputError(
-            f"{source}: has {track.title} of none of the {len(store):,} records ({some}); give them the ids of the "
-            "sequences"
-        )
+        values[begin : begin + len(values_L)] = values_L
+        known_N[n] = _known_residues(track, values_L)
+        n_records += 1
+    if not n_records:
+        ids = first_three(range(min(len(store), 4)), store.id)
+        raise InputError(f"{source}: has {track.title} of none of the {len(store):,} records ({ids}); correct the ids")
     values.flush()
     np.save(directory / "known.npy", known_N)
     return edits.notices()
 
 
-def _kept_dtype(track: Track) -> np.dtype[Any]:
-    """Return the smallest dtype that holds every entry."""
-    if track.kind == "coordinates":
-        return np.dtype(np.float32)
-    return np.min_scalar_type(max(track.n_codes, len(track.letters), int(track.unknown)))
-
-
 def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
-    """Open a track for the records of a store. It is read on first use and kept in the user's cache.
+    """Open a track for the records of a store. The track is read on first use and kept in the user's cache.
 
     The key is the path and `paths.state` of the source, or of all files of a directory, and the digests of the store.
-    Processes that ask at the same time wait for the one that reads.
+    Of several processes, one reads the track, and the others wait.
 
     Raises:
         InputError: see `write_track`.
@@ -311,7 +293,7 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
 
 @dataclass(frozen=True)
 class TrackFile:
-    """A track, and where its values are."""
+    """A track, and the path of its values."""
 
     track: Track
     path: Path
@@ -333,9 +315,9 @@ def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, ke
     known = {track.name: track for track in takes}
     if unknown := [name for name in named if name not in known]:
         what = " and ".join(f"{track.name} ({track.title})" for track in takes)
-        instead = f"takes no such track; it takes {what}" if takes else "reads the sequence alone and takes no track"
-        raise UsageError(f"{key}{unknown[0]}: {model} {instead}; leave it out")
-    # A shell leaves a ~ after = as it is.
+        reason = f"takes no such track; it takes {what}" if takes else "reads the sequence alone and takes no track"
+        raise UsageError(f"{key}{unknown[0]}: {model} {reason}; leave it out")
+    # A shell does not expand ~ after =.
     return [
         TrackFile(known[name], Path(path) if path == INSIDE else remote.data_file(path).expanduser())
         for name, path in named.items()
@@ -348,43 +330,42 @@ def named_tracks(options: Sequence[str]) -> dict[str, str]:
     Raises:
         UsageError: an option is not of this form, or a track is named twice.
     """
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for option in options:
         name, equals, path = option.partition("=")
         if not name or not equals or not path:
             raise UsageError(f"--track {option}: NAME=PATH is expected, with {INSIDE} for coordinates of the input")
-        if name in found:
+        if name in paths:
             raise UsageError(f"--track {name}: is given twice; give one path")
-        found[name] = path
-    return found
+        paths[name] = path
+    return paths
 
 
 def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
     """Return the tracks, each with a path. Coordinates `inside` the data have the path of the data.
 
     Raises:
-        InputError: the data are no structures, which alone have coordinates.
+        InputError: a track is `inside`, and the data are no structures or the track is no coordinates.
     """
     resolved = []
     for file in files:
         inside = file.path == Path(INSIDE)
         if inside and not (file.track.kind == "coordinates" and holds_structures(path)):
-            raise InputError(
-                f"{path}: has no {file.track.title} inside (only PDB and mmCIF files have a track inside, their "
-                f"coordinates); give the path of the {file.track.title}"
-            )
+            raise InputError(f"{path}: has no {file.track.title} inside; give the path of the {file.track.title}")
         resolved.append(TrackFile(file.track, path) if inside else file)
     return resolved
 
 
 def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
-    """Return facts, ready for JSON, that show quickly whether the sources are unchanged, by the name of the track."""
-    found = {}
+    """Return the file name and a digest of the state of each source, by the name of the track. A source that has
+    changed has another digest.
+    """
+    state_by_name = {}
     for file in files:
         facts = [(name, size, written) for name, _, size, written, _ in states(file.path)]
         state = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-        found[file.track.name] = {"path": file.path.name, "state": state}
-    return found
+        state_by_name[file.track.name] = {"path": file.path.name, "state": state}
+    return state_by_name
 
 
 class RecordTracks:
@@ -392,8 +373,8 @@ class RecordTracks:
 
     Args:
         stores: the opened tracks.
-        files: where each was, for messages.
-        protein: for variants of one protein, the residues of record 0 that every variant has.
+        files: the path of each track, for notices.
+        protein: for variants of one protein, the residues of record 0 that the model sees.
     """
 
     def __init__(
@@ -410,25 +391,25 @@ class RecordTracks:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def get(self, n: int, part: slice | npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-        """Return the entries of a part of record n, with its ends."""
+        """Return the values of a part of record n, see `in_batches`, by the name of the track."""
         record, protein = (n, slice(None)) if self._protein is None else (0, self._protein)
         return {store.track.name: in_batches(store.track, store[record][protein][part]) for store in self._stores}
 
     def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
-        """Return sentences on what is known of some records, or of the protein, whatever the variants."""
-        found: list[str] = []
+        """Say how many of these records and residues have known values. For variants, only the wild type counts."""
+        sentences: list[str] = []
         for store, source in zip(self._stores, (file.path for file in self._files), strict=True):
             if self._protein is not None:
                 values = store[0][self._protein]
-                known = f"{known_residues(store.track, values):,} of {len(values):,} residues of the wild type"
-                found.append(f"{store.track.title} of {known}, from {source}")
+                known = f"{_known_residues(store.track, values):,} of {len(values):,} residues of the wild type"
+                sentences.append(f"{store.track.title} of {known}, from {source}")
             else:
                 known_M = store.known_N[records_M].astype(np.int64)
                 residues = f"{known_M.sum():,} of {store.records.lengths[records_M].sum(dtype=np.int64):,} residues"
                 records = f"{(known_M > 0).sum():,} of {counted(len(known_M), 'record')}"
-                found.append(f"{store.track.title} of {records}, and {residues}, from {source}")
-            found += [f"{source}: {notice}" for notice in store.notices]
-        return found
+                sentences.append(f"{store.track.title} of {records}, and {residues}, from {source}")
+            sentences += [f"{source}: {notice}" for notice in store.notices]
+        return sentences
 
 
 def record_tracks(files: Sequence[TrackFile], store: TokenStore, protein: slice | None = None) -> RecordTracks:

@@ -1,12 +1,11 @@
 """Measured variants of one protein, read from tables as laboratories write them.
 
-A cell of the column of mutations names substitutions. Everything that is not in this list is refused with a reason.
+A cell of the column of mutations names substitutions. Every cell that is not in this list is refused with a reason.
 
 | the cell | its meaning |
 |---|---|
 | `A24G`, `p.A24G`, `p.Ala24Gly`, `p.(Ala24Gly)`, `NP_000509.1:p.Ala24Gly` | one substitution |
 | `A24G:V30L`, also with `;`, `,`, `/`, `+` or spaces, `p.[Ala24Gly;Val30Leu]` | several substitutions in one protein |
-| `24G`, `24G:30L` | the same, if no cell of the column has letters of the wild type |
 | `WT`, `_wt`, `wild-type`, `p.=` | the wild type |
 | `A24*`, `p.Ala24Ter` | a stop codon: refused or dropped |
 | `A24A`, `p.Ala24=` | a synonymous change: refused, dropped or kept |
@@ -15,8 +14,7 @@ Three-letter codes and brackets are HGVS (den Dunnen et al. 2016, https://hgvs-n
 Enrich2 (Rubin et al. 2017). Lower case is read too.
 
 Tables often count from the start of the mature protein, of a construct or of a crystal structure instead of residue 1
-of the sequence. A wrong shift of positions would go unnoticed without the wild-type letters, so each letter is
-compared.
+of the sequence. So each wild-type letter is compared with the sequence, and a wrong shift of positions is noticed.
 """
 
 import functools
@@ -47,9 +45,7 @@ _WILD_TYPE = frozenset({"wt", "_wt", "wildtype", "wild-type", "wild_type", "wild
 _ACCESSION = re.compile(r"([NX]P_\d+|[A-Z][A-Z0-9_]*\d\.\d+):(?=p\.)")
 _JOINED = re.compile(r"\s*[:;,/+]\s*|\s+")
 _SUBSTITUTION = re.compile(r"([A-Z]{3}|[A-Z])(-?\d{1,6})([A-Z]{3}|[A-Z]|\*|=)", re.ASCII | re.IGNORECASE)
-_BARE = re.compile(r"(?<![A-Za-z0-9-])(\d{1,6})(?=([A-Z]{3}|[A-Z]|\*)(?![A-Za-z0-9]))", re.ASCII | re.IGNORECASE)
-"""A position without the letter of the wild type before it."""
-HOW = "write A24G, A24G:V30L or p.Ala24Gly, and WT for the wild type; remove rows of other changes"
+_HOW = "write A24G, A24G:V30L or p.Ala24Gly, and WT for the wild type; remove rows of other changes"
 """Advice for messages about cells that cannot be used."""
 
 
@@ -57,7 +53,7 @@ class RefusedVariant(InputError):
     """A cell cannot be used."""
 
 
-# a dataclass sorts and hashes ten times slower, and tables have hundreds of thousands of mutations
+# A dataclass sorts and hashes ten times slower, and tables have hundreds of thousands of mutations.
 class Mutation(NamedTuple):
     """A substitution of one residue.
 
@@ -81,7 +77,7 @@ def name_of(mutations: tuple[Mutation, ...]) -> str:
 
 
 def renumbered(mutations: tuple[Mutation, ...], shift: int) -> tuple[Mutation, ...]:
-    """Return the same substitutions in a numbering that is ahead by `shift`.
+    """Return the substitutions with `shift` added to their positions.
 
     >>> name_of(renumbered((Mutation(0, "M", "L"),), 23))
     'M24L'
@@ -98,7 +94,7 @@ def parse_variant(cell: str) -> tuple[Mutation, ...]:
     ()
 
     Raises:
-        RefusedVariant: the cell is no list of substitutions; the message says what the cell has instead.
+        RefusedVariant: the cell is no list of substitutions; the message quotes the wrong part.
     """
     cell = cell.strip()
     if cell.lower() in _WILD_TYPE:
@@ -112,31 +108,10 @@ def parse_variant(cell: str) -> tuple[Mutation, ...]:
             if body.startswith(opening) and body.find(closing) == len(body) - 1:
                 body = body[1:-1]
     mutations = tuple(sorted(_substitution(word) for word in _JOINED.split(body)))
-    for one, other in itertools.pairwise(mutations):
-        if one.position == other.position:
-            raise RefusedVariant(f"{shown(cell)} changes position {one.position + 1} twice")
+    for mutation, following in itertools.pairwise(mutations):
+        if mutation.position == following.position:
+            raise RefusedVariant(f"{shown(cell)} changes position {mutation.position + 1} twice")
     return mutations
-
-
-def without_wild_type_letters(cells: Sequence[str]) -> bool:
-    """Whether each cell has only positions and new letters, as in `24G`, or is the wild type."""
-    words = [word for cell in cells if cell.strip().lower() not in _WILD_TYPE for word in _JOINED.split(cell.strip())]
-    return bool(words) and all(_BARE.match(word) for word in words)
-
-
-def parse_with_wild_type(cell: str, wild_type: str, shift: int) -> tuple[Mutation, ...]:
-    """Read a cell such as `24G`, whose letters of the wild type stand at the position plus `shift`; see
-    `parse_variant`.
-
-    >>> name_of(parse_with_wild_type("2T", "MKV", 0))
-    'K2T'
-    """
-
-    def completed(match: re.Match[str]) -> str:
-        place = int(match[1]) - 1 + shift
-        return f"{wild_type[place] if 0 <= place < len(wild_type) else 'X'}{match[1]}"  # X fits no wild type
-
-    return parse_variant(_BARE.sub(completed, cell))
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -179,9 +154,9 @@ def compare(sequence: str, wild_type: str) -> tuple[Mutation, ...]:
     return mutations
 
 
-_ENOUGH = 0.99  # share of the mutations that must fit a shift of the numbering
-_FEWEST = 5  # sites for a shift without being asked: fewer fit some shift by chance (a letter matches one time in 17)
-_TOLD = 3  # sites for a shift that the user is told of
+_ENOUGH = 0.99  # the share of the mutations that must fit a shift of the numbering
+_FEWEST = 5  # the sites for an automatic shift: fewer fit some shift by chance (a letter matches one time in 17)
+_PROPOSED = 3  # the sites for a shift that an error message proposes
 
 
 MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
@@ -197,9 +172,7 @@ NAME_TARGET = "pass data.target=COLUMN to finetune, or --target COLUMN to score 
 Replicates = Literal["error", "mean", "keep"]
 Unusable = Literal["error", "drop"]
 MOST_UNUSABLE = 0.1
-"""Largest share of the rows that may be left out as unusable. If more are unusable, the file is not what its reader
-expects.
-"""
+"""Largest share of the rows that may be left out as unusable. If more rows are unusable, the table is refused."""
 
 FEW_SITES, COMBINED = 10, 0.1
 """The most sites of a combinatorial library, and the least share of its variants with several changes."""
@@ -211,21 +184,20 @@ class Variants:
 
     wild_type: str
     mutations: list[tuple[Mutation, ...]]
-    """Mutations of each variant, by position; empty for the wild type. Positions count residues of
-    `wild_type` from 0.
+    """Mutations of each variant, by position; empty for the wild type. Positions count residues of `wild_type` from 0.
     """
     target_NT: npt.NDArray[np.float64]
-    """Measured values, float64 [N, T]; NaN where one of several targets is missing, but never in a whole row."""
+    """Measured values, float64 [N, T]. A missing value is NaN; every variant has at least one value."""
     target_names: tuple[str, ...]
     rows: list[tuple[int, ...]]
-    """Rows of `table` behind each variant."""
+    """The rows of `table` that name each variant."""
     table: Table
     notices: list[str]
-    """One sentence for everything that was changed, left out or averaged."""
+    """Sentences about what was changed, left out or averaged."""
     offset: int
-    """The number that was added to the positions of the table; the sums are positions in `wild_type` from 1."""
+    """This number was added to the positions of the table."""
     left_out: dict[int, str]
-    """Rows of `table` that no variant was made of, with the reasons."""
+    """The rows of `table` without a variant, with the reasons."""
 
     def __len__(self) -> int:
         return len(self.mutations)
@@ -265,16 +237,16 @@ def read_variants(
     Args:
         path: the table; see `tables.read_table`.
         wild_type: a FASTA file with one record (a Path), or the sequence itself in upper case (a str).
-        mutant: column of mutations; by default the only one with a usual name (MUTANT_COLUMNS, in any case). Without
-            such a column, the one of whole mutated sequences (SEQUENCE_COLUMNS) is compared with the wild type.
-        targets: columns of measured values; by default the only one with a usual name (TARGET_COLUMNS). None reads no
-            values, for variants that are to be predicted.
+        mutant: column of mutations; by default the only column with a usual name (MUTANT_COLUMNS, in any case). Without
+            such a column, the column of mutated sequences (SEQUENCE_COLUMNS) is compared with the wild type.
+        targets: columns of measured values; by default the only column with a usual name (TARGET_COLUMNS). None reads
+            no values, for variants that are to be predicted.
         offset: number added to the positions of the table. "auto" takes the only shift that fits five sites or more.
-        unusable: what to do with cells that name no substitutions, and mutations of a residue that the wild type does
-            not have there, of which more than a tenth of the rows is always an error; and with variants that have a
-            stop codon or a change to the same residue.
+        unusable: whether some rows are left out or are an error: rows with a stop codon or a synonymous change, rows
+            that name no substitution, and rows with a residue that the wild type does not have. If the last two are
+            more than a tenth of the rows, the table is refused in any case.
         keep_synonymous: whether changes to the same residue are kept, in the names and positions too.
-        replicates: what to do with a variant in several rows; `mean` averages each target over the rows that have it.
+        replicates: what to do with a variant in several rows; `mean` averages the values of each target.
 
     Raises:
         UsageError: arguments contradict each other.
@@ -284,23 +256,15 @@ def read_variants(
     protein = wild_type if isinstance(wild_type, str) else protein_of(wild_type, notices)
     name = "the wild type" if isinstance(wild_type, str) else str(wild_type)
     reading = _Reading(table, protein, name, unusable, notices)
-    column, whole = (mutant, False) if mutant is not None else _column(table)
-    if whole and offset not in (0, "auto"):
+    column, has_sequences = (mutant, False) if mutant is not None else _column(table)
+    if has_sequences and offset not in (0, "auto"):
         raise UsageError(f"{path}: offset shifts numbered mutations, but column {shown(column)} has sequences")
     target_names, target_RT = reading.targets(targets)
-    rows = [row for row in range(len(table)) if row not in reading.left_out]
-    cells, read_cell, shift = table.column(column), parse_variant, 0
-    if whole:
-        read_cell = functools.partial(compare, wild_type=protein)
-    elif without_wild_type_letters([cells[row] for row in rows]):
-        offset = 0 if offset == "auto" else offset
-        read_cell = functools.partial(parse_with_wild_type, wild_type=protein, shift=offset)
-        notices.append(
-            f"{path}: column {shown(column)} has no letters of the wild type, so that they were taken from {name}, and "
-            "the numbering could not be compared with it"
-        )
-    reading.parse(column, rows, read_cell)
-    if not whole:
+    if has_sequences:
+        reading.parse(column, functools.partial(compare, wild_type=protein))
+        shift = 0
+    else:
+        reading.parse(column, parse_variant)
         shift = reading.place(offset)
     reading.remove(lambda mutation: mutation.mutant == STOP, "a stop codon")
     if not keep_synonymous:
@@ -323,19 +287,19 @@ def read_variants(
 
 
 def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
-    """Whether variants are a combinatorial library: combinations of changes at few sites.
+    """Return whether variants are a combinatorial library: combinations of changes at few sites.
 
     >>> a, b = Mutation(0, "M", "A"), Mutation(4, "K", "C")
     >>> is_library([(a,), (b,), (a, b)]), is_library([(a,), (b,)])
     (True, False)
     """
-    sites = {mutation.position for one in variants for mutation in one}
-    return len(sites) <= FEW_SITES and sum(len(one) > 1 for one in variants) > COMBINED * len(variants)
+    sites = {mutation.position for mutations in variants for mutation in mutations}
+    return len(sites) <= FEW_SITES and sum(len(mutations) > 1 for mutations in variants) > COMBINED * len(variants)
 
 
 @dataclass
 class _Reading:
-    """A table of variants of a protein, and what has been read of it, changed in it or left out of it so far."""
+    """A table of variants of a protein while it is read."""
 
     table: Table
     protein: str
@@ -344,7 +308,7 @@ class _Reading:
     notices: list[str]
     left_out: dict[int, str] = field(default_factory=dict)
     variants: dict[int, tuple[Mutation, ...]] = field(default_factory=dict)
-    """The variant in each row that has one."""
+    """The variant of each row that was not left out."""
 
     @property
     def most(self) -> float:
@@ -354,11 +318,11 @@ class _Reading:
     def note(self, rows: Sequence[int], what: str, verb: str) -> None:
         """Add a notice about these rows, if there are any."""
         if rows:
-            named = first_three(rows, self.table.at)
-            self.notices.append(f"{self.table.path}: {verb} {counted(len(rows), 'row')} {what} ({named})")
+            lines = first_three(rows, self.table.at)
+            self.notices.append(f"{self.table.path}: {verb} {counted(len(rows), 'row')} {what} ({lines})")
 
     def leave_out(self, reason_of: dict[int, str], what: str, *, each: bool = False) -> None:
-        """Leave out these rows, with a notice that names the reason of each row, if `each` has one of its own."""
+        """Leave out these rows, with a notice. If `each` is true, the notice has the reasons of the first rows."""
         if reason_of and each:
             count = counted(len(reason_of), "row")
             self.notices.append(f"{self.table.path}: left out {count} {what}: {self.reasons(reason_of)}")
@@ -372,8 +336,8 @@ class _Reading:
         return first_three(list(reason_of), lambda row: f"{self.table.at(row)} {reason_of[row]}")
 
     def targets(self, targets: Sequence[str] | None) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
-        """Return the names of the T targets and their values in the R rows, float64 [R, T]. Rows without any are left
-        out.
+        """Return the names of the T targets and their values in the R rows, float64 [R, T]. Rows without a value are
+        left out.
         """
         table = self.table
         if targets is None:
@@ -393,15 +357,16 @@ class _Reading:
         for name in names:
             commas = [row for row, cell in enumerate(table.column(name)) if "," in cell]
             self.note(commas, f"of {shown(name)} with a decimal comma", "read")
-        missing_R = np.isnan(target_RT)
-        some = np.flatnonzero(missing_R.any(1) & ~missing_R.all(1)).tolist()
-        self.note(some, f"without a value in one of {', '.join(map(shown, names))}", "kept")
+        missing_RT = np.isnan(target_RT)
+        incomplete = np.flatnonzero(missing_RT.any(1) & ~missing_RT.all(1)).tolist()
+        self.note(incomplete, f"without a value in one of {', '.join(map(shown, names))}", "kept")
         why = f"without a value in {' or '.join(map(shown, names))}"
-        self.leave_out(dict.fromkeys(np.flatnonzero(missing_R.all(1)).tolist(), why), why)
+        self.leave_out(dict.fromkeys(np.flatnonzero(missing_RT.all(1)).tolist(), why), why)
         return names, target_RT
 
-    def parse(self, column: str, rows: list[int], read: Callable[[str], tuple[Mutation, ...]]) -> None:
-        """Read the variant in each row whose cell can be read."""
+    def parse(self, column: str, read: Callable[[str], tuple[Mutation, ...]]) -> None:
+        """Read the variants of all rows that are not left out."""
+        rows = [row for row in range(len(self.table)) if row not in self.left_out]
         cells, refused = self.table.column(column), dict[int, str]()
         for row in rows:
             try:
@@ -410,15 +375,15 @@ class _Reading:
                 refused[row] = str(error)
         if len(refused) > self.most * len(rows):
             share = f"{len(refused):,} of {counted(len(rows), 'cell')} of column {shown(column)}"
-            raise InputError(f"{self.table.path}: {share} cannot be used: {self.reasons(refused)}; {HOW}")
+            raise InputError(f"{self.table.path}: {share} cannot be used: {self.reasons(refused)}; {_HOW}")
         self.leave_out(refused, f"whose {shown(column)} names no substitutions", each=True)
 
     def place(self, offset: int | Literal["auto"]) -> int:
         """Renumber the variants as the wild type, and return the number that was added to the positions. Each mutation
-        is checked against the wild type; variants with a misfit are left out if they are at most the share `most`.
+        is checked against the wild type. Variants that do not fit are left out, if they are at most the share `most`.
 
         Raises:
-            InputError: mutations do not fit; the message has the first three of them, or the shift that would fit.
+            InputError: mutations do not fit; the message names the first three, or the shift that would fit.
         """
         path, protein, name = self.table.path, self.protein, self.protein_name
         counts = Counter(itertools.chain.from_iterable(self.variants.values()))
@@ -449,7 +414,7 @@ class _Reading:
                 self.notices.append(f"{shifted}, which was done")
                 shift = best
                 wrong = misfits()
-            elif sites >= _TOLD and best != shift and fit > max(fitting, total / 2):
+            elif sites >= _PROPOSED and best != shift and fit > max(fitting, total / 2):
                 raise InputError(
                     f"{shifted}; set data.offset={best} in a recipe, pass --offset {best} to other commands, or fix "
                     f"{self.reasons(reasons())}"
@@ -466,20 +431,18 @@ class _Reading:
         return shift
 
     def remove(self, test: Callable[[Mutation], bool], what: str) -> None:
-        """Leave out or refuse the rows with a mutation that has `what`."""
-        # The test runs once for each mutation, not for each of many more rows.
-        such = {mutation for mutation in set(itertools.chain.from_iterable(self.variants.values())) if test(mutation)}
-        rows = sorted(row for row, mutations in self.variants.items() if not such.isdisjoint(mutations))
+        """Leave out or refuse the rows with a mutation that passes the test."""
+        rows = [row for row, mutations in self.variants.items() if any(map(test, mutations))]
         if rows and self.unusable == "error":
-            named = first_three(rows, lambda row: f"{self.table.at(row)} {shown(name_of(self.variants[row]))}")
+            lines = first_three(rows, lambda row: f"{self.table.at(row)} {shown(name_of(self.variants[row]))}")
             share = f"{len(rows):,} of {counted(len(self.variants), 'variant')}"
             raise InputError(
-                f"{self.table.path}: {what} in {share}: {named}; remove these rows, or set data.unusable=drop"
+                f"{self.table.path}: {what} in {share}: {lines}; remove these rows, or set data.unusable=drop"
             )
         self.leave_out(dict.fromkeys(rows, what), f"with {what}")
 
     def grouped(self, replicates: Replicates) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
-        """Return each variant with its rows: all rows of the same mutations, unless replicates are kept apart."""
+        """Return each variant with its rows: all rows with the same mutations, unless replicates are kept apart."""
         table, groups = self.table, defaultdict[tuple[Mutation, ...], list[int]](list)
         for row, mutations in self.variants.items():
             groups[mutations].append(row)
@@ -496,40 +459,37 @@ class _Reading:
 
 
 def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
-    """Read the sequence in a FASTA file with one record; `notices` gets what was changed in it."""
+    """Read the sequence of a FASTA file with one record; `notices` gets sentences about changes to the sequence."""
     edits = Edits()
     records = list(read_fasta(fasta, edits))
     if len(records) > 1:
-        raise InputError(
-            f"{fasta}: has {len(records):,} records ({first_three(records, lambda record: record.id)}); "
-            "the wild type is a file with one"
-        )
+        ids = first_three(records, lambda record: record.id)
+        raise InputError(f"{fasta}: has {len(records):,} records ({ids}); the wild type is a file with one")
     if BETWEEN in records[0].sequence:
         raise InputError(f"{fasta}: the wild type has several chains; give the one that the variants change")
     residues = np.frombuffer(encode_residues(records[0].sequence), np.uint8)
-    if found := nucleotides([residues], "1 record"):
-        raise InputError(f"{fasta}: {found}; give the protein that it codes for")
+    if suspicion := nucleotides([residues], "1 record"):
+        raise InputError(f"{fasta}: {suspicion}; give the protein that it codes for")
     if notices is not None:
         notices.extend(f"{fasta}: {notice}" for notice in edits.notices())
     return records[0].sequence
 
 
 def _column(table: Table) -> tuple[str, bool]:
-    """Find the column of mutations, or else that of mutated sequences; also return whether it has sequences."""
+    """Find the column of mutations, or else the column of mutated sequences; also return whether it has sequences."""
     mutant = table.only_column(MUTANT_COLUMNS, NAME_MUTANT)
     column = mutant or table.only_column(SEQUENCE_COLUMNS, "rename the one that is not")
     if column is None:
         raise InputError(
             f"{table.path}: has no column with a usual name for mutations ({', '.join(MUTANT_COLUMNS)}) or mutated "
-            f"sequences ({', '.join(SEQUENCE_COLUMNS)}); {listed(table.columns)}; name one: "
-            f"{NAME_MUTANT}"
+            f"sequences ({', '.join(SEQUENCE_COLUMNS)}); {listed(table.columns)}; name one: {NAME_MUTANT}"
         )
     return column, mutant is None
 
 
 def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]:
-    """Return the shift that the most mutations fit, how many fit, and how many different sites these have: 0 if another
-    shift fits more than half as many sites.
+    """Return the shift that fits the most mutations, the number of these mutations, and the number of their sites. The
+    last number is 0 if another shift fits more than half as many sites.
     """
     sites: Counter[tuple[int, str]] = Counter()
     for mutation, count in counts.items():
@@ -548,7 +508,7 @@ def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]
 
 
 def _averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:
-    """Average each target over the rows of each variant that have it, float64 [N, T]; NaN if no row has it."""
+    """Average the values of each target over the rows of each variant, float64 [N, T]; NaN if no row has a value."""
     group_R = np.repeat(np.arange(len(rows_N)), [len(rows) for rows in rows_N])
     values_RT = target_RT[[row for rows in rows_N for row in rows]]
     sum_NT, count_NT = np.zeros((2, len(rows_N), target_RT.shape[1]))

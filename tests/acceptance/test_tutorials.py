@@ -61,6 +61,7 @@ def own_data(folder: Path) -> None:
     (folder / "my.yaml").write_bytes((ROOT / "recipes" / "contact.yaml").read_bytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_can_be_typed(page: Path, tmp_path: Path) -> None:
     outputs, folder = tmp_path / "outputs", tmp_path / "empty"

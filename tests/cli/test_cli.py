@@ -262,7 +262,7 @@ def test_results_are_never_replaced_unasked(
 
 
 def test_help_imports_nothing_that_is_slow_to_import() -> None:
-    """`benchmarks/startup.py` measures how long it takes."""
+    """`benchmarks/embed.py --parts start` measures how long it takes."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "esmshard", "--help"], capture_output=True, text=True, check=True
     )

@@ -1,7 +1,4 @@
-"""What users get from deploy/: the image's versions, entry and audit, and the requirements of the conda package.
-
-`make image-steps` runs the Dockerfile's steps; here is what can be said without.
-"""
+"""What users get from deploy/: the image's versions, entry and audit, and the requirements of the conda package."""
 
 import json
 import os
@@ -26,8 +23,6 @@ sys.path.insert(0, str(HERE))
 
 import audit  # noqa: E402
 import dependencies  # noqa: E402
-import dockerfile  # noqa: E402
-import layers  # noqa: E402
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key", re.IGNORECASE)
@@ -36,12 +31,11 @@ CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 
 
 def test_no_secret_goes_into_a_layer() -> None:
-    text = (ROOT / "Dockerfile").read_text()
-    image = dockerfile.parse(text)
-    given = [step for stage in image.stages for step in stage.steps if step.name in {"ARG", "ENV"}]
-    names = [key for step in given for key, _ in dockerfile.pairs(step)]
-    assert len(names) > 8
-    assert [key for key in [*image.arguments, *names] if SECRET.search(key)] == []
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    given = re.findall(r"^(?:ARG|ENV) (.*)", text, re.MULTILINE)
+    names = [name for line in given for name in re.findall(r"(?:^|\s)([A-Z_]+)(?==|$)", line)]
+    assert {"BASE", "TORCH_INDEX", "ESMSHARD_CACHE", "MPLCONFIGDIR"} <= set(names)
+    assert [name for name in names if SECRET.search(name)] == []
     assert not re.search(r"^ADD|https?://[^ ]*@", text, re.MULTILINE)
 
 
@@ -73,13 +67,7 @@ def test_a_base_with_its_own_torch_keeps_its_packages() -> None:
     assert len(dependencies.below_floor(floors, {"torch": "2.10.0a0+nv", "scipy": "1.0"})) == 2
 
 
-def test_what_a_build_sees() -> None:
-    """What the suite in the image needs, and nothing that merely lies in a clone."""
-    seen = set(dockerfile.context(ROOT, (ROOT / ".dockerignore").read_text()))
-    assert {"pyproject.toml", "constraints.txt", "deploy/image/lock.txt", "esmshard/cli/app.py"} <= seen
-    tops = {name.split("/")[0] for name in seen if "/" in name}
-    assert tops == {"esmshard", "recipes", "data", "tests", "benchmarks", "docs", "deploy"}
-    assert not [name for name in seen if "__pycache__" in name or name.endswith((".pyc", ".whl"))]
+def test_what_the_image_leaves_out_exists() -> None:
     left_out = [line.split()[0] for line in (HERE / "left_out.txt").read_text().splitlines() if line[0] != "#"]
     assert all((ROOT / name.partition("::")[0]).is_file() for name in left_out)
 
@@ -94,14 +82,11 @@ def test_the_entry_hands_everything_to_esmshard_or_runs_the_suite(tmp_path: Path
         program.chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ESMSHARD_SUITE": str(tmp_path / "suite"), "TMPDIR": "/t"}
     left_out = "[--ignore=tests/c.py][--deselect=tests/test_a.py::test_b]"
-    for arguments, expected in (
-        (("finetune", "a b.yaml", "out=*"), f"esmshard {tmp_path} [finetune][a b.yaml][out=*]"),
-        (("test", "-k", "a or b"), f"pytest {tmp_path / 'suite'} [-p][no:cacheprovider]{left_out}[-k][a or b]"),
-    ):
-        done = subprocess.run(
-            [HERE / "entrypoint", *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, done.stdout) == (7, expected), "the exit code is that of the program"
+    both = f"{HERE}/entrypoint finetune 'a b.yaml' 'out=*'; echo \" $?\"; exec {HERE}/entrypoint test -k 'a or b'"
+    done = subprocess.run(["sh", "-c", both], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    runs = f"esmshard {tmp_path} [finetune][a b.yaml][out=*] 7\n"
+    tests = f"pytest {tmp_path / 'suite'} [-p][no:cacheprovider]{left_out}[-k][a or b]"
+    assert (done.returncode, done.stdout) == (7, runs + tests), "the exit code is that of the program"
 
 
 def test_silence_of_the_audit_is_not_taken_for_good_news() -> None:
@@ -111,18 +96,6 @@ def test_silence_of_the_audit_is_not_taken_for_good_news() -> None:
     for packages, code in (((clean,), 0), ((skipped, skipped), 3), ((clean, skipped), 3), ((skipped, bad), 1), ((), 3)):
         assert audit.verdict(json.dumps({"dependencies": packages, "fixes": []}), "")[0] == code
     assert audit.verdict("", "x\nno connection\n")[0] == 3
-
-
-def test_faults_of_layers_are_found(tmp_path: Path) -> None:
-    good, bad = tmp_path / "good", tmp_path / "bad"
-    modes = {"usr/bin/gcc": 0o755, "opt/esmshard/bin/pip": 0o755, "tmp/left": 0o755, "dist/a.whl": 0o755}
-    modes |= {"usr/bin/su": 0o4755, "opt/own": 0o700, "etc/open": 0o666}
-    for path, mode in {good / "opt/esmshard/bin/python": 0o755, **{bad / k: v for k, v in modes.items()}}.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        path.chmod(mode)
-    assert layers.faults([good]) == []
-    assert {fault.split("/", 1)[1] for fault in layers.faults([bad])} == {"dist", *modes}
 
 
 def test_the_conda_package_has_the_requirements_of_the_project() -> None:

@@ -16,7 +16,6 @@ from esmshard.vocab import STANDARD, encode_residues
 
 PROTEIN = "ACDEFGHIKLMNPQRSTVWYACEG"
 """24 residues, 20 different 5-mers."""
-BLIND = "similar: one training record has a fifth of the 5-mers; this does not find remote homologs"
 
 
 def records(*sequences: str, name: str = "t") -> ComparedRecords:
@@ -31,52 +30,39 @@ def overlap(train: Sequence[str], test: Sequence[str], most: int = leakage.MOST)
 PEPTIDE, OTHER = "ACDEFGHIK", "WYVTSRQPNMLKIHGFEDCAWYWT"
 
 
-@pytest.mark.parametrize(
-    ("train", "test", "identical", "similar", "closest"),
-    [
+def test_similar_records() -> None:
+    for train, test, identical, similar, closest in (
         # A fifth of the words of one training record is similar, less is not.
         (["MMMM", PROTEIN[:8] + "WWWW"], [PROTEIN], 0, 1, [("q0", "t1", 4 / 20)]),
         (["MMMM", PROTEIN[:7] + "WWWW"], [PROTEIN], 0, 0, []),
-        ([PROTEIN[:7] + "WWW", PROTEIN[12:19]], [PROTEIN], 0, 0, []),
         # Words do not span two records, and the order of letters counts.
         ([PROTEIN[k : k + 4] for k in range(0, 24, 4)], [PROTEIN], 0, 0, []),
-        ([PROTEIN, "WW"], [PROTEIN[k : k + 4] for k in range(0, 24, 4)], 0, 0, []),
-        ([PROTEIN[::-1], "WW"], [PROTEIN], 0, 0, []),
         # The share is that of the test record.
         (["W" * 40, "MM" + PROTEIN * 2 + "MM"], [PROTEIN[2:20]], 0, 1, [("q0", "t1", 1.0)]),
-        (["WWWW", PROTEIN[:12]], [PROTEIN], 0, 1, [("q0", "t1", 8 / 20)]),
         # Four words at least keep chance out of peptides.
         (["WW", "ACDEFGHWWWW"], [PEPTIDE], 0, 0, []),
         (["WW", "ACDEFGHIWWW"], [PEPTIDE], 0, 1, [("q0", "t1", 4 / 5)]),
         # Repeats count once, and words with unknown residues are no words.
-        (["A" * 50, "W"], ["A" * 30], 0, 0, []),
         ([PROTEIN[:8] * 5, "W"], [PROTEIN], 0, 1, [("q0", "t0", 4 / 20)]),
         (["ACDEXGHIKX" * 3 + "W", "W"], ["ACDEXGHIKX" * 3], 0, 0, []),
         # Records too short for a word are compared as a whole, and the first training record is named.
         (["ACD", "WWWWWWW", "MMMMMMMM"], ["ACD", "GHE", "A"], 1, 0, [("q0", "t0", 1.0)]),
         (["W", PROTEIN, "MKT", PROTEIN], ["GG", PROTEIN, PROTEIN[1:]], 1, 1, [("q1", "t1", 1.0), ("q2", "t1", 1.0)]),
-        (["WW", PROTEIN[:12] + "M", PROTEIN[:12]], [PROTEIN], 0, 1, [("q0", "t1", 8 / 20)]),
         # The closest three come first.
         (
             [PROTEIN[:10] + "WWW", PROTEIN[:16] + "MMM", OTHER],
             [PROTEIN, PROTEIN + "W", OTHER[:20] + "MMMM", OTHER + "K"],
             *(0, 4, [("q3", "t2", 20 / 21), ("q2", "t2", 16 / 20), ("q0", "t1", 12 / 20)]),
         ),
-    ],
-)
-def test_similar_records(
-    train: list[str], test: list[str], identical: int, similar: int, closest: list[tuple[str, str, float]]
-) -> None:
-    assert overlap(train, test) == Overlap(len(test), identical, len(test), similar, closest)
+    ):
+        assert overlap(train, test) == Overlap(len(test), identical, len(test), similar, closest)
 
 
 def test_several_sets_do_not_mix() -> None:
-    train = records(PROTEIN, "WWWWWW")
     sets = {"valid": records("KLMNP", name="v"), "test": records("GG", PROTEIN[:-1], PROTEIN, name="q")}
-    found = check(train, sets)
-    assert found.overlaps["valid"] == Overlap(1, 0, 1)
-    assert found.overlaps["test"] == Overlap(3, 1, 3, 1, [("q2", "t0", 1.0), ("q1", "t0", 1.0)])
-    assert check(train, {"valid": sets["test"], "test": sets["valid"]}).overlaps["test"] == Overlap(1, 0, 1)
+    found = check(records(PROTEIN, "WWWWWW"), sets).overlaps
+    assert found["valid"] == Overlap(1, 0, 1)
+    assert found["test"] == Overlap(3, 1, 3, 1, [("q2", "t0", 1.0), ("q1", "t0", 1.0)])
 
 
 def words(sequence: str) -> set[str]:
@@ -84,7 +70,7 @@ def words(sequence: str) -> set[str]:
     return {word for word in found if set(word) <= set(STANDARD)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(1, 400))
 def test_it_agrees_with_sets_of_words(seed: int, block: int) -> None:
     """Pieces of a few parents over a small alphabet, in blocks of any size."""
@@ -134,7 +120,9 @@ def test_a_large_training_set_is_sampled_evenly() -> None:
     assert f"{found.train_compared} of 1,000 training records" in found.notices()[0]
 
 
-def test_redundant_sets_are_sampled_and_identical_ones_counted_in_full() -> None:
+def test_redundant_and_large_sets_are_sampled_and_identical_ones_counted_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every pair shares 60 words: 400 * 400 * 60 pairs are more than 100,000 are allowed."""
     core = random_proteins(1, 64, 1)[0]
     train = [core + tail for tail in random_proteins(400, 20, 2)]
@@ -143,15 +131,11 @@ def test_redundant_sets_are_sampled_and_identical_ones_counted_in_full() -> None
     assert (found.records, found.identical) == (400, 10)
     assert 1 <= found.compared <= 10
     assert found.similar <= found.compared
-
-
-def test_the_other_sets_are_sampled_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leakage, "_INDEXED", 5_000)
     proteins = random_proteins(100, 97, 5)
     found = overlap(proteins, [protein[:-1] for protein in proteins])
     assert (found.records, found.identical) == (100, 0)
-    assert 45 <= found.compared <= 55
-    assert found.similar == found.compared
+    assert 45 <= found.compared == found.similar <= 55
 
 
 # variants of one protein
@@ -175,16 +159,14 @@ def test_known_mutations_are_counted_by_name_and_position() -> None:
 
 def test_sentences_of_families() -> None:
     leaky = Overlap(5000, 2, 400, 30, [("q1", "t1", 1.0), ("q2", "t7", 0.347)])
-    assert Leakage(2000, 1000, {"valid": Overlap(7, 0, 7), "test": leaky}).notices() == [
-        "leakage: of 5,000 test records (400 of them compared in full) 2 are identical and 30 similar to 1,000 of "
-        f"2,000 training records (q1 and t1 100%, q2 and t7 35%; {BLIND})",
-        f"leakage: none of 7 valid records is identical or similar to 1,000 of 2,000 training records ({BLIND})",
-    ]
+    of_test, of_valid = Leakage(2000, 1000, {"valid": Overlap(7, 0, 7), "test": leaky}).notices()
+    assert of_valid.startswith("leakage: none of 7 valid records")
+    for part in ("of 5,000 test", "400", "2 are identical and 30 similar", "2,000", "q1 and t1 100%, q2 and t7 35%"):
+        assert part in of_test
 
 
 def test_the_shipped_sample_is_clean() -> None:
     stores = {name: cached(data_file(f"sample:contact/{name}")) for name in ("train", "valid", "test")}
     train, valid, test = (ComparedRecords(len(s), s.residues, s.id) for s in stores.values())
-    assert check(train, {"valid": valid, "test": test}).notices() == [
-        f"leakage: none of 99 valid records and 100 test records is identical or similar to training records ({BLIND})"
-    ]
+    (notice,) = check(train, {"valid": valid, "test": test}).notices()
+    assert notice.startswith("leakage: none of 99 valid records and 100 test records is identical or similar")

@@ -1,17 +1,15 @@
 """One process plays all ranks: steps lose nothing and are nearly equal, and every record of a step is assigned once."""
 
-import heapq
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from esmshard.data.batching.packing import MicroBatch, StepPlan, _balanced, _first_fit, assign, fewest_bins
+from esmshard.data.batching.packing import MicroBatch, StepPlan, _balanced, assign
 from esmshard.errors import InputError
 
 LENGTHS = st.lists(st.one_of(st.integers(2, 60), st.integers(2, 1024), st.sampled_from([50, 51, 30_000])), min_size=1)
-quick = settings(max_examples=60, deadline=None, derandomize=True)
+quick = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 def lengths(n: int, seed: int = 0) -> np.ndarray:
@@ -33,7 +31,7 @@ def step_of(plan: StepPlan, number: int) -> tuple[int, list[int]]:
 def epoch_of(plan: StepPlan, epoch: int) -> list[list[int]]:
     first = epoch * plan.steps_per_epoch
     steps = [step_of(plan, number) for number in range(first, first + plan.steps_per_epoch)]
-    assert {found for found, _ in steps} == {epoch}
+    assert {number for number, _ in steps} == {epoch}
     return [records for _, records in steps]
 
 
@@ -41,115 +39,71 @@ def sizes(plan: StepPlan, tokens: np.ndarray, epoch: int = 0) -> list[int]:
     return [int(tokens[step].sum()) for step in epoch_of(plan, epoch)]
 
 
-# Steps.
+# Steps
 
 
-@quick
+@settings(quick, max_examples=60)
+@example([30, 32, 53, 17], 73, 1463, 0)  # Only first-fit decreasing finds steps for these.
+@example([18, 51, 42, 2, 17, 38], 86, 177, 1)
+@example([50] * 75 + [20] * 67, 100, 1610, 0)
 @given(LENGTHS, st.integers(16, 3000), st.integers(0, 2**40), st.integers(0, 1000))
-def test_an_epoch_holds_every_record_once(tokens: list[int], most: int, seed: int, epoch: int) -> None:
-    plan = StepPlan(np.array(tokens), most, seed)
-    steps = epoch_of(plan, epoch)
+def test_an_epoch_holds_every_record_once_in_steps_that_are_not_too_large(
+    tokens: list[int], most: int, seed: int, epoch: int
+) -> None:
+    steps = epoch_of(StepPlan(np.array(tokens), most, seed), epoch)
     assert sorted(record for step in steps for record in step) == list(range(len(tokens)))
     assert all(steps)
+    assert all(len(step) == 1 or sum(tokens[record] for record in step) <= most for step in steps)
 
 
-@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 128, 700])
 @pytest.mark.parametrize("giants", [0, 3])
-def test_records_of_any_size_leave_no_step_empty(n: int, giants: int) -> None:
-    tokens = np.full(n + giants, 20)
-    tokens[:giants] = 10**6
-    plan = StepPlan(tokens, 16, seed=1)
-    for epoch in range(6):  # no record fits, so each has a step, and a giant fills many windows, first or last
-        assert sorted(map(tuple, epoch_of(plan, epoch))) == [(record,) for record in range(n + giants)]
+def test_records_longer_than_a_step_leave_no_step_empty(giants: int) -> None:
+    for n in (1, 63, 65, 128):
+        tokens = np.full(n + giants, 20)
+        tokens[:giants] = 10**6
+        plan = StepPlan(tokens, 16, seed=1)
+        for epoch in range(3):  # Each record has a step, and a giant is in the first or in the last windows.
+            assert sorted(map(tuple, epoch_of(plan, epoch))) == [(record,) for record in range(n + giants)]
+    plan = StepPlan(np.array([100] * 2000 + [65_636]), 1000, seed=0)
+    assert plan.steps_per_epoch == 268
+    assert all([2000] in epoch_of(plan, epoch) for epoch in range(3))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "most", "steps"),
-    [
+def test_steps_of_an_epoch() -> None:
+    for tokens, most, steps in (
         ([10] * 40, 101, 4),
-        ([10] * 40, 100, 5),  # filled to the brim by 4 steps, which leave the ranks no play
-        ([10] * 40, 1000, 1),
+        ([10] * 40, 100, 5),  # 4 full steps would leave the ranks no slack
         ([50] * 30, 16, 30),
-        ([288] * 5600, 16384, 100),  # 56 fit a step; counting tokens alone says 99.06 steps
+        ([288] * 5600, 16384, 100),  # 56 fit a step; counting tokens alone gives 99.06 steps
         ([60] * 10 + [10] * 20, 100, 10),  # two of 60 never fit
         ([34] * 10 + [3] * 3, 100, 5),  # two of 34, not three
-        ([25] * 8 + [26] * 9, 103, 5),
         ([3000, 10, 10], 100, 3),
         ([7], 100, 1),
-    ],
-)
-def test_steps_of_an_epoch(tokens: list[int], most: int, steps: int) -> None:
-    plan = StepPlan(np.array(tokens), most, seed=0)
-    assert plan.steps_per_epoch == steps
-    if max(tokens) <= most:
-        assert max(sizes(plan, np.array(tokens))) <= most
+    ):
+        plan = StepPlan(np.array(tokens), most, seed=0)
+        assert plan.steps_per_epoch == steps, tokens
+        assert max(tokens) > most or max(sizes(plan, np.array(tokens))) <= most
+    tokens = np.array([100] * 20 + [5000])
+    assert sorted(sizes(StepPlan(tokens, 1000, seed=0), tokens)) == [200, *[300] * 6, 5000]  # 7,000 and the slack
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("most", [4096, 16384])
-def test_proteins_fill_equal_steps_to_99_percent(seed: int, most: int) -> None:
-    tokens = proteins(15_000 * most // 4096, seed)
-    plan = StepPlan(tokens, most, seed)
-    found = sizes(plan, tokens, epoch=seed)
+def test_proteins_fill_equal_steps_to_99_percent() -> None:
+    most = 4096
+    tokens = proteins(15_000, seed=1)
+    found = sizes(StepPlan(tokens, most, seed=1), tokens, epoch=1)
     assert len(found) > 1000
     assert np.mean(found) > 0.99 * most
     assert max(found) <= most
     assert max(found) - min(found) <= most / 100  # over all windows
     for window in range(0, 640, 64):
-        some = found[window : window + 64]
-        assert max(some) - min(some) <= most / 128
+        assert np.ptp(found[window : window + 64]) <= most / 128
 
 
-def mixed(random: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Few or many records, of any lengths or of some few, and what a step may have."""
-    n = int(random.integers(1, 500))
-    some = random.integers(2, 1024, random.integers(1, 5)) if random.random() < 0.3 else np.arange(2, 1024)
-    tokens = random.choice(some[some <= random.integers(some.min(), 1024)], n)
-    if random.random() < 0.1:
-        tokens[: n // 9 + 1] = random.integers(1024, 9000)
-    return tokens, int(random.integers(16, 4000))
+# Order
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_step_has_more_tokens_than_it_may(seed: int) -> None:
-    """Among the plans are those of which the steps had to be checked one by one: few records in a step."""
-    random = np.random.default_rng(seed)
-    for _ in range(25):
-        tokens, most = mixed(random)
-        plan = StepPlan(tokens, most, seed)
-        for epoch in (0, 7):
-            for step in epoch_of(plan, epoch):
-                assert tokens[step].sum() <= most or len(step) == 1
-
-
-@quick
-@given(LENGTHS, st.integers(2, 40_000))
-def test_first_fit_is_that_of_one_by_one(tokens: list[int], most: int) -> None:
-    longest_first = sorted(tokens, reverse=True)
-    free: list[int] = []
-    wanted = []
-    for size in (min(one, most) for one in longest_first):
-        place = next((k for k, room in enumerate(free) if room >= size), len(free))
-        free += [most] * (place == len(free))
-        free[place] -= size
-        wanted.append(place)
-    assert _first_fit(np.array(longest_first), most).tolist() == wanted
-
-
-def test_a_record_longer_than_a_step_has_one_to_itself() -> None:
-    tokens = np.array([100] * 20 + [5000])
-    assert sorted(sizes(StepPlan(tokens, 1000, seed=0), tokens)) == [200, *[300] * 6, 5000]  # 7,000 and the slack
-    plan = StepPlan(np.array([100] * 2000 + [65_636]), 1000, seed=0)
-    assert plan.steps_per_epoch == 268
-    assert all([2000] in epoch_of(plan, epoch) for epoch in range(10))
-
-
-# Order.
-
-
-@pytest.mark.parametrize("n", [1, 2, 60, 127])
-def test_the_shuffle_is_that_of_the_bit_generators_raw_stream(n: int) -> None:
-    for seed, epoch in ((0, 0), (0, 1), (2**70, 0)):  # one record a step, so that steps show the shuffle
+def test_the_shuffle_is_that_of_the_bit_generators_raw_stream() -> None:
+    for n, seed, epoch in ((1, 0, 0), (2, 0, 1), (60, 0, 0), (127, 2**70, 0)):  # one record a step
         raw = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(n)
         steps = epoch_of(StepPlan(np.full(n, 50), 16, seed), epoch)
         assert [record for step in steps for record in step] == np.argsort(raw).tolist()
@@ -163,83 +117,29 @@ def test_the_order_follows_from_seed_and_epoch_alone() -> None:
     }
     assert len({tuple(order) for order in orders.values()}) == 9
     assert len({frozenset(map(frozenset, order)) for order in orders.values()}) == 9, "other steps, not only reordered"
-
-
-def test_the_longest_record_comes_at_any_time() -> None:
     tokens = lengths(100)
     tokens[42] = 400
     plan = StepPlan(tokens, 1000, 0)
-    assert plan.steps_per_epoch > 10
     at = [next(k for k, step in enumerate(epoch_of(plan, epoch)) if 42 in step) for epoch in range(40)]
-    assert len(set(at)) > 8
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.int64])
-def test_the_type_of_lengths_makes_no_difference(dtype: type) -> None:
-    tokens = lengths(400)
+    assert len(set(at)) > 8, "the longest record comes at any time"
     tokens[7] = 40_000
-    given_so = epoch_of(StepPlan(tokens.astype(dtype), 900, 3), 2)
-    assert given_so == epoch_of(StepPlan(tokens, 900, 3), 2)
-    assert assign(np.arange(9), tokens.astype(dtype), 50_000, 0, 2) == assign(np.arange(9), tokens, 50_000, 0, 2)
+    for dtype in (np.int32, np.uint16):
+        assert epoch_of(StepPlan(tokens.astype(dtype), 900, 3), 2) == epoch_of(StepPlan(tokens, 900, 3), 2)
+        assert assign(np.arange(9), tokens.astype(dtype), 50_000, 0, 2) == assign(np.arange(9), tokens, 50_000, 0, 2)
 
 
-@quick
-@given(LENGTHS, st.integers(16, 2000), st.data())
-def test_a_resumed_run_gets_the_steps_of_one_that_walked_there(
-    tokens: list[int], most: int, data: st.DataObject
-) -> None:
-    if data.draw(st.booleans()):
-        tokens, most = lengths(2000).tolist(), 900  # several windows
-    walking, jumping = (StepPlan(np.array(tokens), most, 4) for _ in range(2))
-    steps = [step_of(walking, number) for number in range(3 * walking.steps_per_epoch)]
-    assert [epoch for epoch, _ in steps] == sorted([0, 1, 2] * walking.steps_per_epoch)
-    for number in data.draw(st.lists(st.integers(0, len(steps) - 1), max_size=8)):
-        assert step_of(jumping, number) == steps[number]
-        assert step_of(StepPlan(np.array(tokens), most, 4), number) == steps[number]
-
-
-def test_a_step_far_away_costs_no_walk() -> None:
+def test_a_resumed_run_gets_the_steps_of_one_that_walked_there() -> None:
+    for tokens, most in ((lengths(2000), 900), (lengths(7), 300), (np.array([50, 30_000, 51, 9]), 60)):
+        walking, jumping = (StepPlan(tokens, most, 4) for _ in range(2))
+        steps = [step_of(walking, number) for number in range(3 * walking.steps_per_epoch)]
+        assert [epoch for epoch, _ in steps] == sorted([0, 1, 2] * walking.steps_per_epoch)
+        for number in (0, len(steps) - 1, len(steps) // 2, 1, len(steps) // 3):
+            assert step_of(jumping, number) == steps[number]
+            assert step_of(StepPlan(tokens, most, 4), number) == steps[number]
     plan = StepPlan(lengths(2000), 900, 4)
     epoch, records = step_of(plan, 10**15)  # a walk would never end
     assert epoch == 10**15 // plan.steps_per_epoch
     assert records == epoch_of(plan, epoch)[10**15 % plan.steps_per_epoch]
-
-
-# Bins.
-
-
-@pytest.mark.parametrize(
-    ("tokens", "most", "bins"),
-    [
-        ([5], 5, 1),
-        ([5, 5, 1], 10, 2),
-        ([288] * 57, 16384, 2),
-        ([60, 60, 60, 10], 100, 3),
-        ([50, 50, 50], 100, 2),
-        ([51, 50, 50], 100, 2),
-        ([34, 34, 34, 34, 34], 100, 3),
-        ([33, 33, 33, 1], 100, 1),
-        ([300, 10], 100, 4),  # counted in tokens: such a record is refused before
-    ],
-)
-def test_fewest_bins(tokens: list[int], most: int, bins: int) -> None:
-    assert fewest_bins(np.array(tokens), most) == bins
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_many_at_a_time_goes_as_one_by_one(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    n, n_bins = int(random.integers(1, 300)), int(random.integers(1, 40))
-    tokens, queue = random.integers(1, 10 ** random.integers(1, 5), n).tolist(), random.permutation(n)
-    heap = [(0, b) for b in range(n_bins)]
-    bins = [-1] * len(tokens)
-    for record in queue.tolist():
-        load, lightest = heap[0]
-        bins[record] = lightest
-        heapq.heapreplace(heap, (load + tokens[record], lightest))
-    found, loads = _balanced(np.array(tokens), queue, n_bins, within=10**9)
-    assert found.tolist() == bins
-    assert loads.tolist() == [load for load, _ in sorted(heap, key=lambda pair: pair[1])]
 
 
 @quick
@@ -248,19 +148,10 @@ def test_swaps_lose_nothing_and_end_when_bins_are_close(tokens: list[int], n_bin
     queue = np.argsort(-np.array(tokens), kind="stable")
     _, before = _balanced(np.array(tokens), queue, n_bins, within=10**9)
     bins, loads = _balanced(np.array(tokens), queue, n_bins, within)
-    assert loads.tolist() == [sum(t for t, b in zip(tokens, bins, strict=True) if b == one) for one in range(n_bins)]
+    assert loads.tolist() == np.bincount(bins, weights=tokens, minlength=n_bins).tolist()
     assert loads.max() <= before.max()
     assert loads.max() - loads.min() <= max(within, *tokens)
     assert len(set(bins.tolist())) == min(n_bins, len(tokens))
-
-
-def test_swaps_stop_as_soon_as_bins_are_close() -> None:
-    tokens, queue = np.array([5, 5, 4, 3, 3]), np.arange(5)  # one by one: 5 + 4 and 5 + 3 + 3
-    assert _balanced(tokens, queue, 2, within=2)[1].tolist() == [9, 11]
-    assert _balanced(tokens, queue, 2, within=1)[1].tolist() == [10, 10]
-
-
-# Micro-batches.
 
 
 def assigned(records: np.ndarray, tokens: np.ndarray, budget: int, world_size: int) -> list[list[MicroBatch]]:
@@ -274,7 +165,7 @@ def weight(batch: MicroBatch, tokens: np.ndarray) -> int:
 @quick
 @given(LENGTHS, st.integers(0, 900), st.integers(1, 9))
 def test_a_step_is_dealt_completely_and_within_the_budget(tokens_of: list[int], spare: int, world_size: int) -> None:
-    tokens = np.array([*tokens_of, 10**6])  # the last is not of this step
+    tokens = np.array([*tokens_of, 10**6])  # The last record is not of this step.
     step, longest = np.arange(len(tokens_of))[::-1], max(tokens_of)
     ranks = assigned(step, tokens, longest + spare, world_size)
     batches = [batch for rank in ranks for batch in rank]
@@ -283,73 +174,49 @@ def test_a_step_is_dealt_completely_and_within_the_budget(tokens_of: list[int], 
     assert sorted(r for batch in real for r in batch.records) == sorted(step.tolist())
     assert len({len(rank) for rank in ranks}) == 1
     assert all(0 < tokens[list(batch.records)].sum() <= longest + spare for batch in batches)
-    assert len(batches) - len(real) == max(0, len(batches) - len(step))  # dummies only where records run out
+    assert len(batches) - len(real) == max(0, len(batches) - len(step))  # dummies only without records
     assert all(len(b.records) == 1 and tokens[b.records[0]] == min(tokens_of) for b in batches if b.is_dummy)
 
     weights = [weight(batch, tokens) for batch in batches]
     assert max(weights) - min(weights) <= longest
     shares = [sum(weight(batch, tokens) for batch in rank) for rank in ranks]
     assert max(shares) - min(shares) <= longest
-    # Were there too few bins, all would be half full when a record finds no place: twice the tokens' bins are enough.
+    # With too few bins, all would be half full when a record finds no place: twice the tokens' bins are enough.
     assert len(ranks[0]) <= 2 * -(-sum(tokens_of) // (world_size * (longest + spare)))
 
 
-@pytest.mark.parametrize(("world_size", "budget"), [(1, 4096), (2, 4096), (4, 4096), (8, 2048)])
-def test_budgets_that_make_up_a_step_take_the_least_rounds(world_size: int, budget: int) -> None:
+def test_budgets_that_make_up_a_step_take_the_least_rounds() -> None:
+    world_size, budget = 8, 2048
     tokens = proteins(20_000)
     plan = StepPlan(tokens, 16384, 0)
     rounds, spreads, shares = [], [], []
-    for step in epoch_of(plan, 0)[:200]:
+    for step in epoch_of(plan, 0)[:60]:
         ranks = assigned(np.array(step), tokens, budget, world_size)
-        weights = [weight(batch, tokens) for rank in ranks for batch in rank]
         rounds.append(len(ranks[0]))
-        spreads.append(max(weights) - min(weights))
-        of_ranks = [sum(weight(batch, tokens) for batch in rank) for rank in ranks]
-        shares.append(max(of_ranks) - min(of_ranks))
-    assert rounds.count(16384 // budget // world_size) >= 198
+        spreads.append(np.ptp([weight(batch, tokens) for rank in ranks for batch in rank]))
+        shares.append(np.ptp([sum(weight(batch, tokens) for batch in rank) for rank in ranks]))
+    assert rounds.count(16384 // budget // world_size) >= 59
     assert np.mean(spreads) < budget / 200
     assert np.mean(shares) < 10
 
 
-@pytest.mark.parametrize(
-    ("tokens", "budget", "world_size", "rounds"),
-    [
+def test_a_step_takes_the_fewest_rounds() -> None:
+    for tokens, budget, world_size, rounds in (
         ([101, 101, 101, 99, 99, 99], 300, 2, 2),  # no half of them has 300
         ([101, 101, 101, 99, 99, 99], 301, 2, 1),
-        *(([20 * k + 11 for k in range(12)], 1452, world_size, 1) for world_size in (1, 2, 3, 4, 7)),
-        *(
-            ([100] * 12, 200, world_size, rounds)
-            for world_size, rounds in ((1, 6), (2, 3), (3, 2), (4, 2), (6, 1), (7, 1))
-        ),
-    ],
-)
-def test_a_step_takes_the_fewest_rounds(tokens: list[int], budget: int, world_size: int, rounds: int) -> None:
-    ranks = assigned(np.arange(len(tokens)), np.array(tokens), budget, world_size)
-    assert [len(rank) for rank in ranks] == [rounds] * world_size
+        *(([20 * k + 11 for k in range(12)], 1452, world_size, 1) for world_size in (1, 3, 7)),
+        *(([100] * 12, 200, *pair) for pair in ((1, 6), (2, 3), (3, 2), (4, 2), (6, 1), (7, 1))),
+    ):
+        ranks = assigned(np.arange(len(tokens)), np.array(tokens), budget, world_size)
+        assert [len(rank) for rank in ranks] == [rounds] * world_size
 
 
-def test_ranks_take_heavy_and_light_in_turns() -> None:
+def test_ranks_take_heavy_and_light_in_turns_and_dummies_are_the_shortest_record() -> None:
     tokens = np.array([10, 40, 20, 30])
     assert assigned(np.arange(4), tokens, 40, 2) == [
         [MicroBatch((1,)), MicroBatch((0,))],
         [MicroBatch((3,)), MicroBatch((2,))],
     ]
-    tokens = np.array([9, 7, 6, 5, 4])  # 9, 7, 6 and 5 + 4
-    assert assigned(np.arange(5), tokens, 9, 2) == [
-        [MicroBatch((0,)), MicroBatch((2,))],
-        [MicroBatch((3, 4)), MicroBatch((1,))],
-    ]
-
-
-def test_a_split_of_thousands_of_micro_batches_is_dealt() -> None:
-    tokens = np.repeat([45, 30], [1500, 2250])  # two of 45 or three of 30 at once, or one and one: 1,500
-    batches = assign(range(3750), tokens, 100, 0, 1)
-    assert sorted(r for batch in batches for r in batch.records) == list(range(3750))
-    assert max(weight(batch, tokens) for batch in batches) <= 100
-    assert 1500 <= len(batches) <= 2000
-
-
-def test_a_ghost_is_the_shortest_record_of_the_step() -> None:
     ranks = assigned(np.array([0, 2, 3]), np.array([30, 1, 20, 40]), 100, 4)
     assert [batch.records for rank in ranks for batch in rank if batch.is_dummy] == [(2,)]
 
@@ -357,7 +224,7 @@ def test_a_ghost_is_the_shortest_record_of_the_step() -> None:
 def test_a_record_over_the_budget_is_refused_on_every_rank() -> None:
     tokens = np.array([30, 101, 20])
     for rank in range(3):
-        with pytest.raises(InputError, match=r"has 101 tokens, but batch\.tokens_per_rank is 100"):
+        with pytest.raises(InputError, match=r"batch\.tokens_per_rank"):
             assign(np.arange(3), tokens, 100, rank, 3)
     assert len(assign(np.arange(3), tokens, 101, 0, 3)) >= 1
-    assert len(assign(np.array([0, 2]), tokens, 100, 0, 3)) == 1  # the long one is not of this step
+    assert len(assign(np.array([0, 2]), tokens, 100, 0, 3)) == 1  # The long record is not of this step.

@@ -1,8 +1,5 @@
 """Labels of whole proteins, and how the rows of a table find their records."""
 
-import itertools
-import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ from esmshard.errors import InputError, UsageError
 from esmshard.io.store import cached
 from esmshard.io.symbols import Edits
 from esmshard.io.tables import Table, read_table
-from esmshard.vocab import STANDARD
 
 FASTA = Path("x.fasta")
 STORE = InMemory(">a MK", ">b MT", ">c MV")
@@ -40,11 +36,11 @@ def of(store: InMemory, kind: Any, *arguments: Any, **options: Any) -> ProteinLa
     return labels
 
 
-def refusal(store: InMemory, kind: Any, *arguments: Any, **options: Any) -> str:
+def refused(token: str, store: InMemory, kind: Any, *arguments: Any, **options: Any) -> None:
     with pytest.raises(InputError) as error:
         protein_labels(store, FASTA, kind, *arguments, **options)
     assert "\n" not in str(error.value)
-    return str(error.value)
+    assert token in str(error.value)
 
 
 def targets(labels: ProteinLabels) -> list[Any]:
@@ -71,29 +67,17 @@ def test_several_numbers_from_headers_with_gaps() -> None:
 
 def test_headers_without_a_label() -> None:
     store = InMemory(">a TARGET=1 MK", ">b TARGET=nan MT", ">c MV")
-    assert refusal(store, "number").startswith("x.fasta: 2 of 3 records have no TARGET= (b, c); ")
+    refused("2 of 3 records have no TARGET= (b, c)", store, "number")
     labels = of(store, "number", required=False)
     assert labels.labelled_N.tolist() == [True, False, False]
     assert np.isnan(labels.values[1:]).all()
     with pytest.raises(KeyError):
         labels[1]
     assert labels.notices == ["2 records without TARGET= left out (b, c)"]
-    assert refusal(store, "number", columns=["KD"], required=False).startswith(
-        "x.fasta: no record (a, b, c) has a KD=; "
-    )
-    assert refusal(InMemory(">a TARGET=1 MK", ">b TARGET=x MT"), "number").startswith(
-        "x.fasta: record 'b': TARGET is 'x', which is not a finite number; "
-    )
-    message = refusal(InMemory(">a KD=1 TM=2 MK", ">b KD=1 TM=2,5 MT"), "number", columns=["KD", "TM"])
-    assert message.startswith("x.fasta: record 'b': TM is '2,5', which")
-
-
-def test_numbers_from_a_table_by_id(path: Path) -> None:
-    labels = of(STORE, "number", table(path, "ID,target\nc,3\na,1.5\nb,2e-3\n"))
-    assert labels.values.dtype == np.float32
-    np.testing.assert_array_equal(labels.values, np.float32([[1.5], [0.002], [3]]))
-    assert labels.names == ("target",)
-    assert labels.notices == []
+    refused("no record (a, b, c) has a KD=", store, "number", columns=["KD"], required=False)
+    refused("record 'b': TARGET is 'x'", InMemory(">a TARGET=1 MK", ">b TARGET=x MT"), "number")
+    two = InMemory(">a KD=1 TM=2 MK", ">b KD=1 TM=2,5 MT")
+    refused("record 'b': TM is '2,5'", two, "number", columns=["KD", "TM"])
 
 
 def test_several_numbers_from_a_table(path: Path) -> None:
@@ -101,79 +85,62 @@ def test_several_numbers_from_a_table(path: Path) -> None:
     labels = of(STORE, "number", given, columns=["kd", "tm"])
     assert labels.names == ("kd", "tm")
     np.testing.assert_array_equal(labels.values, [[np.nan, 1], [7, np.nan], [np.nan, 3]])
-    assert refusal(STORE, "number", given, columns=["kd"]).startswith(
-        f"x.fasta: 2 of 3 records have no label in {path} (a, c); "
-    )
+    refused(f"2 of 3 records have no label in {path} (a, c)", STORE, "number", given, columns=["kd"])
     dropped = of(STORE, "number", given, columns=["kd"], required=False)
     assert dropped.labelled_N.tolist() == [False, True, False]
     np.testing.assert_array_equal(dropped.values, [[np.nan], [7], [np.nan]])
 
 
 def test_numbers_that_cannot_be_used(path: Path) -> None:
-    assert refusal(STORE, "number", table(path, "id,target\na,1\nb,high\nc,3\n")).startswith(
-        f"{path}:3: column 'target'"
-    )
-    assert refusal(STORE, "number", table(path, "id,target\na,1\nb,2\nc,-1e39\n")) == (
-        f"{path}:4: column 'target' has '-1e39', too large for float32"
-    )
-    assert refusal(STORE, "number", table(path, "id,u,target\na,0,1\nb,4e38,2\n"), columns=["target", "u"]).startswith(
-        f"{path}:3: column 'u' has '4e38'"
-    )
+    refused(f"{path}:3: column 'target'", STORE, "number", table(path, "id,target\na,1\nb,high\nc,3\n"))
+    refused(f"{path}:4: column 'target' has '-1e39'", STORE, "number", table(path, "id,target\na,1\nb,2\nc,-1e39\n"))
+    two = table(path, "id,u,target\na,0,1\nb,4e38,2\n")
+    refused(f"{path}:3: column 'u' has '4e38'", STORE, "number", two, columns=["target", "u"])
 
 
 def test_rows_and_records_without_a_partner(path: Path) -> None:
     store = InMemory(*(f">{name} MK" for name in "abcdefg"))
     given = table(path, "id,target\n" + "".join(f"{name},1\n" for name in "gcwxyz"))
-    assert refusal(store, "number", given) == (
-        f"x.fasta: 5 of 7 records have no label in {path} (a, b, d, ...); add what is missing, or remove the records"
-    )
+    refused("5 of 7 records have no label in", store, "number", given)
     labels = of(store, "number", given, required=False)
     assert labels.labelled_N.tolist() == [False, False, True, False, False, False, True]
     assert labels.notices == [f"5 records without label in {path} left out (a, b, d, ...)"]
     other = table(path, "id,target\nu,1\nv,1\n")
-    assert refusal(store, "number", other, required=False).startswith(
-        f"x.fasta: no record (a, b, c, ...) has a label in {path}, which has other ids (u, v); "
-    )
+    refused("which has other ids (u, v)", store, "number", other, required=False)
 
 
 def test_rows_that_come_twice(path: Path) -> None:
     labels = of(STORE, "number", table(path, "id,target,u\na,1,x\nb,2,x\na,1.0,y\nc,3,x\n"))
     assert labels.values[:, 0].tolist() == [1, 2, 3]
     assert labels.notices == ["a row that came twice with the same label was read once in 1 record (a)"]
-    assert refusal(STORE, "number", table(path, "id,target\na,1\nb,2\nb,2.5\nc,3\n")) == (
-        f"{path}:4: 'b' has another label than in line 3; leave one of them out"
-    )
-    assert "'a' has another label" in refusal(STORE, "number", table(path, "id,target\na,1\na,\nb,2\nc,3\n"))
+    refused(f"{path}:4: 'b' has another label", STORE, "number", table(path, "id,target\na,1\nb,2\nb,2.5\nc,3\n"))
+    refused("'a' has another label", STORE, "number", table(path, "id,target\na,1\na,\nb,2\nc,3\n"))
     twice = table(path, "id,target,u\na,1,\na,1,\nb,2,1\nc,3,1\n")
     assert len(of(STORE, "number", twice, columns=["target", "u"]).notices) == 1
-    assert "'a' has another label" in refusal(STORE, "class", table(path, "id,target\na,x\na,y\nb,x\nc,x\n"))
+    refused("'a' has another label", STORE, "class", table(path, "id,target\na,x\na,y\nb,x\nc,x\n"))
     labels = of(STORE, "multilabel", table(path, "id,target\na,x;y\nb,y\na,y; x\nc,x\n"))
     assert targets(labels) == [[1, 1], [0, 1], [1, 0]]
-    assert "'a' has another label" in refusal(STORE, "multilabel", table(path, "id,target\na,x;y\nb,y\na,y\nc,x\n"))
+    refused("'a' has another label", STORE, "multilabel", table(path, "id,target\na,x;y\nb,y\na,y\nc,x\n"))
     flags = table(path, "id,u,v\na,0,0\nb,1,1\nc,1,1\na,,\n")
-    assert "'a' has another label" in refusal(STORE, "multilabel", flags, columns=["u", "v"])
+    refused("'a' has another label", STORE, "multilabel", flags, columns=["u", "v"])
 
 
 def test_rows_find_records_by_sequence(path: Path) -> None:
     store = InMemory(">a MK", ">b MT", ">c MXV", ">d MK")
     labels = of(store, "number", table(path, "sequence,target,set\nmj-V*,3,train\nM K,1,test\nMT,2,train\n"))
     assert labels.values[:, 0].tolist() == [1, 2, 3, 1]
-    assert refusal(store, "number", table(path, "sequence,target\nMK,1\nMT,2\nM1,3\n")).startswith(
-        f"{path}:4: column 'sequence': '1' at position 2 is not a residue"
-    )
-    long = "MKTAYIAKQRQISFVKSHFSRQ"
-    assert "other ids (MKK, MKTAYIAKQRQISFVKSHFS...)" in refusal(
-        store, "number", table(path, f"seq,target\nMKK,1\n{long},3\n")
-    )
-    assert "line 2" in refusal(store, "number", table(path, "sequence,target\nMK,1\nmk,3\n"))
+    wrong = table(path, "sequence,target\nMK,1\nMT,2\nM1,3\n")
+    refused(f"{path}:4: column 'sequence': '1' at position 2", store, "number", wrong)
+    other = table(path, "seq,target\nMKK,1\nMKTAYIAKQRQISFVKSHFSRQ,3\n")
+    refused("other ids (MKK, MKTAYIAKQRQISFVKSHFS...)", store, "number", other)
+    refused("line 2", store, "number", table(path, "sequence,target\nMK,1\nmk,3\n"))
     assert of(store, "number", table(path, "id,sequence,target\n7,MK,1\n8,MT,2\n9,MXV,3\n"), id_column="sequence")
 
 
 def test_where_a_table_has_ids_and_sequences_they_must_agree(path: Path) -> None:
     assert of(STORE, "number", table(path, "id,sequence,target\na,mk,1\nb,,2\nc,MV,3\n")).notices == []
-    assert refusal(STORE, "number", table(path, "id,sequence,target\na,MK,1\nb,MV,2\nc,MT,3\n")).startswith(
-        f"{path}:3: the sequence of 'b' is not the one in x.fasta"
-    )
+    wrong = table(path, "id,sequence,target\na,MK,1\nb,MV,2\nc,MT,3\n")
+    refused(f"{path}:3: 'b' has another sequence in x.fasta", STORE, "number", wrong)
     both = table(path, "sequence,mutated_sequence,target\nMA,MV,3\nMA,MK,1\nMA,MT,2\n")
     assert targets(of(STORE, "number", both, id_column="mutated_sequence")) == [[1], [2], [3]]
     two = table(path, "id,seq,mutated_sequence,target\na,MK,MV,1\nb,MK,MV,2\nc,MK,MV,3\n")
@@ -183,34 +150,25 @@ def test_where_a_table_has_ids_and_sequences_they_must_agree(path: Path) -> None
 def test_uniprot_accessions_are_ids_too(path: Path) -> None:
     store = InMemory(">sp|P1|A_HUMAN x MK", ">tr|P2|B_HUMAN MT", ">sp|P3|C_HUMAN MV", ">xx|P1|D MW")
     given = table(path, "Entry\tEntry Name\ttarget\nP1\tA\t1\nP2\tB\t2\nsp|P3|C_HUMAN\tC\t3\nP4\tD\t4\n")
-    assert refusal(store, "number", given).startswith(f"x.fasta: 1 of 4 records have no label in {path} (xx|P1|D); ")
+    refused("1 of 4 records have no label", store, "number", given)
     labels = of(store, "number", given, required=False)
     assert targets(labels) == [[1], [2], [3], None]
     assert labels.notices[0] == "the UniProt accession was taken for the id in 2 records (sp|P1|A_HUMAN, tr|P2|B_HUMAN)"
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "says"),
-    [
+def test_columns_may_be_named_and_must_be_clear(path: Path) -> None:
+    for text, options, token in (
         ("id,Name,target\na,x,1\n", {}, "'id' and 'Name' may both be meant; name the column of ids in data.id_column"),
-        ("id,target,Label\na,x,1\n", {}, "'target' and 'Label' may both be meant; set data.target=COLUMN"),
+        ("id,target,Label\na,x,1\n", {}, "'target' and 'Label' may both be meant; set data.target"),
         ("id,score\na,1\n", {}, "has no column 'target' or 'label'"),
         ("id,score\na,1\n", {"columns": ["helix"]}, "has no column 'helix'"),
         ("key,target\na,1\n", {}, "has no column of ids or sequences"),
         ("id,target\na,1\n,2\n", {}, ":3: column 'id' is empty"),
-    ],
-)
-def test_columns_that_are_not_clear(path: Path, text: str, options: dict[str, Any], says: str) -> None:
-    assert says in refusal(STORE, "number", table(path, text), **options)
-
-
-def test_columns_may_be_named(path: Path) -> None:
+    ):
+        refused(token, STORE, "number", table(path, text), **options)
     assert of(STORE, "number", table(path, "id,Name,target\n1,a,1\n2,b,1\n3,c,1\n"), id_column="Name")
     assert of(STORE, "class", table(path, "id,target,label\na,1,x\nb,1,x\nc,1,x\n"), columns=["label"]).names == ("x",)
-
-
-def test_a_target_that_is_named_twice_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"^columns has a name twice: 'KD', 'KD'"):
+    with pytest.raises(UsageError, match="'KD', 'KD'"):
         of(STORE, "number", columns=["kd", "KD"])
 
 
@@ -229,12 +187,9 @@ def test_classes_are_sorted(path: Path) -> None:
 
 def test_a_class_that_may_be_no_label_is_refused(path: Path) -> None:
     for name in ("NA", "nan", "None", "-", "null"):
-        given = table(path, f"id,label\na,x\nb,{name}\nc,x\n")
-        assert refusal(STORE, "class", given).startswith(
-            f"{path}:3: '{name}' may be a class or say that there is none; "
-        )
+        refused(f"{path}:3: '{name}'", STORE, "class", table(path, f"id,label\na,x\nb,{name}\nc,x\n"))
     given = table(path, "id,label\na,x\nb,\nc,y\n")
-    assert refusal(STORE, "class", given).startswith("x.fasta: 1 of 3 records have no label")
+    refused("1 of 3 records have no label", STORE, "class", given)
     assert of(STORE, "class", given, required=False).values.tolist() == [0, -1, 1]
 
 
@@ -249,7 +204,7 @@ def test_several_classes_of_one_column(path: Path) -> None:
     store = InMemory(">a TARGET=y;x MK", ">b TARGET=x MT", ">c MV")
     labels = of(store, "multilabel", required=False)
     assert (targets(labels), labels.names) == ([[1, 1], [1, 0], None], ("x", "y"))
-    assert refusal(STORE, "multilabel", table(path, "id,target\na,x\nb,;\nc,x\n")).startswith("x.fasta: 1 of 3 records")
+    refused("1 of 3 records", STORE, "multilabel", table(path, "id,target\na,x\nb,;\nc,x\n"))
     labels = of(STORE, "multilabel", table(path, "id,target\na,x\nb,\nother,x;y\n"), required=False)
     assert labels.values.toarray().tolist() == [[1, 0], [0, 0], [0, 0]]
 
@@ -262,11 +217,9 @@ def test_several_columns_of_zero_and_one(path: Path) -> None:
     assert labels.labelled_N.all()
     for cell in ("", "2", "x"):
         wrong = table(path, f"id,u,v\na,1,1\nb,{cell},1\nc,1,1\n")
-        assert refusal(STORE, "multilabel", wrong, columns=["v", "u"]).startswith(
-            f"{path}:3: 'u' is '{cell}'; write 0 or 1"
-        )
+        refused(f"{path}:3: 'u' is '{cell}'", STORE, "multilabel", wrong, columns=["v", "u"])
     gap = table(path, "id,u,v\na,1,0\nb,,\nc,1,1\n")
-    assert refusal(STORE, "multilabel", gap, columns=["u", "v"]).startswith("x.fasta: 1 of 3 records have no label")
+    refused("1 of 3 records have no label", STORE, "multilabel", gap, columns=["u", "v"])
     assert targets(of(STORE, "multilabel", gap, columns=["u", "v"], required=False)) == [[1, 0], None, [1, 1]]
     assert targets(of(InMemory(">a U=1 V=0 MK"), "multilabel", columns=["u", "v"])) == [[1, 0]]
 
@@ -279,51 +232,3 @@ def test_a_fasta_file_and_its_table(tmp_path: Path, path: Path) -> None:
     assert given_splits(store, fasta, None, Edits()).tolist() == [TRAIN, VALID, TEST]
     assert targets(of(store, "class", table(path, "id,target\nc,x\nP1,y\nb,z\n"))) == [1, 2, 0]
     assert targets(of(store, "class", table(path, "sequence,target\nMW,x\nMKTV,y\nMX,z\n"))) == [1, 2, 0]
-
-
-def test_a_table_as_large_as_gb1_gives_the_published_counts(path: Path) -> None:
-    """FLIP GB1 three_vs_rest has 2691 training, 299 validation and 5743 test variants."""
-    count = 2691 + 299 + 5743
-    sequences = ["".join(four) for four in itertools.islice(itertools.product(STANDARD, repeat=4), count)]
-    rows = [
-        f"{sequence},{k / 1000},{'train' if k < 2990 else 'test'},{'True' if 2691 <= k < 2990 else ''}"
-        for k, sequence in enumerate(sequences)
-    ]
-    order = random.Random(1).sample(range(count), count)
-    store = InMemory(*(f">v{k} {sequences[k]}" for k in order))
-    given = table(path, "sequence,target,set,validation\n" + "\n".join(rows) + "\n")
-    splits = given_splits(store, FASTA, given, Edits()).tolist()
-    assert [splits.count(TRAIN), splits.count(VALID), splits.count(TEST)] == [2691, 299, 5743]
-    labels = of(store, "number", given)
-    np.testing.assert_array_equal(labels.values[:, 0], np.float32([k / 1000 for k in order]))
-    assert [splits[n] for n, k in enumerate(order) if k in (0, 2690, 2691, 2989, 2990)].count(VALID) == 2
-
-
-def test_damaged_tables_are_refused_or_read_right(path: Path) -> None:
-    """Whatever is done to a table, a record never gets the label of another one."""
-    draw, read, messages = random.Random(11), 0, list[str]()
-    truth = {name: k + 0.5 for k, name in enumerate("abcdefgh")}
-    store = InMemory(*(f">{name} M{name.upper().replace('B', 'K')}" for name in truth))
-    for _ in range(2500):
-        rows = [f"{name},{value}" for name, value in truth.items()]
-        draw.shuffle(rows)
-        text = "\n".join(["id,target", *rows]) + "\n"
-        for _ in range(draw.randint(0, 3)):
-            at = draw.randrange(len(text) + 1)
-            put = draw.choice('\n,;"\tx0\r=\N{MINUS SIGN}')
-            text = draw.choice(
-                [text[:at] + text[at + 1 :], text[:at] + put + text[at:], text + draw.choice(rows) + "\n", text[:at]]
-            )
-        try:
-            labels = protein_labels(store, FASTA, "number", table(path, text), required=draw.choice([True, False]))
-        except InputError as error:
-            messages.append(str(error))
-            continue
-        intact = re.split(r"[\r\n]", text)
-        for n, (name, value) in enumerate(truth.items()):
-            if labels.labelled_N[n]:
-                read += 1
-                assert f"{name},{value}" not in intact or labels.values[n, 0] == value
-    assert 800 < len(messages) < 1700
-    assert not any("\n" in message for message in messages)
-    assert read > 5000

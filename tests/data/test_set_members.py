@@ -42,24 +42,16 @@ def ids(of: Recipe) -> dict[str, list[str]]:
     return {name: [split.id(n) for n in range(len(split))] for name, split in splits.items()}
 
 
-@pytest.mark.parametrize("task", ["mlm", "sequence"])
-def test_set_in_the_headers_divides_one_file(task: str) -> None:
-    write("x.fasta", SETS, target=task == "sequence")
-    one = recipe(task, "x.fasta", "x.fasta", "x.fasta")
-    assert ids(one) == IDS
-    test = open_split(one, "test", None)
-    assert test.notices == ["SET= in its headers divides it: 2 of 6 records are of test"]
-    assert test.digest not in (test.store.digest, open_split(one, "train", None).digest), "a resume sees other marks"
-
-
-def test_another_attribute_that_ends_in_set_divides_nothing() -> None:
-    Path("x.fasta").write_text(
-        "".join(f">{record} DATASET=uniprot offset=3 TARGET=0.5\nMKT{record.upper()}\n" for record in "acdefg")
-    )
-    with pytest.raises(InputError, match=r"x\.fasta: .*nothing divides it"):
-        open_split(recipe("sequence", "x.fasta", "x.fasta", "x.fasta"), "train", None)
-    with_folds = recipe("sequence", "x.fasta", "x.fasta", "x.fasta", ", folds: 3, fold: 0")
-    assert sorted(record for split in ids(with_folds).values() for record in split)
+def test_set_in_the_headers_divides_one_file() -> None:
+    for task in ("mlm", "sequence"):
+        write("x.fasta", SETS, target=task == "sequence")
+        whole = recipe(task, "x.fasta", "x.fasta", "x.fasta")
+        assert ids(whole) == IDS
+        test = open_split(whole, "test", None)
+        assert len(test.notices) == 1
+        assert test.digest not in (test.store.digest, open_split(whole, "train", None).digest), (
+            "a resume sees the marks"
+        )
 
 
 def test_a_test_set_that_is_the_training_set_is_refused_and_such_a_validation_set_is_told_of() -> None:
@@ -93,36 +85,29 @@ def test_two_splits_may_share_a_file() -> None:
     assert len(open_split(gone, "test", None)) == 2, "the files of other splits are not asked for"
 
 
-@pytest.mark.parametrize("column", ["set", "split"])
-def test_a_column_of_the_table_of_labels_divides_one_file(column: str) -> None:
+def test_a_table_or_a_file_of_labels_divides_one_file() -> None:
     write("x.fasta", dict.fromkeys(SETS, ""), target=False)
     rows = "".join(
         f"{record},{where.split()[0]},{'True' if ' ' in where else ''},1\n" for record, where in SETS.items()
     )
-    Path("y.csv").write_text(f"id,{column},validation,target\n{rows}")
-    assert ids(recipe("sequence", "x.fasta", "x.fasta", "x.fasta", ", labels: y.csv")) == IDS
-
-
-def test_a_label_file_divides_one_file() -> None:
-    write("x.fasta", dict.fromkeys(SETS, ""), target=False)
+    for column in ("set", "split"):
+        Path("y.csv").write_text(f"id,{column},validation,target\n{rows}")
+        assert ids(recipe("sequence", "x.fasta", "x.fasta", "x.fasta", ", labels: y.csv")) == IDS
     Path("y.fasta").write_text("".join(f">{record} SET={where}\nHHEC\n" for record, where in SETS.items()))
     assert ids(recipe("residue", "x.fasta", "x.fasta", "x.fasta", ", labels: y.fasta")) == IDS
 
 
 def test_marks_that_do_not_suffice_are_refused() -> None:
-    write("x.fasta", {"a": "train", "b": "test"})
-    with pytest.raises(
-        InputError, match=r"x.fasta: has no record of valid, as SET= in its headers says \(1 of train and"
-    ):
-        open_split(recipe("mlm", "x.fasta", "x.fasta", "x.fasta"), "valid", None)
-    write("y.fasta", {"a": "train", "b": "test", "c": "", "d": "val"})
-    with pytest.raises(InputError, match=r"1 of 4 records have no SET= \(c\)"):
-        open_split(recipe("mlm", "y.fasta", "y.fasta", "y.fasta"), "valid", None)
-    write("z.fasta", SETS)
-    with pytest.raises(
-        UsageError, match=r"data\.folds: divides .*z.fasta, which SET= in its headers divides too; leave"
-    ):
-        open_split(recipe("mlm", "z.fasta", "z.fasta", "z.fasta", ", folds: 3, fold: 0"), "train", None)
+    def refused(
+        file: str, sets: dict[str, str], token: str, kind: type[Exception] = InputError, more: str = ""
+    ) -> None:
+        write(file, sets)
+        with pytest.raises(kind, match=token):
+            open_split(recipe("mlm", file, file, file, more), "valid", None)
+
+    refused("x.fasta", {"a": "train", "b": "test"}, r"x.fasta: .*no record of valid \(1 of train and")
+    refused("y.fasta", {"a": "train", "b": "test", "c": "", "d": "val"}, r"1 of 4 records have no SET= \(c\)")
+    refused("z.fasta", SETS, r"data\.folds: divides .*z.fasta", UsageError, ", folds: 3, fold: 0")
     write("v.fasta", {"v": ""})
     assert len(open_split(recipe("mlm", "z.fasta", "v.fasta", "z.fasta", ", folds: 3, fold: 0"), "train", None)) == 4
 
@@ -132,7 +117,4 @@ def test_marks_that_are_not_used_are_told() -> None:
     write("v.fasta", {"v": "val"})
     mixed = recipe("mlm", "x.fasta", "v.fasta", "v2.fasta")
     (notice,) = open_split(mixed, "train", None).notices
-    assert notice.startswith(
-        "SET= in its headers is not used, as it is the file of train alone, and all its records are taken; "
-        "name one file in data.train, data.valid and data.test"
-    )
+    assert notice.startswith("SET= in its headers is not used")

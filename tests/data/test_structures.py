@@ -1,8 +1,7 @@
 """Chains of structure files, through PDB and mmCIF, and folders of structures as splits."""
 
-import bz2
 import gzip
-import lzma
+import itertools
 import math
 import os
 import random
@@ -15,126 +14,80 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from packed import zstd
-from structure_texts import (
-    OTHER,
-    SEQ,
-    Line,
-    chain,
-    cif,
-    expected_cb,
-    nucleic,
-    pdb,
-    three,
-    water,
-    write,
-)
+from structure_texts import OTHER, SEQ, Line, chain, cif, expected_cb, nucleic, pdb, three, water, write
 
 from esmshard.data.labels.coordinates import UNRESOLVED, contact_labels
 from esmshard.data.structures import structure_folder
-from esmshard.data.structures.chains import Chain, read_chains, virtual_cb
-from esmshard.data.structures.structure_folder import (
-    cached_split,
-    notices,
-    read_records,
-    to_split,
-)
+from esmshard.data.structures.chains import Chain, read_chains
+from esmshard.data.structures.structure_folder import cached_split, notices, read_records, to_split
 from esmshard.errors import InputError, UsageError
 from esmshard.io.symbols import Edits
 
 Read = Callable[..., list[Chain]]
 SHORT, THIRD = "MKTAY", "AVILMFYWSTNQ"
+changes: list[str] = []
+"""What was changed in the file that was read last."""
 
 
-@pytest.fixture(params=["pdb", "cif"])
-def read(request: pytest.FixtureRequest, tmp_path: Path) -> Read:
-    """Writes lines as a file of one form and reads it; what was changed is in `read.edits`."""
-    form: str = request.param
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """Writes lines as a PDB and as an mmCIF file, and reads both, which must give the same chains."""
 
     def run(
         lines: list[Line],
         sequences: Mapping[str, Sequence[str]] | None = None,
-        *,
-        modres: Mapping[str, str] | None = None,
         kinds: Mapping[str, str] | None = None,
+        modres: Mapping[str, str] | None = None,
         **options: object,
     ) -> list[Chain]:
-        path = tmp_path / f"1ABC.{form}"
-        if form == "pdb":
-            path.write_text(pdb(lines, sequences, modres))
-        else:
-            path.write_text(cif(lines, sequences, kinds, modres=modres))
-        run.edits = Edits()  # type: ignore[attr-defined]
-        return read_chains(path, edits=run.edits, **options)  # type: ignore[attr-defined, arg-type]
+        files = {"1ABC.pdb": pdb(lines, sequences, modres), "1ABC.cif": cif(lines, sequences, kinds, modres)}
+        edits = [Edits() for _ in files]
+        pairs = zip(files.items(), edits, strict=True)
+        chains, others = (read_chains(write(tmp_path / n, t), edits=e, **options) for (n, t), e in pairs)  # type: ignore[arg-type]
+        for one, other in zip(chains, others, strict=True):
+            assert (one.id, one.sequence) == (other.id, other.sequence)
+            np.testing.assert_array_equal(one.cb_L3, other.cb_L3)
+            np.testing.assert_array_equal(one.backbone_L33, other.backbone_L33)
+        changes[:], others_changes = (e.notices() for e in edits)
+        assert [c.replace("1ABC.pdb", "1ABC.cif") for c in changes] == others_changes
+        return chains
 
     return run
 
 
-def changes(read: Read) -> list[str]:
-    return read.edits.notices()  # type: ignore[attr-defined, no-any-return]
-
-
-def test_a_whole_chain(read: Read) -> None:
-    (found,) = read(chain(SEQ), {"A": three(SEQ)})
-    assert (found.id, found.sequence) == ("1abc_A", SEQ)
-    assert found.cb_L3.dtype == np.float32
-    np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
-    assert changes(read) == []
-
-
-def test_virtual_cb_of_one_residue_by_hand() -> None:
-    """N on the x axis, C in the plane z = 0: from CA, cos of the angle along N, and the dihedral turns about it."""
-    cb_L3 = virtual_cb(np.array([[1.46, 0, 0]]), np.zeros((1, 3)), np.array([[-0.55, 1.42, 0]]))
-    x, radius = 1.522 * math.cos(1.927), 1.522 * math.sin(1.927)
-    np.testing.assert_allclose(cb_L3[0], [x, radius * math.cos(2.143), radius * math.sin(2.143)], atol=1e-12)
-    np.testing.assert_allclose(cb_L3[0], [-0.5307, -0.7726, 1.1992], atol=1e-3)
-
-
-@pytest.mark.parametrize("along", [(1.5, 0.0, 0.0), (0.3, 0.7, 1.1), (0.1, 0.2, 0.3), (0.0, 0.0, 0.0)])
-def test_atoms_on_a_line_give_no_cb(read: Read, along: tuple[float, float, float]) -> None:
-    """Rounding leaves some of these a hair beside the line, where any direction might come out."""
-    x, y, z = along
-    flat = {"N": (0.0, 0.0, 0.0), "CA": along, "C": (3 * x, 3 * y, 3 * z), "CB": (1.5, 1.5, 0.0)}
-    lines = [replace(a, xyz=flat[a.name]) if a.seq == 7 else a for a in chain(SEQ)]
-    (found,) = read(lines, {"A": three(SEQ)})
-    assert np.flatnonzero(np.isnan(found.cb_L3).any(1)).tolist() == [6]
-
-
-def test_insertion_codes_are_residues_of_their_own(read: Read) -> None:
-    numbers = {3: (2, "A"), 4: (2, "B"), 5: (3, "")}
-    lines = [replace(x, number=numbers.get(x.seq or 0, (x.number, ""))[0]) for x in chain(SEQ)]
-    lines = [replace(x, ins=numbers.get(x.seq or 0, (0, ""))[1]) for x in lines]
-    lines = [replace(x, number=int(x.number) - 2) if (x.seq or 0) > 5 else x for x in lines]
-    for sequences in ({"A": three(SEQ)}, None):
-        (found,) = read(lines, sequences)
+def test_atoms_on_a_line_and_missing_atoms_give_no_cb(read: Read) -> None:
+    """Rounding leaves the second line a hair beside a line, where any direction might come out."""
+    for x, y, z in ((1.5, 0.0, 0.0), (0.3, 0.7, 1.1), (0.0, 0.0, 0.0)):
+        flat = {"N": (0.0, 0.0, 0.0), "CA": (x, y, z), "C": (3 * x, 3 * y, 3 * z), "CB": (1.5, 1.5, 0.0)}
+        lines = [replace(a, xyz=flat[a.name]) if a.seq == 7 else a for a in chain(SEQ)]
+        (found,) = read(lines, {"A": three(SEQ)})
+        assert np.flatnonzero(np.isnan(found.cb_L3).any(1)).tolist() == [6]
+    for atom in ("N", "CA", "C", "CB"):
+        (found,) = read([x for x in chain(SEQ) if not (x.seq == 5 and x.name == atom)], {"A": three(SEQ)})
         assert found.sequence == SEQ
-        np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
+        assert np.flatnonzero(np.isnan(found.cb_L3).any(1)).tolist() == ([] if atom == "CB" else [4])
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "taken"),
-    [((0.4, "A"), (0.6, "B"), "B"), ((0.6, "A"), (0.4, "B"), "A"), ((0.5, "B"), (0.5, "A"), "B")],
-)
-def test_the_alternative_location_of_highest_occupancy(
-    read: Read, first: tuple[float, str], second: tuple[float, str], taken: str
-) -> None:
-    """All atoms of a residue come from one alternative; of equals from the first."""
-    lines, move = [], {first[1]: 0.0, second[1]: 5.0}
-    for x in chain(SEQ):
-        if x.seq == 4:
-            for occupancy, alt in (first, second):
-                xyz = (x.xyz[0] + move[alt], x.xyz[1], x.xyz[2])
-                lines.append(replace(x, alt=alt, occupancy=occupancy, xyz=xyz))
-        else:
-            lines.append(x)
-    expected = expected_cb(14)
-    expected[3, 0] += move[taken]
-    (found,) = read(lines, {"A": three(SEQ)})
-    np.testing.assert_allclose(found.cb_L3, expected, atol=2e-5)
-    assert changes(read) == ["1 residue with alternative locations, read at that of highest occupancy (1abc_A)"]
-
-
-def test_atoms_without_an_alternative_go_with_any(read: Read) -> None:
+def test_the_alternative_location_of_highest_occupancy(read: Read) -> None:
+    """All atoms of a residue come from one alternative; of equals from the first. Other atoms go with any."""
+    for first, second, taken in (
+        ((0.4, "A"), (0.6, "B"), "B"),
+        ((0.6, "A"), (0.4, "B"), "A"),
+        ((0.5, "B"), (0.5, "A"), "B"),
+    ):
+        lines, move = [], {first[1]: 0.0, second[1]: 5.0}
+        for x in chain(SEQ):
+            if x.seq == 4:
+                for occupancy, alt in (first, second):
+                    xyz = (x.xyz[0] + move[alt], x.xyz[1], x.xyz[2])
+                    lines.append(replace(x, alt=alt, occupancy=occupancy, xyz=xyz))
+            else:
+                lines.append(x)
+        expected = expected_cb(14)
+        expected[3, 0] += move[taken]
+        (found,) = read(lines, {"A": three(SEQ)})
+        np.testing.assert_allclose(found.cb_L3, expected, atol=2e-5)
+        assert changes == ["1 residue with alternative locations, read at that of highest occupancy (1abc_A)"]
     lines = []
     for x in chain(SEQ):
         if x.seq == 4 and x.name == "C":
@@ -146,101 +99,71 @@ def test_atoms_without_an_alternative_go_with_any(read: Read) -> None:
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
 
 
-def test_only_the_first_model_is_read(read: Read) -> None:
-    lines = chain(SEQ) + chain(SEQ, shift=30, model=2) + chain(SEQ, shift=60, model=3)
-    (found,) = read(lines, {"A": three(SEQ)})
-    np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
-    assert changes(read)[0].startswith("1 file with several models, of which the first was read (1ABC.")
-
-
 def test_nucleic_acids_waters_and_ligands_are_left_out(read: Read) -> None:
     calcium = [Line("CA", "CA", "A", 300, (1.0, 1.0, 1.0), None, "D", het=True, element="CA")]
     free = [replace(x, number=400, seq=None, asym="E", het=True) for x in chain("E")]
     lines = chain(SEQ) + nucleic("B") + water("A", "C") + calcium + free
     sequences = {"A": three(SEQ), "B": ["DA", "DG", "DC", "DT"] * 4}
-    (found,) = read(lines, sequences, kinds={"B": "polydeoxyribonucleotide"})
+    (found,) = read(lines, sequences, {"B": "polydeoxyribonucleotide"})
     assert (found.id, found.sequence) == ("1abc_A", SEQ)
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
-    assert len(changes(read)) == 1
-    assert changes(read)[0].startswith("1 chain of no protein left out (1ABC.")
+    assert len(changes) == 1
+    assert changes[0].startswith("1 chain of no protein left out (1ABC.")
     (bare,) = read(lines, None)
     assert (bare.id, bare.sequence) == ("1abc_A", SEQ)
-
-
-def test_without_a_sequence_the_residues_with_atoms_are_it(read: Read) -> None:
-    (found,) = read(chain(SEQ, missing=[3, 4, 8]), None)
-    assert found.sequence == "MKTIAKRGGLV"
-    np.testing.assert_allclose(found.cb_L3, np.delete(expected_cb(14), [3, 4, 8], 0), atol=2e-5)
-    assert changes(read) == [
-        "1 chain without SEQRES or _entity_poly_seq, read as the residues with atoms (1abc_A)",
-        "2 gaps in residue numbers, where the sequence is shorter than the protein's (1abc_A)",
-    ]
 
 
 def test_residues_under_a_plddt_lose_their_coordinates(read: Read) -> None:
     lines = [replace(x, b={2: 69.99, 9: 12.0, 4: 70.0}.get(x.seq or 0, 91.0)) for x in chain(SEQ)]
     (found,) = read(lines, {"A": three(SEQ)}, min_plddt=70)
     np.testing.assert_allclose(found.cb_L3, expected_cb(14, missing=[1, 8]), atol=2e-5)
-    assert changes(read) == ["2 residues left without coordinates for a pLDDT under 70 (1abc_A)"]
+    assert changes == ["2 residues left without coordinates for a pLDDT under 70 (1abc_A)"]
     (whole,) = read(lines, {"A": three(SEQ)})
     assert not np.isnan(whole.cb_L3).any()
 
 
-def test_pdb_and_mmcif_of_one_entry_give_equal_maps(tmp_path: Path) -> None:
+def test_pdb_and_mmcif_of_one_entry_give_equal_maps(read: Read) -> None:
     """Everything at once: a gap, alternatives, insertion codes, a modified residue, a ligand, water, two models."""
     comps = [*three("MKTAY"), "MSE", *three("IAKQRGGLVNDECHW"), "SEP", *three("FP")]
-    lines = []
-    for x in chain(comps, first=-2, missing=[0, 9, 10, 23]):
+    lines, missing = list[Line](), [0, 9, 10, 23]
+    for x in chain(comps, first=-2, missing=missing):
         ins = {12: "A", 13: "B"}.get(x.seq or 0, "")
         lines.append(replace(x, number=7 if x.seq in (11, 12, 13) else x.number, ins=ins))
         if x.seq == 5:
             lines[-1:] = [replace(x, alt="A", occupancy=0.5), replace(x, alt="B", occupancy=0.5, xyz=(1.0, 2.0, 3.0))]
     lines += water("A", "B") + chain(comps, model=2, shift=5)
-    (tmp_path / "x.pdb").write_text(pdb(lines, {"A": comps}, {"SEP": "SER"}))
-    (tmp_path / "x.cif").write_text(cif(lines, {"A": comps}, modres={"SEP": "SER"}))
-    (a,) = read_chains(tmp_path / "x.pdb")
-    (b,) = read_chains(tmp_path / "x.cif")
-    assert a.sequence == b.sequence == "MKTAYMIAKQRGGLVNDECHWSFP"
-    np.testing.assert_array_equal(a.cb_L3, b.cb_L3)
-    labels_LL = contact_labels(b.cb_L3)
-    assert labels_LL.tolist() == contact_labels(a.cb_L3).tolist()
-    assert np.flatnonzero(labels_LL.diagonal() < 0).tolist() == [0, 9, 10, 23]
+    (found,) = read(lines, {"A": comps}, modres={"SEP": "SER"})
+    assert found.sequence == "MKTAYMIAKQRGGLVNDECHWSFP"
+    np.testing.assert_allclose(found.cb_L3, expected_cb(24, missing=missing), atol=2e-5)
+    assert changes[0].startswith("1 file with several models, of which the first was read (1ABC.")
+    labels_LL = contact_labels(found.cb_L3)
+    assert np.flatnonzero(labels_LL.diagonal() < 0).tolist() == missing
     assert labels_LL[1, 4:9].tolist() == [1, 1, 0, 0, 0]  # a helix: i + 4 at 6.2 A, i + 5 at 8.4 A
+    (found,) = read(lines, None, modres={"SEP": "SER"})
+    assert found.sequence == "KTAYMIAKGGLVNDECHWSF"
+    assert [notice for notice in changes if "SEQRES" in notice]
+    assert [notice for notice in changes if notice.startswith("1 gap in residue numbers")]
+    np.testing.assert_allclose(found.cb_L3, np.delete(expected_cb(24), missing, 0), atol=2e-5)
 
 
-@pytest.mark.parametrize(("atom", "is_there"), [("N", False), ("CA", False), ("C", False), ("CB", True)])
-def test_a_missing_atom(read: Read, atom: str, is_there: bool) -> None:
-    (found,) = read([x for x in chain(SEQ) if not (x.seq == 5 and x.name == atom)], {"A": three(SEQ)})
-    assert found.sequence == SEQ
-    assert np.flatnonzero(np.isnan(found.cb_L3).any(1)).tolist() == ([] if is_there else [4])
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(
-    st.text(alphabet="ACDEFGHIKLMNPQRSTVWY", min_size=12, max_size=30) | st.sampled_from(["MAAAAAAAAAAAAAAAK"]),
-    st.integers(-50, 9000),
-    st.data(),
-)
-def test_residues_without_atoms_keep_their_place(
-    tmp_path: Path, sequence: str, first: int, data: st.DataObject
-) -> None:
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, derandomize=True)
+@given(st.text("ACDEFGHIKLMNPQRSTVWY", min_size=12, max_size=30), st.integers(-50, 9000), st.sets(st.integers(1, 10)))
+def test_residues_without_atoms_keep_their_place(read: Read, sequence: str, first: int, inner: set[int]) -> None:
     """Whatever the first number. Unresolved ends are left out here, since a repeat would leave them open in PDB."""
-    inner = data.draw(st.sets(st.integers(1, len(sequence) - 2), max_size=4))
-    for form, as_text in {"cif": cif, "pdb": pdb}.items():
-        text = as_text(chain(sequence, first=first, missing=inner), {"A": three(sequence)})
-        (found,) = read_chains(write(tmp_path / f"x.{form}", text))
-        assert found.sequence == sequence
-        np.testing.assert_allclose(found.cb_L3, expected_cb(len(sequence), missing=list(inner)), atol=2e-5)
+    for letters in (sequence, "MAAAAAAAAAAAAAAAK"):
+        (found,) = read(chain(letters, first=first, missing=list(inner)[:4]), {"A": three(letters)})
+        assert found.sequence == letters
+        np.testing.assert_allclose(found.cb_L3, expected_cb(len(letters), missing=list(inner)[:4]), atol=2e-5)
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_modified_residues(read: Read, listed: bool) -> None:
-    """The parent of SEP is in gemmi's table, that of XYZ may be in the file."""
+def test_modified_residues(read: Read) -> None:
+    """The parent of SEP is in gemmi's table, and no file has the parent of XYZ."""
     comps = [*three("MKTA"), "MSE", "SEC", "PYL", "ASX", "GLX", "UNK", "SEP", "XYZ", "MSE", *three("GV")]
-    (found,) = read(chain(comps), {"A": comps} if listed else None)
-    assert found.sequence == "MKTAMUOBZXSXMGV"
-    np.testing.assert_allclose(found.cb_L3, expected_cb(15), atol=2e-5)
-    assert "modified residues read as the standard parent" in "".join(changes(read))
+    for listed in ({"A": comps}, None):
+        (found,) = read(chain(comps), listed)
+        assert found.sequence == "MKTAMUOBZXSXMGV"
+        np.testing.assert_allclose(found.cb_L3, expected_cb(15), atol=2e-5)
+        assert "modified residues read as the standard parent" in "".join(changes)
 
 
 def test_two_chains(read: Read) -> None:
@@ -248,7 +171,7 @@ def test_two_chains(read: Read) -> None:
     found = read(lines, {"A": three(SEQ), "b": three(OTHER)})
     assert [(c.id, c.sequence) for c in found] == [("1abc_A", SEQ), ("1abc_b", OTHER)]
     np.testing.assert_allclose(found[1].cb_L3, expected_cb(12) + 40, atol=2e-5)
-    assert changes(read) == []
+    assert changes == []
     assert [c.id for c in read(lines, {"A": three(SEQ), "b": three(OTHER)}, chains=["b"])] == ["1abc_b"]
     with pytest.raises(InputError, match="no protein chain 'B'; it has A, b"):
         read(lines, {"A": three(SEQ), "b": three(OTHER)}, chains=["A", "B"])
@@ -259,35 +182,29 @@ def test_residues_that_differ_from_the_sequence(read: Read) -> None:
     (found,) = read(chain("MKTAYIAWQRGWLV", missing=[3]), {"A": three(SEQ)})
     assert found.sequence == SEQ
     np.testing.assert_allclose(found.cb_L3, expected_cb(14, missing=[3]), atol=2e-5)
-    assert [notice.split()[0] for notice in changes(read)] == ["2"]
+    assert [notice.split()[0] for notice in changes] == ["2"]
     for atoms, sequence in (("MKTAYIAWQRWWLV", SEQ), (SEQ, "W" * 16), (SEQ, SEQ[:10])):
         with pytest.raises(InputError, match="sequence"):
             read(chain(atoms), {"A": three(sequence)})
 
 
-@pytest.mark.parametrize(
-    ("letters", "missing", "skip", "listed", "unresolved"),
-    [
+def test_a_bond_says_more_than_a_number(tmp_path: Path) -> None:
+    """Numbers skip where the chain does not, as those of antibodies, or jump backwards."""
+    for letters, missing, (after, by), listed, unresolved in (
         (SEQ, [], (6, 3), f"GG{SEQ}LL", [0, 1, 16, 17]),
-        (SEQ, [], (12, 1), f"{SEQ}GG", [14, 15]),
-        ("MAAAAAAAAAAAAK", [3], (9, 1), "MAAAAAAAAAAAAK", [3]),
         ("MAAAAAAAAAAAAA", [3], (9, 1), "MAAAAAAAAAAAAAAA", [3, 14, 15]),
         ("A" * 14, [2, 3], (9, 0), "A" * 16, [2, 3, 14, 15]),
         (SEQ, [5, 6], (7, -20), f"GG{SEQ}", [0, 1, 7, 8]),
         (SEQ, [], (9, -9), SEQ, []),
         ("MKTAYIAWQRGGLV", [5], (0, 0), f"{SEQ}GG", [5, 14, 15]),
-    ],
-)
-def test_a_bond_says_more_than_a_number(
-    tmp_path: Path, letters: str, missing: list[int], skip: tuple[int, int], listed: str, unresolved: list[int]
-) -> None:
-    """Numbers skip where the chain does not, as those of antibodies, or jump backwards."""
-    after, by = skip
-    lines = [replace(x, number=int(x.number) + by * ((x.seq or 0) > after)) for x in chain(letters, missing=missing)]
-    (found,) = read_chains(write(tmp_path / "x.pdb", pdb(lines, {"A": three(listed)})))
-    assert np.flatnonzero(np.isnan(found.cb_L3[:, 0])).tolist() == unresolved
-    resolved_L3 = found.cb_L3[~np.isnan(found.cb_L3[:, 0])]
-    np.testing.assert_allclose(resolved_L3, np.delete(expected_cb(14), missing, 0), atol=2e-5)
+    ):
+        skipped = [
+            replace(x, number=int(x.number) + by * ((x.seq or 0) > after)) for x in chain(letters, missing=missing)
+        ]
+        (found,) = read_chains(write(tmp_path / "x.pdb", pdb(skipped, {"A": three(listed)})))
+        assert np.flatnonzero(np.isnan(found.cb_L3[:, 0])).tolist() == unresolved
+        resolved_L3 = found.cb_L3[~np.isnan(found.cb_L3[:, 0])]
+        np.testing.assert_allclose(resolved_L3, np.delete(expected_cb(14), missing, 0), atol=2e-5)
 
 
 WHOLE = pdb(chain(SEQ), {"A": three(SEQ)})
@@ -297,36 +214,35 @@ LETTERED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
+def test_lines_of_other_programs(tmp_path: Path) -> None:
+    """Serials beyond their columns, numbers in letters after 9,999, missing columns, line ends, and TER."""
+    for name, text in (
         ("x.pdb", pdb(chain(SEQ), {"A": three(SEQ)}, serial=99_990)),
-        ("x.pdb", pdb(chain(SEQ), {"A": three(SEQ)}, serial=0xFFFF0 - 16**4)),
         ("x.pdb", re.sub(r"(?m)^(ATOM  ).{5}", r"\1*****", WHOLE)),
         ("x.pdb", pdb(LETTERED, {"A": three(SEQ)})),
         ("x.pdb", re.sub(r"(?m)^(ATOM.{50}).*", r"\1", WHOLE)),
         ("x.pdb", "\ufeff" + WHOLE.replace("\n", "\r\n")),
-        ("x.pdb", WHOLE.replace("\n", "\r")),
         ("x.cif", "\ufeff" + cif(chain(SEQ), {"A": three(SEQ)}).replace("\n", "\r")),
         ("x.pdb", pdb(chain(SEQ), ter=False).replace("ATOM     20", "TER\nATOM     20")),
         ("x.pdb", pdb(chain(SEQ) + LIGAND)),
         ("x.pdb", pdb(chain(SEQ) + LIGAND, ter=False)),
         ("x.pdb", pdb(chain(SEQ) + [replace(x, comp="LIG") for x in LIGAND], {"A": three(SEQ)}, ter=False)),
-    ],
-)
-def test_lines_of_other_programs(tmp_path: Path, name: str, text: str) -> None:
-    """Serials beyond their columns, numbers in letters after 9,999, missing columns, line ends, and TER."""
-    (tmp_path / name).write_bytes(text.encode())
-    (found,) = read_chains(tmp_path / name)
-    assert found.sequence == SEQ
-    np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
+    ):
+        (tmp_path / name).write_bytes(text.encode())
+        (found,) = read_chains(tmp_path / name)
+        assert found.sequence == SEQ
+        np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
 
 
-def test_a_chain_without_a_name_and_one_with_two_letters(tmp_path: Path) -> None:
+def test_names_of_chains_and_a_coordinate_that_is_not_there(tmp_path: Path) -> None:
     (found,) = read_chains(write(tmp_path / "model_1.pdb", pdb(chain(SEQ, " "))))
     assert found.id == "model_1"
     found, other = read_chains(write(tmp_path / "x.ent", pdb(chain(SEQ, "A") + chain(OTHER, "BA"))))
     assert (found.id, other.id) == ("x_A", "x_BA")
+    first = chain(SEQ)[4]
+    text = cif(chain(SEQ), {"A": three(SEQ)}).replace(f"{first.xyz[0]:.3f} {first.xyz[1]:.3f}", "? ?")
+    (found,) = read_chains(write(tmp_path / "x.cif", text))
+    assert np.flatnonzero(np.isnan(found.cb_L3[:, 0])).tolist() == [1]
 
 
 def alternatives(place: int, *comps: str) -> list[Line]:
@@ -345,31 +261,12 @@ def alternatives(place: int, *comps: str) -> list[Line]:
     return lines
 
 
-@pytest.mark.parametrize(
-    ("place", "comps", "letter"), [(4, ("PRO", "SER", "VAL"), "V"), (4, ("LEU", "MSE"), "M"), (14, ("MSE", "LEU"), "L")]
-)
-def test_alternative_residues_at_one_place_are_one_residue(
-    tmp_path: Path, place: int, comps: tuple[str, ...], letter: str
-) -> None:
+def test_alternative_residues_at_one_place_are_one_residue(read: Read) -> None:
     """Without a listed sequence. `MSE` is written as HETATM, without a number."""
-    lines = alternatives(place, *comps)
-    for file in (write(tmp_path / "x.pdb", pdb(lines)), write(tmp_path / "y.cif", cif(lines))):
-        (read,) = read_chains(file)
-        assert read.sequence == SEQ[: place - 1] + letter + SEQ[place:], file
-        np.testing.assert_allclose(read.cb_L3, expected_cb(14), atol=2e-3)
-
-
-def test_a_coordinate_that_is_not_there(tmp_path: Path) -> None:
-    first = chain(SEQ)[4]
-    text = cif(chain(SEQ), {"A": three(SEQ)}).replace(f"{first.xyz[0]:.3f} {first.xyz[1]:.3f}", "? ?")
-    (found,) = read_chains(write(tmp_path / "x.cif", text))
-    assert np.flatnonzero(np.isnan(found.cb_L3[:, 0])).tolist() == [1]
-
-
-def test_a_chain_name_that_no_id_can_have(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.cif", cif(chain(SEQ, "A B", asym="A"), {"A": three(SEQ)}))
-    with pytest.raises(InputError, match="chain name 'A B' has characters"):
-        read_chains(path)
+    for place, comps, letter in ((4, ("PRO", "SER", "VAL"), "V"), (4, ("LEU", "MSE"), "M"), (14, ("MSE", "LEU"), "L")):
+        (found,) = read(alternatives(place, *comps))
+        assert found.sequence == SEQ[: place - 1] + letter + SEQ[place:]
+        np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-3)
 
 
 # Files that are packed, damaged, misnamed or something else
@@ -377,102 +274,73 @@ def test_a_chain_name_that_no_id_can_have(tmp_path: Path) -> None:
 _ATOM = "ATOM      1  N   MET A   1       1.458   "
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
+def test_what_is_no_structure(tmp_path: Path) -> None:
+    for name, text, token in (
         ("x.fasta", ">a\nMKT\n", "by its name"),
         ("x.pdb", "", "no atoms"),
         ("x.cif", " \n\n", "mmCIF"),
-        ("x.pdb", "HEADER    NOTHING\nEND\n", "no atoms"),
         ("x.cif", "data_x\n_entry.id x\n", "no atoms"),
         ("x.pdb", f"{_ATOM}0.000   0.0\n", "too short"),
         ("x.pdb", f"\n{_ATOM}0.0x0   0.000\n", r"x\.pdb:2: .* no coordinate"),
         ("x.cif", cif(chain(SEQ), {"A": three(SEQ)}).replace("MET A 1 1 ?", "MET A 1 15 ?"), "outside its sequence"),
         ("x.cif", cif(chain(SEQ), {"A": three(SEQ)}).replace("1.458 0.000", "1e300 0.000"), "beyond"),
-    ],
-)
-def test_what_is_no_structure(tmp_path: Path, name: str, text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message) as raised:
-        read_chains(write(tmp_path / name, text))
-    assert str(tmp_path / name) in str(raised.value)
+        ("x.cif", cif(chain(SEQ, "A B", asym="A"), {"A": three(SEQ)}), "chain name 'A B'"),
+    ):
+        with pytest.raises(InputError, match=token) as raised:
+            read_chains(write(tmp_path / name, text))
+        assert str(tmp_path / name) in str(raised.value)
+    for name in ("a\nb.pdb", "a\x1b[31mb.pdb", "\udcff.pdb", ".pdb", ">a.pdb"):
+        with pytest.raises(InputError, match="the file name") as raised:
+            read_chains(write(tmp_path / name, pdb(chain(SEQ))))
+        assert str(raised.value).isprintable()
 
 
-PACKERS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
-
-
-@pytest.mark.parametrize("ending", PACKERS)
-def test_compressed_files(tmp_path: Path, ending: str) -> None:
+def test_compressed_files(tmp_path: Path) -> None:
     for kind, text in (("PDB", pdb(chain(SEQ))), ("cif", cif(chain(SEQ), {"A": three(SEQ)}))):
-        packed = PACKERS[ending](text.encode())
-        path = tmp_path / f"Entry.1.{kind}.{ending}"
+        packed = gzip.compress(text.encode())
+        path = tmp_path / f"Entry.1.{kind}.gz"
         path.write_bytes(packed)
         (found,) = read_chains(path)
         assert (found.id, found.sequence) == ("entry.1_A", SEQ)
-        path.write_bytes(packed[: len(packed) // 2])
-        with pytest.raises(InputError, match="cannot be read to its end"):
-            read_chains(path)
-        path.write_text(text)
-        with pytest.raises(InputError, match="cannot be read to its end"):
-            read_chains(path)
+        for data in (packed[: len(packed) // 2], text.encode()):
+            path.write_bytes(data)
+            with pytest.raises(InputError, match="cannot be read to its end"):
+                read_chains(path)
 
 
-@pytest.mark.parametrize("name", ["a\nb.pdb", "a\x1b[31mb.pdb", "\udcff.pdb", ".pdb", ">a.pdb"])
-def test_a_file_name_that_no_id_can_have(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path / name, pdb(chain(SEQ)))
-    with pytest.raises(InputError, match="the file name becomes the chains' id") as raised:
-        read_chains(path)
-    assert str(raised.value).isprintable()
-
-
-WORDS = ("", "?", ".", "-1", "0", "99999", "1e9", "nan", "'", '"', ";", "#", "loop_", "data_x", "_a.b", "\xb5", "\t")
+WORDS = ["?", ".", "-1", "99999", "nan", "'", ";", "loop_", "_a.b", "µ"]
 
 
 def damaged(text: str, rng: random.Random) -> bytes:
+    """A text that is cut off, lacks lines, or has another word or other digits in a line."""
     lines = text.split("\n")
-    for _ in range(rng.randint(1, 4)):
-        k = rng.randrange(len(lines))
-        words = lines[k].split(" ")
-        kind = rng.randrange(6)
-        if kind == 0:
-            lines[k] = lines[k][: rng.randint(0, len(lines[k]))]
-        elif kind == 1:
-            del lines[k : k + rng.randint(1, 5)]
-        elif kind == 2:
-            rng.shuffle(words)
-            lines[k] = " ".join(words)
-        elif kind == 3:
-            words[rng.randrange(len(words))] = rng.choice(WORDS)
-            lines[k] = " ".join(words)
-        elif kind == 4:
-            lines = lines[: rng.randint(1, len(lines))]
-        else:
-            lines[k] = "".join(rng.choice("0123456789") if c.isdigit() and rng.random() < 0.5 else c for c in lines[k])
-        lines = lines or [""]
-    return "\n".join(lines).encode("latin-1")
+    k = rng.randrange(len(lines))
+    words = lines[k].split(" ")
+    words[rng.randrange(len(words))] = rng.choice(WORDS)
+    digits = "".join(rng.choice("0123456789") if c.isdigit() and rng.random() < 0.5 else c for c in lines[k])
+    line = rng.choice([" ".join(words), digits, lines[k][: len(digits) // 2]])
+    rest = rng.choice([[], lines[k + 3 :], [line, *lines[k + 1 :]], [line, *lines[k + 1 :]]])
+    return "\n".join([*lines[:k], *rest]).encode("latin-1")
 
 
 def test_damaged_files_give_one_sentence_or_a_whole_chain(tmp_path: Path) -> None:
     comps = [*three("MKTAY"), "MSE", *three("IAKQRGGLV")]
     lines = chain(comps, missing=[3]) + water("A", "D")
-    lines = [y for x in lines for y in ((replace(x, alt="A"), replace(x, alt="B")) if x.seq == 9 else (x,))]
     texts = {"x.pdb": [pdb(lines, {"A": comps}), pdb(chain(SEQ))], "x.cif": [cif(lines, {"A": comps}), cif(chain(SEQ))]}
     rng = random.Random(1)
     whole, messages = 0, list[str]()
-    for k in range(400):
+    for k in range(160):
         name = ("x.pdb", "x.cif")[k % 2]
         (tmp_path / name).write_bytes(damaged(rng.choice(texts[name]), rng))
         try:
-            found = read_chains(tmp_path / name)
+            for found in read_chains(tmp_path / name):
+                assert found.cb_L3.shape == (len(found.sequence), 3)
+                assert (np.isnan(found.cb_L3).all(1) == np.isnan(found.cb_L3).any(1)).all()
+            whole += 1
         except InputError as error:
             messages.append(str(error))
-            continue
-        whole += 1
-        for one in found:
-            assert one.cb_L3.shape == (len(one.sequence), 3)
-            assert set(one.sequence) <= set("ACDEFGHIKLMNPQRSTVWYXBUZO")
-            assert (np.isnan(one.cb_L3).all(1) == np.isnan(one.cb_L3).any(1)).all()
     assert [m for m in messages if not m.isprintable() or len(m) > 700] == []
-    assert min(whole, len(messages)) > 40
+    assert min(whole, len(messages)) > 20
 
 
 # Folders as splits
@@ -500,12 +368,13 @@ def ids(fasta: Path) -> list[str]:
 
 
 def test_the_pair_of_files(folder: Path) -> None:
+    (folder / "inner").mkdir()
+    for name in ("inner/9abc.pdb", "README.md", "a.fasta", "._2abc.pdb", "list\x1b.txt"):
+        (folder / name).write_text("x")
     fasta, said = write_split(folder)
+    assert [notice.split(" not read")[0] for notice in said[:2]] == ["4 files", "1 inner folder"]
     assert fasta.read_text() == f">1abc_A\n{OTHER}\n>1abc_C\n{THIRD}\n>2abc_A\n{SEQ}\n>3abc_X\n{THIRD[1:-1]}\n"
-    assert said == [
-        "1 chain left out with the sequence of another chain of the file (1abc_B)",
-        "1 chain without SEQRES or _entity_poly_seq, read as the residues with atoms (3abc_X)",
-    ]
+    assert [notice.split()[-1] for notice in said[2:]] == ["(1abc_B)", "(3abc_X)"]
     with np.load(fasta.with_suffix(".npz"), allow_pickle=False) as file:
         assert set(file.files) == {"names", "seqs", "offsets", "cb_dA"}
         names, seqs, offsets, cb_dA = (file[name] for name in ("names", "seqs", "offsets", "cb_dA"))
@@ -514,7 +383,6 @@ def test_the_pair_of_files(folder: Path) -> None:
     assert offsets.tolist() == [0, 12, 24, 38, 48]
     assert (offsets.dtype, cb_dA.dtype, cb_dA.shape) == (np.int32, np.uint16, (48, 3))
     assert (cb_dA[24 + 4] == UNRESOLVED).all()
-    assert (cb_dA == UNRESOLVED).sum() == 3
     cb = expected_cb(12)
     for rows in (cb_dA[:12], cb_dA[12:24]):  # each chain from its own corner, wherever it lies
         np.testing.assert_allclose(rows / 10, cb - cb.min(0), atol=0.0501)
@@ -522,56 +390,32 @@ def test_the_pair_of_files(folder: Path) -> None:
     assert sorted(p.name for p in folder.parent.iterdir()) == ["out.fasta", "out.npz", "set"]
 
 
-def test_what_is_no_structure_is_counted(folder: Path) -> None:
-    (folder / "inner").mkdir()
-    (folder / "inner" / "9abc.pdb").write_text("not read")
-    for name in ("README.md", "a.fasta", "._2abc.pdb", "list\x1b.txt"):
-        (folder / name).write_text("x")
-    _, said = write_split(folder)
-    assert said[:2] == [
-        "4 files not read, as the name is not that of a structure (._2abc.pdb, README.md, a.fasta, ...)",
-        "1 inner folder not read (inner)",
-    ]
-
-
-def test_two_chains_of_one_id(folder: Path) -> None:
-    (folder / "1abc.pdb").write_text(pdb(chain(SEQ, "A")))
-    with pytest.raises(InputError, match=r"set/1abc\.pdb: chain '1abc_A' comes from .*set/1ABC\.cif too") as raised:
-        write_split(folder)
-    assert "\n" not in str(raised.value)
-    assert sorted(p.name for p in folder.parent.iterdir()) == ["set"]
-
-
-def test_a_chain_wider_than_can_be_stored(tmp_path: Path) -> None:
-    (tmp_path / "set").mkdir()
-    moved = [replace(x, xyz=(x.xyz[0] + 7000 * (x.seq == 14), x.xyz[1], x.xyz[2])) for x in chain(SEQ)]
-    (tmp_path / "set" / "x.cif").write_text(cif(moved, {"A": three(SEQ)}))
-    with pytest.raises(InputError, match=r"x\.cif: chain 'x_A' is .* A wide"):
-        write_split(tmp_path / "set")
-
-
-def test_nothing_to_write(tmp_path: Path) -> None:
-    (tmp_path / "set").mkdir()
-    with pytest.raises(InputError, match=r"set: has no structure file; names ending in \.pdb, \.ent"):
-        write_split(tmp_path / "set")
-    (tmp_path / "set" / "x.pdb").write_text(pdb(chain("MKTAY")))
-    with pytest.raises(InputError, match=r"set: has no protein chain with 10 residues .*1 record left out with fewer"):
-        write_split(tmp_path / "set")
-    with pytest.raises(InputError, match="none: no such file or directory"):
-        write_split(tmp_path / "none")
-    (tmp_path / "set" / "y.pdb").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"y\.pdb: not a file, or a link that leads nowhere"):
-        write_split(tmp_path / "set")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["set"]
-
-
-def test_nothing_is_written_over(folder: Path) -> None:
-    for name in ("out.fasta", "out.npz"):
-        (folder.parent / name).write_text("mine")
-        with pytest.raises(UsageError, match=f"{name}: exists already"):
+def test_what_cannot_be_written_is_refused_and_nothing_is_left_or_written_over(folder: Path, tmp_path: Path) -> None:
+    def refused(token: str, kind: type[Exception] = InputError) -> None:
+        with pytest.raises(kind, match=token) as raised:
             write_split(folder)
-        assert (folder.parent / name).read_text() == "mine"
-        (folder.parent / name).unlink()
+        assert "\n" not in str(raised.value)
+
+    for name in ("out.fasta", "out.npz"):
+        write(tmp_path / name, "mine")
+        refused(f"{name}: exists already", UsageError)
+        assert (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).unlink()
+    write(folder / "1abc.pdb", pdb(chain(SEQ, "A")))
+    refused(r"set/1abc\.pdb: chain '1abc_A' .*set/1ABC\.cif")
+    for path in folder.iterdir():
+        path.unlink()
+    refused("set: has no structure file")
+    moved = [replace(x, xyz=(x.xyz[0] + 7000 * (x.seq == 14), x.xyz[1], x.xyz[2])) for x in chain(SEQ)]
+    write(folder / "x.cif", cif(moved, {"A": three(SEQ)}))
+    refused(r"x\.cif: chain 'x_A' is .* A wide")
+    write(folder / "x.cif", cif(chain("MKTAY"), {"A": three("MKTAY")}))
+    refused("set: has no protein chain with 10 residues .*1 record left out with fewer")
+    (folder / "y.pdb").symlink_to(tmp_path / "nowhere")
+    refused(r"y\.pdb: .*link")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["set"]
+    with pytest.raises(InputError, match="none: no such file"):
+        to_split(tmp_path / "none", tmp_path / "out.fasta", tmp_path / "out.npz")
 
 
 @pytest.fixture
@@ -579,50 +423,31 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     """Sources that were read, one entry a time."""
     monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
     done: list[Path] = []
-
-    def counted(source: Path, *rest: Path, complexes: str | None) -> list[str]:
-        done.append(source)
-        return to_split(source, *rest, complexes=complexes)
-
-    monkeypatch.setattr(structure_folder, "to_split", counted)
+    monkeypatch.setattr(structure_folder, "to_split", lambda *a, **k: (done.append(a[0]), to_split(*a, **k))[1])
     return done
 
 
-def test_a_folder_is_read_once(folder: Path, reads: list[Path]) -> None:
+def test_a_folder_is_read_once_and_again_after_damage_or_a_change(folder: Path, reads: list[Path]) -> None:
     fasta = cached_split(folder)
-    assert ids(fasta) == ["1abc_A", "1abc_C", "2abc_A", "3abc_X"]
-    assert fasta.with_suffix(".npz").is_file()
-    assert notices(fasta)[0] == "1 chain left out with the sequence of another chain of the file (1abc_B)"
-    assert cached_split(folder) == fasta
-    assert cached_split(Path(f"{folder}/../set")) == fasta
+    npz, manifest = fasta.with_suffix(".npz"), fasta.parent / "manifest.json"
+    assert notices(fasta)[0].endswith("(1abc_B)")
+    assert cached_split(folder) == cached_split(Path(f"{folder}/../set")) == fasta
     assert len(reads) == 1
-    assert not [p for p in fasta.parent.parent.iterdir() if p.name.startswith(".tmp")]
-
-
-@pytest.mark.parametrize("damage", ["structures.npz", "structures.fasta", "manifest.json", "shorter", "json"])
-def test_a_damaged_copy_is_made_again(folder: Path, reads: list[Path], damage: str) -> None:
-    fasta = cached_split(folder)
-    if damage == "shorter":
-        fasta.with_suffix(".npz").write_bytes(fasta.with_suffix(".npz").read_bytes()[:-1])
-    elif damage == "json":
-        (fasta.parent / "manifest.json").write_text("[1]")
-    else:
-        (fasta.parent / damage).unlink()
-    assert cached_split(folder) == fasta
-    assert ids(fasta) == ["1abc_A", "1abc_C", "2abc_A", "3abc_X"]
-    assert np.load(fasta.with_suffix(".npz"))["cb_dA"].shape == (48, 3)
-    assert len(reads) == 2
-
-
-def test_a_changed_folder_is_read_anew(folder: Path, reads: list[Path]) -> None:
-    seen = {cached_split(folder)}
-    os.utime(folder / "2abc.pdb", ns=(1, 1))
-    seen.add(cached_split(folder))
-    (folder / "2abc.pdb").rename(folder / "4abc.pdb")
-    seen.add(cached_split(folder))
-    (folder / "4abc.pdb").unlink()
-    seen.add(cached_split(folder))
-    assert len(reads) == len(seen) == 4
+    for damage in (fasta.unlink, lambda: npz.write_bytes(npz.read_bytes()[:-1]), lambda: manifest.write_text("[1]")):
+        damage()
+        assert cached_split(folder) == fasta
+        assert ids(fasta) == ["1abc_A", "1abc_C", "2abc_A", "3abc_X"]
+        assert np.load(npz)["cb_dA"].shape == (48, 3)
+    assert len(reads) == 4
+    seen = {fasta}
+    for change in (
+        lambda: os.utime(folder / "2abc.pdb", ns=(1, 1)),
+        lambda: (folder / "2abc.pdb").rename(folder / "4abc.pdb"),
+        (folder / "4abc.pdb").unlink,
+    ):
+        change()
+        seen.add(cached_split(folder))
+    assert len(reads) - 3 == len(seen) == 4
 
 
 # Records of several chains
@@ -656,28 +481,19 @@ def split(source: Path, chains: str) -> tuple[dict[str, str], dict[str, np.ndarr
     return sequences, rows, said
 
 
-def test_all_chains_of_a_file_are_one_record(complexes: Path) -> None:
-    """Peptides and second copies belong to a complex, DNA does not."""
+def test_records_of_several_chains(complexes: Path) -> None:
+    """Peptides and second copies belong to a complex, DNA does not. Joined chains are shifted together."""
     sequences, rows, said = split(complexes, "all")
-    assert sequences == {
-        "1abc_A:B:P": f"{SEQ}:{OTHER}:{SHORT}",
-        "2abc_model_H:L": f"{SEQ}:{SEQ}",
-        "3abc_A": OTHER,
-    }
+    joined = {"1abc_A:B:P": f"{SEQ}:{OTHER}:{SHORT}", "2abc_model_H:L": f"{SEQ}:{SEQ}", "3abc_A": OTHER}
+    assert sequences == joined
     assert {name: len(cb) for name, cb in rows.items()} == {"1abc_A:B:P": 31, "2abc_model_H:L": 28, "3abc_A": 12}
     assert "2 records of several chains of a file (1abc_A:B:P, 2abc_model_H:L)" in said
     assert not [sentence for sentence in said if "sequence of another chain" in sentence]
-
-
-def test_coordinates_of_joined_chains_keep_their_distances(complexes: Path) -> None:
-    """Each chain alone is shifted to its own corner; joined chains are shifted together."""
-    _, rows, _ = split(complexes, str(write(complexes.parent / "list", "1abc_A:B\n")))
     first, second = expected_cb(len(SEQ), missing=[3]), expected_cb(len(OTHER)) + 4
-    assert (rows["1abc_A:B"][3] == 65535).all()
-    for i in (0, 5, 13):
-        for j in (0, 7, 11):
-            found = math.dist(rows["1abc_A:B"][i].tolist(), rows["1abc_A:B"][14 + j].tolist()) / 10
-            assert found == pytest.approx(math.dist(first[i], second[j]), abs=0.2)
+    cb_dA_L3 = rows["1abc_A:B:P"].astype(float)
+    assert (cb_dA_L3[3] == UNRESOLVED).all()
+    for i, j in itertools.product((0, 5, 13), (0, 7, 11)):
+        assert math.dist(cb_dA_L3[i], cb_dA_L3[14 + j]) / 10 == pytest.approx(math.dist(first[i], second[j]), abs=0.2)
 
 
 def test_a_list_names_the_records(complexes: Path) -> None:
@@ -686,38 +502,29 @@ def test_a_list_names_the_records(complexes: Path) -> None:
     path = write(complexes.parent / "pairs.txt", "# my pairs\n\n1ABC_B:A\n2abc_model_H:L\n9xyz_A:B\n8xyz_A:B\n")
     sequences, _, said = split(complexes, str(path))
     assert sequences == {"1abc_B:A": f"{OTHER}:{SEQ}", "2abc_model_H:L": f"{SEQ}:{SEQ}"}
-    assert "2 records of pairs.txt left out, as there is no such file here (9xyz_A:B, 8xyz_A:B)" in said
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1abc_A:B\n1abc\n", r"pairs\.txt:2: '1abc' is no record"),
-        ("1abc_A:\n", r"pairs\.txt:1: '1abc_A:' is no record"),
-        ("1abc_A:B\n\n1abc_A:B\n", r"pairs\.txt:3: '1abc_A:B' stands in line 1 too"),
+    assert any(notice.startswith("2 records of pairs.txt") for notice in said)
+    for text, token in (
+        ("1abc_A:B\n1abc\n", r"pairs\.txt:2: '1abc'"),
+        ("1abc_A:\n", r"pairs\.txt:1: '1abc_A:'"),
+        ("1abc_A:B\n\n1abc_A:B\n", r"pairs\.txt:3: '1abc_A:B'"),
         ("1abc_A:A\n", r"pairs\.txt:1: '1abc_A:A' has a chain twice"),
-        ("7abc_A:B\n", r"pairs\.txt: has no record of the 3 structure files here"),
+        ("7abc_A:B\n", r"pairs\.txt: has no record of 3 structure files"),
         ("1abc_A:D\n", r"1ABC\.cif: has no protein chain 'D'; it has A, B, P"),
-    ],
-)
-def test_a_wrong_list_is_refused(complexes: Path, text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        split(complexes, str(write(complexes.parent / "pairs.txt", text)))
+    ):
+        with pytest.raises(InputError, match=token):
+            split(complexes, str(write(path, text)))
 
 
 def test_molecules_that_share_a_chain_name_cannot_be_joined(tmp_path: Path) -> None:
     lines = [replace(line, asym="AA") for line in chain(SEQ, "A")]
     lines += [replace(line, asym="AB") for line in chain(OTHER, "A", first=30)] + chain(OTHER, "B", asym="B")
     path = write(tmp_path / "1abc.cif", cif(lines, {"AA": three(SEQ), "AB": three(OTHER), "B": three(OTHER)}))
-    with pytest.raises(InputError, match=r"has several molecules with the chain name 'A' \(1abc_A_AA, 1abc_A_AB\)"):
+    with pytest.raises(InputError, match=r"\(1abc_A_AA, 1abc_A_AB\)"):
         read_records(path, ["A:B"])
     assert [one.id for one in read_records(path, "all")] == ["1abc_A_AA:A_AB:B"]
 
 
-def test_a_folder_is_kept_for_each_way_of_joining(
-    complexes: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
+def test_a_folder_is_kept_for_each_way_of_joining(complexes: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.txt", "1abc_A:B\n")
     found = [cached_split(complexes, how) for how in (None, "all", str(path))]
     assert [fasta.read_text().count(">") for fasta in found] == [4, 3, 1]

@@ -1,7 +1,6 @@
 """Tracks: files of letters, codes and coordinates, matched to records and cut with their tokens."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,11 @@ from esmshard.data.tracks import (
     TrackFile,
     cached_track,
     entries,
+    named_tracks,
     protein_tracks,
     record_tracks,
     track_files,
+    values_of,
     with_paths,
 )
 from esmshard.errors import InputError, UsageError
@@ -50,30 +51,31 @@ def test_letters_are_numbered_in_either_case_and_codes_are_arrays_by_id(tmp_path
         read(CODES, tmp_path / "x.csv", ">a MKT")
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (">b\nh\n>a\nhxc\n", ("x.fasta:3: record 'a' has 'x' at position 2", "letters of turns (hec)", "write #")),
+def test_wrong_letters_and_codes_are_refused(tmp_path: Path) -> None:
+    for given, parts in (
+        (">b\nh\n>a\nhxc\n", ("x.fasta:3: record 'a' has 'x' at position 2", "(hec)", "#")),
         (">a\nhh\u00e9\n", ("record 'a' has 'é' at position 3",)),
-        (">a\nhh\n", ("x.fasta:1: record 'a' has letters of turns of 2 residues", "3 residues", "# where nothing")),
-        (">a\nhhh\n>a\nhhh\n", ("x.fasta:3: record 'a' stands in", "x.fasta:1 too")),
+        (">a\nhh\n", ("x.fasta:1: record 'a' has letters of turns of 2 residues", "3 residues", "#")),
+        (">a\nhhh\n>a\nhhh\n", ("x.fasta:3: record 'a'", "x.fasta:1 too")),
         ("hhh\n", ("x.fasta:1: text before the first '>'",)),
-        (np.array([0, 501, 2]), ("x.npz: record 'a' has 501 at position 2", "0 to 499, and 500 where nothing")),
+        (np.array([0, 501, 2]), ("x.npz: record 'a' has 501 at position 2", "0 to 499, and 500")),
         (np.array([0, -1, 2]), ("has -1 at position 2",)),
         (np.array([0.0, 1.0, 2.0]), ("x.npz: record 'a' is float64 [3]", "whole numbers")),
         (np.array([[0, 1, 2]]), ("is int64 [1, 3]",)),
-        (np.array([0, 1]), ("words of structure of 2 residues", "3 residues", "500 where nothing is known")),
-    ],
-)
-def test_wrong_letters_and_codes_are_refused(given: str | np.ndarray, said: Sequence[str], tmp_path: Path) -> None:
-    if isinstance(given, str):
-        track, source = LETTERS, tmp_path / "x.fasta"
-        source.write_text(given)
-    else:
-        track, source = CODES, tmp_path / "x.npz"
-        np.savez(source, a=given)
-    with pytest.raises(InputError, match=refusal(*said)):
-        read(track, source, ">a MKT")
+        (np.array([0, 1]), ("words of structure of 2 residues", "3 residues", "500")),
+    ):
+        track, source = (LETTERS, tmp_path / "x.fasta") if isinstance(given, str) else (CODES, tmp_path / "x.npz")
+        if isinstance(given, str):
+            source.write_text(given)
+        else:
+            np.savez(source, a=given)
+        with pytest.raises(InputError, match=refusal(*parts)):
+            read(track, source, ">a MKT")
+    for value in (np.zeros((3, 3)), np.array([["a"]])):
+        with pytest.raises(InputError, match=refusal("[residues, 3, 3]")):
+            values_of(PLACES, value, "x")
+    with pytest.raises(InputError, match="int"):
+        values_of(LETTERS, 3, "x")
 
 
 # Coordinates
@@ -91,36 +93,30 @@ def folder(tmp_path: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", ["1abc_A", "1ABC_A", "1abc", "sp|1ABC|SOME"])
-def test_a_record_has_the_chain_of_its_name_or_of_its_sequence(name: str, folder: Path) -> None:
-    (values_L33,) = read(PLACES, folder, f">{name} {SEQ}").values()
+def test_a_record_has_the_chain_of_its_name_or_of_its_sequence(folder: Path) -> None:
     expected_L33 = backbone(len(SEQ))[:, :3].astype(np.float32)
     expected_L33[2] = np.nan
-    assert values_L33.dtype == np.float32
-    np.testing.assert_allclose(values_L33, expected_L33, atol=1e-5)
-
-
-def test_several_records_have_coordinates_and_others_none(folder: Path) -> None:
-    found = read(PLACES, folder, f">1abc_B {OTHER}", ">unknown MKT", f">P12345 {SEQ[:5]}", f">1abc_C {SEQ}")
-    assert sorted(found) == [0, 2]
-    np.testing.assert_allclose(found[2], backbone(5)[:, :3] + 5.0, atol=1e-3)
+    for name in ("1abc_A", "1ABC_A", "1abc", "sp|1ABC|SOME"):
+        (values_L33,) = read(PLACES, folder, f">{name} {SEQ}").values()
+        assert values_L33.dtype == np.float32
+        np.testing.assert_allclose(values_L33, expected_L33, atol=1e-5)
 
 
 def test_chains_that_fit_no_record_are_refused_and_other_residues_are_counted(folder: Path) -> None:
+    found = read(PLACES, folder, f">1abc_B {OTHER}", ">unknown MKT", f">P12345 {SEQ[:5]}", f">1abc_C {SEQ}")
+    assert sorted(found) == [0, 2], "other records have no coordinates"
+    np.testing.assert_allclose(found[2], backbone(5)[:, :3] + 5.0, atol=1e-3)
     edits = Edits()
     assert len(read(PLACES, folder, f">1abc_B A{OTHER[1:]}", edits=edits)) == 1
     assert "the structure has other residues than the sequence in 1 record (1abc_B)" in edits.notices()
     (folder / "2abc_A.pdb").write_text(pdb(chain(SEQ, "A")))
     (folder / "2ABC.pdb").write_text(pdb(chain(SEQ, "A")))
-    for record, said in (
-        (
-            ">1abc_B MKT",
-            ("1ABC.cif: chain '1abc_B' of record '1abc_B' has coordinates of 12 residues", "3 res", "SEQRES"),
-        ),
+    for record, parts in (
+        (">1abc_B MKT", ("1ABC.cif: chain '1abc_B' of record '1abc_B' has coordinates of 12 residues", "SEQRES")),
         (">1abc MKT", ("1ABC.cif: has 2 protein chains", "'1abc'", "1abc_CHAIN")),
-        (f">2abc_A {SEQ}", ("record '2abc_A' stands in", "too")),
+        (f">2abc_A {SEQ}", ("record '2abc_A'", "too")),
     ):
-        with pytest.raises(InputError, match=refusal(*said)):
+        with pytest.raises(InputError, match=refusal(*parts)):
             read(PLACES, folder, record)
 
 
@@ -154,7 +150,7 @@ def tracks(store: TokenStore, tmp_path: Path) -> RecordTracks:
     return record_tracks(files, store)
 
 
-@pytest.mark.parametrize("long", ["crop", "window", "full"])
+@pytest.mark.parametrize("long", ["crop", "window"])
 def test_crops_and_windows_keep_a_track_with_its_residues(long: Long, store: TokenStore, tracks: RecordTracks) -> None:
     split = Examples("train", Path("x"), store, None, long=long, max_length=11)
     before = split.digest
@@ -174,10 +170,7 @@ def test_crops_and_windows_keep_a_track_with_its_residues(long: Long, store: Tok
                 assert aligned(example.tokens, turns)
                 assert set(words.tolist()) == {500}
                 firsts.add(decode(example.tokens)[:4])
-    assert (len(firsts) > 1) == (long != "full")  # parts that begin elsewhere were looked at
-
-
-def test_the_notices_count_what_is_known_of_the_records_of_a_split(store: TokenStore, tracks: RecordTracks) -> None:
+    assert len(firsts) > 1, "the parts begin at several places"
     split = Examples("train", Path("x"), store, None, members_N=np.array([False, True, True]))
     split.add_tracks(tracks)
     turns, words = split.notices
@@ -185,35 +178,32 @@ def test_the_notices_count_what_is_known_of_the_records_of_a_split(store: TokenS
     assert words.startswith("words of structure of 1 of 2 records, and 3 of 32 residues, from ")
 
 
-def test_a_changed_source_is_read_again_and_has_another_digest(
-    store: TokenStore, tracks: RecordTracks, tmp_path: Path
-) -> None:
-    source = tmp_path / "turns.fasta"
-    source.write_text(source.read_text().replace("h", "e"))
-    changed = record_tracks([TrackFile(LETTERS, source), TrackFile(CODES, tmp_path / "words.npz")], store)
-    assert changed.digest != tracks.digest
-    assert 0 not in changed.get(0, slice(None))["turns"]
-    assert 0 in tracks.get(0, slice(None))["turns"]
-
-
-@pytest.mark.parametrize("name", ["values.npy", "known.npy", "manifest.json"])
-def test_an_altered_copy_in_the_cache_is_read_again(name: str, store: TokenStore, tmp_path: Path) -> None:
+def test_an_altered_copy_and_a_changed_source_are_read_again(store: TokenStore, tmp_path: Path) -> None:
     source = tmp_path / "letters.fasta"
     source.write_text("".join(f">{store.id(n)}\n{'h' * int(store.lengths[n])}\n" for n in range(len(store))))
-    path = cached_track(LETTERS, source, store).path / name
-    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    again = cached_track(LETTERS, source, store)
-    assert set(again[len(store) - 1].tolist()) == {0}
-    assert again.known_N.tolist() == store.lengths.tolist()
+    for name in ("values.npy", "known.npy", "manifest.json"):
+        path = cached_track(LETTERS, source, store).path / name
+        path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+        again = cached_track(LETTERS, source, store)
+        assert set(again[len(store) - 1].tolist()) == {0}
+        assert again.known_N.tolist() == store.lengths.tolist()
+    before = record_tracks([TrackFile(LETTERS, source)], store)
+    source.write_text(source.read_text().replace("h", "e"))
+    changed = record_tracks([TrackFile(LETTERS, source)], store)
+    assert changed.digest != before.digest
+    assert [set(tracks.get(0, slice(None))["turns"].tolist()) for tracks in (before, changed)] == [{0, 3}, {1, 3}]
 
 
-def test_a_source_of_none_of_the_records_is_refused(store: TokenStore, tmp_path: Path) -> None:
+def test_a_source_that_does_not_fit_the_records_is_refused(store: TokenStore, tmp_path: Path) -> None:
     (tmp_path / "x.fasta").write_text(">other\nhh\n")
-    said = ("x.fasta: has letters of turns of none of the 3 records (a, b, c)", "ids of the sequences")
-    with pytest.raises(InputError, match=refusal(*said)):
-        record_tracks([TrackFile(LETTERS, tmp_path / "x.fasta")], store)
-    with pytest.raises(InputError, match=refusal("nowhere.fasta: no such file")):
-        record_tracks([TrackFile(LETTERS, tmp_path / "nowhere.fasta")], store)
+    (tmp_path / "complex.fasta").write_text(">other\nMK:TA\n")
+    for source, records, token in (
+        ("x.fasta", store, "x.fasta: has letters of turns of none of the 3 records (a, b, c)"),
+        ("nowhere.fasta", store, "nowhere.fasta: no such file"),
+        ("x.fasta", cached(tmp_path / "complex.fasta"), "several chains"),
+    ):
+        with pytest.raises(InputError, match=refusal(token)):
+            record_tracks([TrackFile(LETTERS, tmp_path / source)], records)
 
 
 def test_the_tracks_of_one_protein_are_those_of_its_id(tmp_path: Path) -> None:
@@ -223,26 +213,24 @@ def test_the_tracks_of_one_protein_are_those_of_its_id(tmp_path: Path) -> None:
     assert found.get(17, slice(1, 3))["turns"].tolist() == [3, 1, 2, 3]
     (notice,) = found.notices(np.arange(9))
     assert notice.startswith("letters of turns of 4 of 4 residues of the wild type, from ")
-    (tmp_path / "turns.fasta").write_text(">other\nh\n")
-    with pytest.raises(InputError, match=refusal("turns.fasta: has letters of turns of none of the 1 records (wt)")):
-        protein_tracks([TrackFile(LETTERS, tmp_path / "turns.fasta")], tmp_path / "wt.fasta")
 
 
 # Names
 
 
 def test_a_track_that_the_model_does_not_take_is_refused() -> None:
-    assert track_files({"turns": "inside", "atoms": "/x"}, [LETTERS, PLACES], "m", "--track ") == [
-        TrackFile(LETTERS, INSIDE_DATA),
-        TrackFile(PLACES, Path("/x")),
-    ]
-    (one,) = track_files({"turns": "~/x.fasta"}, [LETTERS], "m", "--track ")
-    assert one.path == Path.home() / "x.fasta"
-    said = ("--track trns: m takes no such track", "turns (letters of turns) and atoms (coordinates)")
-    with pytest.raises(UsageError, match=refusal(*said)):
+    named = {"turns": "inside", "atoms": "/x", "words": "~/x.npz"}
+    found = track_files(named, [LETTERS, PLACES, CODES], "m", "--track ")
+    assert [file.path for file in found] == [INSIDE_DATA, Path("/x"), Path.home() / "x.npz"]
+    assert [file.track for file in found] == [LETTERS, PLACES, CODES]
+    with pytest.raises(UsageError, match=refusal("--track trns: m takes no such track", "turns (letters of turns)")):
         track_files({"trns": "x"}, [LETTERS, PLACES], "m", "--track ")
     with pytest.raises(UsageError, match=refusal("data.tracks.turns: m reads the sequence alone")):
         track_files({"turns": "x"}, [], "m", "data.tracks.")
+    assert named_tracks(["a=x=y", "b=inside"]) == {"a": "x=y", "b": "inside"}
+    for options in (["a"], ["=x"], ["a="], ["a=x", "a=y"]):
+        with pytest.raises(UsageError, match="--track"):
+            named_tracks(options)
 
 
 def test_tracks_inside_the_data(tmp_path: Path, folder: Path) -> None:

@@ -4,7 +4,6 @@ import importlib.util
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from esmshard.io.paths import shipped
 
@@ -32,17 +31,13 @@ def test_shipped_labels_are_those_of_the_shipped_chains() -> None:
     assert {line.split(",")[0] for line in lines[1:]} == ids
 
 
-@pytest.mark.parametrize(
-    ("states", "line"),
-    [
-        ("HGIC", "0.7500,0.0000,alpha"),
-        ("EBCC", "0.0000,0.5000,beta"),
-        ("HECC", "0.2500,0.2500,mixed"),
-        ("HECCC", "0.2000,0.2000,irregular"),
-        ("STCHHHCCE", "0.3333,0.1111,alpha"),
-    ],
-)
-def test_folds_follow_from_the_shares_of_helix_and_strand(tmp_path: Path, states: str, line: str) -> None:
-    np.savez(tmp_path / "x.npz", names=["b", "a"], dssp8=["C", states])
-    text = label_table(tmp_path / "x.npz")
-    assert text == f"id,helix,strand,fold\na,{line}\nb,0.0000,0.0000,irregular\n"
+def test_folds_follow_from_the_shares_of_helix_and_strand(tmp_path: Path) -> None:
+    lines = {
+        "HGIC": "0.7500,0.0000,alpha",
+        "EBCC": "0.0000,0.5000,beta",
+        "HECC": "0.2500,0.2500,mixed",
+        "HECCC": "0.2000,0.2000,irregular",
+    }
+    np.savez(tmp_path / "x.npz", names=list("dcba"), dssp8=list(lines)[::-1])
+    rows = [f"{name},{line}\n" for name, line in zip("abcd", lines.values(), strict=True)]
+    assert label_table(tmp_path / "x.npz") == "".join(["id,helix,strand,fold\n", *rows])

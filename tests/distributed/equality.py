@@ -1,10 +1,9 @@
-"""What the ranks of the equality tests do: gradients of one step and losses of ten, many layouts in one start."""
+"""What the ranks of the equality tests do: gradients of one step and losses of five, many layouts in one start."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import work
 from conftest import RECIPE, write_subset
 from packed_weights import unpacked
+from ranks import patch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,7 +41,7 @@ from esmshard.train.step import StepResult, train_step
 from esmshard.vocab import MASK
 
 CONFIG = EsmConfig(n_layers=3, dim=32, n_heads=4)
-STEPS = 10
+STEPS = 5
 UNLABELLED = 5
 """The record of the tiny data set that has no coordinates."""
 
@@ -201,11 +201,12 @@ def recipes(wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int, double:
 def mistaken(path: str, mistake: str) -> dict[str, Any]:
     """Loss and gradients with layers divided over both ranks, and a mistake."""
     if mistake == "norm of own heads":
-        tensor_parallel.NormOfWidth.forward = _norm_of_own_heads  # type: ignore[method-assign]
+        patch.setattr(tensor_parallel.NormOfWidth, "forward", _norm_of_own_heads)
     elif mistake == "bias of every rank":
-        tensor_parallel._own_parts = lambda _, parameters: _own_parts((), parameters)
+        patch.setattr(tensor_parallel, "_own_parts", lambda _, parameters: _own_parts((), parameters))
     else:
-        tensor_parallel.divide_tokens = lambda model, rows: setattr(tensor_parallel.trunk_of(model), "pack", rows)
+        undivided = lambda model, rows: setattr(tensor_parallel.trunk_of(model), "pack", rows)  # noqa: E731
+        patch.setattr(tensor_parallel, "divide_tokens", undivided)
     recipe = work.load(path)
     with world() as everyone:
         laid = work.laid_out(recipe, everyone, tensor=2)
@@ -243,8 +244,8 @@ def graphs(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, list
     """The graphs of compiled layers after each of four packs of other lengths. Attention is one operation, as it
     is on a GPU; where ranks divide the tokens, it is between compiled parts.
     """
-    attention.TrunkBlock.compile = _compile_eagerly  # type: ignore[method-assign,assignment]
-    attention.attend = lambda q, k, v, batch: q + 2 * k + 3 * v + 1e-3 * batch.max_seqlen
+    patch.setattr(attention.TrunkBlock, "compile", _compile_eagerly)
+    patch.setattr(attention, "attend", lambda q, k, v, batch: q + 2 * k + 3 * v + 1e-3 * batch.max_seqlen)
     recipe, found = work.load(path), {}
     with world() as everyone:
         for name, settings in wanted.items():
@@ -283,18 +284,15 @@ _own_parts = tensor_parallel._own_parts
 def cases(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Gradients and losses under each of several `parallel` sections. FSDP is used in a single process, too."""
     # Dynamo's tracing without a compiler behind it: the same calls in the same places, and seconds instead of minutes.
-    attention.TrunkBlock.compile = _compile_eagerly  # type: ignore[method-assign,assignment]
+    patch.setattr(attention.TrunkBlock, "compile", _compile_eagerly)
     recipe, found = work.load(path), {}
     with world(alone_too=True) as everyone:
         for name, settings in wanted.items():
             laid = work.laid_out(recipe, everyone, **{k: v for k, v in settings.items() if k != "wrong"})
             ranks = replace(everyone, together=laid.together)
             model, task = build(recipe, ranks, laid)
-            passes: list[int] = []
-            # It stays there: compiled layers would be compiled again without it.
-            model.layers[0].fc1.register_forward_hook(partial(_count, passes))
             result = gradients(recipe, model, task, ranks, laid, wrong=bool(settings.get("wrong")))
-            result |= {"passes": len(passes), "groups": len(groups(model)), "group": laid.group}
+            result |= {"groups": len(groups(model)), "group": laid.group}
             result["held"] = sum(p.to_local().numel() for p in trainable(model).values())
             if not settings.get("wrong"):
                 model.zero_grad()
@@ -303,10 +301,6 @@ def cases(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[
                 result["rows"] = masked_step(ranks, settings["strategy"])
             found[name] = result
     return found
-
-
-def _count(passes: list[int], *_: Any) -> None:
-    passes.append(1)
 
 
 _compile = attention.TrunkBlock.compile

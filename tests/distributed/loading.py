@@ -1,6 +1,5 @@
 """What the ranks of the loading and guard tests do."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES, build
-from esmshard.parallel.layout import STRATEGIES, Layout, layout
-from esmshard.parallel.load import RowsOf, check_optimizer, materialise, own_part
+from esmshard.parallel.layout import STRATEGIES, layout
+from esmshard.parallel.load import RowsOf, materialise, own_part
 from esmshard.parallel.process_group import World, world
-from esmshard.parallel.shard import groups, local, shard, trainable
+from esmshard.parallel.shard import groups, local, shard
 from esmshard.recipe.sections import ParallelSettings
 
 
@@ -74,44 +73,6 @@ def failing(kind: str, folder: str) -> list[str]:
     return said
 
 
-def too_early() -> list[str]:
-    """What the guard says of optimizers made before sharding, before materialising, and after it."""
-    base = weights.fresh(SIZES["nano"], 3)
-    said = []
-    with world() as ranks:
-        laid = work.laid(ranks)
-        with torch.device("meta"):
-            model = ESM2(SIZES["nano"])
-        before_shard = torch.optim.AdamW(model.parameters())
-        shard(model, laid, ranks)
-        materialise(model, base.rows, laid, ranks)
-        said += [message(lambda: check_optimizer(model, before_shard))]
-        said += [message(lambda: check_optimizer(model, torch.optim.AdamW(trainable(model).values())))]
-    return said
-
-
-def message(function: Callable[[], object]) -> str:
-    try:
-        function()
-    except AssertionError as error:
-        return str(error)
-    return "nothing"
-
-
-class Forgetful(nn.Module):
-    """A block with a buffer that no state dict holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4)])
-        self.register_buffer("table", torch.ones(4), persistent=False)
-
-
-def forgetful() -> str:
-    alone, model = World(0, 1, torch.device("cpu"), None), Forgetful()
-    return message(lambda: materialise(model, lambda name, rows: torch.ones(4, 4)[rows], Layout(), alone))
-
-
 def offloaded() -> dict[str, Any]:
     """Where things lie under CPU offload (of a CPU), and the buffers' values."""
     base = weights.fresh(SIZES["nano"], 3)
@@ -137,9 +98,11 @@ def as_one_of_many(name: str, size: int, settings: dict[str, Any], rank: int) ->
     laid = layout(ParallelSettings.model_validate(settings), size, 8, "bf16")
     shard(model, laid, World(rank, size, torch.device("cpu"), mesh))
     state = model.state_dict()
-    return {
+    found = {
         "held": sum(local(p).numel() for p in model.parameters()),
         "embedding": own_part(state["embed_tokens.weight"])[0],
         "fc1": own_part(state[f"layers.{len(model.layers) - 1}.{'fc1' if 'esm2' in name else 'gate'}.weight"])[0],
         "groups": len(groups(model)),
     }
+    torch.distributed.destroy_process_group()
+    return found

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import patch
 from torch import nn
 from transformers import BertConfig, BertModel
 
@@ -56,7 +57,7 @@ def loop(directory: str) -> dict[str, Any]:
     os.environ |= {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": size, "SLURM_STEP_NUM_TASKS": size}
     os.environ |= {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": size, "SLURM_JOB_ID": port}
     hash_of = manifest.sha256
-    manifest.sha256 = lambda path: (HASHED.append(path.name), hash_of(path))[1]
+    patch.setattr(manifest, "sha256", lambda path: (HASHED.append(path.name), hash_of(path))[1])
     expected, held, worst = gradients(Bert()), {}, {}
     with es.world() as ranks:
         for strategy in ("full_shard", "shard_grad_op", "no_shard"):

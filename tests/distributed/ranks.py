@@ -1,21 +1,26 @@
-"""Run a function of a test module on several gloo ranks, each a process with a time limit.
+"""Run a function of a test module on several gloo ranks, which stay alive for the next functions.
 
-The ranks are forked from a process that has imported everything already: the imports take longer than most tests.
+Ranks are forked from a process that has imported everything already. A function changes the package by `patch`, which
+takes the changes back after the function.
 """
 
 import contextlib
 import importlib
+import itertools
 import os
-import pickle
 import random
 import socket
 import sys
-import time
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TIMEOUT = 900
+patch = pytest.MonkeyPatch()
+_ranks: list[tuple[Any, Connection]] = []
 
 
 def free_port() -> int:
@@ -29,51 +34,61 @@ def free_port() -> int:
 
 def run_ranks(function: str, world_size: int, scratch: Path, *args: Any) -> list[Any]:
     """Call `function` (`module:name`) on every rank. Results in rank order; a failing rank fails the test."""
+    assert scratch.is_dir()
     from forks import forks  # Not at the top: scripts that only want a port lack the folder of tests in their path.
 
-    job = scratch / f"job-{function.replace(':', '-')}-{world_size}-{free_port()}"
-    job.mkdir(parents=True)
-    (job / "args").write_bytes(pickle.dumps(args))
+    while len(_ranks) < world_size:
+        ours, theirs = forks.Pipe()
+        process = forks.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        _ranks.append((process, ours))
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    ranks = [
-        forks.Process(target=_rank, args=(function, str(job), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
-        for rank in range(world_size)
+    pipes = [pipe for _, pipe in _ranks[:world_size]]
+    for rank, pipe in enumerate(pipes):
+        pipe.send((function, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, args))
+    answers = [pipe.recv() if pipe.poll(TIMEOUT) else (False, f"no answer in {TIMEOUT} s") for pipe in pipes]
+    failures = [
+        f"rank {rank} of {world_size} failed:\n{text[-4000:]}" for rank, (ok, text) in enumerate(answers) if not ok
     ]
-    for process in ranks:
-        process.start()
-    end = time.monotonic() + TIMEOUT
-    try:
-        for process in ranks:
-            process.join(max(0.0, end - time.monotonic()))
-        hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-    finally:
-        for process in ranks:
+    if failures:  # the next function gets new ranks
+        for process, _ in _ranks:
             process.kill()
-            process.join()
-    assert not hung, f"ranks {hung} of {world_size} did not end within {TIMEOUT} s"
-    for rank, process in enumerate(ranks):
-        output = (job / f"output-{rank}").read_text(errors="replace")
-        assert process.exitcode == 0, f"rank {rank} of {world_size} failed:\n{output[-4000:]}"
-    return [pickle.loads((job / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+        _ranks.clear()
+    assert not failures, failures[0]
+    return [result for _, result in answers]
 
 
-def _rank(function: str, job: str, environment: dict[str, str]) -> None:
-    """What a forked process does."""
-    output = os.open(Path(job) / f"output-{environment['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    os.environ.clear()
-    os.environ |= environment
+def _serve(pipe: Connection) -> None:
+    """What a rank does."""
     import torch
+    from torch.distributed.tensor import debug
+
+    from esmshard.parallel import process_group
 
     torch.set_num_threads(1)
-    try:
-        module, name = function.split(":")
-        sys.path.insert(0, str(Path(__file__).parent))
-        args = pickle.loads((Path(job) / "args").read_bytes())
-        result = getattr(importlib.import_module(module), name)(*args)
-        (Path(job) / f"result-{environment['RANK']}").write_bytes(pickle.dumps(result))
-    except BaseException:
-        traceback.print_exc()
-        sys.exit(1)
+    sys.path.insert(0, str(Path(__file__).parent))
+    before = {**os.environ}
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nothing, stream)
+    while True:
+        try:
+            function, environment, args = pipe.recv()
+        except EOFError:
+            return
+        os.environ.clear()
+        os.environ |= environment
+        process_group._STARTS = itertools.count()  # ranks have been in different numbers of groups
+        torch._dynamo.reset()
+        debug._clear_sharding_prop_cache()  # its entries name groups of the functions before
+        try:
+            module, name = function.split(":")
+            pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            patch.undo()
+            os.environ.clear()
+            os.environ |= before

@@ -1,4 +1,4 @@
-"""A run in which two ranks would train on the same records ends before its first step."""
+"""A run in which ranks would train on the wrong records ends before its first step."""
 
 import sys
 from pathlib import Path
@@ -7,22 +7,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ranks import run_ranks
 
 
-def test_two_ranks_with_one_share_are_stopped_and_two_with_their_own_go_on(tiny_recipe: Path, tmp_path: Path) -> None:
+def test_ranks_with_the_wrong_records_are_stopped(tiny_recipe: Path, tmp_path: Path) -> None:
+    text, what = tiny_recipe.read_text(), "on all ranks: ranks 0 and 1 would train on"
     messages = run_ranks("work:first_batch", 2, tmp_path, str(tiny_recipe), "the first share for all")
     assert messages[0] == messages[1]
-    assert messages[0].startswith("on all ranks: ranks 0 and 1 would train on the same records (first: '")
+    assert messages[0].startswith(f"{what} the same records (first: '")
 
-    tiny_recipe.write_text(tiny_recipe.read_text().replace("/run", "/again"))
-    assert run_ranks("work:first_batch", 2, tmp_path, str(tiny_recipe), "") == ["here: the first step begins"] * 2
-
-
-def test_two_ranks_that_compute_layers_together_must_have_the_same_records(tiny_recipe: Path, tmp_path: Path) -> None:
-    tiny_recipe.write_text(tiny_recipe.read_text().replace("precision: fp32", "precision: fp32, tensor: 2"))
+    tiny_recipe.write_text(text.replace("/run", "/again").replace("precision: fp32", "precision: fp32, tensor: 2"))
     messages = run_ranks("work:first_batch", 2, tmp_path, str(tiny_recipe), "a share for each")
     assert messages[0] == messages[1]
-    assert messages[0].startswith(
-        "on all ranks: ranks 0 and 1 would train on different records, though parallel.tensor or context"
-    )
+    assert messages[0].startswith(f"{what} different records, though parallel.tensor")
 
-    tiny_recipe.write_text(tiny_recipe.read_text().replace("/run", "/again"))
+    tiny_recipe.write_text(text.replace("/run", "/third"))
     assert run_ranks("work:first_batch", 2, tmp_path, str(tiny_recipe), "") == ["here: the first step begins"] * 2

@@ -48,13 +48,10 @@ def crash() -> None:
 
 
 JOBS: dict[str, tuple[int, int, Callable[[], None], str]] = {
-    "killed": (3, 1, kill, "step"),
+    "killed": (4, 1, kill, "step"),  # rank 3 is no neighbour of the one that is gone
     "first-killed": (3, 0, kill, "step"),
-    "killed-of-six": (6, 1, kill, "step"),  # most ranks are no neighbours of the one that is gone
     "stopped": (3, 2, stop, "step"),
-    "first-stopped": (3, 0, stop, "step"),
     "first-stopped-with-store": (3, 0, stop, "step"),
-    "stuck": (3, 1, sleep, "step"),
     "stuck-loader": (3, 2, sleep, "loader"),
     "mistake": (3, 2, mistake, "step"),
     "crash": (3, 1, crash, "step"),

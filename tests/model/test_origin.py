@@ -50,7 +50,7 @@ def test_fresh_weights_are_known_by_seed_and_architecture() -> None:
     nano = SIZES["nano"]
     before = weights.identity(weights.fresh(nano, 3), "nano")
     assert (before["seed"], before["files"]) == (3, {})
-    with pytest.raises(InputError, match=r"nano is another model .other seed.; give the model that it was trained on$"):
+    with pytest.raises(InputError, match=r"nano is another model .other seed"):
         weights.check(weights.identity(weights.fresh(nano, 4), "nano"), before, "step_1")
     with pytest.raises(InputError, match=r"mini is another model .other config"):
         weights.check(weights.identity(weights.fresh(SIZES["mini"], 3), "mini"), before, "step_1")

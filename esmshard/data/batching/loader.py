@@ -1,4 +1,4 @@
-"""Records with their labels, cropped as the recipe says, ready for a task to collate."""
+"""Records with their labels, cropped as the recipe says. A task collates them to batches."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ Long = Literal["crop", "window", "full", "skip", "error"]
 FIXED = "fixed"
 """The value of `Example.draw` outside training."""
 SEEN = "seen_in_training.txt"
-"""Name of the file with the ids of a run's training and validation records, one a line, if the task keeps them. The
-file is kept with the model, so that a prediction of one of these records is not taken for a test.
+"""File of a model with the ids of its training and validation records, one a line. Predictions of these records are no
+test.
 """
 
 
@@ -31,13 +31,11 @@ class Labels(Protocol):
 
     @property
     def per_residue(self) -> bool:
-        """Whether the first dimension of the arrays is L, so that a crop of the sequence crops them too."""
+        """Whether the first dimension of the arrays is L. A crop of the sequence then crops the arrays too."""
 
     @property
     def labelled_N(self) -> npt.NDArray[np.bool_] | None:
-        """Whether each record has labels, bool [N]; records without labels are left out. None if all records have
-        labels.
-        """
+        """Whether each record has labels, bool [N]; None if all records have labels."""
 
     def __getitem__(self, n: int) -> Mapping[str, npt.NDArray[Any]]: ...
 
@@ -53,7 +51,7 @@ class Store(Protocol):
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Facts about all records; `residues` is one of them."""
+        """Facts about all records, such as `residues`."""
 
     @property
     def digest(self) -> str:
@@ -70,7 +68,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Example:
-    """One record, or a window of it, as a task sees it."""
+    """One record or a part of it, as a task sees it."""
 
     id: str
     tokens: npt.NDArray[np.uint8]
@@ -78,27 +76,26 @@ class Example:
     labels: Mapping[str, npt.NDArray[Any]]
     """Arrays of first dimension L, cropped with the tokens, or values of the whole protein."""
     draw: str = FIXED
-    """The text that random choices are derived from, together with the id: seed and epoch in training, FIXED otherwise.
-    """
+    """Random choices follow from this text and the id. The text is seed and epoch in training, and FIXED otherwise."""
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """What is known of each token besides, [L + 2, ...] by the name of the track (`esmshard.vocab.Track`), cropped with
-    the tokens."""
+    """Values of each token, [L + 2, ...], by the name of the track (`esmshard.vocab.Track`), cropped with the tokens.
+    """
 
 
 class Examples:
-    """The examples of a split: sequences and labels, with records over `max_length` treated as `long` says.
+    """The examples of a split. Records over `max_length` are treated as `long` says.
 
     Args:
         name: name of the split, for messages.
         path: path of the FASTA file.
         store: the N records of the file.
-        labels: labels of the same records in the same order; None if there are no labels to learn from.
+        labels: labels of the N records; None without labels.
         long: see `recipe.DataSettings.long`.
         max_length: most residues of an example; None keeps every record whole.
         seed: seed of the recipe. Crops depend on (seed, epoch, id), never on rank or batch.
-        members_N: whether each record belongs to the split, bool [N]; by default all do.
-        digest: a digest of the sequences, their order and the choice of members; by default that of the store.
-        apart: whether the chains of a record are sequences of their own for the model. `max_length` is then of each.
+        members_N: whether each record belongs to the split, bool [N]; by default all records do.
+        digest: a digest of the sequences, their order and the choice of members; by default the digest of the store.
+        apart: whether the model reads each chain of a record as a sequence. `max_length` then limits each chain.
 
     Raises:
         InputError: a record is longer than `max_length` and `long` is `error`, or no record is left.
@@ -120,24 +117,22 @@ class Examples:
     ) -> None:
         self.name, self.path, self.store = name, path, store
         self._digest = digest
-        joined = [notice for notice in store.notices if notice.startswith(JOINED)] if apart else []
-        self.notices = [*(n for n in store.notices if n not in joined), *getattr(labels, "notices", ())]
-        """Sentences about data that were changed or left out while reading."""
+        about_records = [notice for notice in store.notices if not (apart and notice.startswith(JOINED))]
+        self.notices = [*about_records, *getattr(labels, "notices", ())]
+        """Sentences about data that were changed or left out."""
         self.labels = labels
         """Labels of all records of the store."""
         self.tracks: RecordTracks | None = None
         """Tracks of all records of the store; see `add_tracks`."""
         self._seed = seed
-        # What happened to records over the most tokens of a crop or window; `full` if there are none.
         self._long: Long = "full"
-        self._most = 0
+        self._most = 0  # residues of a crop or window; 0 if no record is longer
         self._chained = linker_of(store.manifest) is not None
         longest_N, tokens_N = _of_chains(store) if apart else (store.lengths, None)
         taken_N = np.ones(len(store), dtype=np.bool_) if members_N is None else members_N
         if labels is not None and labels.labelled_N is not None:
             taken_N = taken_N & labels.labelled_N
-        # The record of each example, [E], and the number of its window.
-        # A range and a broadcast number take no memory where every example is a whole record.
+        # The record of each example, [E], and the number of its window. A range and a broadcast number take no memory.
         self._record_E: range | npt.NDArray[np.int64] = range(len(store))
         length_E: npt.NDArray[np.int32] = longest_N
         if not taken_N.all():
@@ -151,9 +146,7 @@ class Examples:
         self.tokens: npt.NDArray[np.int32] = length_E + np.int32(2) if tokens_N is None else tokens_N[self._record_E]
         """Tokens of each example as trained on, with `<cls>` and `<eos>`, int32 [E]."""
         self.beside = 0
-        """Tokens that go through the model in addition with every micro-batch. For variants, these are the tokens of
-        the wild type.
-        """
+        """Additional tokens of every micro-batch. For variants, these are the tokens of the wild type."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -161,21 +154,20 @@ class Examples:
     @property
     def digest(self) -> str:
         """A digest of the sequences with their tracks, their order and the choice of members."""
-        found = self._digest or self.store.digest
+        digest = self._digest or self.store.digest
         if self.tracks is None:
-            return found
-        return hashlib.sha256(f"{found} {self.tracks.digest}".encode()).hexdigest()
+            return digest
+        return hashlib.sha256(f"{digest} {self.tracks.digest}".encode()).hexdigest()
 
     def add_tracks(self, tracks: RecordTracks) -> None:
-        """Let every example have its part of the tracks, and say in the notices what is known."""
+        """Add tracks to all examples, and notices about them."""
         self.tracks = tracks
         self.notices += tracks.notices(np.unique(self._record_E))
 
     def get(self, n: int, epoch: int | None = None) -> Example:
         """Return example n as it is trained on in an epoch. Without an epoch, nothing is cropped at random.
 
-        A crop or window keeps `<cls>` and `<eos>`, although its ends are not the ends of the protein, so that every
-        sequence of a batch has them.
+        Crops and windows have `<cls>` and `<eos>`, although their ends are not the ends of the protein.
         """
         record = int(self._record_E[n])
         record_id, residues = self.id(n), self.store.residues(record)
@@ -197,7 +189,7 @@ class Examples:
         return Example(record_id, tokens, labels, FIXED if epoch is None else draw, tracks)
 
     def id(self, n: int) -> str:
-        """Return the id of example n, without reading its tokens, unless it is a window of several chains."""
+        """Return the id of example n. The id of a window has its place, as `id/1-30`."""
         record = int(self._record_E[n])
         record_id = self.store.id(record)
         windows = self._windows(record) if self._long == "window" else None
@@ -215,8 +207,8 @@ class Examples:
         return self.store.residues(int(self._record_E[n]))
 
     def blocks(self) -> npt.NDArray[np.int64] | None:
-        """Return a block number for each example, int64 [E]. Examples of one block, such as variants of one position,
-        are not independent observations. None if all examples are independent.
+        """Return a block number for each example, int64 [E]; None if all examples are independent. Examples of one
+        block, such as variants of one position, are not independent.
         """
         block_N: npt.NDArray[np.int64] | None = getattr(self.labels, "block_N", None)
         return None if block_N is None else block_N[self._record_E]
@@ -230,9 +222,7 @@ class Examples:
         return ChainWindows(((0, length),), (self._most,))
 
     def _shorten(self, long: Long, most: int, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Apply `long` to records over `most` residues, and return the number of residues of each
-        example, int32 [E].
-        """
+        """Apply `long` to records over `most` residues, and return the residues of each example, int32 [E]."""
         over = np.flatnonzero(lengths > most)
         first = self.store.id(int(self._record_E[over[0]]))
         if long == "error":
@@ -256,7 +246,7 @@ class Examples:
         for k in over.tolist() if self._chained else ():
             try:
                 windows[k] = chain_windows(self.store.residues(int(record_E[k])), most).count
-            except InputError as error:  # its linkers leave no room for its chains
+            except InputError as error:  # The linkers leave no room for the chains.
                 name = shown(self.store.id(int(record_E[k])))
                 raise InputError(f"{self.path}: record '{name}': data.max_length: {error}") from None
         if long == "window":
@@ -270,14 +260,14 @@ class Examples:
 def _of_chains(store: Store) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Return the residues of the longest chain of each record, and the tokens of all its chains, int32 [N] each."""
     chains = [[end - start for start, end in chain_spans(store.residues(n))] for n in range(len(store))]
-    longest, tokens = [max(one) for one in chains], [sum(one) + 2 * len(one) for one in chains]
-    return np.array(longest, dtype=np.int32), np.array(tokens, dtype=np.int32)
+    tokens = [sum(lengths) + 2 * len(lengths) for lengths in chains]
+    return np.array(list(map(max, chains)), dtype=np.int32), np.array(tokens, dtype=np.int32)
 
 
 def digests(data: Examples, batches: Sequence[MicroBatch], epoch: int) -> dict[bytes, str]:
-    """Return a digest of each example of some micro-batches, with its id. Dummy micro-batches are left out.
+    """Return the ids of the examples of some micro-batches by a digest of each. Dummy micro-batches are left out.
 
-    The digest includes the number of the example, so that the same sequence under two ids has two digests.
+    The digest includes the number of the example, so that one sequence under two ids has two digests.
     """
     id_of: dict[bytes, str] = {}
     for n in (n for batch in batches if not batch.is_dummy for n in batch.records):

@@ -5,10 +5,10 @@ the plans of all ranks.
 
 An epoch's records are shuffled and divided into windows of 64 steps or more, each with the same mix of lengths. Inside
 a window the records are combined so that its steps have nearly equal token counts. No step has more tokens than
-`global_tokens`, unless a single record is longer. The records of a step are then assigned to the ranks: to W x m bins
-of nearly equal token counts, where m is the least number of micro-batches for which no bin exceeds `tokens_per_rank`.
-The records of a step never depend on W. Only tokens are balanced. The cost of attention, which grows with the square of
-the length, is not modelled, but assigning the longest records first gives all bins a similar mix of lengths.
+`global_tokens`, unless a single record is longer. The records of a step are then assigned to W ranks: to W x m bins of
+nearly equal token counts, where m is the least number of micro-batches for which no bin exceeds `tokens_per_rank`. The
+records of a step never depend on W. Only tokens are balanced, not the cost of attention. Assigning the longest records
+first gives all bins a similar mix of lengths.
 """
 
 from bisect import bisect_right
@@ -24,17 +24,13 @@ from esmshard.errors import InputError
 Integers = npt.NDArray[np.int64]
 
 WINDOW = 64
-"""Least number of steps whose records are combined at a time. This bounds the work of opening a plan at any step.
-Larger windows would not fill their steps better.
-"""
+"""Least number of steps of a window. A plan that opens at any step computes one window."""
 SCORED_TOKENS = 4096
-"""Tokens whose records the model scores at once in the final evaluation. Larger records are scored one by one, since
-pair maps [L, L] need the most memory.
-"""
+"""Tokens of a batch of the final evaluation. A longer record is a batch of its own."""
 SLACK = 160
 """One part in SLACK of every step stays free. Otherwise the ranks' shares would fit their budgets only if they were
-exactly equal. With it, of 3,000 steps of 50 proteins and 16,384 tokens, all fit 4 shares of 4,096 and 99.9% fit 8
-shares of 2,048.
+exactly equal. With this SLACK, of 3,000 steps of 50 proteins and 16,384 tokens, all fit 4 shares of 4,096 and 99.9% fit
+8 shares of 2,048.
 """
 
 
@@ -42,8 +38,8 @@ shares of 2,048.
 class MicroBatch:
     """Records that go through the model together.
 
-    A dummy micro-batch exists because every rank must take part in the collectives of every forward pass. It repeats
-    a record, so that a rank without work has something to compute, and has no weight in loss or metrics.
+    Every rank must take part in the collectives of every forward pass. A rank without work computes a dummy: a repeated
+    record without weight in loss or metrics.
     """
 
     records: tuple[int, ...]
@@ -53,16 +49,16 @@ class MicroBatch:
 class StepPlan:
     """A map from global step numbers to epochs and records, in constant time for every step.
 
-    Every epoch has the same number of steps, which follows from the lengths alone, and every record once. Which records
-    share a step, and when they come, changes with every epoch. No step is empty, and none exceeds `global_tokens`; a
-    record that is longer has a step of its own. Opening an epoch costs one shuffle and one sort of all records (1.4
-    seconds for 6 million on one core); opening another window of the epoch costs milliseconds. Memory is about 16 bytes
-    a record at the peak and 6 otherwise.
+    Every epoch has every record once. The number of steps follows from the lengths alone. Each epoch combines the
+    records in another way and order. No step is empty, and no step exceeds `global_tokens`; a longer record has a step
+    of its own. Opening an epoch costs one shuffle and one sort of all records (1.4 seconds for 6 million on one core);
+    opening another window of the epoch costs milliseconds. Memory is about 16 bytes a record at the peak and 6
+    otherwise.
 
-    Records are sorted by length. Each group of W neighbours is spread over the W windows, rotated by a number that is
-    drawn for the group. So the k-th longest record of a window is never longer than the longest record of the k-th
-    group. If the longest records of the groups fit into so many steps (first-fit decreasing), the records of every
-    window of every epoch fit too.
+    Records are sorted by length. With W windows, each group of W neighbours is spread over the windows, rotated by a
+    random number of the group. So the k-th longest record of a window is never longer than the longest record of the
+    k-th group. If the longest records of the groups fit into the steps of a window (first-fit decreasing), the records
+    of every window of every epoch fit too.
 
     Args:
         lengths: tokens of each record as trained on (cropped, `<cls>` and `<eos>` counted), integers [N], N > 0.
@@ -122,9 +118,7 @@ class StepPlan:
         return np.random.PCG64(np.random.SeedSequence((self._seed, self._epoch, what))).random_raw(n)
 
     def _fill_window(self, window: int) -> list[Integers]:
-        """Return the records of each step of a window. Steps are ordered by the place of their first records in the
-        shuffle.
-        """
+        """Return the records of each step of a window. Steps are in the order of their first records."""
         records = self._records_of(window)
         tokens = self._lengths[records].astype(np.int64)
         n_steps = self._first_steps[window + 1] - self._first_steps[window]
@@ -138,17 +132,17 @@ class StepPlan:
         return [records[step] for step in steps]
 
     def _small(self, tokens: Integers, n_steps: int, longer: int) -> Integers:
-        """Return the step, one of `n_steps`, of each record of a window that fits into one step. The window has as many
-        `longer` records.
+        """Return the step, below `n_steps`, of each record that fits into one step. `longer` records of the window do
+        not.
         """
         within = int(tokens.sum()) // n_steps // 256
-        # Records are sorted by powers of 2 only. In the exact order of lengths, a small data set would be combined in
-        # the same way in every epoch, and the first step would always hold the longest record.
+        # Records are sorted by powers of 2 only. With an exact sort, a small data set would be combined in the same way
+        # in every epoch.
         queue = np.argsort(-np.frexp(tokens)[1].astype(np.int8), kind="stable")
         bins, loads = _balanced(tokens, queue, n_steps, within)
         if loads.max() <= self._most:
             return bins
-        # This assignment is known to fit. Records of equal length are placed in their shuffled order.
+        # The assignment by the pattern is known to fit.
         longest_first = np.argsort(-tokens, kind="stable")
         bins[longest_first] = np.unique(self._pattern[longer : longer + len(tokens)], return_inverse=True)[1]
         counts = np.bincount(bins, minlength=n_steps)
@@ -164,9 +158,9 @@ class StepPlan:
 
 
 def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, most: int) -> tuple[int, int, Integers]:
-    """Choose the number of windows, the steps of a full window, and a step of at most `most` tokens into which the k-th
-    longest record of a window surely fits, int64. A longer record fills one step. Among the possible numbers of
-    windows, one that needs few steps beyond the `wanted` ones of an epoch is chosen.
+    """Choose the number of windows, the steps of a full window, and the pattern: a step for the k-th longest record of
+    a window, int64, so that no step exceeds `most` tokens. A longer record fills one step. The number of windows is
+    chosen so that an epoch has few steps beyond the `wanted` steps.
     """
     usual = max(1, wanted // WINDOW)
     possible: list[tuple[int, int, Integers]] = []
@@ -176,7 +170,7 @@ def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, most: int
         possible.append((n_windows, steps, pattern))
         if n_windows * steps <= wanted:
             break
-    return min(possible, key=lambda one: one[0] * one[1])
+    return min(possible, key=lambda choice: choice[0] * choice[1])
 
 
 def _first_fit(longest_first: Integers, most: int) -> Integers:
@@ -201,17 +195,17 @@ def _first_fit(longest_first: Integers, most: int) -> Integers:
 
 
 def _shuffled(n: int, seed: int, epoch: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return 0 to n - 1 in an order that follows from (seed, epoch), in the smallest type that holds them.
+    """Return 0 to n - 1 in an order that follows from (seed, epoch), in the smallest possible type.
 
-    Sorts random numbers whose lower bits are replaced by the record number. This is as fast as `Generator.permutation`,
-    whose order may change with the version of numpy, while the raw stream of a bit generator stays the same (NEP 19).
+    Random numbers are sorted whose lower bits are the record number. `Generator.permutation` is as fast, but its order
+    may change with the version of numpy. The raw stream of a bit generator does not change (NEP 19).
     """
     bits = n.bit_length()
     keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(n)
     keys >>= np.uint64(bits)
     keys <<= np.uint64(bits)
     keys |= np.arange(n, dtype=np.uint64)
-    keys.sort()  # All keys differ, so that every sorting method gives the same order.
+    keys.sort()  # All keys differ, so every sorting method gives the same order.
     keys &= np.uint64(2**bits - 1)
     return keys.astype(np.min_scalar_type(n - 1))
 
@@ -223,21 +217,11 @@ def assign(
     rank: int,
     world_size: int,
 ) -> list[MicroBatch]:
-    """Return the micro-batches of one rank. All ranks get the same number of micro-batches, of nearly equal token
-    counts.
-
-    Args:
-        records: record numbers of the step.
-        lengths: tokens of every record of the data set.
-        tokens_per_rank: most tokens of a micro-batch.
-        rank: 0 to world_size - 1.
-        world_size: number of ranks.
+    """Return the micro-batches of one rank, of at most `tokens_per_rank` tokens. All ranks get the same number of
+    micro-batches, of nearly equal token counts. `lengths` has the tokens of every record of the data set.
 
     Raises:
         InputError: a record alone exceeds `tokens_per_rank`.
-
-    Three records of 4, 3 and 3 tokens on two ranks, with at most 5 tokens at once: two micro-batches each, one of them
-    a dummy.
 
     >>> tokens = np.array([4, 3, 3])
     >>> assign([0, 1, 2], tokens, 5, rank=0, world_size=2)
@@ -259,9 +243,9 @@ def assign(
         bins, loads = _balanced(tokens, queue, n_bins, within=int(tokens.sum()) // n_bins // 1024)
         if loads.max() <= tokens_per_rank:
             break
-        per_rank += 1 + per_rank // 1000  # A step has no thousand micro-batches, but a validation set may have.
-    # The heaviest bins come first, in alternating directions over the ranks, so that the ranks are about equal in each
-    # round and in the sum.
+        per_rank += 1 + per_rank // 1000  # A validation set may have a thousand micro-batches.
+    # The heaviest bins come first, in alternating directions over the ranks. So the ranks are about equal in each round
+    # and in the sum.
     rounds = np.argsort(-loads, kind="stable").reshape(per_rank, world_size)
     rounds[1::2] = rounds[1::2, ::-1].copy()
     members, dummy = _members(bins, n_bins), MicroBatch((int(numbers[tokens.argmin()]),), is_dummy=True)
@@ -270,8 +254,7 @@ def assign(
 
 
 def fewest_bins(lengths: npt.NDArray[np.integer[Any]], tokens: int) -> int:
-    """Return a number of bins of `tokens` tokens below which the records surely do not fit. It is exact if all records
-    are equally long.
+    """Return a lower bound of the number of bins of `tokens` tokens. The bound is exact for records of equal length.
 
     A bin holds at most j of the records longer than 1 / (j + 1) of a bin (Martello & Toth 1990, chapter 8). Counting
     tokens alone would plan 57 records of 288 tokens for a step of 16,384, which holds 56.
@@ -287,23 +270,22 @@ def fewest_bins(lengths: npt.NDArray[np.integer[Any]], tokens: int) -> int:
 def _balanced(tokens: Integers, queue: Integers, n_bins: int, within: int) -> tuple[Integers, Integers]:
     """Return the bin of each record and the tokens of each bin, both int64.
 
-    Records are taken from the queue one after another into the lightest bin (Graham 1969: with the longest first,
-    within 4/3 of the best). Then records are swapped out of the heaviest bin until the bins differ by at most `within`
-    tokens or no swap helps. Moving a record without a swap could not help, since each record went into the lightest
-    bin. Among equal bins the lower number is taken, and every sort is stable. No bin is empty unless there are fewer
-    records than bins.
+    Each record of the queue goes to the lightest bin (Graham 1969: with the longest first, within 4/3 of the best).
+    Then records are swapped out of the heaviest bin until the bins differ by at most `within` tokens or no swap helps.
+    Moving a record without a swap could not help. Among equal bins the lower number is taken, and every sort is stable.
+    No bin is empty unless there are fewer records than bins.
     """
     bins, loads = np.zeros(len(tokens), np.int64), np.zeros(n_bins, np.int64)
     queued, at = tokens[queue], 0
     while at < len(queue):
-        # Many records are placed at once: the next records go to the lightest, second lightest ... bin, as long as all
-        # bins that were served before are heavier by then.
-        some = queued[at : at + n_bins]
-        lightest = loads.argsort(kind="stable")[: len(some)]
+        # Many records are placed at once: the next records go to the lightest, second lightest ... bin, as long as
+        # each bin is then lighter than all earlier bins with their new records.
+        sizes = queued[at : at + n_bins]
+        lightest = loads.argsort(kind="stable")[: len(sizes)]
         before = loads[lightest]
-        after = before + some
+        after = before + sizes
         late = before[1:] >= np.minimum.accumulate(after)[:-1]
-        n = int(late.argmax()) + 1 if late.any() else len(some)
+        n = int(late.argmax()) + 1 if late.any() else len(sizes)
         bins[queue[at : at + n]] = lightest[:n]
         loads[lightest[:n]] = after[:n]
         at += n
@@ -323,10 +305,8 @@ def _even(tokens: Integers, bins: Integers, loads: Integers, within: int) -> Non
 
 
 def _swap(tokens: Integers, bins: Integers, loads: Integers, heaviest: int, others: Integers) -> bool:
-    """Swap a record of the heaviest bin with the record of `others` that balances the two bins best; False if no swap
-    helps.
-
-    A sample is enough: the best of 64 x 4,096 pairs is about as good as the best of billions.
+    """Swap the pair of a record of the heaviest bin and a record of `others` that balances their bins best. Return
+    False if no swap helps. The best of 64 x 4,096 pairs is about as good as the best of billions.
     """
     mine, others = np.flatnonzero(bins == heaviest)[:64], others[:4096]
     if len(others) == 0:
@@ -349,8 +329,7 @@ def _members(bins: Integers, n_bins: int) -> list[Integers]:
 
 
 def by_length(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield places in `lengths`, shortest first, in groups of at most `most` tokens. A longer record is a group of its
-    own.
+    """Yield places in `lengths`, shortest first, in groups of at most `most` tokens. A longer record is one group.
 
     >>> list(by_length([5, 2, 9, 3], 6))
     [[1, 3], [0], [2]]

@@ -1,4 +1,4 @@
-"""Cb coordinates beside a FASTA file, checked against it before anything is computed, and the contacts of these."""
+"""Cb coordinates in the `.npz` file of a FASTA file, and the contacts that follow from them."""
 
 import re
 import zipfile
@@ -44,11 +44,7 @@ def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 class CoordinateLabels:
     """Cb coordinates of the records of a FASTA file, read from the `.npz` of the same name (format: data/README.md).
 
-    A record of several chains, `A:B`, has the rows of A followed by those of B. Linkers have no coordinates.
-
-    Args:
-        fasta: the FASTA file. The labels of `train.fasta` (or `train.fasta.gz`) are in `train.npz`.
-        store: the records of the FASTA file.
+    A record of several chains, `A:B`, has the rows of A followed by the rows of B. Linkers have no coordinates.
 
     Raises:
         InputError: the chain of a record is missing, or has another length or sequence; the message names the record.
@@ -60,10 +56,7 @@ class CoordinateLabels:
     def __init__(self, fasta: Path, store: TokenStore) -> None:
         path = npz_beside(fasta)
         if not path.exists():
-            raise InputError(
-                f"{path}: no such file; the coordinates of {fasta.name} are expected there; "
-                "structures (PDB, mmCIF) in place of the FASTA file have their own"
-            )
+            raise InputError(f"{path}: no such file; it has the coordinates of {fasta.name}; or name structure files")
         arrays = read_arrays(path)
         try:
             names, seqs, offsets = arrays["names"], arrays["seqs"], arrays["offsets"]
@@ -71,9 +64,8 @@ class CoordinateLabels:
         except KeyError as error:
             raise InputError(f"{path}: has no array {error}; names, seqs, offsets and cb_dA are expected") from None
         if self._cb_dA.dtype != np.uint16 or self._cb_dA.ndim != 2 or self._cb_dA.shape[1] != 3:
-            raise InputError(
-                f"{path}: cb_dA is {self._cb_dA.dtype} {list(self._cb_dA.shape)}, not uint16 [residues, 3]"
-            )
+            kind = f"{self._cb_dA.dtype} {list(self._cb_dA.shape)}"
+            raise InputError(f"{path}: cb_dA is {kind}, not uint16 [residues, 3]; make the file again")
         flat = all(array.ndim == 1 for array in (names, seqs, offsets))
         if not flat or len(offsets) != len(names) + 1 or len(seqs) != len(names) or offsets[-1] != len(self._cb_dA):
             raise InputError(f"{path}: names, seqs, offsets and cb_dA do not fit each other; make the file again")
@@ -93,7 +85,7 @@ class CoordinateLabels:
                 )
             if str(seqs[k]) != decode(store.residues(n)):
                 raise InputError(
-                    f"{path}: the sequence of record '{record_id}' is not the one in {fasta}; make it again"
+                    f"{path}: record '{record_id}' has another sequence in {fasta}; make {path.name} again"
                 )
             self._rows.append(rows)
         self._store = store
@@ -111,7 +103,7 @@ class CoordinateLabels:
 CONTACT_DISTANCE = 8.0
 """Angstrom between Cb atoms (Ca for glycine). A contact is strictly closer."""
 MIN_SEPARATION = 6
-"""Pairs nearer than this along a chain are neither trained on nor scored. All pairs of two chains are."""
+"""The least distance along a chain of a pair that is trained on and scored. Pairs of two chains always are."""
 UNDEFINED, LINKER = -1, -2
 
 
@@ -119,16 +111,15 @@ def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
     """Compute the contacts of one record, int8 [L, L]: 1 for a contact, 0 for none, -1 where undefined.
 
     Args:
-        cb_L3: Cb coordinates in Angstrom; a residue without coordinates is NaN, and all its pairs are undefined.
+        cb_L3: Cb coordinates in Angstrom. A residue without coordinates is NaN, and all its pairs are undefined.
 
-    The diagonal shows which residues are resolved: 1 with coordinates, -1 without. Loss and metrics leave out pairs
-    nearer than `MIN_SEPARATION` in one chain.
+    The diagonal shows which residues have coordinates: 1 with coordinates, -1 without.
 
     >>> contact_labels(np.array([[0, 0, 0], [7.9, 0, 0], [8, 0, 0], [np.nan, 0, 0]], dtype=np.float32))[0].tolist()
     [1, 1, 0, -1]
     """
-    # Coordinates have three decimals, their squares six. Rounding to these takes binary noise away, which would
-    # otherwise decide at exactly 8 A, differently in each place of space.
+    # Coordinates have three decimals, and their squares six. Rounding removes binary noise. At a distance of exactly
+    # 8 A, the noise would decide, and the result would depend on the place of the protein.
     exact_L3 = np.round(cb_L3.astype(np.float64), 3)
     square_LL = np.round(((exact_L3[:, None, :] - exact_L3[None, :, :]) ** 2).sum(-1), 6)
     labels_LL: npt.NDArray[np.int8] = (square_LL < CONTACT_DISTANCE**2).astype(np.int8)
@@ -137,9 +128,7 @@ def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
 
 
 def mark_linkers(labels_LL: npt.NDArray[np.int8], linker_L: npt.NDArray[np.bool_]) -> npt.NDArray[np.int8]:
-    """Return labels with -2 on the diagonal for the residues of linkers between chains, bool [L]. All pairs of such a
-    residue are undefined.
-    """
+    """Return labels with -2 on the diagonal for the residues of linkers. All pairs of such a residue are undefined."""
     marked_LL = labels_LL.copy()
     marked_LL[linker_L] = marked_LL[:, linker_L] = UNDEFINED
     marked_LL[linker_L, linker_L] = LINKER
@@ -147,7 +136,7 @@ def mark_linkers(labels_LL: npt.NDArray[np.int8], linker_L: npt.NDArray[np.bool_
 
 
 def chain_numbers(labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.intp]:
-    """Return a number for each residue that is another one for residues of other chains, int [L].
+    """Number the chains: return the same number for all residues of a chain, int [L].
 
     >>> linker_L = np.array([False, False, True, True, False])
     >>> chain_numbers(mark_linkers(np.zeros((5, 5), np.int8), linker_L)).tolist()

@@ -1,7 +1,7 @@
 """Sources of a recipe's labels: one file for all splits, an `.npz` beside each FASTA file, or the FASTA headers.
 
-In a label file, FLIP's `sampled.fasta` (one letter a residue) and `mask.fasta` (0 and 1), the "sequences" are labels.
-The letters are no residues, so they stay as written: only white space, blank lines and a byte-order mark are removed.
+In a FASTA file of labels, the "sequences" are labels, as in FLIP's `sampled.fasta` (one letter a residue) and
+`mask.fasta` (0 and 1). The letters are no residues, so they are not changed. Only white space is removed.
 """
 
 import re
@@ -24,7 +24,7 @@ _NO_BLANKS = str.maketrans("", "", BLANKS.decode())
 
 @dataclass(frozen=True)
 class LabelRecord:
-    """The labels of one protein, as written in the file."""
+    """The labels of one protein in a FASTA file of labels."""
 
     id: str
     header: str
@@ -32,11 +32,11 @@ class LabelRecord:
     text: str
     """The labels without white space."""
     line: int
-    """Line of the header, counted from 1."""
+    """Line of the header, from 1."""
 
 
 def read_label_fasta(path: Path) -> Iterator[LabelRecord]:
-    """Read the records of a label file in file order, plain or compressed (gz, bz2, xz, zst). Ids may come twice.
+    """Read the records of a FASTA file of labels, plain or compressed. An id may occur twice.
 
     Raises:
         InputError: the file cannot be read, or a record has no id or no labels; the message names file and line.
@@ -74,17 +74,17 @@ _FASTA = re.compile(r"\.(fasta|faa|fa)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 
 
 def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
-    """Open what the label readers take: a table, the path of a label FASTA, or None for the headers of the FASTA file.
+    """Return the labels of a recipe: a table, the path of a FASTA file of labels, or None for the headers.
 
-    The strings and numbers of an `.npz` are a table too. Without `data.labels`, a table of sequences has the labels,
-    too; beside a FASTA file, the `.npz` is used if it has the array that `data.target` names.
+    The strings and numbers of an `.npz` are a table too. Without `data.labels`, a table of sequences has the labels
+    too, and the `.npz` of a FASTA file is used if it has the array that `data.target` names.
 
     Raises:
         InputError: the file cannot be read.
         UsageError: `data.id_column` is set, and there is no table.
     """
     source: Table | Path | None = None
-    if _are_beside(data, fasta) and is_sequence_table(fasta):
+    if _labels_in_records(data, fasta) and is_sequence_table(fasta):
         source = read_sequence_table(fasta, data.sequence_column, data.id_column).rows
     elif data.labels is None:
         path = npz_beside(fasta)
@@ -101,30 +101,26 @@ def rules_of(fasta: Path, data: DataSettings) -> Rules:
     """Return the rules by which the records of a table are read. If the labels are in another file, `data.id_column` is
     a column of that file.
     """
-    return Rules(sequence_column=data.sequence_column, id_column=data.id_column if _are_beside(data, fasta) else None)
+    id_column = data.id_column if _labels_in_records(data, fasta) else None
+    return Rules(sequence_column=data.sequence_column, id_column=id_column)
 
 
-def _are_beside(data: DataSettings, fasta: Path) -> bool:
-    """Return whether the labels are in the file of the records, or beside it."""
+def _labels_in_records(data: DataSettings, fasta: Path) -> bool:
+    """Return whether no other file has the labels of the records."""
     return data.labels is None or remote.data_file(data.labels) == fasta
 
 
 def table_or_fasta(path: Path) -> Table | Path:
-    """Read a table or an `.npz` as a table; return the path of a FASTA file unread.
-
-    Raises:
-        InputError: the table cannot be read.
-    """
+    """Read a table or an `.npz` as a table; return the path of a FASTA file unread."""
     if _FASTA.search(path.name):
         return path
     return read_npz(path) if path.suffix == ".npz" else read_table(path)
 
 
 def read_npz(path: Path) -> Table:
-    """Read the arrays of an `.npz` with one string or number a record as a table with the columns `id` and `sequence`.
+    """Read the arrays of an `.npz` with one string or number for each record, as a table.
 
-    The ids are the array `names`. The array `seqs`, if there is one, is compared with the FASTA file when rows and
-    records are matched. Other arrays, such as coordinates, are left out.
+    The array `names` becomes the column `id`, and the array `seqs` the column `sequence`. Other shapes are left out.
 
     Raises:
         InputError: the file cannot be read, or has no array `names` with a string for each record.

@@ -1,6 +1,4 @@
-"""Matching of labels in another file to the records of a FASTA file, and messages about labels and records without a
-match.
-"""
+"""Matches labels in another file to the records of a FASTA file, and reports labels and records without a match."""
 
 import hashlib
 import re
@@ -20,14 +18,14 @@ from esmshard.io.tables import Table, first_three, listed, shown
 from esmshard.vocab import LINKER, encode_residues
 
 NAME_LABEL = "set data.target=COLUMN"
-"""Advice for messages: how to name the column of labels."""
+"""Advice for messages."""
 UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
 """An id as UniProt writes it; the group is the accession."""
 _LETTERS = str.maketrans(string.ascii_lowercase + "J", string.ascii_uppercase.replace("J", "X") + "X", "-.")
 
 
 def label_column(table: Table, names: Sequence[str]) -> str:
-    """Return the one column that has one of the usual names of labels."""
+    """Return the only column with a usual name of labels."""
     column = table.only_column(names, NAME_LABEL)
     if column is None:
         raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}; {NAME_LABEL}")
@@ -49,20 +47,19 @@ def rows_of_records(
     """Return the row of each record, int64 [N], -1 for a record without a label.
 
     Rows are matched to records by an id column, or by the sequence if the table has no ids. If the table has both, the
-    sequences must agree. A record `sp|P69905|HBA_HUMAN` matches its whole id or its accession; the latter is counted.
+    sequences must agree. A record `sp|P69905|HBA_HUMAN` matches its id, or its accession with a notice.
 
     Args:
         table: the table of R rows.
         store: the N records.
         fasta: the file of the records, for messages.
-        id_column: column of the ids; without it `table.ids`, or the one column that is called `id`, `name`, `entry` or
-            the like.
+        id_column: column of the ids; without it `table.ids`, or the only column with a usual name (ID_NAMES).
         same: returns whether two rows give the same label.
-        labelled_R: whether each row gives a label at all, bool [R].
-        what: the word for a label in messages. Splits of no record are counted; labels of no record are not, since a
-            file may hold the labels of several FASTA files.
-        required: whether a record without a labelled row is an error.
-        edits: collects what was left out, and rows that came twice with the same label.
+        labelled_R: whether each row has a label, bool [R].
+        what: the word for a label in messages. Splits without a record are counted. Labels without a record are not,
+            since a file may hold the labels of several FASTA files.
+        required: whether a record without a label is an error.
+        edits: collects what was left out, and repeated rows with the same label.
 
     Raises:
         InputError: rows contradict each other, or rows or records have no match; the message names the lines or counts.
@@ -70,11 +67,11 @@ def rows_of_records(
     fix = "name the column of ids in data.id_column"
     id_column = id_column or table.ids or table.only_column(ID_NAMES, fix)
     sequence_column = table.only_column(SEQUENCE_NAMES, fix) if id_column is None else _sequences(table, id_column)
-    if table.ids is not None:  # The records were made of this table, by rules that `_tokens` need not know.
+    if table.ids is not None:  # The records come from this table, so their sequences need no comparison.
         sequence_column = None
     column = id_column or sequence_column
     if column is None:
-        raise InputError(f"{table.path}: has no column of ids or sequences that is known; {listed(table.columns)}")
+        raise InputError(f"{table.path}: has no column of ids or sequences with a usual name; {listed(table.columns)}")
     by_sequence = id_column is None or id_column == sequence_column
     linker = store.linker or LINKER
     rows: dict[str | bytes, int] = {}
@@ -84,36 +81,35 @@ def rows_of_records(
         first = rows.setdefault(_digest(_tokens(table, row, column, linker)) if by_sequence else cell, row)
         if first != row:
             if not same(first, row):
-                raise InputError(
-                    f"{table.where(row)}: {shown(cell)} has another {what} than in line {table.lines[first]}; "
-                    "leave one of them out"
-                )
+                line = table.lines[first]
+                raise InputError(f"{table.where(row)}: {shown(cell)} has another {what} than in line {line}; keep one")
             edits.add(f"a row that came twice with the same {what} was read once", shown(cell, 20)[1:-1])
 
     row_N = np.full(len(store), -1, dtype=np.int64)
     used_R = np.zeros(len(table), dtype=np.bool_)
     for n in range(len(store)):
         if by_sequence:
-            found = rows.get(_digest(store.residues(n).tobytes()))
+            matching = rows.get(_digest(store.residues(n).tobytes()))
         else:
             record_id = store.id(n)
-            found = rows.get(record_id)
-            accession = UNIPROT.match(record_id) if found is None else None
-            if accession and (found := rows.get(accession[1])) is not None:
+            matching = rows.get(record_id)
+            accession = UNIPROT.match(record_id) if matching is None else None
+            if accession and (matching := rows.get(accession[1])) is not None:
                 edits.add("the UniProt accession was taken for the id", record_id)
-            if found is not None and sequence_column is not None and table.columns[sequence_column][found]:
-                _same_sequence(table, found, sequence_column, store, n, fasta)
-        if found is not None:
-            used_R[found] = True
-            row_N[n] = found if labelled_R[found] else -1
+            if matching is not None and sequence_column is not None:
+                given = table.columns[sequence_column][matching]
+                if given and _tokens(table, matching, sequence_column, linker) != store.residues(n).tobytes():
+                    where = f"{table.where(matching)}: {shown(record_id)}"
+                    raise InputError(f"{where} has another sequence in {fasta}; correct one of them")
+        if matching is not None:
+            used_R[matching] = True
+            row_N[n] = matching if labelled_R[matching] else -1
     cells = table.column(column)
     extra = [shown(cells[row], 20)[1:-1] for row in rows.values() if not used_R[row]]
-    if what == "split":
-        for name in extra:
-            edits.add("a split of no record was passed over", name)
-    check_labelled(
-        store, fasta, row_N >= 0, f"{what} in {table.path}", () if used_R.any() else extra, edits, required=required
-    )
+    for name in extra if what == "split" else ():
+        edits.add("a split of no record was passed over", name)
+    unmatched = () if used_R.any() else extra
+    check_labelled(store, fasta, row_N >= 0, f"{what} in {table.path}", unmatched, edits, required=required)
     return row_N
 
 
@@ -127,42 +123,34 @@ def check_labelled(
     *,
     required: bool,
 ) -> None:
-    """Count the records without a label, or refuse them.
+    """Count the N records without a label in `edits`, or refuse them if every record must have a label (`required`).
 
-    Args:
-        store: the N records.
-        fasta: the file of the records.
-        labelled_N: whether each record has a label, bool [N].
-        lacks: what records are missing, as in `label in scores.csv` or `TARGET=`.
-        extra: ids of labels without a record.
-        edits: collects the records that are left out.
-        required: whether every record must have a label.
+    `labelled_N` tells whether each record has a label, bool [N]. For messages, `lacks` names the missing label, such as
+    `TARGET=`, and `extra` has the ids of labels without a record.
 
     Raises:
-        InputError: no record has a label, or one of those that must have one; the message has the first three.
+        InputError: no record has a label, or a required label is missing.
     """
     without: list[int] = np.flatnonzero(~labelled_N).tolist()
-    named = f"({first_three(without, store.id)})"
+    ids = f"({first_three(without, store.id)})"
     if len(without) == len(store):
         others = f", which has other ids ({first_three(extra, str)})" if extra else ""
-        raise InputError(f"{fasta}: no record {named} has a {lacks}{others}; check that the files belong together")
+        raise InputError(f"{fasta}: no record {ids} has a {lacks}{others}; check that the files belong together")
     if without and required:
-        raise InputError(
-            f"{fasta}: {len(without):,} of {len(store):,} records have no {lacks} {named}; add what is missing, or "
-            "remove the records"
-        )
+        count = f"{len(without):,} of {len(store):,} records"
+        raise InputError(f"{fasta}: {count} have no {lacks} {ids}; add it, or remove the records")
     for n in without:
         edits.add(f"record(s) without {lacks} left out", store.id(n))
 
 
 def _sequences(table: Table, id_column: str) -> str | None:
-    """Return the column with the sequence of each row, if there is just one."""
-    found = [column for column in table.columns if column.lower() in SEQUENCE_NAMES]
-    return id_column if id_column in found else found[0] if len(found) == 1 else None
+    """Return the only column of sequences; None if there are several columns or none."""
+    columns = [column for column in table.columns if column.lower() in SEQUENCE_NAMES]
+    return id_column if id_column in columns else columns[0] if len(columns) == 1 else None
 
 
 def _tokens(table: Table, row: int, column: str, linker: int) -> bytes:
-    """Convert a cell's sequence to tokens as the FASTA reader would."""
+    """Convert the sequence in a cell to tokens, as the FASTA reader does."""
     letters = "".join(table.columns[column][row].split()).removesuffix("*").translate(_LETTERS)
     try:
         return encode_residues(letters, linker)
@@ -170,13 +158,6 @@ def _tokens(table: Table, row: int, column: str, linker: int) -> bytes:
         raise InputError(f"{table.where(row)}: column {shown(column)}: {error}") from None
 
 
-def _same_sequence(table: Table, row: int, column: str, store: TokenStore, n: int, fasta: Path) -> None:
-    if _tokens(table, row, column, store.linker or LINKER) != store.residues(n).tobytes():
-        raise InputError(
-            f"{table.where(row)}: the sequence of {shown(store.id(n))} is not the one in {fasta}; correct one of them"
-        )
-
-
 def _digest(tokens: bytes) -> bytes:
-    """Hash a sequence to sixteen bytes, so that the keys of long proteins take no more memory."""
+    """Hash a sequence to sixteen bytes, so that long proteins need no more memory than short ones."""
     return hashlib.blake2b(tokens, digest_size=16).digest()

@@ -27,13 +27,13 @@ class ProteinLabels:
 
     kind: Kind
     names: tuple[str, ...]
-    """Names of the T targets if `kind` is `number`, else of the C classes; the number of a class is its place here."""
+    """Names of the T targets if `kind` is `number`, else of the C classes in the order of their numbers."""
     values: Any
     """The labels of all proteins. `number`: float32 [N, T], NaN where missing; `class`: int64 [N], -1 where missing;
     `multilabel`: a sparse float32 matrix of 0 and 1, [N, C].
     """
     labelled_N: npt.NDArray[np.bool_]
-    """Whether each record has a label, bool [N]: false only for a record that was left out."""
+    """Whether each record has a label, bool [N]."""
     notices: list[str]
     """Sentences about labels that were changed or left out."""
 
@@ -66,14 +66,13 @@ def protein_labels(
         kind: `number`: one or several columns of numbers; `class`: one column of names; `multilabel`: one column of
             names separated by semicolons, or several columns of 0 and 1.
         table: a table of R rows with the labels.
-        columns: columns of the table, or keys of the headers; without them `TARGET`, or the one column that is called
-            `target`, `label` or the like.
+        columns: columns of the table, or keys of the headers; by default `TARGET` or the only column with a usual name.
         id_column: column of the ids; see `rows_of_records`.
-        required: whether a protein without a label is an error. If not, it is left out and counted.
+        required: whether a protein without a label is an error. If not, the protein is left out and counted.
 
     Raises:
         InputError: a label cannot be used, or proteins or rows have no match; the message names line, record or counts.
-        UsageError: the arguments contradict each other.
+        UsageError: a column is named twice.
     """
     edits = Edits()
     columns = _columns(table, columns)
@@ -117,7 +116,7 @@ def protein_labels(
         table, store, fasta, id_column=id_column, same=same, labelled_R=labelled_R, required=required, edits=edits
     )
     values = values[row_N]
-    if kind == "multilabel":  # A record without a row has no class, whatever the last row says.
+    if kind == "multilabel":  # Row -1 is the last row, whose classes are removed here.
         values.data[np.repeat(row_N < 0, np.diff(values.indptr))] = 0
         values.eliminate_zeros()
     else:
@@ -126,7 +125,7 @@ def protein_labels(
 
 
 def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
-    """Return the columns of the table, or the keys of the headers, that hold the labels."""
+    """Return the columns of the table or the keys of the headers with the labels."""
     if table is None:
         columns = [key.upper() for key in columns] or ["TARGET"]
     elif not columns:
@@ -143,11 +142,11 @@ def _header_numbers(
     texts: Sequence[Sequence[str]], keys: Sequence[str], where: Callable[[int], str]
 ) -> npt.NDArray[np.float32]:
     """Convert the texts of N headers to numbers, float32 [N, T]."""
-    rows = [
-        [number(text, lambda n=n, key=key: f"{where(n)}: {key}") for key, text in zip(keys, cells, strict=True)]  # type: ignore[misc]
-        for n, cells in enumerate(texts)
-    ]
-    return np.array(rows, dtype=np.float32)
+
+    def converted(n: int, key: str, text: str) -> float:
+        return number(text, lambda: f"{where(n)}: {key}")
+
+    return np.array([list(map(converted, [n] * len(keys), keys, cells)) for n, cells in enumerate(texts)], np.float32)
 
 
 def _table_numbers(table: Table, columns: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -171,33 +170,27 @@ def _sparse(rows: Sequence[Sequence[int]], n_classes: int) -> Any:
 
 
 def _classes_of(matrix: Any, row: int) -> npt.NDArray[np.int32]:
-    """Return the columns of a row with a one. scipy's own way to a row takes thirty times as long."""
-    columns: npt.NDArray[np.int32] = matrix.indices[matrix.indptr[row] : matrix.indptr[row + 1]]
-    return columns
+    """Return the classes of a row. The indexing of scipy takes thirty times as long."""
+    classes: npt.NDArray[np.int32] = matrix.indices[matrix.indptr[row] : matrix.indptr[row + 1]]
+    return classes
 
 
 def _flags(cells: Sequence[str], columns: Sequence[str], where: str) -> list[int]:
-    """Return the places of the columns that say 1 or true."""
+    """Return the numbers of the columns with 1 or true."""
     truths = [TRUTH.get(text.lower()) for text in cells]
     if any(cells) and None in truths:
         c = truths.index(None)
-        raise InputError(
-            f"{where}: {shown(columns[c])} is {shown(cells[c])}; write 0 or 1, or leave all columns "
-            "of the protein empty"
-        )
+        raise InputError(f"{where}: {shown(columns[c])} is {shown(cells[c])}; write 0 or 1, or leave all columns empty")
     return [c for c, truth in enumerate(truths) if truth]
 
 
 def _classes(text: str, kind: Kind, where: str, edits: Edits) -> list[str]:
-    """Return the different names of classes in a cell: at most one, unless the kind is `multilabel`."""
+    """Return the different classes in a cell: at most one, unless the kind is `multilabel`."""
     pieces = text.split(";") if kind == "multilabel" else [text]
     names = [name for piece in pieces if (name := piece.strip())]
     for k, name in enumerate(names):
         if name.lower() in MISSING:
-            raise InputError(
-                f"{where}: {shown(name)} may be a class or say that there is none; leave the cell empty, or write the "
-                "class in another way"
-            )
+            raise InputError(f"{where}: {shown(name)} may mean no class; leave the cell empty, or rename the class")
         if name in names[:k]:
             edits.add("a class that was named twice was taken once", name)
     return list(dict.fromkeys(names))

@@ -1,12 +1,12 @@
-"""Labels of residues: a class letter or a number for each, from FASTA headers, FLIP's label files, or a table.
+"""Labels of residues: a class letter or a number for each residue.
 
 | source | labels | mask |
 |---|---|---|
 | headers of the FASTA file | `TARGET=DVCD`, `TARGET=0.5;0.3;nan;0.1` | `MASK=1101` |
-| a label file: FASTA with labels for sequences | `DVCD` | `MASK=1101` in its headers, or a mask file |
+| a FASTA file with labels in place of sequences | `DVCD` | `MASK=1101` in its headers, or a mask file |
 | a table | a column of such texts | a mask file |
 
-A mask file is a FASTA file with `1101` for sequences.
+A mask file is a FASTA file with masks such as `1101` in place of sequences. A residue with a 0 has no label.
 """
 
 import re
@@ -40,7 +40,7 @@ class ResidueLabels:
 
     kind: Kind
     names: str
-    """The letters of the C classes if `kind` is `class`; the number of a class is its place here."""
+    """The letters of the C classes if `kind` is `class`, in the order of their numbers."""
     values: npt.NDArray[Any]
     """Labels of all residues in the order of the store. `class`: int8, -1 where undefined; `number`: float32, NaN where
     undefined.
@@ -77,19 +77,17 @@ def residue_labels(
     id_column: str | None = None,
     classes: str = "",
 ) -> ResidueLabels:
-    """Read the labels of all residues of N proteins. Labels of other proteins are passed over.
+    """Read the labels of all residues of N proteins. Labels of other proteins are skipped.
 
     Args:
         store: the proteins.
         fasta: the file of the proteins.
-        kind: `class`: a letter for each residue; `number`: numbers separated by semicolons, `nan` where there is none.
-        source: a table, or the path of a label file; None for the headers of the FASTA file.
-        mask: FASTA file of 0 and 1; a residue under a 0 is undefined.
-        column: column of the table, or key of the headers; without it `TARGET`, or the one column called `target` or
-            `label`.
+        kind: `class`: a letter for each residue; `number`: numbers separated by semicolons, `nan` without a label.
+        source: a table, or the path of a FASTA file of labels; None for the headers of the FASTA file.
+        mask: path of a mask file.
+        column: column of the table, or key of the headers; by default `TARGET`, or the column `target` or `label`.
         id_column: column of the ids; see `rows_of_records`.
-        classes: all letters, in the order of their numbers; without them, the letters that occur, sorted. For other
-            splits, pass the `names` of the training split.
+        classes: all letters, in the order of their numbers; by default the letters that occur, sorted.
 
     Raises:
         InputError: labels cannot be read, do not fit their protein, or have no match; the message names record, line or
@@ -123,7 +121,7 @@ def residue_labels(
         labels_L = np.full(len(residue_L), none, dtype)
         labels_L[residue_L] = labels
         if record.mask is not None and mask is not None:
-            raise InputError(f"{where} has MASK=, but masks come from {mask}; leave one of them out")
+            raise InputError(f"{where} has MASK=, but {mask} has masks too; leave one of them out")
         if record.mask is not None:
             labels_L[~_mask(record.mask, residue_L, where, fasta)] = none
         elif mask is not None:
@@ -141,10 +139,8 @@ def residue_labels(
             new = set(labels_L.tobytes()) - codes - {0}
             if unknown := [letter for letter in map(chr, sorted(new)) if classes and letter not in classes]:
                 at = int(np.argmax(labels_L == ord(unknown[0]))) + 1
-                raise InputError(
-                    f"{where} has the class {shown(unknown[0])} at position {at}, which is none of {classes}; fix the "
-                    "label, or name it in task.classes"
-                )
+                label = f"the class {shown(unknown[0])} at position {at}"
+                raise InputError(f"{where} has {label}, which is none of {classes}; correct it, or set task.classes")
             codes |= new
         if not (labels_L.any() if kind == "class" else np.isfinite(labels_L).any()):
             edits.add("no residue has a label", record.id)
@@ -153,7 +149,7 @@ def residue_labels(
     if edits.counts.get("no residue has a label") == len(store):
         raise InputError(f"{fasta}: no residue of any record has a label; look at labels and masks")
     for record_id in unmasked if mask is None and len(unmasked) < len(store) else ():
-        edits.add("record(s) without MASK=, of which all residues count", record_id)
+        edits.add("record(s) without MASK=, so that all residues count", record_id)
     names = ""
     if kind == "class":
         names = classes or "".join(map(chr, sorted(codes)))
@@ -165,19 +161,19 @@ def residue_labels(
 
 
 def _residues(store: TokenStore, n: int) -> npt.NDArray[np.bool_]:
-    """Return which tokens of record n are residues, bool [L]; the others are between its chains."""
+    """Return which tokens of record n are residues, bool [L]; the other tokens are linkers between chains."""
     if store.linker is None:
         return np.ones(store.lengths[n], dtype=np.bool_)
     return is_residue(store.residues(n))
 
 
 def _joined(text: str, residue_L: npt.NDArray[np.bool_], between: str = "") -> str:
-    """Return the labels of all chains of a record without the `:` between chains, if it has several."""
+    """Replace the `:` between the chains of a record of several chains."""
     return text if residue_L.all() else text.replace(BETWEEN, between)
 
 
 def _masks(store: TokenStore, fasta: Path, path: Path) -> dict[int, npt.NDArray[np.bool_]]:
-    """Read which residues of each record count from a file of masks. Every record needs a mask."""
+    """Read a mask file: which residues of each record have a label, bool [L]. Every record needs a mask."""
     mask_of, line_of = dict[int, npt.NDArray[np.bool_]](), dict[int, int]()
     for record in read_label_fasta(path):
         n, where = store.find(record.id), f"{path}:{record.line}: record {shown(record.id)}"
@@ -188,9 +184,7 @@ def _masks(store: TokenStore, fasta: Path, path: Path) -> dict[int, npt.NDArray[
             raise InputError(f"{where} has another mask than in line {line_of[n]}; leave one of them out")
         mask_of[n], line_of[n] = mask_L, record.line
     if bare := [n for n in range(len(store)) if n not in mask_of]:
-        raise InputError(
-            f"{path}: has no mask for {len(bare):,} of the records ({first_three(bare, store.id)}); give each one"
-        )
+        raise InputError(f"{path}: has no mask for {len(bare):,} records ({first_three(bare, store.id)}); add them")
     return mask_of
 
 
@@ -210,12 +204,7 @@ def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Iterator[_Rec
 
 
 def _of_rows(
-    store: TokenStore,
-    fasta: Path,
-    table: Table,
-    column: str | None,
-    id_column: str | None,
-    edits: Edits,
+    store: TokenStore, fasta: Path, table: Table, column: str | None, id_column: str | None, edits: Edits
 ) -> Iterator[_RecordLabels]:
     column = column or label_column(table, ("target", "targets", "label", "labels"))
     cells = table.column(column, NAME_LABEL)
@@ -238,17 +227,14 @@ def _of_rows(
 
 def _letters(text: str, where: str) -> npt.NDArray[np.uint8]:
     """Convert the class letters of one record to ASCII codes, uint8 [L]."""
-    if not (text.isascii() and text.isprintable()) or " " in text:
-        at = next(k for k, c in enumerate(text) if not (c.isascii() and c.isprintable()) or c == " ")
-        raise InputError(
-            f"{where} has {shown(text[at])} at position {at + 1}, which is no label; classes are ASCII letters, digits "
-            "and signs"
-        )
+    if wrong := re.search("[^!-~]", text):
+        at = wrong.start() + 1
+        raise InputError(f"{where} has {shown(wrong[0])} at position {at}, which is no label; write ASCII letters")
     return np.frombuffer(text.encode("ascii"), dtype=np.uint8)
 
 
 def _numbers(text: str, where: str) -> npt.NDArray[np.float32]:
-    """Convert the numbers of one record, float32 [L], NaN where a label says so."""
+    """Convert the numbers of one record, float32 [L], NaN for a missing label."""
     pieces = text.split(";")
     if _PLAIN_NUMBERS.fullmatch(text):
         try:
@@ -261,19 +247,18 @@ def _numbers(text: str, where: str) -> npt.NDArray[np.float32]:
     values = []
     for k, piece in enumerate(pieces, 1):
         if not piece.strip():
-            raise InputError(f"{where} has nothing as value {k}; write nan for a residue without a value")
+            raise InputError(f"{where} has an empty value {k}; write nan for a residue without a value")
         values.append(number(piece.strip(), lambda k=k: f"{where}: value {k}"))  # type: ignore[misc]
     return np.array(values, dtype=np.float32)
 
 
 def _mask(text: str, residue_L: npt.NDArray[np.bool_], where: str, fasta: Path) -> npt.NDArray[np.bool_]:
-    """Convert a mask to whether each token of a record counts, bool [L]."""
+    """Convert a mask to a value for each token of a record, bool [L]."""
     text = _joined(text, residue_L)
     _check_length(where, "a mask", len(text), residue_L, fasta)
     if wrong := text.strip("01"):
-        raise InputError(
-            f"{where} has {shown(wrong[0])} at position {text.index(wrong[0]) + 1} of its mask; write 0 or 1"
-        )
+        at = text.index(wrong[0]) + 1
+        raise InputError(f"{where} has {shown(wrong[0])} at position {at} of its mask; write 0 or 1")
     mask_L = np.zeros(len(residue_L), dtype=np.bool_)
     mask_L[residue_L] = np.frombuffer(text.encode("ascii"), dtype=np.uint8) == ord("1")
     return mask_L
@@ -281,7 +266,5 @@ def _mask(text: str, residue_L: npt.NDArray[np.bool_], where: str, fasta: Path) 
 
 def _check_length(where: str, what: str, count: int, residue_L: npt.NDArray[np.bool_], fasta: Path) -> None:
     if count != residue_L.sum():
-        raise InputError(
-            f"{where} has {what} for {count} residues, but {residue_L.sum()} residues in {fasta}; give one for each "
-            "residue of the full sequence"
-        )
+        sizes = f"{count} residues, but {residue_L.sum()} residues in {fasta}"
+        raise InputError(f"{where} has {what} for {sizes}; write one for each residue of the full sequence")

@@ -1,16 +1,14 @@
-"""Assignment of records to sets. It takes plain data and returns numbers; no file is read here.
+"""Assignment of records to sets.
 
-Every function returns int64 [N]: the number of a set in `SETS`, or of one of K folds, and `LEFT_OUT` for a record that
-may go to no set. In round f of K, the records of fold f are the test set, the records of fold (f + 1) mod K the
-validation set, and the others the training set (`sets_of_fold`).
-
-`shares` are the sizes of the sets, or K equal numbers for folds; they need not add up to one.
+Every function returns int64 [N]: the number of a set in `SETS`, or of one of K folds, and `LEFT_OUT` for a record in no
+set. In round f of K, the records of fold f are the test set, the records of fold (f + 1) mod K the validation set, and
+the others the training set (`sets_of_fold`). `shares` are the sizes of the sets, or K equal numbers for folds; they
+need not add up to one. `seed` is the seed of random choices.
 
 Random choices follow from the seed and from the names of records, clusters and positions, never from the order of a
 file. All records of a group go to one set. The largest group is assigned first. Each group goes to a set that is drawn
-in proportion to its free room, so that every set gets large and small families; the small groups at the end fill what
-is free. The sets miss the ratios by less than the size of the largest group, and no set is empty if there are enough
-groups.
+in proportion to its free room, so that every set gets large and small families. The sets miss the ratios by less than
+the size of the largest group, and no set is empty if there are enough groups.
 """
 
 import hashlib
@@ -33,15 +31,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 def by_cluster(clusters: Sequence[str], shares: Sequence[float] = RATIOS, seed: int = 0) -> Numbers:
-    """Assign whole clusters to sets at random, so that no family is in two sets.
-
-    If all names differ, every set misses its share by less than one record, unless it would be empty.
-
-    Args:
-        clusters: name of the cluster of each of N records; see `components` for several clusterings. A digest of the
-            sequence, or the name of the variant, keeps only duplicates in one set.
-        shares: see above.
-        seed: seed of the draw.
+    """Assign whole clusters to sets at random. `clusters` has the name of the cluster of each of N records.
 
     Raises:
         InputError: there are fewer clusters than sets.
@@ -53,13 +43,10 @@ def by_cluster(clusters: Sequence[str], shares: Sequence[float] = RATIOS, seed: 
 
 
 def components(*memberships: Sequence[str]) -> list[str]:
-    """Join clusterings: records that share a cluster in any of them get one name, directly or through other records.
+    """Join clusterings. Each clustering has the name of the cluster of each of N records.
 
-    Args:
-        memberships: for each clustering, the name of the cluster of each of N records.
-
-    Returns:
-        N names. A joined cluster gets the alphabetically first of its names in the first clustering.
+    Records that share a cluster in any clustering, directly or through other records, get one name: the alphabetically
+    first of their names in the first clustering.
 
     >>> components(["a", "b", "c", "d"], ["1", "1", "2", "3"])
     ['a', 'a', 'c', 'd']
@@ -88,8 +75,8 @@ def of_variants(
     seed: int = 0,
     train_max: int = 1,
 ) -> Numbers:
-    """Split N variants of one protein, with these names and changed positions from 0: `by` `ratio` (`by_cluster`),
-    `mutations` (`by_mutation_count`), or `position`, `modulo` or `contiguous` (`by_position`).
+    """Split N variants of one protein. `by` is `ratio` (`by_cluster`), `mutations` (`by_mutation_count`), or
+    `position`, `modulo` or `contiguous` (`by_position`).
     """
     if by == "ratio":
         return by_cluster(names, shares, seed)
@@ -103,20 +90,19 @@ def by_position(
 ) -> Numbers:
     """Split variants of one protein by the positions that they change.
 
-    A variant whose positions lie in several sets is left out, since it would show a model positions of another set.
-    Joining such positions (connected components) is no alternative: variants with several random changes connect all
-    positions, and all variants would be in one set. The unchanged wild type goes to the first set or fold.
+    A variant with positions in several sets is left out, since it would show a model positions of another set. Joining
+    such positions is no alternative: variants with several random changes connect all positions, and all variants would
+    be in one set. The unchanged wild type goes to the first set or fold.
 
     Args:
-        positions: 0-based positions that each of N variants changes.
-        shares: see above; of numbers of variants.
-        seed: seed of the draw.
+        positions: positions that each of N variants changes, from 0.
+        shares: shares of the number of variants.
+        seed: see above.
         by: `position`: sets of random positions, of nearly equal numbers of variants for folds. `modulo` and
             `contiguous` are the folds of ProteinGym (`create_folds_by_position_modulo` and
             `create_folds_by_contiguous_position_discontiguous` in ProteinNPT, Notin et al. 2023), which drops variants
-            with several changes. `modulo`: the i-th of the changed positions goes to fold i mod K, so that a held-out
-            position has training positions beside it. `contiguous`: K stretches along the sequence with equal numbers
-            of changed positions; if this number is not whole, the first folds have one more.
+            with several changes. `modulo`: the i-th changed position goes to fold i mod K. `contiguous`: K stretches
+            along the sequence with equal numbers of changed positions; the first folds may have one more.
 
     Raises:
         InputError: a set would be empty.
@@ -135,11 +121,10 @@ def by_position(
     sets_of = [{number_of[place] for place in changed} or {0} for changed in positions]
     number_N = np.array([numbers.pop() if len(numbers) == 1 else LEFT_OUT for numbers in sets_of], dtype=np.int64)
     if empty := set(range(sets)) - set(number_N.tolist()):
-        left = f"{(number_N == LEFT_OUT).sum():,} of {counted(len(positions), 'variant')}"
-        raise InputError(
-            f"{len(empty)} of {sets} sets would be empty, since {left} change positions of several sets; divide them "
-            "by the number of mutations, or at random"
+        left = (
+            f"{(number_N == LEFT_OUT).sum():,} of {counted(len(positions), 'variant')} change positions of several sets"
         )
+        raise InputError(f"{len(empty)} of {sets} sets would be empty, since {left}; split by mutations, or at random")
     return number_N
 
 
@@ -148,20 +133,13 @@ def by_mutation_count(
 ) -> Numbers:
     """Train on few changes and test on many: FLIP's one_vs_rest, two_vs_rest, three_vs_rest (Dallago et al. 2021).
 
-    Args:
-        counts: number of changes of each of N variants; the wild type (0) is always in the training set.
-        names: names of the variants; variants of one name stay together.
-        train_max: most changes of a variant outside the test set.
-        shares: the first two divide these variants at random into training and validation set.
-        seed: seed of the draw.
+    The first two of `shares` divide variants with up to `train_max` changes into training and validation set. The wild
+    type (no change) is always in the training set. Variants of one name stay together.
     """
     count_N = np.asarray(counts)
     number_N = _below(count_N <= train_max, count_N > 0, names, shares, seed)
     if not (number_N == TEST).any():
-        raise InputError(
-            f"no variant has more than {counted(train_max, 'change')}, so that the test set would be empty; lower "
-            f"train_max (the most changes are {count_N.max(initial=0)})"
-        )
+        raise InputError(f"the test set is empty: no variant has more than {train_max} changes; lower train_max")
     return number_N
 
 
@@ -170,12 +148,8 @@ def low_to_high(
 ) -> Numbers:
     """Train on low values and test on high values: FLIP's low_vs_high (Dallago et al. 2021).
 
-    Args:
-        values: values of N variants; a variant with NaN is left out.
-        names: names of the variants; variants of one name stay together, on the side of their mean.
-        limit: highest value of the training and validation set. FLIP takes the value of the wild type.
-        shares: the first two divide the low values at random into training and validation set.
-        seed: seed of the draw.
+    The first two of `shares` divide variants with values up to `limit` into training and validation set. FLIP takes the
+    value of the wild type as the limit. A variant with NaN is left out. The mean of variants of one name decides.
     """
     given_N = np.asarray(values, dtype=np.float64)
     keys, group_N = _groups(names)
@@ -185,7 +159,7 @@ def low_to_high(
     number_N = _below(value_N <= limit, np.ones(len(value_N), dtype=np.bool_), names, shares, seed)
     number_N[np.isnan(given_N)] = LEFT_OUT
     if not (number_N == TEST).any():
-        raise InputError(f"no value is above {limit:g}, so that the test set would be empty; lower train_max")
+        raise InputError(f"no value is above {limit:g}, so the test set would be empty; lower train_max")
     return number_N
 
 
@@ -211,10 +185,8 @@ def check_given(number_N: Numbers, source: Path) -> None:
 
 def _check_enough(groups: int, sets: int, what: str) -> None:
     if groups < sets:
-        raise InputError(
-            f"{counted(sets, 'set')} cannot be made of {counted(groups, what)}, which may not be cut; give more data, "
-            "or split in another way"
-        )
+        parts = f"{counted(sets, 'set')} cannot be made of {counted(groups, what)}"
+        raise InputError(f"{parts}, which may not be cut; give more data, or split in another way")
 
 
 def _assign(names: list[str], sizes: Sequence[float], shares: Sequence[float], seed: int) -> Numbers:
@@ -246,20 +218,18 @@ def _assign(names: list[str], sizes: Sequence[float], shares: Sequence[float], s
 
 def _below(
     low_N: npt.NDArray[np.bool_],
-    movable_N: npt.NDArray[np.bool_],
+    mutant_N: npt.NDArray[np.bool_],
     names: Sequence[str],
     shares: Sequence[float],
     seed: int,
 ) -> Numbers:
-    """Divide the low variants into training and validation set, and put the rest into the test set. Only movable
-    variants may be in the validation set.
+    """Divide the low variants into training and validation set, and put the rest into the test set. Variants that are
+    no mutants are not in the validation set.
     """
-    pool = np.flatnonzero(low_N & movable_N).tolist()
+    pool = np.flatnonzero(low_N & mutant_N).tolist()
     keys, group_P = _groups([names[n] for n in pool])
     if len(keys) < TEST:
-        raise InputError(
-            f"{counted(len(keys), 'variant')} up to --train-max cannot make a training and a validation set; raise it"
-        )
+        raise InputError(f"{counted(len(keys), 'variant')} up to --train-max cannot make two sets; raise --train-max")
     two = [share / sum(shares) for share in shares[:TEST]]
     number_N = np.where(low_N, TRAIN, TEST).astype(np.int64)
     number_N[pool] = _assign(keys, np.bincount(group_P).tolist(), two, seed)[group_P]
@@ -267,9 +237,7 @@ def _below(
 
 
 def _groups(names: Sequence[str]) -> tuple[list[str], Numbers]:
-    """Return the distinct names in the order of their first use, and for each of N names its place among these, int64
-    [N].
-    """
+    """Return the distinct names in the order of their first use, and the place of each of N names, int64 [N]."""
     place: dict[str, int] = {}
     group_N = np.array([place.setdefault(name, len(place)) for name in names], dtype=np.int64)
     return list(place), group_N

@@ -1,24 +1,19 @@
 """The records that a test set shares with the training set: identical sequences, close relatives, or positions of
 variants.
 
-The caller says what it has: records of proteins (`check`), variants of one protein whose mutations are known
-(`variant_notices`), or pairs of proteins (`pair_notices`).
+*Proteins* (`check`) are compared by their common 5-mers, without an alignment. Two unrelated proteins of 300 residues
+share a 5-mer by chance in a few of a hundred pairs (300 * 300 / 20**5). Two proteins with a share p of identical
+residues have about p**5 of their 5-mers in common. A test record is similar to a training record that has the share
+`SIMILAR` of its distinct 5-mers (72% identity, if changes are spread evenly) and at least `FEWEST` of them, since short
+peptides have common 5-mers by chance. CD-HIT uses the same word length for 70% identity and more (Li and Godzik 2006).
+So this check finds near-duplicates and close homologs, but not remote homologs, which at 30% identity have 0.2% of
+their 5-mers in common. A search by alignment finds these, such as `mmseqs easy-search -s 7.5 -e 1e-3`.
 
-*Families*: a training protein that is like a test protein leaks. Proteins are compared by their common 5-mers, without
-an alignment. Two unrelated proteins of 300 residues share a 5-mer by chance in a few of a hundred pairs (300 * 300 /
-20**5); two proteins that agree in a share p of their residues have about p**5 of their 5-mers in common. A test record
-is called similar if one training record has the share `SIMILAR` of its distinct 5-mers (72% identity, if changes are
-spread evenly) and at least `FEWEST` of them, so that short peptides are not similar by chance. CD-HIT uses the same
-word length for 70% identity and more (Li and Godzik 2006). So this check finds near-duplicates and close homologs. It
-does not find remote homologs, which at 30% identity have 0.2% of their 5-mers in common. Finding these takes a search
-by alignment, such as `mmseqs easy-search -s 7.5 -e 1e-3`.
+*Variants of one protein* (`variant_notices`) are all similar. A test variant is easy if training variants change the
+same positions.
 
-*Variants of one protein*: all records are similar, and positions leak. A test variant asks little that is new if
-training variants change the same positions.
-
-*Pairs*: a test is as hard as its pairs are new. Park and Marcotte (2012, doi:10.1038/nmeth.2259) divide them into
-classes: both sequences are in training pairs (C1), one of them (C2), or none (C3). Sequences are the same if all their
-residues are.
+*Pairs* (`pair_notices`) have the classes of Park and Marcotte (2012, doi:10.1038/nmeth.2259): training pairs have both
+sequences (C1), one sequence (C2), or none (C3).
 """
 
 import hashlib
@@ -39,7 +34,7 @@ K = 5
 SIMILAR = 0.2
 FEWEST = 4
 MOST = 100_000_000
-"""Most training residues, and most pairs of equal 5-mers, that a check compares: about half a minute on one core."""
+"""Most training residues, and most pairs of equal 5-mers, of a check: about half a minute on one core."""
 
 _WORDS = len(STANDARD) ** K
 _CODE = np.full(256, -1, dtype=np.int32)
@@ -47,7 +42,7 @@ _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(len(
 _BLOCK = 200_000
 """Training residues that are compared at a time."""
 _INDEXED = 10_000_000
-"""Most residues of the other sets that are compared: their 5-mers take about 300 MB while they are sorted."""
+"""Most residues of the other sets. Sorting their 5-mers takes about 300 MB."""
 _SAMPLE = 500
 _BLIND = "similar: one training record has a fifth of the 5-mers; this does not find remote homologs"
 
@@ -78,10 +73,10 @@ class ComparedRecords:
         """Yield the distinct 5-mers of the 20 amino acids in blocks of about `_BLOCK` residues.
 
         Each block is the number of its first record, and for each of P words the number of the record in the block and
-        the word, int64 [P] each, sorted by both.
+        the word, int64 [P] each, sorted.
         """
         first, block, size = 0, [], 0
-        end = np.zeros(K, dtype=np.uint8)  # <cls> is no amino acid, so that no word spans two records.
+        end = np.zeros(K, dtype=np.uint8)  # <cls> is no amino acid, so no word spans two records.
         for n in range(self.count):
             block.append(self.residues(n))
             size += len(block[-1])
@@ -91,7 +86,7 @@ class ComparedRecords:
                 record_T = np.repeat(np.arange(len(block)), [len(residues) + K for residues in block])[: len(letter_TK)]
                 word_T = letter_TK @ len(STANDARD) ** np.arange(K - 1, -1, -1)
                 key_P = (record_T * _WORDS + word_T)[(letter_TK >= 0).all(1)]
-                key_P.sort()  # With the comparison below 40 times faster than `np.unique` of numpy 2.4.
+                key_P.sort()  # This and the next line are 40 times faster than `np.unique` of numpy 2.4.
                 key_P = key_P[np.diff(key_P, prepend=-1) > 0]
                 yield first, key_P // _WORDS, key_P % _WORDS
                 first, block, size = n + 1, [], 0
@@ -103,13 +98,13 @@ class Overlap:
 
     records: int
     identical: int
-    """Records of these that have the same sequence as a training record."""
+    """Records with the same sequence as a training record."""
     compared: int
-    """Records that the following counts are about: all, or an even sample of many records."""
+    """Records that were compared by their 5-mers: all records, or an even sample."""
     similar: int = 0
-    """Records that are similar to a training record and not identical to one."""
+    """Compared records that are similar to a training record and not identical to one."""
     closest: list[tuple[str, str, float]] = field(default_factory=list)
-    """Up to three of all these, closest first, as (id, id of the training record, share of the 5-mers)."""
+    """Up to three records, closest first, as (id, id of the training record, share of the 5-mers)."""
 
 
 @dataclass(frozen=True)
@@ -122,24 +117,22 @@ class Leakage:
     """The overlap of each set, by the name of the set."""
 
     def notices(self, what: str = "records") -> list[str]:
-        """Return one sentence for each set that shares something, and one for those that share nothing.
-
-        Args:
-            what: the word for what was compared.
+        """Return a sentence for each set that shares records, and a sentence for the other sets. `what` is the word for
+        what was compared.
         """
         sampled = self.train_compared < self.train_records
         train = f"{self.train_compared:,} of {self.train_records:,} training" if sampled else "training"
         leaks, clean = [], []
         for name, o in self.overlaps.items():
-            of = f"{o.records:,} {name} {what}"
+            count = f"{o.records:,} {name} {what}"
             if o.compared < o.records:
-                of += f" ({o.compared:,} of them compared in full)"
+                count += f" ({o.compared:,} of them compared in full)"
             if not (o.identical or o.similar):
-                clean.append(of)
+                clean.append(count)
                 continue
-            pairs = ", ".join(f"{mine} and {other} {share:.0%}" for mine, other, share in o.closest)
+            pairs = ", ".join(f"{record} and {other} {share:.0%}" for record, other, share in o.closest)
             leaks.append(
-                f"leakage: of {of} {o.identical:,} are identical and {o.similar:,} similar to {train} {what} "
+                f"leakage: of {count} {o.identical:,} are identical and {o.similar:,} similar to {train} {what} "
                 f"({pairs}; {_BLIND})"
             )
         if clean:
@@ -148,13 +141,8 @@ class Leakage:
 
 
 def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> Leakage:
-    """Compare sets of proteins with the training set.
-
-    Args:
-        train: the training set.
-        others: the sets to compare with the training set, by name.
-        most: most training residues, and most pairs of equal 5-mers, to compare. Of more, an even sample of the
-            training set or of the other sets is compared, and the counts say so.
+    """Compare sets of proteins with the training set. If there are more than `most` training residues or pairs of equal
+    5-mers, an even sample of the training set or of the other sets is compared.
     """
     total = train.count
     if train.about() > most:
@@ -163,8 +151,8 @@ def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: i
     share = min(1.0, _INDEXED / max(1.0, sum(records.about() for records in others.values())))
     numbers = [_spread(records.count, int(share * records.count)) for records in others.values()]
     has_WQ = _index([records.part(number_M) for records, number_M in zip(others.values(), numbers, strict=True)])
-    some, with_word_W = train.part(_spread(train.count, _SAMPLE)), np.diff(has_WQ.indptr)
-    pairs = sum(int(with_word_W[word_P].sum()) for _, _, word_P in some.words()) * train.count / max(1, some.count)
+    sample, with_word_W = train.part(_spread(train.count, _SAMPLE)), np.diff(has_WQ.indptr)
+    pairs = sum(int(with_word_W[word_P].sum()) for _, _, word_P in sample.words()) * train.count / max(1, sample.count)
     if pairs > most:
         kept = [_spread(len(number_M), int(most / pairs * len(number_M))) for number_M in numbers]
         first = np.cumsum([0, *map(len, numbers)])
@@ -175,24 +163,20 @@ def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: i
     for (name, records), partner_N, number_M in zip(others.items(), partner, numbers, strict=True):
         share_M, nearest_M = (array_Q[start : start + len(number_M)] for array_Q in (share_Q, nearest_Q))
         start += len(number_M)
-        found = [(1.0, int(n), int(partner_N[n])) for n in np.flatnonzero(partner_N >= 0)]
+        related = [(1.0, int(n), int(partner_N[n])) for n in np.flatnonzero(partner_N >= 0)]
         close = np.flatnonzero((share_M > 0) & (partner_N[number_M] < 0))
-        found += [(float(share_M[m]), int(number_M[m]), int(nearest_M[m])) for m in close]
+        related += [(float(share_M[m]), int(number_M[m]), int(nearest_M[m])) for m in close]
         # The sort is stable: identical pairs come first, and equal pairs keep the order of the records.
-        found.sort(key=lambda pair: -pair[0])
-        closest = [(records.id(n), train.id(other), share) for share, n, other in found[:3]]
+        related.sort(key=lambda pair: -pair[0])
+        closest = [(records.id(n), train.id(other), share) for share, n, other in related[:3]]
         identical = int((partner_N >= 0).sum())
         overlaps[name] = Overlap(records.count, identical, len(number_M), len(close), closest)
     return Leakage(total, train.count, overlaps)
 
 
 def variant_notices(names: Sequence[str], positions: Sequence[frozenset[int]], sets: Mapping[str, _Ints]) -> list[str]:
-    """Return sentences on what sets of variants of one protein share with the training variants.
-
-    Args:
-        names: names of N variants; equal names mean the same variant.
-        positions: positions that each variant changes.
-        sets: numbers of the variants in each set; one set is called `train`.
+    """Count the variants and positions that sets of variants of one protein share with the set `train`. Equal names
+    mean the same variant; `sets` has the numbers of the variants in each set.
     """
     train = sets["train"].tolist()
     trained, changed = {names[n] for n in train}, frozenset().union(*(positions[n] for n in train))
@@ -202,12 +186,12 @@ def variant_notices(names: Sequence[str], positions: Sequence[frozenset[int]], s
         identical = sum(names[n] in trained for n in numbers)
         every_position = sum(bool(positions[n]) and positions[n] <= changed for n in numbers)
         any_position = sum(not positions[n].isdisjoint(changed) for n in numbers)
-        of = f"{len(numbers):,} {set_name} variants"
+        count = f"{len(numbers):,} {set_name} variants"
         if not (identical or any_position):
-            clean.append(of)
+            clean.append(count)
             continue
         leaks.append(
-            f"leakage: of {of} {identical:,} are training variants, {every_position:,} change only positions that "
+            f"leakage: of {count} {identical:,} are training variants, {every_position:,} change only positions that "
             f"training variants change, and {any_position:,} change at least one such position"
         )
     if clean:
@@ -217,8 +201,8 @@ def variant_notices(names: Sequence[str], positions: Sequence[frozenset[int]], s
 
 def _spread(count: int, most: int) -> _Ints:
     """Return at most `most` of the numbers below `count`, evenly spread."""
-    some = min(count, max(1, most))
-    return np.arange(some, dtype=np.int64) * count // max(1, some)
+    kept = min(count, max(1, most))
+    return np.arange(kept, dtype=np.int64) * count // max(1, kept)
 
 
 def word_pairs(records: ComparedRecords) -> Iterator[tuple[int, int]]:
@@ -229,9 +213,7 @@ def word_pairs(records: ComparedRecords) -> Iterator[tuple[int, int]]:
 
 
 def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -> list[_Ints]:
-    """For each set, return the first training record of the same sequence as each record, int64 [N]; -1 if there is
-    none.
-    """
+    """For each set, return the first training record with the sequence of each record, int64 [N]; -1 without one."""
     distinct_U, first_U = np.unique(hashes(train), return_index=True)
     if not len(distinct_U):
         return [np.full(records.count, -1, dtype=np.int64) for records in others]
@@ -243,12 +225,12 @@ def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -
 
 
 def hashes(records: ComparedRecords) -> npt.NDArray[np.uint64]:
-    """Hash each sequence to 64 bits. With ten million times a million pairs, one in two million checks is wrong."""
+    """Hash each sequence to 64 bits (`key`)."""
     return np.array([key(records.residues(n)) for n in range(records.count)], dtype=np.uint64)
 
 
 def _index(sets: Sequence[ComparedRecords]) -> Any:
-    """Return the distinct 5-mers of the Q records of some sets as a sparse matrix of ones, [words, Q]."""
+    """Return the distinct 5-mers of the Q records of all sets as a sparse matrix of ones, [words, Q]."""
     first, words, records = 0, [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
     for part in sets:
         for start, record_P, word_P in part.words():
@@ -259,16 +241,16 @@ def _index(sets: Sequence[ComparedRecords]) -> Any:
 
 
 def _shared(records: ComparedRecords, has_WQ: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the number of common words of the records of a block and the indexed records, sparse [B, Q], and the number
-    of the first record of the block.
+    """Yield, for each block of B records, the number of its first record and the number of common words of its records
+    and the indexed records, sparse [B, Q].
     """
     for first, record_P, word_P in records.words():
         yield first, (_ones(record_P, word_P, (int(record_P.max(initial=-1)) + 1, _WORDS)) @ has_WQ).tocoo()
 
 
 def _nearest(has_WQ: Any, train: ComparedRecords) -> tuple[npt.NDArray[np.float64], _Ints]:
-    """Find the nearest training record of each indexed record: the share of common words, float64 [Q], and its number,
-    int64 [Q]. The share is 0 and the number -1 if no training record is similar.
+    """Return the share of common words of each indexed record and its nearest training record, float64 [Q], and the
+    number of this training record, int64 [Q]. They are 0 and -1 if no training record is similar.
     """
     size_Q = has_WQ.sum(0)
     share_Q, nearest_Q = np.zeros(len(size_Q)), np.full(len(size_Q), -1, dtype=np.int64)
@@ -277,7 +259,7 @@ def _nearest(has_WQ: Any, train: ComparedRecords) -> tuple[npt.NDArray[np.float6
         enough = shared.data >= least_Q[shared.col]
         other, mine = shared.row[enough] + first, shared.col[enough]
         share = shared.data[enough] / size_Q[mine]
-        # The last value written stays, so the highest share and the first record come last.
+        # The last value is kept, so the highest share and the first record come last.
         order = np.lexsort((-other, share))
         order = order[share[order] > share_Q[mine[order]]]
         share_Q[mine[order]], nearest_Q[mine[order]] = share[order], other[order]
@@ -285,50 +267,45 @@ def _nearest(has_WQ: Any, train: ComparedRecords) -> tuple[npt.NDArray[np.float6
 
 
 def _ones(rows: npt.NDArray[Any], columns: npt.NDArray[Any], shape: tuple[int, int]) -> Any:
-    """Return a sparse matrix with a one at each of some places that all differ."""
+    """Return a sparse matrix with ones at these places, which must differ."""
     from scipy.sparse import csr_array
 
     return csr_array((np.ones(len(rows), dtype=np.int32), (rows, columns)), shape=shape)
 
 
 CLASSES = ("C3", "C2", "C1")
-"""The class of a pair, by how many of its two sequences training pairs have."""
+"""The class of a pair with 0, 1 or 2 sequences in training pairs."""
 
 
 def two_chains(residues: npt.NDArray[Any], record_id: str, path: Path | None = None) -> list[tuple[int, int]]:
-    """Return begin and end of the two chains of a record, of tokens without `<cls>` and `<eos>`. The message names the
-    record, and its file `path`.
+    """Return begin and end of the two chains of a record, in tokens without `<cls>` and `<eos>`.
 
     Raises:
         InputError: the record has one chain, or more than two.
     """
-    found = chain_spans(residues)
-    if len(found) != 2:
-        raise InputError(
-            f"{'' if path is None else f'{path}: '}record {shown(record_id)} has {counted(len(found), 'chain')}, and a "
-            "pair has two; write its sequence as A:B, or give a table with two columns of sequences"
-        )
-    return found
+    spans = chain_spans(residues)
+    if len(spans) != 2:
+        record = f"{'' if path is None else f'{path}: '}record {shown(record_id)}"
+        raise InputError(f"{record} has {counted(len(spans), 'chain')}, and a pair has two; write its sequence as A:B")
+    return spans
 
 
 def key(residues: npt.NDArray[np.uint8]) -> np.uint64:
-    """Hash a sequence to 64 bits. Among a million sequences, two have one hash once in 37 million times."""
+    """Hash a sequence to 64 bits. A million sequences have an equal pair of hashes once in 37 million times."""
     return np.uint64(int.from_bytes(hashlib.blake2b(residues.tobytes(), digest_size=8).digest(), "little"))
 
 
 def pair_notices(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> list[str]:
-    """Return sentences on what sets of pairs share with the training pairs: pairs, sequences, and close relatives. See
-    `check` for the arguments.
-    """
+    """Count the pairs, sequences and close relatives that sets share with the training pairs. See `check`."""
     train_N2, single = _distinct(train)
-    seen, pairs = {one for two in train_N2 for one in two}, {frozenset(two) for two in train_N2}
+    trained, pairs = {sequence for pair in train_N2 for sequence in pair}, {frozenset(pair) for pair in train_N2}
     notices, singles = [], {}
     for name, records in others.items():
-        two_N2, singles[name] = _distinct(records)
-        count = Counter(CLASSES[sum(one in seen for one in two)] for two in two_N2)
-        same = sum(frozenset(two) in pairs for two in two_N2)
+        key_N2, singles[name] = _distinct(records)
+        count = Counter(CLASSES[sum(sequence in trained for sequence in pair)] for pair in key_N2)
+        same = sum(frozenset(pair) in pairs for pair in key_N2)
         notices.append(
-            f"leakage: of {counted(len(two_N2), f'{name} pair')} {same:,} are training pairs, in either order; "
+            f"leakage: of {counted(len(key_N2), f'{name} pair')} {same:,} are training pairs, in either order; "
             f"{count['C1']:,} have both sequences in training pairs (C1), {count['C2']:,} one of them (C2) and "
             f"{count['C3']:,} none (C3)"
         )
@@ -336,15 +313,14 @@ def pair_notices(train: ComparedRecords, others: Mapping[str, ComparedRecords], 
 
 
 def _distinct(records: ComparedRecords) -> tuple[list[tuple[int, int]], ComparedRecords]:
-    """Return the keys of the sequences of each pair, and every different sequence once."""
+    """Return the keys of the sequences of each pair, and every distinct sequence once."""
     keys: list[tuple[int, int]] = []
     chains: dict[int, tuple[npt.NDArray[np.uint8], str]] = {}
     for n in range(records.count):
         residues, record_id = records.residues(n), records.id(n)
         parts = [residues[slice(*span)] for span in two_chains(residues, record_id)]
-        one, other = (int(key(part)) for part in parts)
-        keys.append((one, other))
-        chains.setdefault(one, (parts[0], f"chain 1 of {record_id}"))
-        chains.setdefault(other, (parts[1], f"chain 2 of {record_id}"))
-    every = list(chains.values())
-    return keys, ComparedRecords(len(every), lambda k: every[k][0], lambda k: every[k][1])
+        keys.append((int(key(parts[0])), int(key(parts[1]))))
+        for place, (sequence_key, part) in enumerate(zip(keys[-1], parts, strict=True), 1):
+            chains.setdefault(sequence_key, (part, f"chain {place} of {record_id}"))
+    distinct = list(chains.values())
+    return keys, ComparedRecords(len(distinct), lambda k: distinct[k][0], lambda k: distinct[k][1])

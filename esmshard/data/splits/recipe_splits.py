@@ -1,6 +1,4 @@
-"""Opens the splits of a recipe, and those that a file gives: `SET=` in FASTA headers, a column of a table, or the
-headers of a label file. No torch.
-"""
+"""Opens the splits of a recipe, and reads splits from files: `SET=` in FASTA headers, or a column of a table."""
 
 import hashlib
 import shlex
@@ -35,9 +33,8 @@ OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Sequence[TrackFile] = ()) -> Examples:
     """Open one split: tokens (ingested on first use) and labels. Only training records are cropped.
 
-    Under cross-validation, the test set is one part of the training file. If the recipe names this file for validation,
-    too, the next part is the validation set. Without folds, a file that the recipe names for several splits is divided
-    as its headers or its table of labels say, if they do.
+    Under cross-validation, the test set is one part of the training file. If the recipe names this file for validation
+    too, the next part is the validation set. Without folds, a file of several splits may say the set of each record.
 
     Args:
         recipe: the recipe as loaded.
@@ -48,19 +45,16 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
     data, seed = recipe.data, recipe.train.seed
     files = (remote.data_file(file) for file in (data.train, data.valid, data.test) if file is not None)
     if data.complexes is not None and not any(map(structure_folder.holds_structures, files)):
-        raise UsageError(
-            f"data.complexes: {data.complexes} is for structure files, and this recipe names none (in a FASTA file a "
-            "colon stands between the chains of a record); remove data.complexes"
-        )
+        raise UsageError(f"data.complexes: {data.complexes} is for structure files, and this recipe names none")
     if recipe.task.reads_table:
         return open_variants(data, name, alone=recipe.task.wild_type_alone, tracks=tracks)
     valid_is_part = data.valid == data.train
     divided = data.folds is not None and (name != "valid" or valid_is_part)
     path = remote.data_file(getattr(data, "train" if divided else name))
-    fasta, tokens, outer = _records(path, tracks, data)
+    fasta, tokens, sources = _records(path, tracks, data)
     if name == "train" and data.sequence_column is not None and not is_sequence_table(path):
         raise UsageError(f"data.sequence_column: {path} is no table; remove it, or name a table in data.train")
-    found = None if labels is None else labels(fasta, tokens, data)
+    split_labels = None if labels is None else labels(fasta, tokens, data)
     members_N, notices = members(data, name, path, fasta, tokens)
     digest = tokens.digest
     if members_N is not None:
@@ -70,13 +64,13 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
         fold_N = fold_of(tokens, data.folds, data.clusters)
         test_N, valid_N = fold_N == data.fold, fold_N == (data.fold + 1) % data.folds
         members_N = {"test": test_N, "valid": valid_N, "train": ~(test_N | valid_N if valid_is_part else test_N)}[name]
-    how: dict[str, Any] = {"members_N": members_N, "digest": digest, "apart": recipe.task.pairs}
+    options: dict[str, Any] = {"members_N": members_N, "digest": digest, "apart": recipe.task.pairs}
     if name == "train":
-        how |= {"long": data.long, "max_length": data.max_length, "seed": seed}
-    examples = Examples(name, path, tokens, found, **how)
+        options |= {"long": data.long, "max_length": data.max_length, "seed": seed}
+    examples = Examples(name, path, tokens, split_labels, **options)
     examples.notices += notices
-    if outer:
-        examples.add_tracks(record_tracks(outer, tokens))
+    if sources:
+        examples.add_tracks(record_tracks(sources, tokens))
     return examples
 
 
@@ -88,51 +82,42 @@ def open_tested(
     tracks: Sequence[TrackFile] = (),
     complexes: str | None = None,
 ) -> Examples:
-    """Open labelled records for a test of a model. They are no split of the recipe.
+    """Open labelled records for a test of a model, from a FASTA file, a token store, structures, or a sample.
 
-    Args:
-        source: a FASTA file, a token store, structures, or a sample.
-        file: the file of the labels, if they are not in the records or beside them.
-        recipe: the recipe of the model.
-        labels: opens the labels of a FASTA file and its records.
-        tracks: the tracks of the records.
-        complexes: see `recipe.DataSettings.complexes`.
+    `file` has the labels, if no other file than the records has them. `recipe` is the recipe of the model. See
+    `open_split` for the other arguments.
     """
     path = remote.data_file(source)
     structure_folder.require_structures(path, complexes)
-    where = recipe.data.model_copy(update={"labels": file, "mask": None, "complexes": complexes})
-    fasta, tokens, outer = _records(path, tracks, where)
-    found = labels(fasta, tokens, where)
-    examples = Examples(Path(source).name, path, tokens, found, apart=recipe.task.pairs)
+    data = recipe.data.model_copy(update={"labels": file, "mask": None, "complexes": complexes})
+    fasta, tokens, sources = _records(path, tracks, data)
+    examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, data), apart=recipe.task.pairs)
     if marked(tokens):
         examples.notices.append(
             f"all its records are scored, whatever {marks(path)} says; `esmshard split {path} -o DIR "
-            "--by given` writes those of the test set to DIR/test.fasta"
+            "--by given` writes the test set to DIR/test.fasta"
         )
-    if outer:
-        examples.add_tracks(record_tracks(outer, tokens))
+    if sources:
+        examples.add_tracks(record_tracks(sources, tokens))
     return examples
 
 
 def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
-    """Return the FASTA file that a data path means, its records, and tracks with a path each (`with_paths`). For
-    structures, the FASTA file is made from them.
+    """Return the FASTA file of a data path, its records, and the tracks with their paths. Structures are converted to a
+    FASTA file.
     """
-    outer = with_paths(path, tracks)
+    sources = with_paths(path, tracks)
     fasta = structure_folder.cached_split(path, data.complexes) if structure_folder.holds_structures(path) else path
     rules = rules_of(path, data) if is_sequence_table(path) else Rules()
     linker = None if data.join.linker is None else data.join.over(Chains()).tokens
     tokens = cached(fasta, rules, linker)
-    if fasta != path:  # Notices about the structures come before notices about their sequences.
+    if fasta != path:
         tokens.notices = [*structure_folder.notices(fasta), *tokens.notices]
-    return fasta, tokens, outer
+    return fasta, tokens, sources
 
 
 def joined(recipe: Recipe, chains: Chains) -> Recipe:
-    """Return the recipe with `data.join` as the model joins chains. Stores of another linker are then refused.
-
-    The chains of a pair are not joined.
-    """
+    """Return the recipe with the linker of the model in `data.join`. A store with another linker is then refused."""
     if recipe.task.pairs:
         return recipe
     join = JoinSettings(linker=chains.linker, gap=chains.gap)
@@ -152,8 +137,7 @@ class Clusters(NamedTuple):
     """The cluster of each of N records."""
 
     names: list[str]
-    """For each record, the id of the representative of its cluster; for joined clusters, the alphabetically first id.
-    """
+    """The id of the representative of each cluster; for joined clusters, the alphabetically first id."""
     source: str
     """The file, or the program with its version and options."""
     notices: list[str]
@@ -161,17 +145,13 @@ class Clusters(NamedTuple):
 
 
 def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
-    """Read a file of `representative<TAB>member` lines, such as MMseqs2's `_cluster.tsv`, plain or compressed.
+    """Read the clusters of N records from `representative<TAB>member` lines, such as MMseqs2's `_cluster.tsv`.
 
-    Clusters that share a record are joined. MMseqs2 shortens `sp|P69905|HBA_HUMAN` to `P69905`, so a record whose id is
-    missing is searched under its accession too.
-
-    Args:
-        path: the file.
-        ids: ids of the N records.
+    Clusters that share a record are joined. MMseqs2 shortens `sp|P69905|HBA_HUMAN` to `P69905`, so the accession is
+    read as an id too.
 
     Raises:
-        InputError: a line cannot be read, or records are in no cluster; the message names them.
+        InputError: a line cannot be read, or records are in no cluster; the message names the line or the records.
     """
     representatives: list[str] = []
     members: list[str] = []
@@ -194,19 +174,12 @@ def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
         else:
             absent.append(record_id)
     if absent:
-        raise InputError(
-            f"{path}: {len(absent):,} of {len(ids):,} records are in no cluster ({first_three(absent, str)}); cluster "
-            "the very file that is split"
-        )
+        count = f"{len(absent):,} of {len(ids):,} records"
+        raise InputError(f"{path}: {count} are in no cluster ({first_three(absent, str)}); cluster the file again")
     notices = []
-    first: dict[str, str] = {}
-    several = {m for m, r in zip(members, representatives, strict=True) if first.setdefault(m, r) != r}
-    if several:
-        named = first_three(sorted(several), str)
-        notices.append(f"{path}: {len(several):,} in several clusters ({named}), which were joined")
     surplus = [member for member in cluster if member not in used]
     if surplus:
-        notices.append(f"{path}: {len(surplus):,} that are no records were passed over ({first_three(surplus, str)})")
+        notices.append(f"{path}: ignored {len(surplus):,} members that are no records ({first_three(surplus, str)})")
     return Clusters(names, str(path), notices)
 
 
@@ -223,8 +196,7 @@ def sequence_names(store: TokenStore) -> list[str]:
 def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[np.int64]:
     """Return the fold of each record, int64 [N], the same for every seed of a recipe.
 
-    Records of one cluster stay together. Without clusters, records of one sequence stay together, and of the same
-    chains, in any order.
+    Records of one cluster stay together; without clusters, records of one sequence or of the same chains.
     """
     if clusters is not None:
         groups = read_clusters(remote.data_file(clusters), [store.id(n) for n in range(len(store))]).names
@@ -233,20 +205,20 @@ def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[
     return assignment.by_cluster(groups, [1] * folds)
 
 
-_LOOKED_AT = 100
-"""Records of a file that are searched for SET= in their headers, if the recipe names the file for one split only."""
+_SEARCHED = 100
+"""Number of records that are searched for SET=, if a file belongs to one split only."""
 
 
 def members(
     data: DataSettings, name: str, path: Path, fasta: Path, tokens: TokenStore
 ) -> tuple[npt.NDArray[np.bool_] | None, list[str]]:
-    """Return which records of a file belong to a split, bool [N], None for all; and notices about it.
+    """Return which records of a file belong to a split, bool [N], None for all records; and notices.
 
-    A file that the recipe names for one split only is that split, whatever its headers say. `path` is the file as the
-    recipe names it, and `fasta` that of its records, which is another file if `path` is structures.
+    A file of one split only is this split, whatever its headers say. `path` is the file in the recipe; `fasta` has its
+    records.
 
     Raises:
-        InputError: some records have no split, or no record has this one, or the test set would be the training set.
+        InputError: a record has no split, this split has no record, or the test set would be the training set.
         UsageError: `data.folds` divides the file too.
     """
     splits = SETS if data.folds is None else SETS[:2]  # With folds, the test set is a part of the training file.
@@ -254,8 +226,8 @@ def members(
         return None, []
     if sum(getattr(data, other) == getattr(data, name) for other in splits) < 2:
         unused = (
-            f"{marks(path)} is not used, as it is the file of {name} alone, and all its records are taken; "
-            "name one file in data.train, data.valid and data.test to have it divided"
+            f"{marks(path)} is not used, since the recipe names the file for {name} alone, and all its records are "
+            "taken; to divide a file, name it in data.train, data.valid and data.test"
         )
         return None, [unused] if marked(tokens) else []
     source = label_source(fasta, data) if data.labels is not None else None
@@ -271,12 +243,11 @@ def members(
         if data.test == data.train:
             divide = f"esmshard split {shlex.quote(str(path))} -o DIR"
             raise InputError(
-                f"{path}: is the file of train and test, and nothing divides it (no SET= in headers, no column set), "
-                f"so every test record would be a training record; `{divide}` writes three files, "
-                "and --folds 5 tests on each fifth in turn"
+                f"{path}: is the file of train and test, and nothing divides it, so every test record would be a "
+                f"training record; `{divide}` writes three files, and --folds 5 tests on each fifth in turn"
             )
-        undivided = (  # Without the directory, which is no one else's business: model cards repeat notices.
-            f"is the file of data.train, too, and nothing divides it, so that {name} has the records of train; "
+        undivided = (  # Model cards repeat notices, so the notice has no directory.
+            f"is the file of data.train too, and nothing divides it, so that {name} has the records of train; "
             f"`esmshard split {path.name} -o DIR` divides it"
         )
         return None, [undivided] if name == "valid" else []
@@ -285,28 +256,24 @@ def members(
         places.append(str(source.path if isinstance(source, Table) else source))
     where = listed(places)
     if data.folds is not None:
-        raise UsageError(
-            f"data.folds: divides {path}, which {where} divides too; leave out folds, or give data.valid another file"
-        )
+        raise UsageError(f"data.folds: divides {path}, and {where} divides it too; leave out folds")
     edits = Edits()
     number_N = given_splits(tokens, fasta, source if in_source else None, edits, id_column=data.id_column)
     members_N = number_N == SETS.index(name)
     if not members_N.any():
         others = listed([f"{(number_N == k).sum():,} of {SETS[k]}" for k in np.unique(number_N)])
-        raise InputError(
-            f"{path}: has no record of {name}, as {where} says ({others}); mark some, or give data.{name} another file"
-        )
+        raise InputError(f"{path}: {where} has no record of {name} ({others}); mark records, or change data.{name}")
     notice = f"{where} divides it: {members_N.sum():,} of {counted(len(number_N), 'record')} are of {name}"
     return members_N, [notice, *edits.notices()]
 
 
 def marked(tokens: TokenStore) -> bool:
-    """Return whether one of the first records of a file of one split has `SET=` in its header."""
-    return any(b"SET=" in tokens.header(n).upper() for n in range(min(_LOOKED_AT, len(tokens))))
+    """Return whether one of the first records has `SET=` in its header."""
+    return any(b"SET=" in tokens.header(n).upper() for n in range(min(_SEARCHED, len(tokens))))
 
 
 def marks(path: Path) -> str:
-    """Return what names the split of each record. The column of a table is SET= in the headers of its records."""
+    """Return the words for the sets of records in messages. A column of sets becomes SET= in the headers of records."""
     return "its column of sets" if is_sequence_table(path) else "SET= in its headers"
 
 
@@ -321,13 +288,14 @@ def given_splits(
 ) -> Numbers:
     """Return the number in `SETS` of the split of each record, int64 [N]; LEFT_OUT for a record without a split.
 
-    `SET=` in the headers of the records counts, and so does the set in `source`. Where both name one, they must agree.
+    `SET=` in the headers of the records and the sets in `source` are read. If both name the set of a record, they must
+    agree.
 
     Args:
         store: the records.
-        fasta: their file.
-        source: a table with a column `set` or `split`, and perhaps a column `validation`; or the path of a label file
-            whose headers hold SET and VALIDATION; None for the headers of the FASTA file alone.
+        fasta: the file of the records.
+        source: a table with a column `set` or `split`, and perhaps a column `validation`; or the path of a FASTA file
+            of labels with SET and VALIDATION in its headers; None for the headers of the records alone.
         edits: collects what was changed or left out, such as splits of no record.
         id_column: column of the ids; see `rows_of_records`.
         required: whether a record without a split is an error.
@@ -363,10 +331,8 @@ def given_splits(
     if both_N.any():
         n = int(both_N.argmax())
         other = source.path if isinstance(source, Table) else source
-        raise InputError(
-            f"{fasta}: record {shown(store.id(n))} is of {SETS[number_N[n]]}, and {other} says {SETS[given_N[n]]}; "
-            "correct one of the two"
-        )
+        record = f"{fasta}: record {shown(store.id(n))} is of {SETS[number_N[n]]}"
+        raise InputError(f"{record}, and {other} says {SETS[given_N[n]]}; correct one of the two")
     number_N = np.where(marked_N, number_N, given_N)
     check_labelled(store, fasta, number_N != LEFT_OUT, lacks, (), edits, required=required)
     return number_N
@@ -375,11 +341,11 @@ def given_splits(
 def _of_header(header: str, where: str, edits: Edits) -> int:
     if "SET=" not in header.upper():  # a quick test
         return LEFT_OUT
-    found = attributes(header, ("SET", "VALIDATION"), where, edits)
-    if "SET" not in found:
+    values = attributes(header, ("SET", "VALIDATION"), where, edits)
+    if "SET" not in values:
         return LEFT_OUT
     record = f"{where}: record {shown(id_of(header))}"
-    return SETS.index(split_of(found["SET"], found.get("VALIDATION", ""), record))
+    return SETS.index(split_of(values["SET"], values.get("VALIDATION", ""), record))
 
 
 def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Numbers:
@@ -394,8 +360,6 @@ def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Numbers:
                 edits.add("a split of no record was passed over", record.id)
             continue
         if line_N[n] and number_N[n] != number:
-            raise InputError(
-                f"{where}: {shown(record.id)} has another split than in line {line_N[n]}; leave one of them out"
-            )
+            raise InputError(f"{where}: {shown(record.id)} has another split than in line {line_N[n]}; keep one")
         line_N[n], number_N[n] = record.line, number
     return number_N

@@ -1,10 +1,10 @@
-"""The command `esmshard split`: its methods and their options, the data that it divides, and the files of its sets.
+"""The command `esmshard split`: its methods and options, the data, and the files of the sets.
 
-    OUT/train.fasta  valid.fasta  test.fasta     records with their headers, as read
-    OUT/train.npz    ...                         coordinates, if NAME.npz lies beside NAME.fasta
+    OUT/train.fasta  valid.fasta  test.fasta     records with their headers
+    OUT/train.npz    ...                         coordinates, if NAME.fasta has a NAME.npz
     OUT/train.csv    valid.csv    test.csv       for variants: rows, with all columns
     OUT/splits.tsv                               id, set (or fold), cluster or line; `none`: left out
-    OUT/split.json                               how the split was made: source, options, programs, counts, notices
+    OUT/split.json                               source, options, programs, counts, notices
 
 With folds, the sets of round k are in `OUT/fold_k`.
 """
@@ -43,8 +43,7 @@ from esmshard.vocab import STANDARD, decode
 
 OF_SEQUENCES = ("cluster", "ratio", "given")
 OF_VARIANTS = ("position", "contiguous", "modulo", "mutations", "low-to-high", "ratio", "given")
-"""Names of the methods. The first of each list is the default."""
-
+"""Names of the methods. The first name is the default."""
 _READS = {
     "cluster": ("clusters", "ratios", "folds", "seed"),
     "ratio": ("ratios", "folds", "seed"),
@@ -55,24 +54,19 @@ _READS = {
     "mutations": ("ratios", "seed", "train_max"),
     "low-to-high": ("ratios", "seed", "train_max", "target"),
 }
-
-
 OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
 """Options of MMseqs2: 30% identity over 80% of both sequences, at the highest sensitivity of the search."""
-
 IDENTITY, COVERAGE = 0.3, 0.8
-"""What two sequences of one cluster have: identical residues of all columns of their alignment, and the share of each
-sequence that is aligned. MMseqs2 has the same limits in `OPTIONS`.
-"""
+"""Least identity of two sequences of a cluster, and least aligned share of each sequence, as in `OPTIONS`."""
 MOST_ALIGNED = 100_000
-"""Most pairs that are aligned: some minutes on one core."""
+"""Most pairs to align: some minutes on one core."""
 
 _INSTALL = "install it (apt-get install mmseqs2, or conda install -c bioconda mmseqs2), or pass --clusters FILE.tsv"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method to divide a data set, with its options. `esmshard.data.splits.assignment` describes the methods."""
+    """A method to divide a data set, with its options; see `esmshard.data.splits.assignment`."""
 
     by: str
     ratios: Sequence[float] = RATIOS
@@ -92,18 +86,18 @@ class Method:
 
 
 def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Method:
-    """Return the method that options of `Method` mean. An option that is None or empty has its default.
+    """Return a method. An option that is None or empty has its default.
 
     Raises:
-        UsageError: an option is set that this method does not read, or an option is missing that it needs.
+        UsageError: the method does not read an option, or needs another option.
 
     >>> chosen(OF_VARIANTS, folds=5)
     Method(by='position', ratios=(0.8, 0.1, 0.1), folds=5, seed=0, clusters=(), train_max=None, target=None)
     """
     by = by or known[0]
     if by not in known:
-        of = "variants (--wild-type)" if known is OF_VARIANTS else "sequences (no --wild-type)"
-        raise UsageError(f"--by {by}: {of} are split by {', '.join(known)}")
+        data = "variants (--wild-type)" if known is OF_VARIANTS else "sequences (no --wild-type)"
+        raise UsageError(f"--by {by}: {data} are split by {', '.join(known)}")
     given = {name: value for name, value in options.items() if value is not None and value != []}
     for name in given:
         if name not in _READS[by]:
@@ -128,12 +122,12 @@ def parse_ratios(text: str) -> list[float]:
 def align_clusters(records: ComparedRecords) -> Clusters:
     """Cluster sequences without MMseqs2, by single linkage of pairs with IDENTITY and COVERAGE.
 
-    Pairs with a 5-mer in common are aligned (Smith-Waterman of Biopython, BLOSUM62, gaps 12 and 1). If 300 residues
-    agree in a share p, 300 * p**5 common 5-mers are expected: 9 at 50% identity, 3 at 40%, and fewer than 1 at 30%. So
-    most pairs below about 40% identity are not seen.
+    Pairs with a 5-mer in common are aligned (Smith-Waterman of Biopython, BLOSUM62, gaps 12 and 1). Two proteins of 300
+    residues have 300 * p**5 common 5-mers at identity p: 9 at 50%, 3 at 40%, and fewer than 1 at 30%. So most pairs
+    below about 40% identity are missed.
 
     Raises:
-        InputError: there are more candidates than MOST_ALIGNED.
+        InputError: there are more pairs than MOST_ALIGNED.
     """
     import Bio
     from Bio.Align import PairwiseAligner  # slow to import
@@ -143,9 +137,9 @@ def align_clusters(records: ComparedRecords) -> Clusters:
     aligner.mode = "local"
     length_N = [len(records.residues(n)) for n in range(records.count)]
     pairs = []
-    for one, other in word_pairs(records):
-        if min(length_N[one], length_N[other]) >= COVERAGE * max(length_N[one], length_N[other]):
-            pairs.append((one, other))
+    for a, b in word_pairs(records):
+        if min(length_N[a], length_N[b]) >= COVERAGE * max(length_N[a], length_N[b]):
+            pairs.append((a, b))
         if len(pairs) > MOST_ALIGNED:
             raise InputError(f"clusters of more than {MOST_ALIGNED:,} similar pairs need MMseqs2; {_INSTALL}")
     joined = DisjointSet(range(records.count))
@@ -154,32 +148,32 @@ def align_clusters(records: ComparedRecords) -> Clusters:
         return re.sub(f"[^{STANDARD}]", "X", decode(records.residues(n)))
 
     with Progress("align", len(pairs)) as progress:
-        for done, (one, other) in enumerate(pairs, 1):
+        for done, (a, b) in enumerate(pairs, 1):
             progress.update(done, "")
-            if joined.connected(one, other):
+            if joined.connected(a, b):
                 continue
-            found = aligner.align(text(one), text(other))  # type: ignore[no-untyped-call]
-            if not len(found):
+            alignments = aligner.align(text(a), text(b))  # type: ignore[no-untyped-call]
+            if not len(alignments):
                 continue
-            spans = np.abs(np.diff(found[0].coordinates[:, [0, -1]]))[:, 0]
-            covered = min(spans[0] / length_N[one], spans[1] / length_N[other])
-            if covered >= COVERAGE and found[0].counts().identities >= IDENTITY * found[0].length:
-                joined.merge(one, other)
+            best = alignments[0]
+            spans = np.abs(np.diff(best.coordinates[:, [0, -1]]))[:, 0]
+            covered = min(spans[0] / length_N[a], spans[1] / length_N[b])
+            if covered >= COVERAGE and best.counts().identities >= IDENTITY * best.length:
+                joined.merge(a, b)
     limits = f"{IDENTITY:.0%} identity over {COVERAGE:.0%} of both sequences"
     return Clusters(
         [records.id(joined[n]) for n in range(records.count)],
         f"alignment of pairs with a common 5-mer (Biopython {Bio.__version__}, BLOSUM62), {limits}",
         [
             f"clusters are made without MMseqs2, which is not installed: {limits}, among pairs with a common 5-mer. "
-            "Most relatives below about 40% identity are not seen and may be in different sets; install MMseqs2 to "
-            "keep them together"
+            "Most relatives below about 40% identity are missed and may be in different sets; MMseqs2 finds them"
         ],
     )
 
 
 def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) -> Clusters:
-    """Cluster the sequences of N records with MMseqs2 at 30% identity (`OPTIONS`). `directory` gets temporary files,
-    about ten times the size of the sequences.
+    """Cluster the sequences of N records with MMseqs2 (`OPTIONS`). `directory` gets temporary files, about ten times
+    the size of the sequences.
 
     Raises:
         InputError: MMseqs2 fails; the message has the last line that MMseqs2 wrote.
@@ -189,11 +183,11 @@ def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) ->
         work = Path(name)
         with open(work / "in.fasta", "w", encoding="ascii") as file:
             for number, sequence in enumerate(sequences):
-                file.write(f">{number}\n{sequence}\n")  # Numbers are used as ids, since MMseqs2 shortens some ids.
+                file.write(f">{number}\n{sequence}\n")  # MMseqs2 shortens some ids, but not numbers.
         version = _run(program, "version").strip()
         _run(program, "easy-cluster", *(str(work / part) for part in ("in.fasta", "out", "tmp")), *OPTIONS, "-v", "1")
-        found = read_clusters(work / "out_cluster.tsv", [str(number) for number in range(len(ids))])
-    names = [ids[int(number)] for number in found.names]
+        clusters = read_clusters(work / "out_cluster.tsv", [str(number) for number in range(len(ids))])
+    names = [ids[int(number)] for number in clusters.names]
     return Clusters(names, f"MMseqs2 {version}, easy-cluster {' '.join(OPTIONS)}", [])
 
 
@@ -206,25 +200,19 @@ def _run(program: str, *arguments: str) -> str:
 
 
 class FastaRecords:
-    """N records of a FASTA file, a token store, or structures. Residues are read from the store when they are needed.
-
-    Args:
-        source: FASTA file, plain or compressed, token store, structure file, or directory of structure files.
-        sets: table or label FASTA that names the set of each record, if the headers of `source` do not.
-        rules: the columns of a table.
+    """N records of a FASTA file, a token store, or structures. `sets` is a table or a FASTA file of labels with the set
+    of each record, and `rules` has the columns of a table.
     """
 
     def __init__(self, source: Path, sets: Path | None = None, rules: Rules = Rules()) -> None:  # noqa: B008  # frozen
         structures = holds_structures(source)
         if rules != Rules() and not is_sequence_table(source):
-            raise UsageError(
-                f"{source}: is no table, and --sequence-column and --id-column are for tables; leave them out"
-            )
+            raise UsageError(f"{source}: is no table; leave out --sequence-column and --id-column")
         self.source, self._fasta = source, cached_split(source) if structures else source
         self._store = cached(self._fasta, rules)
         self._sets = None if sets is None else table_or_fasta(sets)
-        found = [*(notices(self._fasta) if structures else []), *self._store.notices]
-        self.notices = [f"{source}: {notice}" for notice in found]
+        about_records = [*(notices(self._fasta) if structures else []), *self._store.notices]
+        self.notices = [f"{source}: {notice}" for notice in about_records]
         self.ids = [self._store.id(n) for n in range(len(self._store))]
         self.facts: dict[str, str] = {"source": source.resolve().name}
         if sets is not None:
@@ -233,35 +221,30 @@ class FastaRecords:
         self._coordinates = self._read_coordinates()
 
     def divide(self, method: Method, directory: Path, say: Callable[[str], None]) -> Numbers:
-        """Return the set or fold of each record, int64 [N]. Records of one sequence stay together, even if their
-        clusters differ.
-
-        Args:
-            method: by cluster, by ratio, or as the headers or the file of sets say.
-            directory: directory for files of MMseqs2, which runs if the method names no clusters.
-            say: takes a message before records are clustered.
+        """Return the set or fold of each record, int64 [N]. Records of one sequence stay together. `directory` gets the
+        files of MMseqs2, and `say` takes a message before records are clustered.
         """
         if method.by == "given":
             edits = Edits()
             number_N = given_splits(self._store, self.source, self._sets, edits, required=False)
-            said_by = self.facts.get("sets", self.source)
-            self.notices += [f"{said_by}: {notice}" for notice in edits.notices()]
-            check_given(number_N, Path(said_by))
+            file = self.facts.get("sets", self.source)
+            self.notices += [f"{file}: {notice}" for notice in edits.notices()]
+            check_given(number_N, Path(file))
             return number_N
         count, same = len(self._store), sequence_names(self._store)
         if method.by == "ratio":
             return assignment.by_cluster(same, method.shares, method.seed)
         if method.clusters:
-            found = [read_clusters(path, self.ids) for path in method.clusters]
+            clusterings = [read_clusters(path, self.ids) for path in method.clusters]
         elif shutil.which("mmseqs") is None:
             say(f"clustering {counted(count, 'record')} by pairwise alignment, as MMseqs2 is not installed")
-            found = [align_clusters(ComparedRecords(count, self._store.residues, self._store.id))]
+            clusterings = [align_clusters(ComparedRecords(count, self._store.residues, self._store.id))]
         else:
             say(f"clustering {counted(count, 'record')} with MMseqs2")
-            found = [run_mmseqs((decode(self._store.residues(n)) for n in range(count)), self.ids, directory)]
-        self.notices += [notice for clusters in found for notice in clusters.notices]
-        self.facts["clusters"] = ", ".join(clusters.source for clusters in found)
-        self._clusters = assignment.components(*(clusters.names for clusters in found), same)
+            clusterings = [run_mmseqs((decode(self._store.residues(n)) for n in range(count)), self.ids, directory)]
+        self.notices += [notice for clusters in clusterings for notice in clusters.notices]
+        self.facts["clusters"] = ", ".join(clusters.source for clusters in clusterings)
+        self._clusters = assignment.components(*(clusters.names for clusters in clusterings), same)
         return assignment.by_cluster(self._clusters, method.shares, method.seed)
 
     def columns(self) -> dict[str, Sequence[object]]:
@@ -274,7 +257,7 @@ class FastaRecords:
         return sizes | ({"clusters": len({self._clusters[n] for n in number_M.tolist()})} if self._clusters else {})
 
     def write(self, stem: Path, number_M: Numbers) -> None:
-        """Write `STEM.fasta`, and `STEM.npz` where there are coordinates."""
+        """Write `STEM.fasta`, and coordinates to `STEM.npz`."""
         with open(stem.with_name(f"{stem.name}.fasta"), "w", encoding="utf-8") as file:
             for n in number_M.tolist():
                 file.write(f">{self._store.description(n)}\n{decode(self._store.residues(n))}\n")
@@ -289,11 +272,11 @@ class FastaRecords:
         return leakage.check(records.part(sets["train"]), others, most).notices()
 
     def _read_coordinates(self) -> dict[str, npt.NDArray[Any]] | None:
-        """Read the arrays of the file beside the FASTA file, after a check that they fit the FASTA file."""
+        """Read the arrays of the `.npz`, after a check that they fit the FASTA file."""
         path = npz_beside(self._fasta)
         if self._fasta.is_dir() or not path.is_file():
             return None
-        CoordinateLabels(self._fasta, self._store)  # The constructor raises an error if they do not fit.
+        CoordinateLabels(self._fasta, self._store)  # This is the check.
         arrays = read_arrays(path)
         chains, residues = len(arrays["names"]), int(arrays["offsets"][-1])
         odd = [n for n, a in arrays.items() if n != "offsets" and (a.ndim == 0 or len(a) not in (chains, residues))]
@@ -317,23 +300,17 @@ def _cut(arrays: Mapping[str, npt.NDArray[Any]], ids: Sequence[str]) -> dict[str
 
 
 class VariantRows:
-    """N rows of a table of variants. Rows with a stop codon or without the target are left out.
+    """N rows of a table of variants. See `read_variants` for the arguments.
 
-    A row with only synonymous changes counts as the wild type.
-
-    Args:
-        source: the table.
-        wild_type: FASTA file of the protein.
-        mutant: column of the mutations; see `read_variants`.
-        targets: columns of values; None if no values are needed.
-        offset: number added to the positions of the table.
+    Rows with a stop codon or without the target are left out. A row with only synonymous changes counts as the wild
+    type.
     """
 
     def __init__(
         self, source: Path, wild_type: Path, mutant: str | None, targets: Sequence[str] | None, offset: int
     ) -> None:
-        how: dict[str, Any] = {"unusable": "drop", "keep_synonymous": True, "replicates": "keep"}
-        variants = read_variants(source, wild_type=wild_type, mutant=mutant, targets=targets, offset=offset, **how)
+        options: dict[str, Any] = {"unusable": "drop", "keep_synonymous": True, "replicates": "keep"}
+        variants = read_variants(source, wild_type=wild_type, mutant=mutant, targets=targets, offset=offset, **options)
         self.source, self.notices = source, list(variants.notices)
         self.facts = {"source": source.resolve().name, "wild_type": wild_type.resolve().name}
         self._variants, self._rows = variants, [row for (row,) in variants.rows]
@@ -363,10 +340,7 @@ class VariantRows:
         if limit is None:
             wild = [n for n, name in enumerate(self._names) if name == "WT"]
             if not wild:
-                raise UsageError(
-                    f"{self.source}: has no row of the wild type, whose value would be the limit; pass --train-max "
-                    "with a value, or with a share of the values as 50%"
-                )
+                raise UsageError(f"{self.source}: has no row of the wild type as the limit; pass --train-max, as 50%")
             return float(value_N[wild].mean())
         try:
             number = float(limit.removesuffix("%"))
@@ -399,7 +373,7 @@ Data = FastaRecords | VariantRows
 
 
 def may_write(out: Path, overwrite: bool) -> None:
-    """Refuse to write over anything but an earlier split. Changes nothing."""
+    """Refuse an output directory with other files than an earlier split."""
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
     sets = [f"{fold}{name}.{ending}" for fold in ("", "fold_*/") for name in SETS for ending in ("fasta", "npz", "csv")]
@@ -409,11 +383,11 @@ def may_write(out: Path, overwrite: bool) -> None:
 def divide(
     data: Data, method: Method, out: Path, say: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Divide a data set and write the files of its sets. `out` appears only when all files are complete, in place of
-    what was there: see `may_write`. `say` takes a message before a step that takes long.
+    """Divide a data set and write the files of its sets. `out` is replaced when all files are complete; see
+    `may_write`. `say` takes a message before a long step.
 
     Returns:
-        The sizes of each set or fold, with the name `none` of what was left out; and notices.
+        The sizes of each set or fold, with the name `none` for what was left out; and notices.
 
     Raises:
         InputError: the data cannot be divided by this method.
@@ -432,8 +406,7 @@ def divide(
         else:
             for k in range(method.folds):
                 name, sets_N = f"fold_{k}", sets_of_fold(number_N, k, method.folds)
-                found = _write_sets(data, work / name, sets_N, MOST // method.folds)
-                notices += [f"{name}: {notice}" for notice in found]
+                notices += [f"{name}: {n}" for n in _write_sets(data, work / name, sets_N, MOST // method.folds)]
         (first, ids), *others = data.columns().items()
         in_set = [[*names, "none"][number] for number in number_N]  # -1 is `none`, the last name
         columns = [(first, ids), ("set" if method.folds is None else "fold", in_set), *others]
@@ -463,7 +436,7 @@ def counts_table(counts: Mapping[str, Mapping[str, int]], what: str) -> str:
 
 
 def _write_sets(data: Data, directory: Path, number_N: Numbers, most: int) -> list[str]:
-    """Write the files of three sets, and return notices about what they have in common."""
+    """Write the files of three sets, and return notices about leakage."""
     directory.mkdir(exist_ok=True)
     sets = {name: np.flatnonzero(number_N == k) for k, name in enumerate(SETS)}
     for name, number_M in sets.items():

@@ -1,6 +1,4 @@
-"""The variants of a recipe's table as a split: sequences made from the wild type, measured values, and the members of
-each set.
-"""
+"""The splits of a recipe's table of variants: sequences, measured values, and the members of each set."""
 
 import functools
 import hashlib
@@ -25,13 +23,13 @@ from esmshard.recipe.sections import DataSettings
 from esmshard.vocab import encode_residues
 
 FOLDS = 5
-"""Number of folds of a table if the recipe does not say."""
+"""Default number of folds of a table."""
 FLOOR = 0.9
-"""The share of the values of a target in the worst tenth of their range from which on there is a notice."""
+"""If the worst tenth of the range of a target has this share of its values, there is a notice."""
 OUT_OF_FOLD = "variants.csv"
-"""File in which a cross-validation writes one row for every variant of its table."""
+"""File of a cross-validation with one row for every variant of its table."""
 LEFT_OUT_WHY = "left out because"
-"""Last column of that file: why no variant was made of a row."""
+"""Last column of the file `OUT_OF_FOLD`: why a row has no variant."""
 
 
 class VariantRecords:
@@ -39,9 +37,9 @@ class VariantRecords:
 
     Args:
         path: path of the table.
-        wild_type: residues of the protein, or of the part of it that the model sees.
+        wild_type: the residues of the protein that the model sees.
         mutations: mutations of each variant, in the numbering of the whole protein from 0.
-        first: residue of the protein at which that part begins, from 0.
+        first: place of the first of these residues in the protein, from 0.
     """
 
     def __init__(self, path: Path, wild_type: str, mutations: list[tuple[Mutation, ...]], first: int = 0) -> None:
@@ -59,7 +57,7 @@ class VariantRecords:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The number of residues of all variants."""
+        """The sum of the residues of all variants."""
         return {"residues": len(self) * len(self._residues)}
 
     @property
@@ -82,21 +80,19 @@ class VariantRecords:
 
 
 def site_blocks(variants: Sequence[tuple[Mutation, ...]]) -> Numbers:
-    """Number the set of changed sites of each variant, int64 [N]; -1 for the wild type, which changes none.
-
-    Variants that change the same sites have the same number.
+    """Number the variants by their set of changed sites, int64 [N]; -1 for the wild type.
 
     >>> a, b = Mutation(0, "M", "A"), Mutation(4, "K", "C")
     >>> site_blocks([(a,), (a, b), (), (b, a), (b,)])
     array([ 0,  1, -1,  1,  2])
     """
-    sites = [tuple(sorted({mutation.position for mutation in one})) for one in variants]
-    numbers = {one: n for n, one in enumerate(sorted({*sites} - {()}))}
-    return np.array([numbers.get(one, -1) for one in sites], dtype=np.int64)
+    sites_N = [tuple(sorted({mutation.position for mutation in mutations})) for mutations in variants]
+    numbers = {sites: n for n, sites in enumerate(sorted({*sites_N} - {()}))}
+    return np.array([numbers.get(sites, -1) for sites in sites_N], dtype=np.int64)
 
 
 class VariantLabels:
-    """Measured values of variants, and the blocks that resamples of a test set keep together."""
+    """Measured values of variants, and their blocks for resamples of a test set."""
 
     per_residue: ClassVar[bool] = False
     labelled_N: None = None
@@ -113,20 +109,17 @@ class VariantLabels:
 
 
 def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequence[TrackFile] = ()) -> Examples:
-    """Open one split of the table that a recipe names. `train` has the notices about the whole table.
+    """Open the split `name` of the table of a recipe. `train` has the notices about the whole table.
 
-    Args:
-        data: data section of a recipe with task `variant`.
-        name: train, valid or test.
-        alone: whether the model sees the wild type only, so that a variant takes the room of one residue.
-        tracks: the tracks of the wild type, which its variants have too.
+    If `alone` is true, the model sees the wild type only, and a variant needs the memory of one residue. `tracks` are
+    the tracks of the wild type.
 
     Raises:
         InputError: table or wild type cannot be read, do not fit each other, or cannot be divided as the recipe says.
     """
     assert data.wild_type is not None
     fasta = remote.data_file(data.wild_type)
-    outer = with_paths(fasta, tracks)
+    files = with_paths(fasta, tracks)
     variants = table_of(data)
     set_N, notices = divide(data)
     if data.split not in ("mutations", "given"):
@@ -138,15 +131,13 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
     records = VariantRecords(variants.table.path, wild_type, variants.mutations, first)
     labels = VariantLabels(variants, first, len(wild_type), data)
     if not members_N.any():
-        raise InputError(
-            f"{records.path}: no variant is left to {name}; choose another data.split, or fewer data.folds"
-        )
+        raise InputError(f"{records.path}: {name} has no variant; choose another data.split, or fewer data.folds")
     examples = Examples(name, records.path, records, labels, members_N=members_N)
     examples.beside = len(wild_type) + 2
     if alone:
         examples.tokens = np.full(len(examples), 3, dtype=np.int32)
-    if outer:
-        examples.add_tracks(protein_tracks(outer, fasta, slice(first, first + len(wild_type))))
+    if files:
+        examples.add_tracks(protein_tracks(files, fasta, slice(first, first + len(wild_type))))
     examples.notices = [*variants.notices, *notices, *examples.notices] if name == "train" else []
     return examples
 
@@ -168,24 +159,24 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
         if name not in variants.target_names:
             raise UsageError(f"data.lower_is_better: {name} is no target; there is {', '.join(variants.target_names)}")
     if data.transform == "log" and (low_N := (variants.target_NT <= 0).any(1)).any():
-        bad = [variants.rows[n][0] for n in np.flatnonzero(low_N)]
+        rows = [variants.rows[n][0] for n in np.flatnonzero(low_N)]
         raise InputError(
-            f"{variants.table.path}: {counted(len(bad), 'variant')} with a value of 0 or less, which has no logarithm "
-            f"({first_three(bad, variants.table.at)}); remove them, or set data.transform to rank or none"
+            f"{variants.table.path}: {counted(len(rows), 'variant')} with a value of 0 or less, which has no logarithm "
+            f"({first_three(rows, variants.table.at)}); remove them, or set data.transform to rank or none"
         )
     return variants
 
 
 def table_of(data: DataSettings) -> Variants:
-    """Read the table of a recipe. It is read again only when the table or the wild type has changed."""
-    same = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None, "tracks": None})
+    """Read the table of a recipe, or return it from memory if the table and the wild type have not changed."""
+    key = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None, "tracks": None})
     paths = [remote.data_file(name) for name in (data.table, data.wild_type) if name is not None]
-    return _read(same, tuple(sha256(path) if path.is_file() else "" for path in paths))
+    return _read(key, tuple(sha256(path) if path.is_file() else "" for path in paths))
 
 
 def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
-    """Return the fold of each variant, int64 [N] (or its set, if the split has no folds), and notices about variants
-    that are left out. The result is the same for all seeds.
+    """Return the fold of each variant, int64 [N], or its set if the split has no folds; and notices. The result is the
+    same for all seeds.
     """
     variants = table_of(data)
     path, names, given = variants.table.path, variants.names(), data.split == "given"
@@ -207,11 +198,10 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
 
 
 def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
-    """Return the set of some rows, int64 [N], as column `set` or `split` says. FLIP's tables also have a column
-    `validation`.
+    """Return the sets of N rows from the column `set` or `split`, and the column `validation` of FLIP, int64 [N].
 
     Raises:
-        InputError: there is no such column, or a name in these rows is no set.
+        InputError: there is no such column, or a row has another word than a set.
     """
     column = table.only_column(("set", "split"), "rename the one that is not")
     if column is None:
@@ -225,21 +215,19 @@ def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
 
 
 def given_sets(variants: Variants) -> Numbers:
-    """Return the set of each variant as the table says, int64 [N]; LEFT_OUT for a variant without a set."""
+    """Return the set of each variant from the table, int64 [N]; LEFT_OUT for a variant without a set."""
     table, rows = variants.table, [row for rows in variants.rows for row in rows]
     set_of = dict(zip(rows, sets_of_rows(table, rows).tolist(), strict=True))
     number_N = np.array([set_of[rows[0]] for rows in variants.rows], dtype=np.int64)
     assignment.check_given(number_N, table.path)
     if wrong := [row for rows in variants.rows for row in rows if set_of[row] != set_of[rows[0]]]:
-        raise InputError(
-            f"{table.path}: a variant is in two sets, in {counted(len(wrong), 'row')} "
-            f"({first_three(wrong, table.at)}); give it one"
-        )
+        rows_named = f"{counted(len(wrong), 'row')} ({first_three(wrong, table.at)})"
+        raise InputError(f"{table.path}: a variant has another set in {rows_named}; correct the sets")
     return number_N
 
 
 def left_out(path: Path, names: Sequence[str], number_N: Numbers, given: bool) -> list[str]:
-    """Return a notice about the variants that are in no set, if there are any; `given` if the table says the sets."""
+    """Return a notice about the variants in no set; `given`: whether the table has the sets."""
     left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT).tolist()]
     if not left:
         return []
@@ -249,7 +237,7 @@ def left_out(path: Path, names: Sequence[str], number_N: Numbers, given: bool) -
 
 
 def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
-    """Return a notice for each target of which nearly all values are at the floor."""
+    """Return a notice for each target with nearly all values at the floor."""
     notices = []
     target_NT = np.log(variants.target_NT) if data.transform == "log" else variants.target_NT
     for name, y_N in zip(variants.target_names, target_NT.T, strict=True):
@@ -266,10 +254,10 @@ def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
 
 
 def _part_seen(variants: Variants, data: DataSettings) -> tuple[str, int]:
-    """Return the part of the wild type that the model sees, and the residue at which this part begins, from 0.
+    """Return the part of the wild type that the model sees, and the place of its first residue, from 0.
 
-    With `data.long` `window`, this part is `data.max_length` residues around all mutated residues. It is the same for
-    all variants, so that one forward pass of the wild type serves them all.
+    With `data.long` `window`, the part is `data.max_length` residues around all mutated residues. It is the same for
+    all variants, so that they share one forward pass of the wild type.
 
     Raises:
         InputError: the mutated residues do not fit into such a window.

@@ -1,4 +1,4 @@
-"""Protein chains of structure files: the whole sequence of each, and where its atoms lie. gemmi reads the files.
+"""Protein chains of structure files: the whole sequence and the coordinates of each chain. gemmi reads the files.
 
 | in the file | becomes |
 |---|---|
@@ -31,13 +31,13 @@ from esmshard.io.tables import read_whole
 from esmshard.vocab import RESIDUES
 
 FARTHEST = 1e5
-"""Angstrom. PDB coordinates have room for 9,999; anything beyond this is no coordinate, and squares stay exact."""
+"""Largest coordinate in Angstrom. PDB files have room for 9,999, and squares below this limit are exact."""
 ENDINGS = ".pdb, .ent, .cif or .mmcif, plain or with .gz, .bz2, .xz or .zst"
 _ENDING = re.compile(r"\.(?:(pdb|ent)|(cif|mmcif))(?:\.(?:gz|bz2|xz|zst))?$", re.IGNORECASE)
 NAMELESS = "_"
-"""The name of a PDB chain that has none; ids leave it out."""
+"""The name of a PDB chain without a name. Ids leave it out."""
 BONDED = 2.0
-"""Angstrom between C and the next N, where a peptide bond has 1.33. Anything farther is a break."""
+"""Largest distance in Angstrom between C and the next N of one chain without a break. A peptide bond has 1.33."""
 _BACKBONE = ("N", "CA", "C")
 _PDB_NUMBER = re.compile(r" *[-+]?(\d+\.?\d*|\.\d+) *")
 _PEPTIDES = (gemmi.PolymerType.PeptideL, gemmi.PolymerType.PeptideD, gemmi.PolymerType.CyclicPseudoPeptide)
@@ -51,7 +51,7 @@ class Chain:
     sequence: str
     """Letters of `vocab.RESIDUES`, unresolved residues too."""
     cb_L3: npt.NDArray[np.float32]
-    """Cb in Angstrom by ideal geometry, glycine's too; NaN where an atom is missing that gives it."""
+    """Cb in Angstrom by ideal geometry, for glycine too; NaN where a backbone atom is missing."""
     backbone_L33: npt.NDArray[np.float32]
     """N, CA and C in Angstrom, NaN where an atom is missing."""
 
@@ -62,10 +62,10 @@ def is_structure_name(name: str) -> bool:
 
 
 def chain_prefix(path: Path) -> str:
-    """Return the entry in chain ids: the file name in lower case without its endings, with `_` for spaces.
+    """Return the first part of chain ids: the file name in lower case without its endings, with `_` for spaces.
 
     Raises:
-        InputError: if the name has characters that no id can have.
+        InputError: the name has characters that no id can have.
     """
     name = _ENDING.sub("", path.name).lower().replace(" ", "_")
     if not name or not name.isprintable() or name.startswith(">"):
@@ -85,11 +85,11 @@ def read_chains(
     Args:
         path: the file; its ending decides the format.
         chains: the author's names of the chains to read; by default every protein chain.
-        min_plddt: residues whose B-factor, which in predicted structures is pLDDT, is lower lose their coordinates.
+        min_plddt: residues with a lower B-factor lose their coordinates. Predicted structures store pLDDT there.
         edits: collects what was changed and left out.
 
     Raises:
-        InputError: naming the file, and line or chain, of what cannot be read, or the chain that is not there.
+        InputError: the file cannot be read, or a chain is missing; the message names the file, and line or chain.
     """
     edits, prefix = Edits() if edits is None else edits, chain_prefix(path)
     structure = _read_structure(path)
@@ -102,7 +102,7 @@ def read_chains(
                 continue
             names = entity.full_sequence or [residue.name for residue in span]
             amino_acids = sum(gemmi.find_tabulated_residue(name).is_amino_acid() for name in names)
-            if entity.polymer_type in _PEPTIDES or 2 * amino_acids > len(names):  # A file may not say the kind.
+            if entity.polymer_type in _PEPTIDES or 2 * amino_acids > len(names):  # The type may be missing.
                 polymers.append((chain.name, span, [gemmi.Entity.first_mon(name) for name in entity.full_sequence]))
             else:
                 other += 1
@@ -118,7 +118,7 @@ def read_chains(
             continue
         if not re.fullmatch("[!-~]*", name):
             raise InputError(f"{path}: chain name {name!a} has characters that no id can have; rename the chain")
-        # Two polymers may share the author's chain name; the file has a name of its own for each.
+        # Two polymers may share the author's chain name. The name of the subchain is different.
         parts = [prefix, name, span[0].subchain] if count[name] > 1 else [prefix, name]
         chain_id = "_".join(part for part in parts if part != NAMELESS)
         result.append(_chain(path, chain_id, span, listed, parents, min_plddt, edits))
@@ -130,8 +130,8 @@ def virtual_cb(
 ) -> npt.NDArray[np.float64]:
     """Place Cb by ideal geometry: 1.522 A from CA, angle 1.927 to N, dihedral -2.143 to C (radians), [L, 3].
 
-    It is `extend(C, N, CA, 1.522, 1.927, -2.143)` of the contact notebook of fair-esm. NaN where an atom is missing or
-    the three lie on a line.
+    The contact notebook of fair-esm has the same geometry, `extend(C, N, CA, 1.522, 1.927, -2.143)`. NaN where an atom
+    is missing or the three atoms lie on a line.
     """
     length, angle, dihedral = 1.522, 1.927, -2.143
     to_n_L3 = _unit(n_L3 - ca_L3)
@@ -147,34 +147,34 @@ def virtual_cb(
 
 def _unit(x_L3: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     length_L1 = np.linalg.norm(x_L3, axis=-1, keepdims=True)
-    length_L1[length_L1 < 1e-3] = np.nan  # coordinates have three decimals: what is shorter has no direction
+    length_L1[length_L1 < 1e-3] = np.nan  # Coordinates have three decimals, so a shorter vector has no direction.
     unit_L3: npt.NDArray[np.float64] = x_L3 / length_L1
     return unit_L3
 
 
 def _read_structure(path: Path) -> gemmi.Structure:
-    """Read a file with gemmi, with the entities of its chains and, where it lists sequences, the place of residues."""
+    """Read a file with gemmi, with the entities of its chains and the place of each residue in a listed sequence."""
     ending = _ENDING.search(path.name)
     if ending is None:
         raise InputError(f"{path}: not a structure file by its name; {ENDINGS} is expected")
     data = read_whole(path, "a structure file").removeprefix(b"\xef\xbb\xbf")
     data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    text = data.decode("latin-1")  # never fails, and a column stays a column
+    text = data.decode("latin-1")  # This never fails, and each byte stays in its column.
     kind = "PDB" if ending[1] else "mmCIF"
     if kind == "PDB":
         _check_coordinates(path, text)
     try:
         structure = _from_pdb(text) if kind == "PDB" else _from_mmcif(text)
-    except Exception as error:  # whatever the parser trips over, it is the file that is damaged
+    except Exception as error:  # An error of any class means that the file is damaged.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(f"{path}: cannot be read as {kind} ({reason!a}); copy or download it again") from None
     if not len(structure) or not structure[0].count_atom_sites():
-        raise InputError(f"{path}: has no atoms, so it is no {kind} file; take it away, or download it again")
+        raise InputError(f"{path}: has no atoms, so it is no {kind} file; remove it, or download it again")
     return structure
 
 
 def _check_coordinates(path: Path, text: str) -> None:
-    """Refuse PDB lines whose columns hold no coordinates: gemmi reads them as 0 and says nothing."""
+    """Refuse PDB lines without numbers in the columns of coordinates. gemmi reads such a column as 0."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.startswith(("ATOM", "HETATM")):
             for column in (line[30:38], line[38:46], line[46:54]):
@@ -184,7 +184,7 @@ def _check_coordinates(path: Path, text: str) -> None:
 
 def _from_mmcif(text: str) -> gemmi.Structure:
     block = gemmi.cif.read_string(text)[0]
-    if not block.find_values("_entity.id"):  # without this table gemmi passes over the sequences
+    if not block.find_values("_entity.id"):  # Without this table, gemmi ignores the sequences.
         loop = block.init_loop("_entity.", ["id", "type"])
         for entity in dict.fromkeys(block.find_values("_entity_poly_seq.entity_id")):
             loop.add_row([entity, "polymer"])
@@ -197,9 +197,9 @@ def _from_pdb(text: str, ignore_ter: bool = False) -> gemmi.Structure:
     structure = gemmi.read_pdb_string(text, ignore_ter=ignore_ter)
     chains = structure[0] if len(structure) else ()
     for chain in chains:
-        chain.name = chain.name.strip() or NAMELESS  # gemmi makes no entity of a chain without a name
+        chain.name = chain.name.strip() or NAMELESS  # gemmi makes no entity of a chain without a name.
     structure.setup_entities()
-    # Some programs write TER at every break of a chain, and gemmi takes what follows for ligands.
+    # Some programs write TER at every break of a chain. gemmi then reads the residues after the break as ligands.
     if not ignore_ter and any(
         residue.entity_type == gemmi.EntityType.NonPolymer
         and residue.het_flag == "A"
@@ -215,8 +215,8 @@ def _from_pdb(text: str, ignore_ter: bool = False) -> gemmi.Structure:
 
 
 def _place_by_numbers(entity: gemmi.Entity | None, polymer: gemmi.ResidueSpan) -> None:
-    """Place residues in SEQRES by bonds and numbers, where the letters fit no worse than in gemmi's alignment. Letters
-    alone would leave open where in a repeat the unresolved residues are.
+    """Place residues in SEQRES by bonds and numbers, if the letters then fit as well as in gemmi's alignment. In a
+    repeat, letters alone do not show which residues are missing.
     """
     residues = list(polymer)
     if entity is None:
@@ -235,15 +235,15 @@ def _place_by_numbers(entity: gemmi.Entity | None, polymer: gemmi.ResidueSpan) -
             residue.label_seq = place
 
 
-def _step(before: gemmi.Residue, here: gemmi.Residue) -> int:
-    """Return the number of places between two residues: one over a peptide bond, else the difference of their numbers,
-    which skip where authors follow the numbering of another protein.
+def _step(before: gemmi.Residue, after: gemmi.Residue) -> int:
+    """Return the number of places between two residues: one over a peptide bond, else the difference of their numbers.
+    Numbers may skip over a bond, if authors follow the numbering of another protein.
     """
-    if before.seqid == here.seqid:
+    if before.seqid == after.seqid:
         return 0  # alternative residues
-    c, n = before.find_atom("C", "*"), here.find_atom("N", "*")
+    c, n = before.find_atom("C", "*"), after.find_atom("N", "*")
     bonded = c is not None and n is not None and c.pos.dist(n.pos) < BONDED
-    return 1 if bonded else max(1, _number(here) - _number(before))
+    return 1 if bonded else max(1, _number(after) - _number(before))
 
 
 def _number(residue: gemmi.Residue) -> int:
@@ -266,13 +266,13 @@ def _chain(
     min_plddt: float | None,
     edits: Edits,
 ) -> Chain:
-    """Make a chain of its residues with atoms and, if the file has it, its listed sequence."""
-    at_place: dict[object, list[gemmi.Residue]] = defaultdict(list)  # alternative residues share a place
+    """Make a chain of its residues with atoms and its listed sequence, which may be empty."""
+    at_place: dict[object, list[gemmi.Residue]] = defaultdict(list)  # Alternative residues share a place.
     for residue in span:
         if residue.entity_type != gemmi.EntityType.Polymer and residue.label_seq is None:
             continue
         at_place[residue.label_seq if listed else str(residue.seqid)].append(residue)
-    # Of residues without a place, HETATM are ligands, and others are those that fit SEQRES nowhere.
+    # Among the residues without a place, HETATM are ligands. The others do not fit SEQRES.
     wrong = sum(residue.het_flag == "A" for residue in at_place.pop(None, ()))
     if listed:
         places = [place - 1 for place in at_place if isinstance(place, int)]
@@ -283,7 +283,7 @@ def _chain(
         edits.add("chain(s) without SEQRES or _entity_poly_seq, read as the residues with atoms", chain_id)
         numbers = [_number(residues[0]) for residues in at_place.values()]
         gaps = sum(after > before + 1 for before, after in itertools.pairwise(numbers))
-        edits.add("gap(s) in residue numbers, where the sequence is shorter than the protein's", chain_id, gaps)
+        edits.add("gap(s) in residue numbers, where the sequence lacks residues of the protein", chain_id, gaps)
 
     names = listed or [""] * len(places)
     atoms_L33, b_factor_L = np.full((len(names), 3, 3), np.nan), np.full(len(names), np.nan)
@@ -304,10 +304,10 @@ def _chain(
             f"{path}: in chain {chain_id} {differing} of {len(at_place) + wrong} residues with atoms are not those of "
             "its sequence (SEQRES or _entity_poly_seq); download the file again, or remove that sequence"
         )
-    edits.add("residue(s) with atoms of another residue than the sequence has, which was followed", chain_id, differing)
+    edits.add("residue(s) with atoms of another residue, read as the sequence has them", chain_id, differing)
     sequence = "".join(_letter(name, parents) for name in names)
     unknown = sum(letter == "X" and name != "UNK" for letter, name in zip(sequence, names, strict=True))
-    edits.add("residue(s) read as X, as they have no standard parent", chain_id, unknown)
+    edits.add("residue(s) without a standard parent, read as X", chain_id, unknown)
     modified = sum(
         letter != "X" and not gemmi.find_tabulated_residue(name).is_standard()
         for letter, name in zip(sequence, names, strict=True)
@@ -325,8 +325,8 @@ def _chain(
 
 
 def _conformer(residues: list[gemmi.Residue], chain_id: str, edits: Edits) -> tuple[str, dict[str, gemmi.Atom]]:
-    """Return name and backbone atoms at the alternative location of highest occupancy, one for all residues of a
-    place.
+    """Return the name and the backbone atoms of the alternative location with the highest occupancy. All alternative
+    residues of a place are compared.
     """
     atoms = [(residue.name, atom) for residue in residues for atom in residue if atom.name in (*_BACKBONE, "CB")]
     by_location: dict[tuple[str, str], gemmi.Atom] = {}
@@ -337,7 +337,7 @@ def _conformer(residues: list[gemmi.Residue], chain_id: str, edits: Edits) -> tu
     several = len({atom.altloc for _, atom in altered}) > 1
     edits.add("residue(s) with alternative locations, read at that of highest occupancy", chain_id, int(several))
     name, best = max(altered, key=lambda pair: pair[1].occ, default=(residues[0].name, None))
-    chosen = {atom: found for (atom, altloc), found in by_location.items() if altloc == "\0"}
-    if best is not None:
-        chosen |= {atom: found for (atom, altloc), found in by_location.items() if altloc == best.altloc}
-    return name, chosen
+    locations = ["\0"] if best is None else ["\0", best.altloc]
+    return name, {
+        atom_name: atom for at in locations for (atom_name, altloc), atom in by_location.items() if altloc == at
+    }

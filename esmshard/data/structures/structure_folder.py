@@ -1,8 +1,7 @@
-"""Structure files as a split: a folder of PDB and mmCIF files, or one, to a FASTA file and its `.npz`.
+"""Converts a folder of PDB and mmCIF files, or one file, to a FASTA file and its `.npz`.
 
-A record of several chains is named by its chains as they follow each other: `1abc_A:B` is chain A and then chain B of
-`1abc.cif`. The sequences stand in one record with a colon between them, as in a FASTA file (docs/structures.md), and
-the coordinates follow each other without one.
+The record `1abc_A:B` is chain A followed by chain B of `1abc.cif`. Its sequence has a colon between the chains, as in a
+FASTA file (docs/structures.md). The coordinates of the chains follow each other without a gap.
 """
 
 import json
@@ -20,13 +19,13 @@ from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import cached_directory, read_json, replacing, state
 from esmshard.io.store import is_store
 from esmshard.io.symbols import Edits, shown
-from esmshard.io.tables import read_text
+from esmshard.io.tables import counted, read_text
 from esmshard.progress import Progress
 from esmshard.recipe.sections import EVERY
 from esmshard.vocab import BETWEEN
 
 FEWEST = 10
-"""Residues with coordinates. A record with fewer is left out."""
+"""Least number of residues with coordinates of a record. Smaller records are left out."""
 
 
 def read_records(
@@ -36,36 +35,32 @@ def read_records(
 
     Args:
         path: the file.
-        wanted: the author's names of the chains of each record, as `A` or `A:B`, of which `A:B` is chain A followed by
-            chain B. `all`: all protein chains are one record, in the order of the file; short chains and chains of one
-            sequence stay in it. None: every chain is a record, and of those with one sequence the first.
+        wanted: the author's names of the chains of each record, as `A` or `A:B`. `all`: all protein chains are one
+            record, in the order of the file. None: every chain is a record, except chains with the sequence of an
+            earlier chain.
         min_plddt: see `read_chains`.
-        edits: see `read_chains`.
-
-    Returns:
-        The records. One of several chains is called as its chains, `1abc_A:B`. A record with fewer than ten residues
-        with coordinates is left out, and counted.
+        edits: see `read_chains`; also counts the records with fewer than `FEWEST` residues with coordinates, which are
+            left out.
 
     Raises:
-        InputError: see `read_chains`; or two polymers of the file have the name of a chain that is wanted.
+        InputError: see `read_chains`; or two polymers of the file have the name of a wanted chain.
     """
     edits = Edits() if edits is None else edits
-    split = None if wanted is None or wanted == EVERY else [names.split(BETWEEN) for names in wanted]
-    names_wanted = None if split is None else [name for names in split for name in names]
+    names_of = None if wanted is None or wanted == EVERY else [names.split(BETWEEN) for names in wanted]
+    names_wanted = None if names_of is None else [name for names in names_of for name in names]
     chains = read_chains(path, chains=names_wanted, min_plddt=min_plddt, edits=edits)
     prefix, groups = f"{chain_prefix(path)}_", [[chain] for chain in chains]
     if wanted == EVERY:
         groups = [chains] if chains else []
-    elif split is not None:
+    elif names_of is not None:
         by_id = {chain.id: chain for chain in chains}
         missing = [name for name in names_wanted or () if prefix + name not in by_id]
         if missing:
             alike = ", ".join(chain_id for chain_id in by_id if chain_id.startswith(f"{prefix}{missing[0]}_"))
             raise InputError(
-                f"{path}: has several molecules with the chain name '{missing[0]}' ({alike}); give them names of "
-                "their own"
+                f"{path}: several molecules have the chain name '{missing[0]}' ({alike}); rename the chains"
             )
-        groups = [[by_id[prefix + name] for name in names] for names in split]
+        groups = [[by_id[prefix + name] for name in names] for names in names_of]
     records: dict[str, Chain] = {}
     for group in groups:
         record_id = prefix + BETWEEN.join(chain.id.removeprefix(prefix) for chain in group)
@@ -88,12 +83,13 @@ def read_records(
 
 
 def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list[str]]:
-    """Read a list of records such as `1abc_A:B`, one on each line: the chains, as `A:B`, by the name of the file.
+    """Read a list of records, one on each line, and return the chains of each record by the name of the file.
 
-    Empty lines and those that begin with # are passed over. `edits` collects the records of other files.
+    The line `1abc_A:B` gives `A:B` for `1abc.cif`. Empty lines and lines with # are skipped. `edits` collects records
+    without a file.
 
     Raises:
-        InputError: naming the line that is no record, or if no record is of one of the files.
+        InputError: a line is no record, or no record has a file; the message names the line.
     """
     files_of: dict[str, list[str]] = {}
     for file in files:
@@ -106,18 +102,15 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
             continue
         where = f"{path}:{number}: '{shown(record)}'"
         if "_" not in record or len(record.split()) > 1 or "" in (parts := record.split(BETWEEN)):
-            raise InputError(
-                f"{where} is no record; write the name of a file without its ending, an underscore and the chains, as "
-                "1abc_A:B, one record on a line"
-            )
+            raise InputError(f"{where} is no record; write one record on a line, as 1abc_A:B for 1abc.cif")
         if record in lines:
-            raise InputError(f"{where} stands in line {lines[record]} too; remove one of the two")
+            raise InputError(f"{where} is in line {lines[record]} too; remove one of the two")
         lines[record] = number
-        # The name of a file may have underscores too, and that of a chain: the longest name of a file counts.
+        # Names of files and of chains may have underscores too. The longest file name is taken.
         beginnings = (parts[0][:k].lower() for k in range(len(parts[0]) - 1, 0, -1) if parts[0][k] == "_")
         entry = next((name for name in beginnings if name in files_of), None)
         if entry is None:
-            edits.add(f"record(s) of {path.name} left out, as there is no such file here", record)
+            edits.add(f"record(s) of {path.name} without a structure file left out", record)
             continue
         names = [parts[0][len(entry) + 1 :], *parts[1:]]
         if len(set(names)) < len(names):
@@ -125,10 +118,8 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
         for file_name in files_of[entry]:
             chains_of.setdefault(file_name, []).append(BETWEEN.join(names))
     if not chains_of:
-        raise InputError(
-            f"{path}: has no record of the {len(files):,} structure file{'s' if len(files) > 1 else ''} here "
-            f"({files[0].name}{', ...' if len(files) > 1 else ''}); write records as {chain_prefix(files[0])}_A:B"
-        )
+        count, example = counted(len(files), "structure file"), f"{chain_prefix(files[0])}_A:B"
+        raise InputError(f"{path}: has no record of {count}; write records as {example}")
     return chains_of
 
 
@@ -136,33 +127,26 @@ VERSION = 3
 """The version of the rules by which structures become a split. After a change, all structures are read again."""
 _FASTA = "structures.fasta"
 MANY = 100
-"""The number of files from which on progress is shown."""
+"""With this number of files, progress is shown."""
 
 
 def holds_structures(path: Path) -> bool:
-    """Return whether a data path means structures: a directory that is no token store, or a file with the ending of
-    one.
-    """
+    """Return whether a data path means structures: a directory that is no token store, or a structure file."""
     return not is_store(path) if path.is_dir() else is_structure_name(path.name)
 
 
 def require_structures(path: Path, complexes: str | None) -> None:
-    """Refuse the option `--complexes` for data that are no structures."""
+    """Refuse the option `--complexes` for other data than structures."""
     if complexes is not None and not holds_structures(path):
         raise UsageError(f"--complexes {complexes}: is for structure files, and {path} has sequences; leave it out")
 
 
 def cached_split(source: Path, complexes: str | None = None) -> Path:
-    """Return the FASTA file of a directory of structures, or of one file. It is made on first use and kept in the
-    user's cache.
+    """Return the FASTA file of a directory of structures, or of one file. The FASTA file and its `.npz` are made on
+    first use and kept in the user's cache.
 
-    Its `.npz` lies beside it; `notices` returns what was changed. The key is the path, the names and `paths.state` of
-    all files, and the records that they give, so a changed directory is read anew. Processes that ask at the same time
-    wait for the one that reads.
-
-    Args:
-        source: the directory or file.
-        complexes: see `recipe.DataSettings.complexes`.
+    The key is the path, the names and `paths.state` of all files, and `complexes` (see `recipe.DataSettings`). So a
+    changed directory is read again. Of several processes, one reads the structures, and the others wait.
 
     Raises:
         InputError: see `to_split`.
@@ -177,11 +161,7 @@ def cached_split(source: Path, complexes: str | None = None) -> Path:
 
 
 def states(source: Path) -> list[Any]:
-    """Return, ready for JSON, what changes when a file or a directory of structures changes.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Return the state of a file, or of all structure files of a directory, ready for JSON."""
     try:
         return [(path.name, *state(path)) for path in (listed_files(source, Edits()) if source.is_dir() else [source])]
     except OSError as error:
@@ -189,7 +169,7 @@ def states(source: Path) -> list[Any]:
 
 
 def notices(fasta: Path) -> list[str]:
-    """Return what was changed and left out when `cached_split` made this file, one sentence each."""
+    """Return sentences about what `cached_split` changed or left out in this file."""
     sentences: list[str] = read_json(fasta.parent / "manifest.json")["notices"]
     return sentences
 
@@ -197,23 +177,21 @@ def notices(fasta: Path) -> list[str]:
 def to_split(
     source: Path, fasta: Path, npz: Path, *, complexes: str | None = None, min_plddt: float | None = None
 ) -> list[str]:
-    """Write the protein chains of structure files as FASTA and, beside it, coordinates (format: data/README.md).
-
-    A directory is read by itself, without those in it, in the order of its file names.
+    """Write the protein chains of structure files as a FASTA file and their coordinates (format: data/README.md).
 
     Args:
-        source: a structure file or a directory.
+        source: a structure file, or a directory, whose files are read in the order of their names.
         fasta: file to write.
-        npz: file to write; a task looks for it beside the FASTA file under the same name.
+        npz: file to write; a task expects `x.npz` beside `x.fasta`.
         complexes: see `recipe.DataSettings.complexes`.
         min_plddt: see `read_chains`.
 
     Returns:
-        What was changed and left out, one sentence each.
+        Sentences about what was changed and left out.
 
     Raises:
-        InputError: for a broken file, two records of one id, or if there is no record to write; see also `read_list`.
-        UsageError: if one of the files to write exists.
+        InputError: a file is damaged, two records have one id, or there is no record to write; see also `read_list`.
+        UsageError: one of the files to write exists.
     """
     for out in (fasta, npz):
         if out.exists():
@@ -228,18 +206,15 @@ def to_split(
     with Progress(f"structures in {source.name}", len(files), show=len(files) >= MANY) as progress:
         for done, path in enumerate(files, 1):
             chains = read_records(path, wanted[path.name], min_plddt=min_plddt, edits=edits)
-            edits.add("file(s) without a chain to take", path.name, int(not chains))
+            edits.add("file(s) without a usable chain", path.name, int(not chains))
             for chain in chains:
                 if chain.id in records:
-                    raise InputError(
-                        f"{path}: chain '{chain.id}' comes from {records[chain.id][0]} too; rename or remove one of "
-                        "the files"
-                    )
+                    raise InputError(f"{path}: chain '{chain.id}' is in {records[chain.id][0]} too; remove one file")
                 records[chain.id] = path, chain.sequence, _stored(path, chain)
             progress.update(done, f"{path.name}")
     if not records:
-        said = f" ({'; '.join(edits.notices())})" if edits.counts else ""
-        raise InputError(f"{source}: has no protein chain with {FEWEST} residues with coordinates{said}")
+        reasons = "; ".join(edits.notices())
+        raise InputError(f"{source}: has no protein chain with {FEWEST} residues with coordinates ({reasons})")
     _, sequences, coordinates = zip(*records.values(), strict=True)
     with replacing(npz, binary=True) as npz_file, replacing(fasta) as fasta_file:
         np.savez_compressed(
@@ -254,12 +229,7 @@ def to_split(
 
 
 def listed_files(source: Path, edits: Edits) -> list[Path]:
-    """Return the structure files that a path means, a directory or one file, sorted by name. `edits` collects what was
-    not read.
-
-    Raises:
-        InputError: there is no such path, or no structure in the directory.
-    """
+    """Return the structure files of a directory, sorted by name, or the one file. `edits` collects what is not read."""
     if not source.is_dir():
         if not source.exists():
             raise InputError(f"{source}: no such file or directory")
@@ -272,9 +242,7 @@ def listed_files(source: Path, edits: Edits) -> list[Path]:
             elif not is_structure_name(entry.name) or entry.name.startswith("."):
                 edits.add("file(s) not read, as the name is not that of a structure", entry.name)
             elif not entry.is_file():
-                raise InputError(
-                    f"{source}/{ascii(entry.name)[1:-1]}: not a file, or a link that leads nowhere; remove it"
-                )
+                raise InputError(f"{source}/{ascii(entry.name)[1:-1]}: no file, or a broken link; remove it")
             else:
                 files.append(source / entry.name)
     if not files:
@@ -283,13 +251,12 @@ def listed_files(source: Path, edits: Edits) -> list[Path]:
 
 
 def _stored(path: Path, chain: Chain) -> npt.NDArray[np.uint16]:
-    """Return the coordinates in 0.1 A from the chain's own corner, uint16 [L, 3]."""
+    """Return the coordinates in 0.1 A, relative to the least coordinates of the chain, uint16 [L, 3]."""
     cb_L3 = chain.cb_L3.astype(np.float64)
     cb_dA_L3 = np.rint((cb_L3 - np.nanmin(cb_L3, axis=0)) * 10)
     widest = np.nanmax(cb_dA_L3)
     if widest >= UNRESOLVED:
         raise InputError(
-            f"{path}: chain '{chain.id}' is {widest / 10:,.0f} A wide, more than any protein and than the "
-            f"{(UNRESOLVED - 1) / 10:,.1f} A that can be stored; look at its coordinates"
+            f"{path}: chain '{chain.id}' is {widest / 10:,.0f} A wide, more than can be stored; correct it"
         )
     return np.where(np.isnan(cb_dA_L3), UNRESOLVED, cb_dA_L3).astype(np.uint16)
