@@ -153,7 +153,7 @@ def test_processes_that_fail_are_an_exception(tiny_recipe: Path, tmp_path: Path)
     assert Run(tmp_path / "run").status == "failed"
     with pytest.raises(InputError, match="not evaluated yet"):
         _ = Run(tmp_path / "run").evaluation
-    with pytest.raises(InputError, match="there is no model"):
+    with pytest.raises(InputError, match="no such model"):
         Run(tmp_path / "run").model()
 
 

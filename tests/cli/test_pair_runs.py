@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from command import esmshard
+from command import esmshard, in_process
 
 RECIPE = """\
 task: {name: pair, kind: number, dropout: 0.3}
@@ -52,7 +52,7 @@ def test_a_run_from_training_to_predictions(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     sequences = write_pairs(tmp_path / "pairs.fasta")
     Path("r.yaml").write_text(RECIPE)
-    one, two = esmshard("finetune", "r.yaml"), esmshard("finetune", "r.yaml", "--nproc", "2", "out=two")
+    one, two = in_process("finetune", "r.yaml"), esmshard("finetune", "r.yaml", "--nproc", "2", "out=two")
     assert one.returncode == 0, one.stderr
     assert two.returncode == 0, two.stderr
     assert len(losses("run")) == 6 + 2
@@ -78,7 +78,7 @@ def test_a_run_from_training_to_predictions(tmp_path: Path, monkeypatch: pytest.
         "".join(f">{name}\n{':'.join(sequences[name].split(':')[::-1])}\n" for name in sequences)
     )
     for fasta, out in (("pairs.fasta", "x.csv"), ("turned.fasta", "y.csv"), ("pairs.fasta", "x.parquet")):
-        done = esmshard("predict", "run/model", fasta, "-o", out)
+        done = in_process("predict", "run/model", fasta, "-o", out)
         assert done.returncode == 0, done.stderr
         assert "linker" not in done.stderr
     straight, turned = rows("x.csv"), rows("y.csv")
@@ -91,14 +91,14 @@ def test_a_run_from_training_to_predictions(tmp_path: Path, monkeypatch: pytest.
     assert [predicted[row["id"]] for row in scored] == pytest.approx([float(row["prediction"]) for row in scored], 1e-4)
     assert len({f"{value:.4f}" for value in predicted.values()}) > 20
 
-    done = esmshard("evaluate", "run/model", "pairs.fasta", "-o", "again")
+    done = in_process("evaluate", "run/model", "pairs.fasta", "-o", "again")
     assert done.returncode == 0, done.stderr
     assert json.loads(Path("again/evaluation.json").read_text())["groups"]["C1"]["records"] == 24 + 12
-    assert esmshard("report", "run").returncode == 0
+    assert in_process("report", "run").returncode == 0
     assert "C3 (6): fine-tuned" in Path("run/report.html").read_text()
 
     Path("one.fasta").write_text(">a\nMKT:ACD\n>b\nMKTAYIAK\n")
-    refused = esmshard("predict", "run/model", "one.fasta", "-o", "z.csv")
+    refused = in_process("predict", "run/model", "one.fasta", "-o", "z.csv")
     assert refused.returncode == 1
     assert "record 'b' has 1 chain, and a pair has two; write its sequence as A:B" in refused.stderr
     assert not Path("z.csv").exists()

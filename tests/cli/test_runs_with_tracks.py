@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import esmshard
+from command import esmshard, in_process
 from tracked_model import random_pairs, write_pairs
 
 from esmshard.errors import InputError, UsageError
@@ -50,7 +50,7 @@ def test_a_run_keeps_what_was_known_and_goes_on_with_it_alone(recipe: Path) -> N
     assert all(any(notice in one for one in about[split]["notices"]) for split in ("train", "valid", "test"))
     assert json.loads(Path("run/model/esmshard.json").read_text())["recipe"]["data"]["tracks"] == {"3di": "3di.fasta"}
 
-    alone = esmshard("finetune", recipe, "out=alone")
+    alone = in_process("finetune", recipe, "out=alone")
     losses = [
         [json.loads(line)["loss"] for line in Path(out, "metrics.jsonl").read_text().splitlines() if "loss" in line]
         for out in ("run", "alone")
@@ -60,10 +60,10 @@ def test_a_run_keeps_what_was_known_and_goes_on_with_it_alone(recipe: Path) -> N
 
     letters = Path("3di.fasta")
     letters.write_text(letters.read_text().replace("V", "L"))
-    done = esmshard("finetune", recipe, "--resume", "auto")
+    done = in_process("finetune", recipe, "--resume", "auto")
     assert done.returncode == 2
     assert "x.fasta holds other sequences or tracks than it did" in done.stderr
-    done = esmshard("finetune", recipe, "--resume", "auto", "data.tracks=null")
+    done = in_process("finetune", recipe, "--resume", "auto", "data.tracks=null")
     assert done.returncode == 2
     assert "data.tracks" in done.stderr
 

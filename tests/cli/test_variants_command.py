@@ -2,13 +2,14 @@
 
 import csv
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from command import esmshard
+from command import esmshard, in_process
 from scipy.stats import spearmanr
 
 from esmshard.io.paths import shipped
@@ -157,7 +158,7 @@ def test_more_of_the_same_protein_is_predicted_from_a_table(made: tuple[Path, st
     directory = made[0]
     (directory / "more.csv").write_text("id\tmutant\nfirst\tS24A\nsecond\tS24*\nthird\tp.Ser24Trp\n" + "".join(
         f"n{k}\t{_shifted(name)}\n" for k, name in enumerate(n for n in made[3] if ":" not in n)))  # fmt: skip
-    done = esmshard("predict", "run", "more.csv", "-o", "out.csv", cwd=directory)
+    done = in_process("predict", "run", "more.csv", "-o", "out.csv", cwd=directory)
     assert done.returncode == 0, done.stderr
     with open(directory / "out.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -173,32 +174,27 @@ def test_more_of_the_same_protein_is_predicted_from_a_table(made: tuple[Path, st
 
 
 def test_the_table_of_the_run_is_no_test_of_it(made: tuple[Path, str, str, list[str]]) -> None:
-    """What is said of it is what the run says of its folds."""
+    """The correlation is that of the run's folds."""
     directory = made[0]
-    done = esmshard("predict", "run", "messy.csv", "-o", "same.csv", cwd=directory)
+    done = in_process("predict", "run", "messy.csv", "-o", "same.csv", cwd=directory)
     assert done.returncode == 0, done.stderr
-    told = json.loads((directory / "same.csv.json").read_text())
     with open(directory / "same.csv", newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["rank"]]
     tested = [row for row in rows if row["out-of-fold prediction"]]
-    seen = told["compared"]["seen_in_training"]
+    seen = json.loads((directory / "same.csv.json").read_text())["compared"]["seen_in_training"]
     assert seen["rows"] == sum(row["seen in training"] == "yes" for row in rows)
     assert seen["rows_out_of_fold"] == len(tested)
-    measured = [float(row["score"].replace(",", ".")) for row in tested]
     with open(directory / "run" / "variants.csv", newline="", encoding="utf-8") as file:
         fold = {row["Mutation"]: row["fold"] for row in csv.DictReader(file)}
-    tested = [row | {"measured": y, "fold": fold[row["Mutation"]]} for row, y in zip(tested, measured, strict=True)]
+    tested = [row | {"measured": row["score"].replace(",", "."), "fold": fold[row["Mutation"]]} for row in tested]
     rho = within_folds(tested, "out-of-fold prediction")
     assert seen["spearman_out_of_fold"]["value"] == pytest.approx(rho, abs=1e-4)
     assert f"Spearman with score {rho:.3f} [" in done.stderr
-    assert "within folds" in done.stderr
-    plain = spearmanr([float(row["prediction"]) for row in tested], measured).statistic
-    assert f"{plain:.3f}" not in done.stderr
 
 
 def test_a_batch_to_measure_next(made: tuple[Path, str, str, list[str]]) -> None:
     directory = made[0]
-    done = esmshard("predict", "run", "--all-singles", "--propose", "10", "-o", "next.csv", cwd=directory)
+    done = in_process("predict", "run", "--all-singles", "--propose", "10", "-o", "next.csv", cwd=directory)
     assert done.returncode == 0, done.stderr
     with open(directory / "next.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -216,7 +212,7 @@ def test_baselines_rank_as_they_did_in_the_folds(made: tuple[Path, str, str, lis
     with open(directory / "run" / "variants.csv", newline="", encoding="utf-8") as file:
         known = {row["variant"]: row for row in csv.DictReader(file) if row["predicted"]}
     for name, column in (("one-hot", "one-hot ridge"), ("embedding", "frozen embedding ridge")):
-        done = esmshard("predict", "run", "--all-singles", "--with", name, "-o", f"{name}.csv", cwd=directory)
+        done = in_process("predict", "run", "--all-singles", "--with", name, "-o", f"{name}.csv", cwd=directory)
         assert done.returncode == 0, done.stderr
         with open(directory / f"{name}.csv", newline="") as file:
             rows = [row for row in csv.DictReader(file) if row["mutant"] in known]
@@ -228,55 +224,33 @@ def test_baselines_rank_as_they_did_in_the_folds(made: tuple[Path, str, str, lis
         assert spearmanr([float(row["prediction"]) for row in rows], measured).statistic > max(tested, 0.3)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("finetune", "variants", "data.table=messy.csv", "data.wild_type=no.fasta", *SMALL), "no.fasta"),
+def test_mistakes_are_one_sentence(made: tuple[Path, str, str, list[str]]) -> None:
+    table = ("finetune", "variants", "data.table=messy.csv")
+    for arguments, token in (
+        ((*table, "data.wild_type=no.fasta", *SMALL), "no.fasta"),
+        ((*table, "data.wild_type=wt.fasta", "data.offset=5", *SMALL), "set data.offset=-23"),
         (("predict", "run", "-o", "x.csv"), "--all-singles or --propose"),
-        (
-            ("finetune", "variants", "data.table=messy.csv", "data.wild_type=wt.fasta", "data.offset=5", *SMALL),
-            "set data.offset=-23",
-        ),
         (("evaluate", "run/seed-0-fold-0/model", "messy.csv", "-o", "e"), "predict MODEL TABLE"),
-    ],
-)
-def test_mistakes_are_one_sentence(
-    made: tuple[Path, str, str, list[str]], arguments: tuple[str, ...], sentence: str
-) -> None:
-    done = esmshard(*arguments, cwd=made[0])
-    assert done.returncode in (1, 2)
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("error:") == 1
+    ):
+        done = in_process(*arguments, cwd=made[0])
+        assert done.returncode in (1, 2)
+        assert token in done.stderr
+        assert done.stderr.count("error:") == 1
 
 
-def test_two_processes_learn_the_same(made: tuple[Path, str, str, list[str]]) -> None:
+def test_two_processes_learn_the_same(tmp_path: Path) -> None:
     """The wild type goes through the model in every micro-batch of every process; the step is the same mathematics."""
-    pool = "sites"
-    directory = made[0]
+    _messy(tmp_path / "messy.csv")
+    shutil.copy(shipped("data") / "variants" / "wild_type.fasta", tmp_path / "wt.fasta")
+    given = ["data.table=messy.csv", "data.wild_type=wt.fasta", "data.folds=3", "data.fold=0", "task.pool=sites"]
+    given += [*SMALL[:-2], "train.epochs=null", "train.steps=4", "task.hidden=8", "task.dropout=0", "optim.lr=1e-2"]
     losses = []
-    for processes in (1, 2):
-        out = f"{pool}-{processes}"
-        given = (
-            "data.table=messy.csv",
-            "data.wild_type=wt.fasta",
-            f"out={out}",
-            "data.folds=3",
-            "data.fold=0",
-            f"task.pool={pool}",
-        )
-        given += (
-            *SMALL[:-2],
-            "train.epochs=null",
-            "train.steps=4",
-            "task.hidden=8",
-            "task.dropout=0",
-            "optim.lr=1e-2",
-            "batch.sequences=7",
-        )
-        done = esmshard("finetune", "variants", *given, "--nproc", str(processes), cwd=directory)
+    for command, more in ((in_process, ()), (esmshard, ("--nproc", "2"))):
+        done = command("finetune", "variants", *given, "batch.sequences=7", f"out=run-{len(more)}", *more, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in (directory / out / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (tmp_path / f"run-{len(more)}" / "metrics.jsonl").read_text().splitlines()
+        ]
         losses.append([line["loss"] for line in lines if "loss" in line])
     assert len(losses[0]) > 4  # steps and validations
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
