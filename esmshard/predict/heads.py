@@ -67,9 +67,7 @@ ARRAYS, TABLES = ("npz", "h5", "zarr", "safetensors"), ("csv", "parquet")
 
 
 class Prediction(Output):
-    """The array of predictions of a record. The shape depends on the pool: `mean` [C] of a protein, `residue` [L, C],
-    and `contacts` [L, L].
-    """
+    """The array of predictions of a record by pool: `mean` [C] of a protein, `residue` [L, C], `contacts` [L, L]."""
 
     @property
     def name(self) -> str:
@@ -103,8 +101,7 @@ def predict(
 
     Args:
         model: a directory that `consolidate` wrote.
-        fasta: plain or compressed FASTA file, `-` for standard input, a token store, or structures whose sequences are
-            read: a PDB or mmCIF file, or a directory of them.
+        fasta: FASTA file, `-` for standard input, a token store, a PDB or mmCIF file, or a directory of structures.
         out: the file to write.
         png: directory for a picture of each pair map; see `esmshard.predict.pictures`.
         tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).

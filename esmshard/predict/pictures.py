@@ -128,10 +128,8 @@ def draw_map(
     labels_LL: npt.NDArray[np.int8] | None = None,
     chains: Sequence[int] = (),
 ) -> Any:
-    """Draw a map on empty axes, and return its image; see `draw`.
-
-    With true contacts the scale ends at the highest probability, and colours show which pairs are among the L best
-    predictions. Pairs without coordinates have no rank, as in the scores.
+    """Draw a map on empty axes, and return its image; see `draw`. With true contacts the scale ends at the highest
+    probability, and colours show the L best predictions among the pairs with coordinates.
     """
     length = len(probability_LL)
     apart_LL = np.arange(length) - np.arange(length)[:, None]

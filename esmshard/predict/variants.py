@@ -119,7 +119,7 @@ def not_of_the_20(variant: Variant) -> str:
             site = f"{mutation.wild} at residue {mutation.position + 1}"
             return f"the wild type has {site}, which is none of the 20 amino acids"
         if mutation.mutant not in STANDARD:
-            return f"{mutation} puts {mutation.mutant} there, which is none of the 20 amino acids"
+            return f"{mutation} puts {mutation.mutant} at the site, which is none of the 20 amino acids"
     return ""
 
 
@@ -187,7 +187,7 @@ def models_of(run: str) -> list[Path]:
 
 
 def _summary(run: Path) -> dict[str, Any]:
-    """Return the content of `summary.json` of a cross-validation; empty if there is none."""
+    """Return the content of `summary.json` of a cross-validation; empty if it does not exist."""
     summary: dict[str, Any] = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}
     return summary
 
@@ -214,9 +214,8 @@ def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method
 
 
 def rows_of_run(run: Path) -> list[dict[str, str]]:
-    """Read the columns that a run added to its `variants.csv`, for the rows with a variant; none without this file.
-
-    The columns of the user's table come first. All added columns have a prefix if a name would be there twice.
+    """Read the columns that a run added to its `variants.csv`, for the rows with a variant; none without this file. The
+    columns of the user's table come first. All added columns have a prefix if a column of the table has the same name.
     """
     if not (path := run / OUT_OF_FOLD_FILE).is_file():
         return []
@@ -454,8 +453,7 @@ def _columns(
     They are `prediction` (mean over the models, in the unit of the target), the limits of its interval, `disagreement
     of models` and `rank`; then `out-of-fold prediction` (by the models that had not seen the variant), `seen in
     training` and `sites varied in training` (yes or no). With several targets, the names of prediction columns end with
-    the target's name, and rank and interval are about the first target. `values_MNT` are predictions of M models, or of
-    one baseline for the first target alone. `limits` come from `interval_of`.
+    the target's name, and rank and interval are about the first target, the only target of a baseline.
     """
     names = [name_of(variant) for variant in variants]
     varied = [all(mutation.position in known.sites for mutation in variant) for variant in variants]
@@ -636,9 +634,7 @@ def compared(
 
 
 def spearman_sentence(rho: Interval, target: str, unit: str) -> str:
-    """Write a correlation with a column of measured values, with its interval over units (`variant_spearman`), or the
-    reason why it is undefined.
-    """
+    """Write a correlation with measured values and its interval over units, or the reason why it is undefined."""
     if np.isnan(rho.value):
         return f"Spearman with {target} undefined: it takes two different values and two different predictions"
     of = f"no interval, for an interval takes {LEAST} {unit}s" if np.isnan(rho.low) else f"95% over {unit}s"

@@ -6,6 +6,7 @@ Of variants: Meier et al. 2021 (doi:10.1101/2021.07.09.450648). Of sequences: th
 
 import json
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -213,9 +214,9 @@ def _cells(rows: VariantRows, value_N: Array) -> list[str]:
 
 def _agreement(rows: VariantRows, score_N: Array, measured: str, value_N: Array) -> str:
     """Write the correlation of scores with measured values. Values of a variant in several rows are averaged."""
-    rows_of: dict[Variant, list[int]] = {}
+    rows_of = defaultdict[Variant, list[int]](list)
     for n in np.flatnonzero(~np.isnan(value_N)).tolist():
-        rows_of.setdefault(rows.mutations[n], []).append(n)
+        rows_of[rows.mutations[n]].append(n)
     score_V = np.array([score_N[members[0]] for members in rows_of.values()])
     value_V = np.array([value_N[members].mean() for members in rows_of.values()])
     rho, unit = variant_spearman(score_V, value_V, list(rows_of))
@@ -308,10 +309,7 @@ def score_sequences(
         overwrite: replace `out`.
     """
     if method not in get_args(SequenceMethod):
-        raise UsageError(
-            f"--method {method}: sequences without variants are scored by {MASKED} or {ONE_PASS}; for variants of one "
-            "protein give a table, or --all-singles"
-        )
+        raise UsageError(f"--method {method}: is for a table or --all-singles; choose {MASKED} or {ONE_PASS}")
     if out.suffix not in (".csv", ".parquet"):
         raise UsageError(f"{out}: scores of sequences are written as .csv or .parquet; give the file that ending")
     if out.suffix == ".parquet":

@@ -46,7 +46,7 @@ class LossSum:
 
 
 class Task(ABC):
-    """One kind of fine-tuning: what the head computes, how its output is scored, and the facts about the labels.
+    """One kind of fine-tuning: its head, its scores, and the facts about the labels.
 
     A task must have `columns`, `head`, `inputs`, `loss` and `score`. The defaults of the rest suit a task that needs no
     labels and predicts one number for each protein. Objects hold settings and facts, and nothing else.
@@ -125,7 +125,7 @@ class Task(ABC):
         """Return the row of a record, from which the metrics are computed. It never depends on other records.
 
         Three keys have a meaning: `log losses`, to which a temperature is fitted (`esmshard.tasks.labels`);
-        `profile`, observed and predicted values along the sequence, [2, L], which a report draws; and those that begin
+        `profile`, observed and predicted values along the sequence, [2, L], which a report draws; and keys that begin
         with `ranked ` (`metrics.ranked`).
         """
 
@@ -224,7 +224,7 @@ def require_two_values(path: Path, target: str, values: npt.NDArray[Any], unit: 
 
 
 def _draw(example: Example) -> int:
-    """Return a number that follows from seed, epoch and id, and differs from those of crops and hidden residues."""
+    """Return a number that follows from seed, epoch and id, and not from the draws of crops and hidden residues."""
     digest = hashlib.sha256(f"dropout:{example.draw}:{example.id}".encode()).digest()
     return int.from_bytes(digest[:4], "little", signed=True)
 

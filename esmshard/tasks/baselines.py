@@ -52,7 +52,7 @@ def fit_numbers(x_NF: Floats, y_NT: Floats, light_F: Floats | None = None) -> Ar
 
     Args:
         x_NF: features.
-        y_NT: targets, NaN where there is none.
+        y_NT: targets; NaN for a missing target.
         light_F: a factor for each standardised feature. The penalty on the feature falls with the square of the factor.
     """
     scaled_NF, fold = _standardise(x_NF, light_F)

@@ -83,7 +83,7 @@ class MlmSettings(TaskSettings):
 
 
 class MlmTask(Task):
-    """Predict hidden residues from those around them."""
+    """Predict hidden residues from their neighbours."""
 
     Settings = MlmSettings
     settings: MlmSettings

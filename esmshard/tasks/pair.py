@@ -50,7 +50,7 @@ class PairSettings(SequenceSettings):
     def suit(self, data: DataSettings) -> DataSettings:
         """Refuse windows, and linkers between chains, since the chains are not joined."""
         if data.join != JoinSettings():  # type: ignore[call-arg]  # all keys have defaults
-            raise Clash("join", "makes the chains of a record one sequence, and those of a pair stay two; remove it")
+            raise Clash("join", "joins the chains of a record, and the chains of a pair stay two; remove it")
         if data.long == "window":
             raise Clash("long", "window cuts a record, and a pair has two chains; choose full, skip or error")
         return super().suit(data)

@@ -1,4 +1,4 @@
-"""The registry of tasks: those of this package in TASKS, and those that other installed packages register.
+"""The registry of tasks: the tasks of this package, and tasks that other installed packages register.
 
 A task is registered as `module:Class`, a subclass of `esmshard.tasks.base.Task`. Its module is imported when a recipe
 is read. Another package registers its tasks as entry points of the group `esmshard.tasks` (docs/own-task.md).

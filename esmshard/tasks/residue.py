@@ -1,4 +1,4 @@
-"""Labels of residues: a class or a number for each, some of which may be undefined."""
+"""Labels of residues: a class or a number for each residue; some may be undefined."""
 
 from collections.abc import Sequence
 from pathlib import Path

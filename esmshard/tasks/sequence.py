@@ -95,7 +95,7 @@ class SequenceTask(LabelTask):
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> ProteinLabels:
         source = label_source(fasta, data)
         if isinstance(source, Path):
-            raise InputError(f"{source}: a label FASTA has labels of residues; give those of whole proteins in a table")
+            raise InputError(f"{source}: a label FASTA is for labels of residues; give labels of proteins in a table")
         kind, target = self.settings.kind, data.target or ()
         several = len(target) > 1
         if several and kind == "class":

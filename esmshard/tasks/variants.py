@@ -161,7 +161,7 @@ class Scale:
 
 
 def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
-    """Fit a scale to training values without NaN, at least two of which differ.
+    """Fit a scale to training values without NaN. At least two of them must differ.
 
     >>> fit_scale(np.array([1.0, 3.0]), "none").to(5.0)
     3.0
@@ -523,7 +523,7 @@ def _letters_seen(tokens_NL: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
 
 
 def _one_hot(tokens_L: npt.NDArray[np.uint8], seen_F2: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Return which of the letters stand in their places, float32 [F]."""
+    """Return 1 for each place and token that the variant has, float32 [F]."""
     return np.asarray(tokens_L[seen_F2[:, 0]] == seen_F2[:, 1], dtype=np.float32)
 
 

@@ -312,6 +312,13 @@ def test_a_symbol_that_is_no_residue_is_refused_and_the_option_is_named() -> Non
     assert [r.id for r in read_fasta(write(">a\nM<mask>K\n>b\nMK\n"), rules=Rules("drop"))] == ["b"]
 
 
+def test_an_id_that_comes_twice_is_read_once_or_refused() -> None:
+    records, notices = read(write(">a\nMK\n>b\nM\n>a x\nM K\n"))
+    assert [record.id for record in records] == ["a", "b"]
+    assert notices == ["a record that came twice was read once in 1 record (a)"]
+    assert refused(">a\nMK\n>b\nM\n>a\nMV\n").startswith("x.fasta: 'a' comes twice with two sequences")
+
+
 def test_chains_are_divided_by_a_colon() -> None:
     data = ">a\nmkt:M\nKV*\n>b\nMK*:MV*\n>c\nMKT\n"
     records, notices = read(write(data), Rules(linker=2))

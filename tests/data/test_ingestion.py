@@ -436,3 +436,5 @@ def test_duplicates_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch)
             found.append((records(store), store.digest))
         assert found[0] == found[1] == found[2]
         assert len(found[0][0]) == count
+    store = ingest([write(">a\nM\n>a\nK\n>a_2\nT\n>a\nV\n")], Path("free"), on_duplicate="suffix")
+    assert ids(store) == ["a", "a_3", "a_2", "a_4"], "numbers that are free"

@@ -54,16 +54,6 @@ def test_set_in_the_headers_divides_one_file() -> None:
         )
 
 
-def test_another_attribute_that_ends_in_set_divides_nothing() -> None:
-    Path("x.fasta").write_text(
-        "".join(f">{record} DATASET=uniprot offset=3 TARGET=0.5\nMKT{record.upper()}\n" for record in "acdefg")
-    )
-    with pytest.raises(InputError, match=r"x\.fasta: .*nothing divides it"):
-        open_split(recipe("sequence", "x.fasta", "x.fasta", "x.fasta"), "train", None)
-    with_folds = recipe("sequence", "x.fasta", "x.fasta", "x.fasta", ", folds: 3, fold: 0")
-    assert sorted(record for split in ids(with_folds).values() for record in split)
-
-
 def test_a_test_set_that_is_the_training_set_is_refused_and_such_a_validation_set_is_told_of() -> None:
     write("x.fasta", dict.fromkeys(SETS, ""))
     write("t.fasta", {"c": "", "f": ""})

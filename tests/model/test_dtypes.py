@@ -2,17 +2,14 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
-import pytest
 import torch
-from model_files import SMALL, TINY, fair_esm, ours, tokenise, write_fair_esm
+from model_files import SMALL, TINY, fair_esm, ours, tokenise
 from torch import nn
 
 from esmshard.model.attention import attention_map, inverse_frequencies
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import EsmConfig
-from esmshard.model.weights import load_model
 
 CPU = torch.device("cpu")
 NEAR = 0.999
@@ -42,19 +39,6 @@ def test_frequencies_stay_exact_whatever_the_model_is_cast_to() -> None:
             assert layer.self_attn.rot_emb.inv_freq.dtype == torch.float32
             assert torch.equal(layer.self_attn.rot_emb.inv_freq, expected), name
         assert model.lm_head.weight is model.embed_tokens.weight
-
-
-@pytest.mark.parametrize(("family", "dtype"), [("ESM-2", torch.bfloat16), ("ESM-1b", torch.float16)])
-def test_a_model_is_loaded_in_half_precision(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    reference = fair_esm(SMALL[family])
-    model = load_model(str(write_fair_esm(tmp_path / "model.pt", reference)), CPU, dtype)
-    for name, tensor in reference.state_dict().items():
-        found = model.state_dict()[name]
-        if name.endswith("inv_freq"):
-            assert torch.equal(found, tensor)
-        else:
-            assert found.dtype == dtype
-            assert torch.equal(found, tensor.to(dtype)), name
 
 
 def test_bf16_is_near_fp32_at_a_thousand_residues_because_angles_are_fp32() -> None:

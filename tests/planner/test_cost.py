@@ -162,6 +162,26 @@ def test_bytes_that_ranks_of_a_layer_exchange() -> None:
     assert received(bf16(world_size=4, group=2, tensor=2), micro_batches=3) == 3 * (found() + weights)
 
 
+def test_seconds_of_divided_layers() -> None:
+    work = Work(tokens=200_000, attended=500, micro_batches=2)
+    plain, divided = four(work), four(work, group=2, tensor=2)
+    assert divided.compute == pytest.approx(plain.compute / 2)
+    assert divided.optimizer == pytest.approx((60e6 + 4e6) / 2 * 40 / 0.8e12)
+    # In each micro-batch 82 of 400 MB, and a sum of small gradients in each layer that takes the time of an empty one.
+    exchange = 2 * ((82 + 10) * 30e-6 + 82 * 200e6 / 75e9)
+    gather, reduce = 30e-6 + 6e6 / 75e9 + 2 * 12e6 / 0.8e12, 30e-6 + 12e6 / 75e9
+    root = ROOT_GATHER + ROOT_REDUCE
+    assert divided.exposed == pytest.approx(2 * (2 * gather + reduce + root) + exchange)
+    assert divided.seconds == pytest.approx(divided.compute + divided.exposed + divided.optimizer)
+    assert divided.tokens_per_second == pytest.approx(2 * 200_000 / 2 / divided.seconds)
+    assert divided.mfu == pytest.approx(2 * 200_000 * training_flops(MODEL, 500) / 2 / divided.seconds / 100e12)
+    full = four(work, group=2, tensor=2, activation_checkpointing="full")
+    assert full.recompute == pytest.approx(full.compute / 3)
+    normed = replace(MODEL, config=EsmcConfig(n_layers=10, dim=1000, n_heads=10, ffn=4000))
+    more, less = (exchanged(numbers, bf16(world_size=4, tensor=2), FOUR, 10_000) for numbers in (normed, MODEL))
+    assert more.seconds - less.seconds == pytest.approx(10 * 8 * 30e-6)  # four more sums in each pass
+
+
 def test_published_runs_come_out_within_15_percent() -> None:
     """From one machine to 32, BioNeMo's ESM-2 3B reached 96.85% of linear."""
     assert len(RUNS) == 3

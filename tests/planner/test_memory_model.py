@@ -113,6 +113,13 @@ def test_gradients_between_micro_batches() -> None:
     assert gradients(2, accumulate="unsharded", reduce_dtype="bf16") == 128_000_000 * 2
 
 
+def test_unsharded_gradients_give_way_to_shards() -> None:
+    found = needed(10, micro_batches=2, accumulate="unsharded")
+    assert found.when == "reduction of the gradients of layer 10 of 10"
+    # All of them, the root's of this pass, the layer's in bf16 and on their way, and its shard.
+    assert found.gradients == 512_000_000 + 16_000_000 + 24_000_000 + 48_000_000 + 6_000_000
+
+
 def test_reducing_in_bf16_is_smaller_and_with_copies_stays() -> None:
     whole, copied = (
         needed(10, reduce_dtype="bf16", **options) for options in ({}, {"strategy": "hybrid_shard", "group": 4})
@@ -153,6 +160,14 @@ def test_checkpointing() -> None:
     # Input, q, k, v, attention and its log-sum-exp, its projection, fc1 (4). While the layer is recomputed, beside what
     # is there without checkpointing the output of the projection, and q and k before the rotation.
     assert (some.kept, some.kept + some.again, some.passing) == (10 * 2000 + 40, BF16_TOKEN + 3 * 2000, 5 * 2000)
+
+
+def test_padding_and_several_sequences() -> None:
+    layout = bf16(world_size=8)
+    # On a CPU one more vector; padded by half, three for q, k, v become 4.5, and one for the output 1 + 1.5.
+    assert layer_bytes(MODEL, layout, "cpu").kept == BF16_TOKEN + 2000
+    assert layer_bytes(MODEL, layout, "cuda-padded", padding=1.5).kept == BF16_TOKEN + 3 * 2000
+    assert layer_bytes(MODEL, layout, "cuda", padding=1.5).kept == BF16_TOKEN
 
 
 @pytest.mark.parametrize("size", ["mini", "esmc_mini", "amplify_mini", "saprot_mini"])

@@ -209,6 +209,21 @@ def test_variants_leave_the_same_residues_out(directory: Path) -> None:
 
 
 @torch.no_grad()
+def test_scores_are_of_the_residues_in_the_joined_sequence(directory: Path) -> None:
+    a, b = "MKTAYIAKQR", "GQISFVKSH"
+    Path("x.fasta").write_text(f">ab\n{a}:{b}\n>a\n{a}\n")
+    score_sequences(str(directory / "model"), Path("x.fasta"), Path("x.csv"), join="linker:6")
+    with open("x.csv", newline="") as file:
+        joined, alone = csv.DictReader(file)
+    assert (joined["length"], joined["not_scored"], joined["window"]) == ("19", "0", "25")
+    assert (alone["length"], alone["window"]) == ("10", "10")
+    plain, model = a + "G" * 6 + b, reference()
+    total = sum(own_log_p(model, plain, site) for site in range(25) if not 10 <= site < 16)
+    assert float(joined["pseudo_log_likelihood"]) == pytest.approx(total, abs=1e-3)
+    assert '"join": "linker:6"' in Path("x.csv.json").read_text()
+
+
+@torch.no_grad()
 def test_tracks_are_read(tmp_path: Path) -> None:
     name, model = write_model(tmp_path / "model")
     pairs = random_pairs({"a": 14, "b": 9})

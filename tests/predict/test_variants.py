@@ -111,7 +111,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = ["mutant,variant,fold,measured,predicted,sd,one-hot ridge,left out because"]
     for n, (name, letters) in enumerate(zip(names, letters_N4, strict=True)):
         value = planted(letters) + 0.1 * rng.normal()
-        rows.append(f"{name},{name},{n % FOLDS},{value:.5f},{value + rng.gumbel():.5f},,{value + rng.normal():.5f},")
+        error = rng.gumbel() * (1 if n % FOLDS else 3)  # the errors of one fold are larger
+        rows.append(f"{name},{name},{n % FOLDS},{value:.5f},{value + error:.5f},,{value + rng.normal():.5f},")
     better = {"differences": {"one-hot ridge": {"value": -0.3, "low": -0.4, "high": -0.2}}}
     better["metrics"] = {"one-hot ridge": {"value": 0.6}}
     write_run(found / "library", FOLDS, facts(), names, rows, joint=better)
@@ -349,7 +350,7 @@ def test_the_coverage_is_that_of_folds_left_out(runs: Path, tmp_path: Path) -> N
         others = np.sort(error_N[fold_N != fold])  # 288 of them; 275 is 0.95 x 289, rounded up
         held += [others[288 - 275] <= error <= others[275 - 1] for error in error_N[fold_N == fold]]
     assert told["interval"]["coverage"] == pytest.approx(np.mean(held))
-    assert 0.85 < told["interval"]["coverage"] < 0.95
+    assert 0.8 < told["interval"]["coverage"] < np.mean((low <= error_N) & (error_N <= high)) - 0.005, "out of sample"
     varied = {f"{WT[n]}{n + 1}{to}" for n in SITES for to in STANDARD if to != WT[n]}
     assert {row["mutant"] for row in rows if row["sites varied in training"] == "yes"} == varied
     assert {row["mutant"] for row in rows if row["low 90%"] and row["high 90%"]} == varied

@@ -1,23 +1,28 @@
 """Zero-shot scores beside the plainest computation of what they mean: one sequence, one forward pass, one site."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from tracked_model import random_pairs, track, write_model
 
 from esmshard.batch import pack
-from esmshard.data.variants import Mutation
+from esmshard.data.variants import Mutation, parse_variant
 from esmshard.errors import UsageError
+from esmshard.io.writers import facts_file
 from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.trunk import Trunk
 from esmshard.predict.variants import single_substitutions
-from esmshard.predict.zero_shot import score
+from esmshard.predict.zero_shot import METHODS, score, score_table
 from esmshard.tasks import marginals
 from esmshard.tasks.marginals import log_probabilities
-from esmshard.vocab import MASK, STANDARD, encode
+from esmshard.vocab import MASK, RESIDUES, STANDARD, TOKENS, encode
 
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ"
 NUMBER = {aa: int(encode(aa)[1]) for aa in STANDARD}
@@ -110,3 +115,59 @@ def test_mistakes(model: ESM2) -> None:
         score(model, PROTEIN, VARIANTS, "best")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="give at least 1"):
         score(model, PROTEIN, VARIANTS, window=0)
+
+
+# Tracks
+
+SEQUENCE, LETTERS = random_pairs({"wt": 40})["wt"]
+TRACKED = [f"{SEQUENCE[n]}{n + 1}{'C' if SEQUENCE[n] != 'C' else 'W'}" for n in (0, 7, 20, 39)]
+OF_TRACKED = [parse_variant(name) for name in TRACKED]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Trunk]:
+    return write_model(tmp_path_factory.mktemp("tracked") / "model")
+
+
+@torch.no_grad()
+def with_letters(model: Trunk, window: int) -> list[float]:
+    """Masked marginals: each site hidden in a window around it, with the letters of the window."""
+    found = []
+    for (mutation,) in OF_TRACKED:
+        first = min(max(mutation.position - window // 2, 0), len(SEQUENCE) - window)
+        tokens = encode(SEQUENCE[first : first + window]).copy()
+        place = mutation.position - first + 1
+        tokens[place] = MASK
+        batch = pack([tokens], logits_at=[np.array([place])], tracks=[{"3di": track(LETTERS[first : first + window])}])
+        logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
+        assert logits_PV is not None
+        columns = [TOKENS.index(letter) for letter in RESIDUES]
+        log_p = logits_PV[0, columns].log_softmax(-1)
+        found.append(float(log_p[RESIDUES.index(mutation.mutant)] - log_p[RESIDUES.index(mutation.wild)]))
+    return found
+
+
+def test_every_method_sees_the_letters_of_the_window(trained: tuple[str, Trunk]) -> None:
+    tracks = {"3di": track(LETTERS)}
+    for window in (40, 15):
+        found = score(trained[1], SEQUENCE, OF_TRACKED, window=window, tracks=tracks)
+        np.testing.assert_allclose(found, with_letters(trained[1], window), rtol=0, atol=1e-5)
+    for method in METHODS:
+        values = [score(trained[1], SEQUENCE, OF_TRACKED, method, tracks=given) for given in (None, tracks)]
+        assert (np.abs(values[0] - values[1]) > 1e-5).all()
+
+
+def test_a_table_with_letters(trained: tuple[str, Trunk], tmp_path: Path) -> None:
+    name, model = trained
+    (tmp_path / "wt.fasta").write_text(f">wt\n{SEQUENCE}\n")
+    (tmp_path / "3di.fasta").write_text(f">other\nvv\n>wt\n{LETTERS}\n")
+    (tmp_path / "v.csv").write_text("\n".join(["mutant", *TRACKED]) + "\n")
+    expected = with_letters(model, 40)
+    out = tmp_path / "x.csv"
+    score_table(name, tmp_path / "wt.fasta", tmp_path / "v.csv", out, tracks={"3di": str(tmp_path / "3di.fasta")})
+    found = [float(line.split(",")[1]) for line in out.read_text().splitlines()[1:]]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    about = json.loads(facts_file(out).read_text())
+    assert about["tracks"] == {"3di": "3di.fasta"}
+    assert about["wild_type"] == "wt.fasta"
+    assert "structure letters (3Di) of 40 of 40 residues of the wild type" in str(about["notices"])

@@ -1,7 +1,6 @@
 """The contact task: labels, loss, metrics and baselines."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,23 +58,6 @@ def test_the_loss_is_what_one_computes_by_hand() -> None:
     assert float(found.count) == 2
 
 
-class Split:
-    """Labels as training examples."""
-
-    path = Path("train.fasta")
-
-    def __init__(self, *targets: torch.Tensor) -> None:
-        self.read: list[int] = []
-        self._targets = targets
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
-    def get(self, n: int) -> Example:
-        self.read.append(n)
-        return Example(str(n), encode("M" * len(self._targets[n])), {"cb": self._targets[n].numpy()})
-
-
 # Metrics
 
 
@@ -105,14 +87,15 @@ def test_a_row_and_the_summary_of_two() -> None:
 
 def test_the_separation_prior_by_hand(model: FineTuner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contact, "contact_labels", lambda labels_LL: labels_LL)
-    split = Split(labels(8, (0, 6), (0, 7)), labels(7, (0, 6)), labels(8, (1, 7), unresolved=(0,)), labels(10))
-    known = TASK.baselines([split.get(n) for n in range(3)], model)
+    targets = labels(8, (0, 6), (0, 7)), labels(7, (0, 6)), labels(8, (1, 7), unresolved=(0,)), labels(10)
+    *train, test = [Example("x", encode("M" * len(target)), {"cb": target.numpy()}) for target in targets]
+    known = TASK.baselines(train, model)
     # Six apart: (0,6) (1,7) of the first, (0,6) of the second, (1,7) of the third; seven apart: (0,7) of the first.
     prior = [math.log(1 / 99)] * 6 + [math.log(4 / 100), math.log(2 / 99)]
     assert known["separation prior"] == pytest.approx(prior)
     assert known["separation prior"].dtype == np.float32
 
-    outputs: Any = TASK.baseline_outputs([split.get(3)], known, None)
+    outputs: Any = TASK.baseline_outputs([test], known, None)
     assert list(outputs) == ["base rate", "separation prior"]
     assert math.isnan(outputs["base rate"][0]["AUPRC"])
     (scores_LL,) = outputs["separation prior"]
@@ -120,4 +103,4 @@ def test_the_separation_prior_by_hand(model: FineTuner, monkeypatch: pytest.Monk
     for i in range(10):
         for j in range(10):
             assert scores_LL[i, j] == pytest.approx(prior[min(abs(i - j), 7)])
-    assert list(TASK.baseline_outputs([split.get(3)], {}, None)) == ["base rate"]
+    assert list(TASK.baseline_outputs([test], {}, None)) == ["base rate"]

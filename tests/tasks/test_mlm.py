@@ -13,8 +13,8 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.io.store import ingest
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.tasks.base import collate
-from esmshard.tasks.mlm import MlmSettings, MlmTask
-from esmshard.vocab import CLS, EOS, MASK, decode, encode
+from esmshard.tasks.mlm import MlmSettings, MlmTask, corrupt
+from esmshard.vocab import CLS, EOS, MASK, SEPARATOR, decode, encode, is_residue
 
 SETTINGS = MlmSettings(name="mlm")
 TASK = MlmTask(SETTINGS, {})
@@ -102,6 +102,16 @@ def test_validation_hides_the_same_whatever_the_seed_and_training_another_choice
     # The same for ever: a change would make perplexities of old and new runs differ.
     fixed = [TASK.inputs(example("MKTAYIAKQRQISFVKSHFS", "fixed", name)).logits_at.tolist() for name in ("P1", "P2")]
     assert fixed[0] == [8, 11, 13] != fixed[1]
+
+
+def test_a_linker_is_never_hidden_and_never_drawn() -> None:
+    tokens = encode("MKTAYIAKQR:GQISFVKSH", linker=30)
+    for draw in range(200):
+        corrupted, chosen_P = corrupt(tokens, 0.5, f"draw {draw}")
+        assert len(chosen_P) in (9, 10), "half of the residues, whatever the linker"
+        assert is_residue(tokens)[chosen_P].all()
+        assert (corrupted[tokens == SEPARATOR] == SEPARATOR).all()
+        assert (corrupted == SEPARATOR).sum() == 30
 
 
 # Loss and scores

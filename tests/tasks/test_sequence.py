@@ -12,12 +12,13 @@ from model_files import TINY, fair_esm, ours, tokenise
 from scipy import stats
 from sklearn import metrics as reference
 
+from esmshard.batch import pack
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
-from esmshard.tasks.sequence import SequenceSettings, SequenceTask
-from esmshard.vocab import STANDARD, encode
+from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask
+from esmshard.vocab import STANDARD, encode, is_residue
 
 NUMBERS = {"targets": ["Tm"], "mean": [50.0], "std": [4.0]}
 TWO = {"targets": ["a", "b"], "mean": [1.0, -1.0], "std": [2.0, 10.0]}
@@ -118,16 +119,14 @@ def test_several_labels_come_from_one_column_or_from_columns_of_flags(files: Fil
 # Head
 
 
-def test_the_mean_is_over_residues_alone() -> None:
-    head = task(hidden=0).head(TINY)
-    torch.nn.init.normal_(head.out.weight)
-    batch = tokenise(["MKT", "ACDEF"])[1]
-    x_TD = torch.randn(12, 32)
-    with torch.no_grad():
-        found = head.eval()(x_TD, batch)
-    for output, mean_D in zip(found, (x_TD[1:4].mean(0), x_TD[6:11].mean(0)), strict=True):
-        normed = (mean_D - mean_D.mean()) / (mean_D.var(unbiased=False) + 1e-5).sqrt()
-        assert float(output) == pytest.approx(float(normed @ head.out.weight[0].detach()), abs=1e-5)
+def test_means_are_over_the_residues_of_all_chains() -> None:
+    batch = pack([encode("MKTAYIAKQR"), encode("MKTAYIAKQR:GQISFVKSH", linker=4), encode("M:K:W", linker=2)])
+    x_TD = torch.randn(len(batch.tokens_T), 8, generator=torch.Generator().manual_seed(0))
+    own_T = torch.from_numpy(is_residue(batch.tokens_T.numpy()))
+    bounds = ((0, 12), (12, 37), (37, 46))
+    expected = torch.stack([x_TD[start:end][own_T[start:end]].mean(0) for start, end in bounds])
+    head = SequenceHead(8, 0, 3, 0.0)
+    torch.testing.assert_close(torch.stack(head(x_TD, batch)), head.out(head.norm(expected)))
 
 
 def test_a_new_head_says_what_the_training_labels_are_on_the_whole() -> None:
