@@ -31,13 +31,12 @@ out: {out}
 
 
 LONG = {
-    *("equality", "cli", "adapted_runs", "saver", "memory_model", "sharded_runs", "stuck_ranks", "attempts"),
-    *("local_launch", "variants_command", "landscape", "shipped_recipes", "engines", "embed_job", "parts", "tracker"),
-    *("embed_in_bucket", "gpu_runner", "elastic", "slurm_run", "kubernetes", "doctor", "restarts"),
+    *("equality", "cli", "adapted_runs", "saver", "sharded_runs", "stuck_ranks", "attempts", "variants_command"),
+    *("landscape", "shipped_recipes", "engines", "embed_job", "parts", "tracker", "embed_in_bucket", "gpu_runner"),
+    *("elastic", "slurm_run", "kubernetes"),
 }
 """Files that are begun first."""
 LENGTHY = {
-    "one_process": "whole runs, two of them with compiled layers",
     "shipped_recipes": "a run of each recipe, with each kind of starting weights",
     "sequence_embedder": "scikit-learn's own checks, which fit a model again and again",
 }

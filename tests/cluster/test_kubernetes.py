@@ -7,7 +7,6 @@ tests/cluster/test_kubernetes.py` runs these, and writes the examples anew.
 import json
 import socket
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -98,15 +97,14 @@ def kubernetes_validate() -> ModuleType:
     return import_module("kubernetes_validate")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_objects_are_valid(kubernetes_validate: ModuleType, variant: str) -> None:
-    for document in pods.objects(*VARIANTS[variant]).values():
-        assert kubernetes_validate.validate(document, VERSION, strict=True) == VERSION
+def test_objects_are_valid(kubernetes_validate: ModuleType) -> None:
+    for variant in VARIANTS.values():
+        for document in pods.objects(*variant).values():
+            assert kubernetes_validate.validate(document, VERSION, strict=True) == VERSION
 
 
-@pytest.mark.parametrize(
-    ("variant", "command"),
-    [
+def test_commands() -> None:
+    for variant, command in (
         (
             "two nodes",
             "torchrun_wrapper.sh /work/runs/contact/status.json python -m torch.distributed.run --nnodes=1:2 "
@@ -119,74 +117,37 @@ def test_objects_are_valid(kubernetes_validate: ModuleType, variant: str) -> Non
             "embed",
             "esmshard embed esm2_t33_650M_UR50D proteins.fasta.gz -o embeddings --engine array --nproc=1 --worker=1/4",
         ),
-    ],
-)
-def test_commands(variant: str, command: str) -> None:
-    words = _command(pods.objects(*VARIANTS[variant])["Job"], 1)
-    if words[0] == "sh":
-        wrapper = (TEMPLATES / "torchrun_wrapper.sh").read_text(encoding="utf-8")
-        assert words[:3] == ["sh", "-c", wrapper]
-        words = words[3:]
-    assert words == command.split(" ")
-
-
-def test_an_odd_directory_is_the_same_for_the_run_and_the_wrapper() -> None:
+    ):
+        words = _command(pods.objects(*VARIANTS[variant])["Job"], 1)
+        if words[0] == "sh":
+            wrapper = (TEMPLATES / "torchrun_wrapper.sh").read_text(encoding="utf-8")
+            assert words[:3] == ["sh", "-c", wrapper]
+            words = words[3:]
+        assert words == command.split(" ")
+    # An odd directory is the same for the run and the wrapper.
     words = _command(pods.objects(*VARIANTS["two nodes, an odd directory"])["Job"], 0)
     out = "/mnt/team/$(id): a #1"
     assert words[4] == f"{out}/status.json"
     assert recipe.load(recipe.resolve("contact"), [words[-1]]).out == out
 
 
-@pytest.mark.parametrize("variant", ["two nodes, everything", "doctor"])
-def test_names_of_pods_resolve(variant: str) -> None:
-    """A pod's record is HOSTNAME.SUBDOMAIN.NAMESPACE.svc, if SUBDOMAIN is a headless Service that selects the pod."""
-    found = pods.objects(*VARIANTS[variant])
-    job, service = found["Job"], found["Service"]
-    name, of_job = job["metadata"]["name"], {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
-    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
-    assert service["spec"]["selector"] == of_job  # a label that the controller sets
-    (port,) = [entry["port"] for entry in service["spec"]["ports"]]
-    endpoint = f"--rdzv-endpoint={name}-0.{name}.{service['metadata']['namespace']}.svc:{port}"
-    assert all(endpoint in _command(job, index) for index in range(job["spec"]["completions"]))
-    same = {"podSelector": {"matchLabels": of_job}}
-    assert found["NetworkPolicy"]["spec"] == {**same, "policyTypes": ["Ingress"], "ingress": [{"from": [same]}]}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_how_pods_are_replaced(variant: str) -> None:
-    job = pods.objects(*VARIANTS[variant])["Job"]
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    assert pod["restartPolicy"] == "Never"  # which podFailurePolicy demands
-    assert (spec["completionMode"], spec["podReplacementPolicy"]) == ("Indexed", "Failed")
-    assert spec["completions"] == spec["parallelism"]
-    assert "activeDeadlineSeconds" not in spec
-    assert [_action(job, code) for code in (75, 143, 2, 1, 137)] == ["Ignore", "Ignore", "FailJob", "Count", "Count"]
-    assert [_action(job, code, disrupted=True) for code in (75, 2, 1, 137)] == ["Ignore", "FailJob", "Ignore", "Ignore"]
-    assert pod["terminationGracePeriodSeconds"] == GRACE >= STOP_TIMEOUT + END_TIMEOUT
-    assert spec["backoffLimit"] == (0 if job["metadata"]["name"] == "doctor" else 3 * spec["completions"])
-    # Of the pods of a run the first that is done says that all are; each worker of embed has its own parts.
-    done = {"rules": [{"succeededCount": 1}]} if VARIANTS[variant][0].kind == "finetune" else None
-    assert spec.get("successPolicy") == (done if spec["completions"] > 1 else None)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_pods_may_do_nothing_but_work(variant: str) -> None:
-    """The Pod Security Standard `restricted`, but for RDMA's capability; and files only on the volumes."""
-    everything = VARIANTS[variant][1] is pods.FULL
-    pod = pods.objects(*VARIANTS[variant])["Job"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    security = pod["securityContext"]
-    assert (security["runAsNonRoot"], security["runAsUser"]) == (True, 4321 if everything else 1000)
-    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
-    capabilities = {"drop": ["ALL"]} | ({"add": ["IPC_LOCK"]} if everything else {})
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": capabilities
-    }  # fmt: skip
-    assert (pod["automountServiceAccountToken"], pod["enableServiceLinks"]) == (False, False)
-    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
-    writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
-    assert writable == {"/mnt/team" if everything else "/work", "/tmp", "/dev/shm"}
+def test_how_pods_are_replaced() -> None:
+    for kind, profile in VARIANTS.values():
+        job = pods.objects(kind, profile)["Job"]
+        spec, pod = job["spec"], job["spec"]["template"]["spec"]
+        assert pod["restartPolicy"] == "Never"  # which podFailurePolicy demands
+        assert (spec["completionMode"], spec["podReplacementPolicy"]) == ("Indexed", "Failed")
+        assert spec["completions"] == spec["parallelism"]
+        assert "activeDeadlineSeconds" not in spec
+        codes = {75: "Ignore", 143: "Ignore", 2: "FailJob", 1: "Count", 137: "Count"}
+        assert {code: _action(job, code) for code in codes} == codes
+        disrupted = {75: "Ignore", 2: "FailJob", 1: "Ignore", 137: "Ignore"}
+        assert {code: _action(job, code, disrupted=True) for code in disrupted} == disrupted
+        assert pod["terminationGracePeriodSeconds"] == GRACE >= STOP_TIMEOUT + END_TIMEOUT
+        assert spec["backoffLimit"] == (0 if job["metadata"]["name"] == "doctor" else 3 * spec["completions"])
+        # Of the pods of a run the first that is done says that all are; each worker of embed has its own parts.
+        done = {"rules": [{"succeededCount": 1}]} if kind.kind == "finetune" else None
+        assert spec.get("successPolicy") == (done if spec["completions"] > 1 else None)
 
 
 def test_every_key_of_the_profile_has_an_effect() -> None:
@@ -209,12 +170,6 @@ def test_the_job_id_is_that_of_the_job_for_all_its_pods() -> None:
         assert [run_dir.job_id(pods.environment(container, index)) for index in (0, 1)] == [job_id] * 2
 
 
-def test_a_recipe_of_ones_own_lies_where_the_command_looks() -> None:
-    (container,) = pods.objects(*VARIANTS["a recipe of one's own"])["Job"]["spec"]["template"]["spec"]["containers"]
-    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "recipe"]
-    assert (mount["mountPath"], mount["subPath"]) == ("/work/my own.yaml", "recipe.yaml")
-
-
 NASTY = [
     *("x; rm -rf /", "$(touch /tmp/pwned)", "$(HOME)", "$$(HOME)", "cost=5$", "$HOME `id`", "$$$", "$é", "$(open"),
     *("two\nlines\n", "a: b # c\n---\nkind: Secret\n", "- x\n  - y \n\ttab\r\n", "yes", "null", "", "1e3", "12:30:45"),
@@ -231,18 +186,17 @@ NASTY = [
 ]
 
 
-@pytest.mark.parametrize("text", NASTY)
-def test_every_value_arrives_as_it_is(text: str) -> None:
-    job = pods.run(arguments=("finetune", "/work/my.yaml", f"out={text}", text), recipe_text=text)
-    site = Site.model_validate(pods.BARE | {"exports": {"PLAIN": text}})
-    rendered = render(job, site, "kubernetes")
-    for documents in (list(pyyaml.safe_load_all(rendered)), list(YAML(typ="safe", pure=True).load_all(rendered))):
-        config, _, _, rendered_job = [document for document in documents if document]
-        (container,) = rendered_job["spec"]["template"]["spec"]["containers"]
-        words = pods.command(container, 0)
-        assert words[words.index("esmshard") + 1 :][:4] == ["finetune", "/work/my.yaml", f"out={text}", text]
-        assert pods.environment(container, 0)["PLAIN"] == text
-        assert config["data"]["recipe.yaml"] == text
+def test_every_value_arrives_as_it_is() -> None:
+    for text in NASTY:
+        job = pods.run(arguments=("finetune", "/work/my.yaml", f"out={text}", text), recipe_text=text)
+        rendered = render(job, Site.model_validate(pods.BARE | {"exports": {"PLAIN": text}}), "kubernetes")
+        for documents in (list(pyyaml.safe_load_all(rendered)), list(YAML(typ="safe", pure=True).load_all(rendered))):
+            config, _, _, rendered_job = [document for document in documents if document]
+            (container,) = rendered_job["spec"]["template"]["spec"]["containers"]
+            words = pods.command(container, 0)
+            assert words[words.index("esmshard") + 1 :][:4] == ["finetune", "/work/my.yaml", f"out={text}", text]
+            assert pods.environment(container, 0)["PLAIN"] == text
+            assert config["data"]["recipe.yaml"] == text
 
 
 def test_names() -> None:
@@ -258,18 +212,20 @@ def test_names() -> None:
         assert len(f"{name}-{nodes - 1}") <= 63
 
 
-@pytest.mark.parametrize(
-    ("site", "changes", "token"),
-    [
-        ({"kubernetes": {"claim": "data"}}, {}, "container.image"),
-        ({"container": {"image": "/images/esmshard.sqsh"}, "kubernetes": {"claim": "data"}}, {}, "of a registry"),
-        ({"container": {"image": "esmshard"}}, {}, "kubernetes.claim"),
-        (pods.BARE, {"arguments": ("finetune", "contact", "out=\udcff")}, "holds a character"),
-    ],
-)
-def test_what_cannot_be_rendered(site: dict[str, Any], changes: dict[str, Any], token: str) -> None:
-    with pytest.raises(UsageError, match=token):
-        render(pods.run(**changes), Site.model_validate(site), "kubernetes")
+def test_what_cannot_be_rendered() -> None:
+    odd = pods.run(arguments=("finetune", "contact", "out=\udcff"))
+    for site, job, token in (
+        ({"kubernetes": {"claim": "data"}}, pods.run(), "container.image"),
+        (
+            {"container": {"image": "/images/esmshard.sqsh"}, "kubernetes": {"claim": "data"}},
+            pods.run(),
+            "of a registry",
+        ),
+        ({"container": {"image": "esmshard"}}, pods.run(), "kubernetes.claim"),
+        (pods.BARE, odd, "holds a character"),
+    ):
+        with pytest.raises(UsageError, match=token):
+            render(job, Site.model_validate(site), "kubernetes")
 
 
 def test_examples_are_what_is_rendered(kubernetes_validate: ModuleType) -> None:
@@ -340,25 +296,6 @@ def test_two_pods_train_are_preempted_and_go_on(tiny_recipe: Path, monkeypatch: 
     assert after["job"] == before["job"] == "tiny-0f5c-77"
     steps = [json.loads(line).get("step") for line in metrics.read_text().splitlines() if '"loss"' in line]
     assert sorted(set(steps)) == list(range(1, 41))
-
-
-def test_a_pod_that_waits_for_the_others_leaves_when_it_is_asked(tiny_recipe: Path) -> None:
-    objects = _tiny(tiny_recipe)
-    (port,) = [entry["port"] for entry in objects["Service"]["spec"]["ports"]]
-    pod = _start(objects["Job"], 0, tiny_recipe.parent)
-    end = time.monotonic() + 600
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            break
-        except ConnectionRefusedError:
-            assert pod.process.poll() is None, pod.output
-            assert time.monotonic() < end
-            time.sleep(0.1)
-    pod.process.terminate()
-    assert pod.end() == 143, pod.output
-    assert _action(objects["Job"], 143) == "Ignore"
-    assert not (tiny_recipe.parent / "run").exists()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""torchrun_wrapper.sh, executed around small programs that behave like torchrun."""
+"""torchrun_wrapper.sh, executed around small programs that behave like torchrun, all side by side from one shell."""
 
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,8 +15,6 @@ import pytest
 import esmshard
 
 WRAPPER = Path(esmshard.__file__).parent / "cluster" / "templates" / "torchrun_wrapper.sh"
-
-SHELLS = [name for name in ("sh", "bash", "busybox") if shutil.which(name)]
 
 RANK = """
 trap 'echo asked >> rank-$1; exit 0' TERM
@@ -37,152 +34,126 @@ ranks="$ranks $!"
 wait
 [ -z "$ended" ] || echo "$ended" > status.json
 """
+# Starts `command` in each folder, and writes its process id and its exit code.
+ALL = """
+for folder in */; do (
+    cd "$folder" || exit
+    . ./variables
+    sh command 2> errors &
+    echo $! > new && mv new pid
+    wait $!
+    echo $? > new && mv new code
+) & done
+wait
+"""
+EXITS: dict[tuple[str, str | None], int] = {
+    ("exit 0", "done"): 0,
+    ("exit 0", "preempted"): 75,
+    ("exit 0", "running"): 75,
+    ("exit 0", "failed"): 1,
+    ("exit 0", None): 75,
+    ("exit 1", "preempted"): 1,
+    ("exit 1", "done"): 1,
+    ("exit 137", "running"): 137,
+    ("kill -KILL $$", None): 137,
+}
+"""By what torchrun does and the state in status.json."""
+BEGUN: dict[str, tuple[str | None, str, str, str, int]] = {
+    "asked": (None, "preempted", TORCHRUN, "sh", 75),
+    "asked, busybox": (None, "preempted", TORCHRUN, "busybox sh" if shutil.which("busybox") else "bash", 75),
+    "ends as it is asked": ("preempted", "done", TORCHRUN, "sh", 0),
+    "done before": ("done", "preempted", TORCHRUN, "sh", 75),
+    # Ranks that are started again end with torchrun.
+    "again": (None, "running", TORCHRUN + "sh rank.sh 2 & ranks=$!\nwait\n", "sh", 143),
+    # Ranks that were lost to the others have left with 0, so that torchrun waits for the other machines, in vain.
+    "waits": (None, "running", TORCHRUN + "while :; do :; done", "sh", 143),
+}
+"""The state of an earlier start, that after this one, the program, the shell, and the exit code."""
 
 
 def _status(state: str, step: int = 3) -> str:
     return json.dumps({"state": state, "step": step, "message": 'it said "state": "done"'}, indent=1) + "\n"
 
 
-class Wrapper:
-    """The wrapper around a shell program, in a directory of its own."""
-
-    def __init__(
-        self,
-        directory: Path,
-        program: str,
-        shell: str = "sh",
-        status: str = "status.json",
-        patience: str = "120",
-        **extra: str,
-    ) -> None:
-        (directory / "rank.sh").write_text(RANK)
-        (directory / "torchrun.sh").write_text(program)
-        words = [*(["busybox", "sh"] if shell == "busybox" else [shell]), "-c"]
-        words += [WRAPPER.read_text().replace("-lt 120", f"-lt {patience}"), WRAPPER.name, status]
-        self._directory = directory
-        self.process = subprocess.Popen(
-            [*words, "sh", "torchrun.sh"],
-            cwd=directory,
-            env={**os.environ, **extra},
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def read(self, name: str) -> list[str]:
-        file = self._directory / name
-        return file.read_text().split() if file.exists() else []
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 600
-        while True:
-            is_over = self.process.poll() is not None
-            if condition():
-                return
-            assert not is_over, self.process.communicate()
-            assert time.monotonic() < end
-            time.sleep(0.02)
-
-    def end(self) -> int:
-        try:
-            _, errors = self.process.communicate(timeout=600)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        assert errors == ""
-        return self.process.returncode
+def _written(folder: Path, program: str, *, shell: str = "sh", status: str = "status.json", **variables: str) -> Path:
+    folder.mkdir()
+    (folder / "rank.sh").write_text(RANK)
+    (folder / "torchrun.sh").write_text(program)
+    (folder / "wrapper.sh").write_text(WRAPPER.read_text().replace("-lt 120", "-lt 2"))
+    (folder / "variables").write_text("".join(f"export {name}={value}\n" for name, value in variables.items()))
+    words = f'exec {shell} -c "$(cat wrapper.sh)" {WRAPPER.name} "{status}" sh torchrun.sh\n'
+    (folder / "command").write_text(words)
+    return folder
 
 
-def test_shellcheck_is_content() -> None:
-    shellcheck = shutil.which("shellcheck") or str(Path(sys.executable).with_name("shellcheck"))
-    checked = subprocess.run([shellcheck, "--shell=sh", WRAPPER], check=False, capture_output=True, text=True)
-    assert (checked.returncode, checked.stdout) == (0, "")
+def _wait_for(condition: Callable[[], object], folder: Path) -> None:
+    end = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < end, folder
+        time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("code", "state", "expected"),
-    [
-        (0, "done", 0),
-        (0, "preempted", 75),
-        (0, "running", 75),
-        (0, "failed", 1),
-        (0, None, 75),
-        (1, "preempted", 1),
-        (1, "done", 1),
-        (137, "running", 137),
-    ],
-)
-def test_exit_codes(tmp_path: Path, code: int, state: str | None, expected: int) -> None:
-    if state is not None:
-        (tmp_path / "status.json").write_text(_status(state))
-    assert Wrapper(tmp_path, f"exit {code}").end() == expected
+def _read(folder: Path, name: str) -> list[str]:
+    file = folder / name
+    return file.read_text().split() if file.exists() else []
 
 
-def test_a_command_without_a_status_keeps_its_code(tmp_path: Path) -> None:
-    assert Wrapper(tmp_path, "exit 0", status="").end() == 0
-    assert Wrapper(tmp_path, "exit 1", status="").end() == 1
-    assert Wrapper(tmp_path, "kill -KILL $$").end() == 128 + signal.SIGKILL
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Start all wrappers that are written in folders of `tmp_path`; at the end none is left."""
+    shells: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        shells.append(subprocess.Popen(["bash", "-c", ALL], cwd=tmp_path, start_new_session=True))
+
+    yield start
+    for shell in shells:
+        with suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
 
 
-def _begun(directory: Path, before: str | None, ended: str, program: str = TORCHRUN, **options: str) -> Wrapper:
-    """Training has begun in two ranks. `before` is the state of an earlier start."""
-    if before is not None:
-        (directory / "status.json").write_text(_status(before))
-    (directory / "begun.json").write_text(_status("running", step=4))
-    (directory / "ended.json").write_text(_status(ended, step=5))
-    wrapper = Wrapper(directory, program, **options)
-    wrapper.wait_for(lambda: bool(wrapper.read("rank-0") and wrapper.read("rank-1")))
-    return wrapper
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_ranks_are_asked_once_and_torchrun_is_not(tmp_path: Path, shell: str) -> None:
-    wrapper = _begun(tmp_path, None, "preempted", shell=shell)
-    wrapper.process.terminate()
-    wrapper.wait_for(lambda: "asked" in wrapper.read("rank-0"))
-    wrapper.process.terminate()  # a second time changes nothing
-    assert wrapper.end() == 75
-    assert wrapper.read("rank-0") == wrapper.read("rank-1") == ["started", "asked"]
-    assert wrapper.read("torchrun") == []
-
-
-@pytest.mark.parametrize(("before", "ended", "expected"), [("preempted", "done", 0), ("done", "preempted", 75)])
-def test_the_status_of_this_start_counts(tmp_path: Path, before: str, ended: str, expected: int) -> None:
-    wrapper = _begun(tmp_path, before, ended)
-    wrapper.process.terminate()
-    assert wrapper.end() == expected
-
-
-def test_before_training_begins_torchrun_ends(tmp_path: Path) -> None:
-    """A rank that left alone would have torchrun close the rendezvous to the pod that comes next."""
-    (tmp_path / "status.json").write_text(_status("done"))
-    wrapper = Wrapper(tmp_path, TORCHRUN)
-    wrapper.wait_for(lambda: bool(wrapper.read("rank-0") and wrapper.read("rank-1")))
-    wrapper.process.terminate()
-    assert wrapper.end() == 143
-    assert wrapper.read("torchrun") == ["asked"]
-
-
-def test_ranks_that_are_started_again_end_with_torchrun(tmp_path: Path) -> None:
-    again = "sh rank.sh 2 & ranks=$!\nwait\n"
-    wrapper = _begun(tmp_path, None, "running", TORCHRUN + again)
-    wrapper.process.terminate()
-    assert wrapper.end() == 143
-    assert wrapper.read("rank-0") == ["started", "asked"]
-    assert wrapper.read("torchrun") == ["asked"]
-
-
-def test_a_torchrun_that_waits_in_vain_for_the_others_is_ended(tmp_path: Path) -> None:
-    """Ranks that were lost to the others, and have left with 0, so that torchrun waits for the other machines."""
-    wrapper = _begun(tmp_path, None, "running", TORCHRUN + "while :; do :; done", patience="2")
-    wrapper.process.terminate()
-    assert wrapper.end() == 143
-    assert wrapper.read("torchrun") == ["asked"]
-
-
-def test_the_first_pod_hosts_the_rendezvous(tmp_path: Path) -> None:
-    for index, host in (("0", 1), ("10", 0)):
+def test_exit_codes_signals_and_the_host_of_the_rendezvous(tmp_path: Path, start: Callable[[], None]) -> None:
+    exits = []
+    for n, ((program, state), code) in enumerate(EXITS.items()):
+        folder = _written(tmp_path / f"exit {n}", program)
+        if state is not None:
+            (folder / "status.json").write_text(_status(state))
+        exits.append((folder, code))
+    for n in (0, 1):  # a command without a status keeps its code
+        exits.append((_written(tmp_path / f"no status {n}", f"exit {n}", status=""), n))
+    for index in ("0", "10"):
         variables = {"PET_RDZV_CONF": "read_timeout=9", "JOB_COMPLETION_INDEX": index}
-        wrapper = Wrapper(tmp_path, 'echo "conf:$PET_RDZV_CONF" > seen', status="", **variables)
-        assert wrapper.end() == 0
-        assert wrapper.read("seen") == [f"conf:read_timeout=9,is_host={host}"]
+        exits.append((_written(tmp_path / index, 'echo "conf:$PET_RDZV_CONF" > seen', status="", **variables), 0))
+
+    begun = {name: tmp_path / name for name in BEGUN}
+    for name, (before, ended, program, shell, _) in BEGUN.items():
+        _written(begun[name], program, shell=shell)
+        if before is not None:
+            (begun[name] / "status.json").write_text(_status(before))
+        (begun[name] / "begun.json").write_text(_status("running", step=4))
+        (begun[name] / "ended.json").write_text(_status(ended, step=5))
+    # A rank that left alone before training would have torchrun close the rendezvous to the pod that comes next.
+    begun["before training"] = _written(tmp_path / "before training", TORCHRUN)
+    (begun["before training"] / "status.json").write_text(_status("done"))
+
+    start()
+    for folder in begun.values():
+        _wait_for(lambda folder=folder: _read(folder, "rank-0") and _read(folder, "rank-1"), folder)
+        os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
+    for name in ("asked", "asked, busybox"):
+        _wait_for(lambda name=name: "asked" in _read(begun[name], "rank-0"), begun[name])
+        with suppress(ProcessLookupError):
+            os.kill(int((begun[name] / "pid").read_text()), signal.SIGTERM)  # a second time changes nothing
+    exits += [(folder, BEGUN[name][-1] if name in BEGUN else 143) for name, folder in begun.items()]
+    for folder, code in exits:
+        _wait_for((folder / "code").exists, folder)
+        assert (int((folder / "code").read_text()), (folder / "errors").read_text()) == (code, ""), folder
+    for name in ("asked", "asked, busybox"):
+        assert _read(begun[name], "rank-0") == _read(begun[name], "rank-1") == ["started", "asked"]
+        assert _read(begun[name], "torchrun") == []
+    for name in ("before training", "again", "waits"):
+        assert _read(begun[name], "torchrun") == ["asked"], name
+    assert _read(begun["again"], "rank-0") == ["started", "asked"]
+    for index, host in (("0", 1), ("10", 0)):
+        assert _read(tmp_path / index, "seen") == [f"conf:read_timeout=9,is_host={host}"]

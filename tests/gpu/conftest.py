@@ -18,6 +18,17 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Rehearse the first and the last case of each test: the others differ in sizes and options, and not in code."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items if REHEARSAL else ():
+        if item.path.parent == Path(__file__).parent:
+            cases.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    left_out = {case for several in cases.values() for case in several[1:-1]}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The GPU, or the CPU in a rehearsal."""

@@ -74,9 +74,3 @@ def test_without_gradients_they_are_compiled_once_more(device: torch.device, var
         for lengths in PACKS:
             assert distance(told(model, lengths), told(plain, lengths)) <= OF_LOGITS["bf16"]
     assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_compiled_layers_in_fp32_say_the_same(device: torch.device, compiler: None, checkpointing: Any) -> None:
-    """With the padded kernel, which stays out of the graphs."""
-    check(built(device, FULL, Layout(activation_checkpointing=checkpointing, compile=True)), device, FULL, "fp32")

@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from shared import random_weights, size, texts, write_model
 
 import esmshard
-from esmshard.batch import pack
 from esmshard.embed.compute import Computed, Embedder
 from esmshard.embed.spec import Long, choose
 from esmshard.io.paths import shipped
-from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.families.family_registry import SIZES
 from esmshard.vocab import encode
@@ -115,18 +113,6 @@ def test_scores_of_variants_are_those_of_the_cpu(model: esmshard.Model, on_cpu: 
     for method in ("masked-marginals", "wild-type-marginals", "pseudo-perplexity"):
         mine, theirs = (one.score(protein, variants, method) for one in (model, on_cpu))
         assert np.abs(mine - theirs).max() <= 1e-3, method  # sums of some logarithms, up to a hundred of them
-
-
-def test_contacts_have_gradients_on_the_device(model: esmshard.Model, on_cpu: esmshard.Model) -> None:
-    """From Python, as in training of a contact head: through maps that are computed again in the backward pass."""
-    gradients = []
-    for one in (model, on_cpu):
-        batch = pack([encode(text) for text in texts([30, 12])]).to(one.device)
-        (weight,) = (one.esm.layers[0].self_attn.q_proj.weight,)
-        total = sum(map_LL.square().sum() for map_LL in predict_contacts(one.esm, batch))
-        gradients.append(torch.autograd.grad(total, weight)[0].cpu())
-    assert (gradients[0] - gradients[1]).norm() <= 1e-3 * gradients[1].norm()
-    assert gradients[1].norm() > 0
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

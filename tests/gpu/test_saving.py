@@ -10,7 +10,6 @@ import pytest
 import torch
 from cases import loaded
 from shared import alone
-from torch.distributed.tensor import DTensor
 from training import Training, set_up
 
 from esmshard.checkpoint import sharded
@@ -114,14 +113,3 @@ def test_dropout_of_the_device_is_that_of_the_host(device: torch.device) -> None
     for layer in (0, 1):
         dropout = RecordDropout(0.3, layer)
         assert torch.equal(dropout(x_RF.to(device), draw_R.to(device)).cpu(), dropout(x_RF, draw_R))
-
-
-def test_a_checkpoint_of_the_device_is_read_on_the_host(training: Training, tmp_path: Path) -> None:
-    """And back: nothing in the file says where its tensors lay."""
-    tensors = tensors_of(training)
-    sharded.write(tmp_path / "saved", 2, tensors, {}, keep=1)
-    host = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    sharded.load(tmp_path / "saved" / "step_000002", host, alone=True)
-    for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        assert torch.equal(host[name], whole.detach().cpu()), name

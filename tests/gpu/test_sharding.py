@@ -16,7 +16,6 @@ from esmshard.devices import exact_convolutions
 from esmshard.parallel.layout import STRATEGIES, Layout, layout
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import groups, local, trainable
-from esmshard.parallel.watch import Control, Watch
 from esmshard.recipe.sections import ParallelSettings, Recipe
 from esmshard.train.optim import state_tensors
 
@@ -123,27 +122,3 @@ def test_a_sharded_step_is_that_of_the_plain_model(
         assert abs(mine - other) <= (1e-5 if exact else 3e-2) * max(1.0, abs(other))
     if exact:
         assert apart(found.weights, expected.weights) <= 1e-4
-
-
-def test_watching_a_sharded_step_changes_nothing_and_reports_what_there_is(
-    device: torch.device, ranks: World, tmp_path: Path
-) -> None:
-    """Memory is that of the device."""
-    from esmshard.train.step import train_step
-
-    recipe = loaded(tmp_path, "mlm")
-    training = set_up(recipe, device, ranks, laid())
-    with Control(ranks, tmp_path / "dumps") as control:
-        watch = Watch(ranks, control, peak=1e12)
-        watch.begin_step(1, residues=100, flops=1e9)
-        result = train_step(
-            training.model, training.job.task, training.optimizer, training.batches(0), 1.0, ranks, training.job.layout,
-            watch=watch,
-        )  # fmt: skip
-        line, _ = watch.report(result.ranks)
-    assert result.loss == pytest.approx(plain(recipe, device).losses[0], rel=1e-5)
-    assert line["step_s"] > 0
-    assert line["peak_memory_bytes"] > 0
-    assert line["allocation_retries"] == 0
-    if device.type == "cuda":
-        assert line["reserved_memory_bytes"] >= line["peak_memory_bytes"]

@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,40 @@ from esmshard.parallel.launch import LAUNCH, LAUNCHER
 sys.path.insert(0, str(Path(__file__).parent))
 from test_preemption import ACTING, alive, wait_for, wait_until
 
+KILLED = r"the process of rank 1 was ended by SIGKILL \(out of memory, perhaps\)"
+TERM, INT, HUP = int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGHUP)
+
+
+@pytest.mark.parametrize(
+    ("ends", "killed", "signals", "code", "why", "restart"),
+    [
+        ({0: 0, 1: 0}, 0, [], 0, "", False),
+        ({1: 3, 0: 5}, 0, [], 3, "", False),  # the first mistake, which a restart would only repeat
+        ({0: 1, 1: -9}, 0, [], 1, "", False),
+        ({1: 0, 0: 75}, 0, [], 75, "", False),
+        ({0: 75, 1: 3}, 0, [], 3, "", False),
+        ({0: 69, 1: 75}, 0, [], 75, "", False),  # it only lost one that has saved
+        ({0: 69, 1: -9}, 0, [], 137, "rank 1 was ended by SIGKILL", True),
+        ({0: 69, 1: 70}, 0, [], 70, "rank 1 crashed", True),
+        ({1: -11, 0: -TERM}, 0, [TERM], 139, "rank 1 was ended by SIGSEGV", True),
+        ({0: -TERM, 1: -TERM}, 0, [TERM], 75, "", False),  # in the first second, before there were handlers
+        ({0: 75}, 1, [TERM], 1, "1 processes did not leave", False),
+        ({}, 2, [INT, INT], 130, "", False),
+        ({0: -HUP, 1: -HUP}, 0, [HUP], 129, "", False),
+    ],
+)
+def test_verdicts(ends: Mapping[int, int], killed: int, signals: list[int], code: int, why: str, restart: bool) -> None:
+    found = launch._verdict(ends, killed, signals, lambda rank: "")
+    assert (found[0], found[2]) == (code, restart)
+    assert why in found[1]
+    assert bool(why) == bool(found[1])
+
 
 class Launched:
     """A fork of this process, which has imported torch already, in `run_local`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *actions: str,
-        nproc: int,
-        **options: Any,
-    ) -> None:
-        self.directory, self.output, self.options = directory, directory / "output", options
+    def __init__(self, directory: Path, *actions: str, **options: Any) -> None:
+        self.directory, self.output = directory, directory / "output"
         directory.mkdir()
         self.pid = os.fork()
         if self.pid:
@@ -45,7 +67,7 @@ class Launched:
             launch.END_TIMEOUT = 600
             launch.STOP_TIMEOUT = 700
             launch.time = self  # type: ignore[assignment]
-            code = launch.run_local([str(ACTING), str(directory), *actions], nproc, **options)
+            code = launch.run_local([str(ACTING), str(directory), *actions], 2, **options)
         finally:
             os._exit(code)
 
@@ -64,12 +86,6 @@ class Launched:
             os.kill(self.pid, number)
             time.sleep(0.05)
 
-    def be_late(self, *after: int) -> None:
-        """The launcher has waited long enough, once it has seen the end of these processes."""
-        for pid in after:
-            wait_until(lambda pid=pid: not lives(pid), "the launcher to see the end of a process")
-        (self.directory / "late").touch()
-
     def end(self) -> tuple[int, str]:
         """Exit code, and all that was said, but for torch's wonder at an address without a name.
 
@@ -80,127 +96,53 @@ class Launched:
         wonder = r"^\[W.* The hostname of the client socket cannot be retrieved.*\n"
         return code, re.sub(wonder, "", self.output.read_text(), flags=re.MULTILINE)
 
-    def pids(self) -> set[int]:
-        return {int(path.read_text()) for path in self.directory.glob("begun-*")}
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Start processes that act; at the end none is left."""
+    """Start two processes that act; at the end none is left."""
     started: list[Launched] = []
 
-    def start(*actions: str, nproc: int = 2, **options: float) -> Launched:
-        started.append(Launched(tmp_path / str(len(started)), *actions, nproc=nproc, **options))
+    def start(*actions: str, **options: float) -> Launched:
+        started.append(Launched(tmp_path / str(len(started)), *actions, **options))
         return started[-1]
 
     yield start
-    for one in started:
-        if one.pid:
-            one.send(signal.SIGKILL)
-            one.end()
-        left = [pid for pid in one.pids() if alive(pid)]
+    for job in started:
+        if job.pid:
+            job.send(signal.SIGKILL)
+            job.end()
+        left = [pid for pid in {int(path.read_text()) for path in job.directory.glob("begun-*")} if alive(pid)]
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         assert not left, "orphans"
 
 
-KILLED = r"the process of rank {} was ended by SIGKILL \(out of memory, perhaps\)"
-
-
-@pytest.mark.parametrize(
-    ("actions", "code", "said"),
-    [
-        (["exit 0", "exit 3"], 3, ""),
-        (["exit 5 last", "exit 3"], 3, ""),
-        (["mistake"], 1, ""),
-        (["exit 75", "exit 0"], 75, ""),
-        (["exit 69", "die 9"], 137, f"error: {KILLED.format(1)}\n"),
-        (["exit 70", "exit 69"], 70, "error: the process of rank 0 crashed\n"),
-        (["wait", "die 11"], 139, "error: the process of rank 1 was ended by SIGSEGV\n"),
-    ],
-    ids=lambda value: "; ".join(value) if isinstance(value, list) else "",
-)
-def test_exit_codes(run: Callable[..., Launched], actions: list[str], code: int, said: str) -> None:
-    ended, output = run(*actions).end()
-    assert ended == code
-    assert re.fullmatch(said, output), output
-
-
 def test_processes_save_whatever_else_comes(run: Callable[..., Launched]) -> None:
-    number = signal.SIGTERM
     job = run("train enough", "train enough")
-    job.ready(0, 1)
-    job.send(number)
-    job.ready(0, 1, said="asked")
-    job.send(signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1)
+    os.kill(job.ready(0, 1)[1], signal.SIGUSR1)
+    job.ready(1, said="asked")
+    job.send(signal.SIGTERM)
+    job.ready(0, said="asked")
+    job.send(signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1)
     time.sleep(0.2)  # the launcher passes them on
     (job.directory / "enough").touch()
     code, output = job.end()
     assert code == 75, output
-    for rank in (0, 1):  # each signal as what it is, the first one first
-        assert (job.directory / f"saved-0-{rank}").read_text() == signal.Signals(number).name
-
-
-def test_one_that_was_asked_alone_takes_the_others_along(run: Callable[..., Launched]) -> None:
-    job = run("train 0.3", "train 0")
-    os.kill(job.ready(0, 1)[1], signal.SIGUSR1)
-    assert job.end()[0] == 75
-    assert (job.directory / "saved-0-0").read_text() == "SIGTERM"
-    assert (job.directory / "saved-0-1").read_text() == "SIGUSR1"
-
-
-def test_a_failure_beside_one_that_has_saved_is_a_failure(run: Callable[..., Launched]) -> None:
-    assert run("exit 75", "exit 3 last").end()[0] == 3
-
-
-def test_who_only_lost_one_that_has_saved_is_no_failure(run: Callable[..., Launched]) -> None:
-    assert run("lost last", "exit 75").end()[0] == 75
-
-
-def test_a_loss_beside_one_that_has_saved_does_not_end_the_others(run: Callable[..., Launched]) -> None:
-    job = run("train 0", "lost-when-asked 0.3", "train 1", nproc=3)
-    job.ready(0, 1, 2)
-    job.send(signal.SIGTERM)
-    assert job.end()[0] == 75
-    assert (job.directory / "saved-0-2").is_file()
-
-
-def test_a_signal_in_the_first_second(run: Callable[..., Launched]) -> None:
-    job = run("wait", max_restarts=3)
-    job.ready(0, 1)
-    job.send(signal.SIGTERM)
-    assert job.end() == (75, "")
+    # Each signal as what it is, the first one first.
+    assert [(job.directory / f"saved-0-{rank}").read_text() for rank in (0, 1)] == ["SIGTERM", "SIGUSR1"]
 
 
 def test_a_process_that_does_not_leave_is_killed(run: Callable[..., Launched]) -> None:
     job = run("train 0", "stubborn", max_restarts=1)
     quick, stubborn = job.ready(0, 1)
-    job.send(signal.SIGTERM)
+    os.kill(quick, signal.SIGTERM)  # the launcher asks the other one, too
     job.ready(1, said="asked")
     wait_until(lambda: not lives(quick), "the launcher to see the end of rank 0")
     assert alive(stubborn), "it has 700 s"
-    job.be_late()
-    assert job.end() == (
-        1,
-        "stopped by SIGTERM\nerror: 1 processes did not leave within 700 s of SIGTERM, and had to be killed\n",
-    )
+    (job.directory / "late").touch()
+    said = "error: 1 processes did not leave within 700 s of SIGTERM, and had to be killed\n"
+    assert job.end() == (1, f"stopped by SIGTERM\n{said}")
     assert (job.directory / "saved-0-0").is_file()
-
-
-def test_interrupted_twice(run: Callable[..., Launched]) -> None:
-    job = run("stubborn")
-    job.ready(0, 1)
-    job.send(signal.SIGINT)
-    job.ready(0, 1, said="asked")
-    job.send(signal.SIGINT)
-    assert job.end() == (130, "")
-
-
-def test_hung_up(run: Callable[..., Launched]) -> None:
-    job = run("wait")
-    job.ready(0, 1)
-    job.send(signal.SIGHUP)
-    assert job.end() == (129, "")
 
 
 def test_the_launcher_is_killed(run: Callable[..., Launched]) -> None:
@@ -212,46 +154,42 @@ def test_the_launcher_is_killed(run: Callable[..., Launched]) -> None:
     assert all((job.directory / f"saved-0-{rank}").read_text() == "SIGTERM" for rank in (0, 1))
 
 
-def test_killed_twice_and_brought_back_twice(run: Callable[..., Launched]) -> None:
-    code, output = run("wait", "die 9", "exit 70", "wait", "exit 0", max_restarts=2).end()
-    lines = [f"{KILLED.format(1)}; restart 1 of 2", "the process of rank 0 crashed; restart 2 of 2"]
-    assert re.fullmatch("".join(f"{line}\n" for line in lines), output), output
-    assert code == 0
-
-
-def test_killed_once_too_often(run: Callable[..., Launched]) -> None:
-    code, output = run(*3 * ["wait", "die 9"], max_restarts=2).end()
-    lines = [f"{KILLED.format(1)}; restart 1 of 2", f"{KILLED.format(1)}; restart 2 of 2", f"error: {KILLED.format(1)}"]
+def test_killed_twice_and_brought_back_once(run: Callable[..., Launched]) -> None:
+    code, output = run("wait", "die 9", "exit 70", "wait", "wait", "die 9", max_restarts=2).end()
+    lines = [f"{KILLED}; restart 1 of 2", "the process of rank 0 crashed; restart 2 of 2", f"error: {KILLED}"]
     assert re.fullmatch("".join(f"{line}\n" for line in lines), output), output
     assert code == 137
 
 
-def test_who_lost_another_is_brought_back_but_is_not_the_cause(run: Callable[..., Launched]) -> None:
-    code, output = run("lost", "exit 70 last", "exit 0", max_restarts=1).end()
-    assert (code, output) == (0, "the process of rank 1 crashed; restart 1 of 1\n")
-
-
 def test_rank_0_has_time_to_say_what_is_wrong(run: Callable[..., Launched]) -> None:
-    job = run("exit 2 1.5", "exit 2")
-    assert job.end()[0] == 2
+    job = run("exit 2 1.5", "exit 2", max_restarts=3)
+    assert job.end() == (2, "")
     assert (job.directory / "left-0-0").is_file(), "it was not killed before its own end"
 
 
-@pytest.mark.parametrize("action", ["mistake", "exit 75"])
-def test_some_ends_are_final(run: Callable[..., Launched], action: str) -> None:
-    code, output = run(action, "exit 0", max_restarts=3).end()
-    assert (code, output) == (1 if action == "mistake" else int(action.split()[1]), "")
+class Noted:
+    """In place of a process: it ends at once, and its variables are noted."""
+
+    pid = 0
+    seen: list[dict[str, str]] = []  # noqa: RUF012
+
+    def __init__(self, command: list[str], *, env: dict[str, str], start_new_session: bool) -> None:
+        self.seen.append(env)
+
+    def poll(self) -> int:
+        return 0
 
 
-def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.cpu_limits, "cores", lambda: 8)
+    monkeypatch.setattr(launch, "Popen", Noted)
     for threads, expected in ((None, "4"), ("3", "3")):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if threads:
             monkeypatch.setenv("OMP_NUM_THREADS", threads)
         before = dict(os.environ)
-        script = f"import os; open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(os.environ['OMP_NUM_THREADS'])"
-        assert launch.run_local(["-c", script], 2) == 0
-        assert [(tmp_path / rank).read_text() for rank in "01"] == [expected, expected]
+        assert launch.run_local(["-c", ""], 2) == 0
+        ranks = Noted.seen[-2:]
+        assert [(rank["RANK"], rank["OMP_NUM_THREADS"]) for rank in ranks] == [("0", expected), ("1", expected)]
         assert dict(os.environ) == before
         assert not {LAUNCH, LAUNCHER} & set(before)

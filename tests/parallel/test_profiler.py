@@ -41,7 +41,7 @@ def test_more_steps_than_there_are_is_a_mistake(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("done", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("done", [0, 4])
 def test_a_run_that_is_asked_to_stop_leaves_no_part_of_a_trace(done: int, tmp_path: Path) -> None:
     def run() -> None:
         with profiled(ALONE, 3, 10, tmp_path / "profile") as step_done:

@@ -95,20 +95,7 @@ def test_what_is_written_of_all_ranks(clock: list[float]) -> None:
     watch = watch_of(2, control=heard)
     watch.begin_step(1, 0, 0)
     clock[0] += 4.0
-    line, _ = watch.report(
-        [
-            rank(),
-            rank(
-                residues=2333,
-                ideal_s=2.0,
-                gradients_s=3.0,
-                data_wait_s=0.3,
-                peak_memory_bytes=3e9,
-                reserved_memory_bytes=4e9,
-                allocation_retries=2,
-            ),
-        ]
-    )
+    line, _ = watch.report([rank(), [2333, 2.0, 3.0, 0.3, 3e9, 4e9, 2]])
     assert line == {
         "step_s": 4.0,
         "residues_per_s": 833.2,
