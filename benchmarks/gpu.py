@@ -66,8 +66,9 @@ def main() -> int:
             parser.error(f"--stage {name}: no such stage; there are {', '.join(names)}")
     if args.list:
         for stage in STAGES:
-            print(f"{stage.name:<9} {stage.seconds:>4.0f} s  {stage.about}")
-            for part in stage.chosen(rehearsal=args.rehearse):
+            parts = stage.chosen(rehearsal=args.rehearse)
+            print(f"{stage.name:<9} {sum(part.seconds for part in parts):>4.0f} s  {stage.about}")
+            for part in parts:
                 print(f"          {part.seconds:>4.0f} s    {part.name}")
         return 0
     if args.out is None:

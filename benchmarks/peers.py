@@ -38,7 +38,6 @@ from esmshard.vocab import MASK, PAD, STANDARD, TOKENS
 
 Tokens = npt.NDArray[np.uint8]
 Variant = Callable[[], Any]
-FILE_ORDER_BATCH = 8
 CPU = torch.device("cpu")
 
 
@@ -139,7 +138,7 @@ def by_length_padded(tokens: Sequence[Tokens], most: int) -> list[list[int]]:
 
 def in_file_order(tokens: Sequence[Tokens]) -> list[list[int]]:
     """Return batches of eight in the order of the input, like a default DataLoader."""
-    return [list(range(n, min(n + FILE_ORDER_BATCH, len(tokens)))) for n in range(0, len(tokens), FILE_ORDER_BATCH)]
+    return [list(range(n, min(n + 8, len(tokens)))) for n in range(0, len(tokens), 8)]
 
 
 def padded(tokens: Sequence[Tokens], members: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -44,7 +44,7 @@ _WHERE = {
     "write_transformers": "esmshard.model.export",
 }
 
-__all__ = [*_WHERE, "__version__"]  # noqa: PLE0604  # strings, all of them
+__all__ = [*_WHERE, "__version__"]  # noqa: PLE0604  # all are strings
 
 if TYPE_CHECKING:
     from esmshard.api.model import Model, SequenceEmbedder, load
@@ -74,6 +74,6 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        module, _, there = _WHERE[name].partition(":")
-        return getattr(import_module(module), there or name)
+        module, _, attribute = _WHERE[name].partition(":")
+        return getattr(import_module(module), attribute or name)
     raise AttributeError(f"module 'esmshard' has no attribute '{name}'")

@@ -1,6 +1,6 @@
 """`TokenBatch`, the packed batch that the loader makes and the model takes, and the legend of all tensor names.
 
-Letters at the end of a tensor's name are its logical dimensions, the same on one process and on 64:
+Letters at the end of a tensor's name are its logical dimensions, which are the same for any number of processes:
 
     T  packed tokens of a batch, `<cls>` and `<eos>` of each sequence included
     N  sequences of a batch
@@ -13,7 +13,7 @@ Letters at the end of a tensor's name are its logical dimensions, the same on on
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,7 @@ from esmshard.vocab import CLS, EOS, SEPARATOR
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """N sequences end to end, each of them `<cls> ... <eos>`, without padding.
-
-    Two sequences `MK` and `T` give
+    """N sequences end to end without padding. Each sequence is `<cls> ... <eos>`.
 
     >>> from esmshard.vocab import encode
     >>> batch = pack([encode("MK"), encode("T")])
@@ -42,89 +40,83 @@ class TokenBatch:
     tokens_T: torch.Tensor
     """int64 [T]."""
     position_T: torch.Tensor
-    """int64 [T]: the position of each token in its sequence, 0 for `<cls>`. Rotary attention depends on differences
-    only.
-    """
+    """int64 [T]: the position of each token in its sequence, 0 for `<cls>`. Rotary attention uses differences only."""
     cu_seqlens: torch.Tensor
     """int32 [N + 1]: the first token of each sequence, and T at the end."""
     max_seqlen: int
-    """The number of tokens of the longest sequence."""
+    """Number of tokens of the longest sequence."""
     record_ids: tuple[str, ...]
     bounds: tuple[int, ...]
-    """`cu_seqlens` as Python ints. Reading them from the tensor would make the host wait for the device."""
+    """`cu_seqlens` as Python ints. Reading the tensor would make the host wait for the device."""
     logits_at_P: torch.Tensor | None = None
     """int64 [P]: the tokens of the pack for which the language model computes logits; None for no logits."""
     logit_counts: tuple[int, ...] = ()
-    """For each sequence, how many of these P tokens it has."""
+    """Number of these P tokens in each sequence."""
     changes_4M: torch.Tensor | None = None
-    """int64 [4, M], for variants of one protein, which is then the last sequence: for each changed residue the number
-    of the variant, the new token, the place of the residue in the pack, and its place in the wild type's part of the
-    pack. One forward pass of the wild type serves all variants of a batch."""
+    """int64 [4, M], for variants of one protein: for each changed residue the number of the variant, the new token, the
+    place of the residue in the pack, and the place of the same residue of the wild type. The wild type is the last
+    sequence, so that one forward pass serves all variants."""
     n_variants: int | None = None
-    """The number of variants. If the head uses the wild type alone, no variant is in the pack."""
+    """Number of variants. If the head uses the wild type alone, no variant is in the pack."""
     linked_N: tuple[int, ...] = ()
-    """For each sequence, how many of its tokens are between chains (`esmshard.vocab.SEPARATOR`); empty if none is in
-    the pack."""
+    """Number of tokens between chains (`esmshard.vocab.SEPARATOR`) in each sequence; empty without such tokens."""
     draw_N: torch.Tensor | None = None
-    """int32 [N]: for each record, or each variant, the seed of random choices in the model such as dropout
+    """int32 [N]: the seed of random choices in the model for each record or variant, such as dropout
     (`esmshard.model.finetuner`). None outside training."""
     tracks: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What is known of each residue besides the sequence, [T, ...] by the name of the track, such as coordinates. A
-    model takes a track that is absent as unknown everywhere."""
+    """The tracks by name, [T, ...] each (`esmshard.vocab.Track`). An absent track is unknown for all residues."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     @property
     def n_records(self) -> int:
-        """The number of sequences, or of variants without their wild type."""
+        """Number of sequences, or of variants without their wild type."""
         return len(self) if self.n_variants is None else self.n_variants
 
     @property
     def token_counts(self) -> list[int]:
-        """The tokens of each sequence with `<cls>` and `<eos>`."""
+        """Number of tokens of each sequence with `<cls>` and `<eos>`."""
         return [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
 
     @property
     def lengths(self) -> list[int]:
-        """The residues of each sequence without `<cls>` and `<eos>`."""
+        """Number of tokens of each sequence without `<cls>` and `<eos>`."""
         return [count - 2 for count in self.token_counts]
 
     @property
     def n_residues(self) -> int:
-        """The residues of all sequences without `<cls>` and `<eos>`. A wild type beside its variants is not counted."""
+        """Number of tokens without `<cls>` and `<eos>`. A wild type is not counted if its variants are in the pack."""
         sequences = len(self) - (self.n_variants is not None and len(self) > 1)
         return self.bounds[sequences] - 2 * sequences
 
     def residues(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
-        """Cut per-token values into one [L, ...] view a sequence, without `<cls>` and `<eos>`."""
+        """Cut per-token values [T, ...] into one view [L, ...] for each sequence, without `<cls>` and `<eos>`."""
         return [x_TD[start + 1 : end - 1] for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
 
     def means(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
-        """Compute the mean over the residues of each sequence, without `<cls>`, `<eos>` and what is between chains."""
+        """Compute the mean [D] over the residues of each sequence, without the tokens between chains."""
         means = [x_LD.mean(0) for x_LD in self.residues(x_TD)]
         if self.linked_N:
             tokens = self.residues(self.tokens_T)
             for n, (linked, x_LD) in enumerate(zip(self.linked_N, self.residues(x_TD), strict=True)):
                 if linked:
-                    # The number of rows is known here, so that the host need not wait for it.
+                    # The host divides by a number that it knows, so that it does not wait for the device.
                     is_residue_L1 = (tokens[n] != SEPARATOR)[:, None]
                     means[n] = (x_LD * is_residue_L1).sum(0) / (len(x_LD) - linked)
         return means
 
     def to(self, device: torch.device) -> "TokenBatch":
         """Copy the batch to another device. The copies do not wait for each other if the memory is pinned."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in values.items() if torch.is_tensor(value)
-        }
-        tracks = {name: track.to(device, non_blocking=True) for name, track in self.tracks.items()}
-        return replace(self, **moved, tracks=tracks)
+
+        def moved(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: x.to(device, non_blocking=True) for name, x in values.items() if torch.is_tensor(x)}
+
+        return replace(self, **moved(vars(self)), tracks=moved(self.tracks))
 
 
 def piece(values: npt.NDArray[Any], start: int, length: int) -> npt.NDArray[Any]:
-    """Return tokens, or the entries of a track, of at most `length` residues from `start` on, and those of `<cls>` and
-    `<eos>`.
+    """Cut at most `length` residues from `start` on out of tokens or a track. The entries of `<cls>` and `<eos>` stay.
 
     >>> piece(np.array([0, 20, 15, 11, 2]), 1, 2).tolist()
     [0, 15, 11, 2]
@@ -138,13 +130,13 @@ def pack(
     logits_at: Sequence[npt.NDArray[np.int64]] | None = None,
     tracks: Sequence[Mapping[str, npt.NDArray[Any]]] | None = None,
 ) -> TokenBatch:
-    """Pack encoded sequences end to end (see `TokenBatch`). Each must be `<cls> ... <eos>`, and there must be one.
+    """Pack one or more encoded sequences `<cls> ... <eos>` end to end (see `TokenBatch`).
 
     Args:
         tokens: uint8 [L + 2] of each sequence.
-        record_ids: the id of each sequence; numbers by default.
-        logits_at: for each sequence, the positions whose logits the model computes; `<cls>` is position 0.
-        tracks: for each sequence, the arrays [L + 2, ...] of its tracks by name. All sequences have the same tracks.
+        record_ids: id of each sequence; numbers by default.
+        logits_at: positions in each sequence for which the model computes logits; `<cls>` is position 0.
+        tracks: arrays [L + 2, ...] by track, for each sequence. All sequences have the same tracks.
     """
     if not tokens:
         raise ValueError("a batch needs at least one sequence")
@@ -162,7 +154,7 @@ def pack(
         position_T=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=max(lengths),
-        record_ids=tuple(record_ids) if record_ids is not None else tuple(str(k) for k in range(len(tokens))),
+        record_ids=tuple(map(str, range(len(tokens))) if record_ids is None else record_ids),
         bounds=tuple(int(b) for b in bounds),
         logits_at_P=None
         if logits_at is None
@@ -184,7 +176,7 @@ def pack_variants(
     alone: bool = False,
     tracks: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> TokenBatch:
-    """Pack variants of one protein, followed by the protein (see `TokenBatch.changes_4M`).
+    """Pack variants of one protein, and the protein itself as the last sequence (see `TokenBatch.changes_4M`).
 
     >>> from esmshard.vocab import encode
     >>> batch = pack_variants([encode("MKT"), encode("MTV")], encode("MKV"))
@@ -194,10 +186,10 @@ def pack_variants(
     Args:
         tokens: uint8 [L + 2] of each variant.
         wild_type: uint8 [L + 2] of the protein.
-        record_ids: the ids of the variants; numbers by default.
-        logits: compute the language model's logits at the M changed residues in the wild type.
-        alone: pack the wild type only.
-        tracks: the arrays [L + 2, ...] of the wild type's tracks by name, which the variants have too.
+        record_ids: ids of the variants; numbers by default.
+        logits: whether the language model computes logits at the M changed residues of the wild type.
+        alone: whether to pack the wild type only.
+        tracks: arrays [L + 2, ...] by track, of the wild type and all variants.
     """
     length = len(wild_type)
     if any(len(variant) != length for variant in tokens):
@@ -207,8 +199,7 @@ def pack_variants(
     before_M = 0 if alone else record_M * length
     wild_M = place_M + (0 if alone else len(tokens) * length)
     changes_4M = np.stack([record_M, tokens_NL[record_M, place_M], place_M + before_M, wild_M]).astype(np.int64)
-    if record_ids is None:
-        record_ids = [str(k) for k in range(len(tokens))]
+    record_ids = list(map(str, range(len(tokens)))) if record_ids is None else record_ids
     packed = [] if alone else list(tokens)
     logits_at = [*[np.empty(0, np.int64)] * len(packed), place_M.astype(np.int64)] if logits else None
     ids = ["wild type"] if alone else [*record_ids, "wild type"]
@@ -218,35 +209,34 @@ def pack_variants(
 
 @dataclass(frozen=True)
 class Inputs:
-    """One example as the model gets it."""
+    """One example, as a task gives it to the model."""
 
     tokens: npt.NDArray[np.uint8]
     """`<cls> ... <eos>`, uint8 [L + 2]."""
     target: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, np.float32))
-    """The output that the head should have; empty for a question."""
+    """The output that the head should have; empty if the output is to be predicted."""
     logits_at: npt.NDArray[np.int64] | None = None
-    """The positions in `tokens` for which the language model computes logits; None if the head needs no logits."""
+    """Positions in `tokens` for which the language model computes logits; None if the head needs no logits."""
     wild_type: npt.NDArray[np.uint8] | None = None
-    """For a variant, the tokens of the wild type. They are the same for all inputs of a batch, and packed once."""
+    """Tokens of the wild type of a variant. All inputs of a batch have the same wild type, which is packed once."""
     wild_type_logits: bool = False
     """Whether the head needs logits of the wild type at the changed residues."""
     wild_type_alone: bool = False
     """Whether the wild type is the only input of the model."""
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """What is known of each token besides, [L + 2, ...] by the name of the track. A variant and its wild type have the
-    same."""
+    """The tracks by name, [L + 2, ...] each. A variant and its wild type have the same tracks."""
     partner: "Inputs | None" = None
-    """The second chain of a pair, with its own `tokens` and `tracks`. Both chains are sequences of their own in the
-    pack, one after the other, so that neither attends to the other."""
+    """The second chain of a pair, with `tokens` and `tracks`. The two chains are neighbouring sequences of the pack, so
+    that neither attends to the other."""
 
     @property
     def longest(self) -> int:
-        """The tokens of its longest sequence."""
+        """Number of tokens of the longer chain."""
         return max(len(self.tokens), 0 if self.partner is None else len(self.partner.tokens))
 
 
 def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) -> TokenBatch:
-    """Pack the tokens that the model sees."""
+    """Pack inputs for one forward pass of the model."""
     first = inputs[0]
     if first.wild_type is not None:
         options = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}

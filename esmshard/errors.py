@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
     RUNNING = 3
     """`esmshard status`: a run has not ended."""
     LOST = 69
-    """Another process is gone or stuck (EX_UNAVAILABLE). The run may succeed if it is started again."""
+    """Another process has ended or is stuck (EX_UNAVAILABLE). The run may succeed if it is started again."""
     CRASHED = 70
     """A traceback (EX_SOFTWARE): an error of esmshard or of a library, not a mistake of the user. The run may succeed
     if it is started again.
@@ -43,7 +43,7 @@ class InputError(ValueError):
 
 
 class LostProcess(InputError):
-    """Another process of the run is gone or stuck, so that this process cannot go on."""
+    """Another process of the run has ended or is stuck, so this process cannot go on."""
 
     exit_code = ExitCode.LOST
 
@@ -67,22 +67,15 @@ class RunFailed(RuntimeError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        """The exit code that `launch.run_local` returned: that of the process whose failure was the cause."""
+        """The exit code of the process whose failure was the cause."""
 
 
 @contextmanager
 def reading(what: str, fix: str) -> Iterator[None]:
-    """Turn errors of a `with` block that reads values of a file into one sentence.
+    """Turn errors of a `with` block that reads values of the file `what` into one `InputError` with a `fix`.
 
-    This is for files that esmshard writes and that somebody may have changed. Their values are not checked before they
-    are used, so a wrong value raises the error of the operation that uses it.
-
-    Args:
-        what: the file, for the message.
-        fix: what the user can do.
-
-    Raises:
-        InputError: instead of an error that a missing or wrong value causes.
+    This is for files that esmshard writes and that somebody may have changed. Nothing checks their values before the
+    use, so a wrong value raises the error of the operation that uses it.
     """
     try:
         yield
@@ -95,27 +88,19 @@ def reading(what: str, fix: str) -> Iterator[None]:
 
 
 _NO_ROOM = ("No space left", "File too large", "Disk quota exceeded", " requested and ", "iostream error")
-"""Texts in errors of numpy, zip archives, HDF5, safetensors and torch, which have no error number."""
+"""Texts in errors of numpy, zip archives, HDF5, safetensors and torch. These errors have no error number."""
 
 
 @contextmanager
 def writing(out: Path, fix: str = "make room, or choose another place, and run the command again") -> Iterator[None]:
-    """Turn the error of a `with` block that writes to a full or read-only disk into one sentence with the path.
-
-    Args:
-        out: the file or directory that is written.
-        fix: what the user can do.
-
-    Raises:
-        InputError: if the disk is full or read-only.
-    """
+    """Turn the error of a `with` block that writes `out` to a full or read-only disk into one `InputError`."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else None
-        # A missing permission is another error: it may be one to read, and its own message has the path.
+        # A missing permission is another error: it may be a permission to read, and its message has the path.
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             reason = os.strerror(number).lower()
         elif any(text in str(error) for text in _NO_ROOM):

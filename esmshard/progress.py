@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, otherwise, as in the log of a batch job, one line in a few seconds."""
+"""Progress on stderr: a bar on a terminal; one line every few seconds in the log of a batch job."""
 
 import sys
 import time
@@ -9,10 +9,10 @@ INTERVAL = 5.0
 
 
 class Progress:
-    """A counter up to `total` that shows the remaining time, from the second update on. With `show=False`, as on all
-    ranks but the first, it shows nothing.
+    """A counter up to `total`. From the second update on it shows the remaining time. With `show=False`, as on all
+    ranks except the first, it shows nothing.
 
-    rich derives the remaining time from the latest 1,000 updates, of which it leaves out the first: it is the warm-up.
+    rich derives the remaining time from the latest 1,000 updates. It leaves out the first update, the warm-up.
 
     >>> with Progress("embed", total=2, show=False) as progress:
     ...     progress.update(1, "10 residues/s")
@@ -54,7 +54,7 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._has_bar:
-            # A part of the work stays to be read if it failed, and vanishes if no more was to be counted.
+            # The bar stays if the work is done or has failed, and vanishes if fewer items came than expected.
             self._bar.update(self._task.id, visible=self._task.finished or kind is not None)
             self._bar.stop()
 
@@ -73,7 +73,7 @@ def say(message: str) -> None:
 
 
 def printable(message: str) -> str:
-    r"""Return a message with every control character escaped, since what it quotes of a file could steer a terminal.
+    r"""Return a message with every control character escaped. A quotation from a file could control a terminal.
 
     >>> printable("unknown key '\x1b[31mlr'")
     "unknown key '\\x1b[31mlr'"

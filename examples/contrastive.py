@@ -37,17 +37,17 @@ class Encoder(nn.Module):
 
 def main(fasta, name, out, steps):
     tokens = [es.encode(record.sequence) for record in es.read_fasta(Path(fasta))]
-    found, out = es.read_weights(name), Path(out)
+    weights, out = es.read_weights(name), Path(out)
     torch.manual_seed(0)
-    head = nn.Linear(found.config.dim, 64, bias=False).state_dict()  # equal on all ranks
+    head = nn.Linear(weights.config.dim, 64, bias=False).state_dict()  # equal on all ranks
     with es.world() as ranks:
         with torch.device("meta"):
-            model = Encoder(es.build(found.config))
+            model = Encoder(es.build(weights.config))
         for part, parameter in model.trunk.named_parameters():
             parameter.requires_grad_(not part.startswith(("lm_head.", *model.trunk.never_learns)))
         es.shard(model, layout := es.Layout(world_size=ranks.size), ranks)
         rows = {f"head.{key}": value.__getitem__ for key, value in head.items()}
-        es.materialise(model, lambda n, r: rows[n](r) if n in rows else found.rows(n[6:], r), layout, ranks)
+        es.materialise(model, lambda n, r: rows[n](r) if n in rows else weights.rows(n[6:], r), layout, ranks)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
         state, first = es.state_tensors(model, optimizer), 0
         if newest := es.newest_checkpoint(out, print):
@@ -68,11 +68,11 @@ def main(fasta, name, out, steps):
                 state = es.state_tensors(model, optimizer)
                 newest = es.write_checkpoint(out, step + 1, state, {"loss": loss.item()}, keep=2)
         if ranks.is_first:
-            sizes = {n: reader.shape for n, reader in found.read.items() if not n.startswith("head.")}
+            sizes = {n: reader.shape for n, reader in weights.read.items() if not n.startswith("head.")}
             whole = {f"model.trunk.{name}": torch.empty(size) for name, size in sizes.items()}
             es.load_checkpoint(newest, whole, alone=True)
             (out / "model").mkdir(exist_ok=True)
-            es.write_transformers(out / "model", found.config, sizes, lambda n: whole[f"model.trunk.{n}"])
+            es.write_transformers(out / "model", weights.config, sizes, lambda n: whole[f"model.trunk.{n}"])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""A command as a user types it, in a process of its own.
+"""A command as a user types it: `in_process` runs it in the process of the tests, `esmshard` in a forked process.
 
-The process is forked from one that has imported what commands import, which takes seconds, and so are the ranks and
-workers that it starts. Each has its own environment, directory, output and exit code. What a command is before its
-imports, and how it answers signals, tests see with `subprocess`.
+The process is forked from a server that has imported what commands import, which takes seconds, and so are the ranks
+and workers that it starts. Each has its own environment, directory, output and exit code. Tests of imports and of
+signals use `subprocess`.
 """
 
 import atexit
+import contextlib
 import importlib
+import io
 import os
 import runpy
 import signal
@@ -21,7 +23,26 @@ from typing import Any, NoReturn
 
 from forks import IMPORTED, forks
 
+from esmshard.cli import app
 from esmshard.parallel.launch import LAUNCHER
+
+
+def in_process(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Exit code, stdout and stderr of `esmshard ARGUMENTS`, in this process and without ranks."""
+    more = ["--no-report"] if arguments[0] == "finetune" and "--report" not in arguments else []
+    command, out, err = [*map(str, arguments), *more], io.StringIO(), io.StringIO()
+    argv, environment, code = sys.argv, {**os.environ}, 0
+    try:
+        with contextlib.chdir(cwd or Path.cwd()), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            sys.argv = ["esmshard", *command]
+            app.main()
+    except SystemExit as left:
+        code = int(left.code or 0)
+    finally:
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environment)
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
 def esmshard(

@@ -6,16 +6,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import command
 import numpy as np
+import pytest
 from forks import forks
 from model_files import TINY, fair_esm, write_transformers
 from safetensors import safe_open
 
+from esmshard.batch import TokenBatch
 from esmshard.embed import parts
+from esmshard.model.trunk import Trunk
 from esmshard.vocab import RESIDUES
 
 
@@ -33,6 +37,23 @@ def write_fasta(path: Path, records: int, seed: int = 0, longest: int = 200) -> 
         sequences.append(sequences[rng.integers(k)] if k % 10 == 9 else new)
     path.write_text("".join(f">r{k:05d} words\n{one}\n" for k, one in enumerate(sequences)))
     return path
+
+
+def limit_memory(
+    model: Trunk, tokens: int, patch: pytest.MonkeyPatch, error: Callable[[], Exception] = MemoryError
+) -> list[int]:
+    """Let a model have memory for so many tokens; the tokens of its successful passes."""
+    passes: list[int] = []
+    forward = model.forward
+
+    def limited(batch: TokenBatch, *args: Any, **options: Any) -> Any:
+        if batch.bounds[-1] > tokens:
+            raise error()
+        passes.append(batch.bounds[-1])
+        return forward(batch, *args, **options)
+
+    patch.setattr(model, "forward", limited)
+    return passes
 
 
 class Run:
@@ -66,24 +87,23 @@ class Run:
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.kill("group")
-            raise AssertionError(f"still at work after {timeout} s: {self.said}")
+            raise AssertionError(f"still at work after {timeout} s: {self.stderr}")
         return self.process.exitcode
 
     @property
-    def said(self) -> str:
-        """On stderr."""
+    def stderr(self) -> str:
         return self._files[1].read_text() if self._files[1].exists() else ""
 
     def workers(self) -> list[int]:
         """Process ids of `--nproc`."""
-        found = []
+        workers = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = stat.read_text().rpartition(")")[2].split()
                 arguments = stat.with_name("cmdline").read_bytes()
                 if int(fields[1]) == self.pid and b"spawn_main" in arguments:
-                    found.append(int(stat.parent.name))
-        return found
+                    workers.append(int(stat.parent.name))
+        return workers
 
     def kill(self, whom: str, choice: int = 0) -> bool:
         """kill -9 of the `parent`, of a `worker` or of the `group`; False if there is nobody."""

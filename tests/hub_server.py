@@ -25,10 +25,6 @@ class Hub(ThreadingHTTPServer):
         self.repository = f"facebook/{NAME}"
         self.sent: dict[str, bytes] = {}
         """Bodies that differ from the announced ones."""
-        self.info: bytes | None = None
-        """What stands in place of the list of files."""
-        self.announces = True
-        self.sizes: dict[str, int] = {}
         self.go = threading.Event()
         """Weights are sent when it is set."""
         self.go.set()
@@ -42,8 +38,8 @@ class Hub(ThreadingHTTPServer):
     def siblings(self) -> list[dict[str, Any]]:
         listed = []
         for name, body in self.files.items():
-            entry: dict[str, Any] = {"rfilename": name, "size": self.sizes.get(name, len(body))}
-            if name.endswith(WEIGHTS) and self.announces:
+            entry: dict[str, Any] = {"rfilename": name, "size": len(body)}
+            if name.endswith(WEIGHTS):
                 entry["lfs"] = {"sha256": sha256(body), "size": len(body), "pointerSize": 133}
             listed.append(entry)
         return listed
@@ -67,9 +63,7 @@ class Answer(BaseHTTPRequestHandler):
             self._answer(200, self.server.sent.get(name, body), {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
 
     def do_GET(self) -> None:
-        if self.path.startswith("/api/models/facebook/") and self.server.info is not None:
-            self._answer(200, self.server.info)
-        elif self.path.startswith(f"/api/models/{self.server.repository}"):
+        if self.path.startswith(f"/api/models/{self.server.repository}"):
             self.server.asked.append("list")
             listed = {"id": self.server.repository, "sha": COMMIT, "siblings": self.server.siblings()}
             self._answer(200, json.dumps(listed).encode())

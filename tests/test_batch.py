@@ -45,17 +45,11 @@ def test_another_device_gets_the_tensors_and_everything_else(batch: TokenBatch) 
     assert (moved.max_seqlen, moved.record_ids, moved.bounds) == (batch.max_seqlen, batch.record_ids, batch.bounds)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "ids", "token"),
-    [
-        ([], None, "at least one sequence"),
-        ([[0, 20, 2], [0, 11, 2]], ["a"], "1 ids for 2 sequences"),
-        *(
-            ([[0, 20, 2], other], None, "sequence 1 of the batch is not <cls> residues <eos>")
-            for other in ([], [0, 2], [20, 15, 2], [0, 20, 15], [2, 20, 0])
-        ),
-    ],
-)
-def test_what_is_no_batch_is_refused(tokens: list[list[int]], ids: list[str] | None, token: str) -> None:
-    with pytest.raises(ValueError, match=token):
-        pack([np.array(each, dtype=np.uint8) for each in tokens], ids)
+def test_what_is_no_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one sequence"):
+        pack([])
+    with pytest.raises(ValueError, match="1 ids for 2 sequences"):
+        pack([encode("M"), encode("K")], ["a"])
+    for other in ([], [0, 2], [20, 15, 2], [0, 20, 15], [2, 20, 0]):
+        with pytest.raises(ValueError, match="sequence 1 of the batch"):
+            pack([encode("M"), np.array(other, dtype=np.uint8)])

@@ -1,4 +1,4 @@
-"""What the documentation says of commands, recipe keys, files and errors is there."""
+"""What the documentation, and the messages of the package, say of commands, recipe keys, files and errors is true."""
 
 import ast
 import importlib.util
@@ -33,12 +33,6 @@ OF_A_MODEL = {"contacts", "config", "device", "embed", "esm", "names", "predict"
 """Attributes of a model in Python, as `model.config`."""
 OF_OTHERS = {"docs/performance.md", "docs/data_standardization.md"}
 """Pages of torchtitan and biotrainer."""
-
-
-def _named(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
 FENCE = r"^( *)```"
 """How a fenced block begins; in a list it is indented."""
 
@@ -116,59 +110,46 @@ def _keys() -> frozenset[str]:
     return _below(Recipe, "").union(*(_below(section, "task.") for section in registered().settings.values()))
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=_named)
-def test_commands_can_be_typed(page: Path):
-    wrong = [(" ".join(words), why) for words in _commands(page.read_text()) if (why := _wrong_with(words))]
-    assert wrong == []
+def _wrong(text: str) -> list[tuple[str, str]]:
+    return [(" ".join(words), why) for words in _commands(text) if (why := _wrong_with(words))]
 
 
-def test_what_help_shows_can_be_typed():
-    lines = [line for line in app.WELCOME.splitlines() if line.startswith("  ")]
-    jobs = [words for line in lines for words in _commands(f"`{line.strip()}`")]
-    assert [words[0] for words in jobs] == ["finetune", "finetune", "predict", "embed", "plan"]
-    examples = [words for line in app.EXAMPLES.splitlines() for words in _commands(f"`{line}`")]
-    assert {words[0] for words in examples} == {*_tree().commands} - {"recipes", "embeddings"}
-    assert [(words, why) for words in [*jobs, *examples] if (why := _wrong_with(words))] == []
-
-
-def test_a_command_that_is_not_there_is_found():
-    text = "Use `esmshard fintune x`.\n```\nesmshard embed m x.fasta -o y --pol mean   # a comment --no\n```\n"
-    text += "```\nesmshard finetune contact \\\n  optim.lrr=1 | tee --append log\n```\n"
-    text += "`esmshard launch embed --target slurm -- m x.fasta --dtype fp16 --target y`"
-    assert [_wrong_with(words) for words in _commands(text)] == [
+def test_commands_can_be_typed():
+    assert {page.name: wrong for page in GUIDES if (wrong := _wrong(page.read_text()))} == {}
+    lines = [line.strip() for line in app.WELCOME.splitlines() if line.startswith("  ")]
+    assert _wrong("\n".join(f"`{line}`" for line in [*lines, *app.EXAMPLES.splitlines()] if line)) == []
+    examples = {words[0] for line in app.EXAMPLES.splitlines() for words in _commands(f"`{line}`")}
+    assert examples == {*_tree().commands} - {"recipes", "embeddings"}
+    bad = "Use `esmshard fintune x`.\n```\nesmshard embed m x.fasta -o y --pol mean   # a comment --no\n```\n"
+    bad += "```\nesmshard finetune contact \\\n  optim.lrr=1 | tee --append log\n```\n"
+    assert [why for _, why in _wrong(bad)] == [
         "there is no command fintune",
-        "has no option --target",
         "has no option --pol",
         "there is no key optim.lrr",
     ]
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=_named)
-def test_keys_of_recipes_and_profiles_exist(page: Path):
+def test_keys_and_recipes_of_pages_are_valid():
     known = _keys() | _below(Site, "")
     sections = {key.partition(".")[0] for key in known if "." in key}
-    said = {
-        found[0]
-        for code in _inline(page.read_text())
-        if (found := re.match(r"([a-z]+)\.([a-z_]+)(?=$|[=:, ])", code))
-        and found[1] in sections
-        and found[2] not in ENDINGS
-        and not (found[1] == "model" and found[2] in OF_A_MODEL)
-    }
-    assert said - known == set()
-
-
-@pytest.mark.parametrize("page", GUIDES, ids=_named)
-def test_recipes_and_profiles_in_yaml_are_valid(page: Path):
-    for language, block in _blocks(page.read_text()):
-        if language != "yaml" or "apiVersion:" in block:
-            continue
-        for part in re.split(r"^(?=\w)", block, flags=re.MULTILINE):  # one key may come again, as another example
-            for key, value in (YAML(typ="safe").load(part) or {}).items():
-                model = next((one for one in (Recipe, SweepSettings) if key in one.model_fields), Site)
-                assert key in model.model_fields, f"{key} is no section of a recipe, sweep or site profile"
-                field = model.model_fields[key]
-                TypeAdapter(field.rebuild_annotation()).validate_python(value)
+    for page in GUIDES:
+        named = {
+            found[0]
+            for code in _inline(page.read_text())
+            if (found := re.match(r"([a-z]+)\.([a-z_]+)(?=$|[=:, ])", code))
+            and found[1] in sections
+            and found[2] not in ENDINGS
+            and not (found[1] == "model" and found[2] in OF_A_MODEL)
+        }
+        assert named - known == set(), page
+        for language, block in _blocks(page.read_text()):
+            if language != "yaml" or "apiVersion:" in block:
+                continue
+            for part in re.split(r"^(?=\w)", block, flags=re.MULTILINE):  # a key may come again, as another example
+                for key, value in (YAML(typ="safe").load(part) or {}).items():
+                    model = next((one for one in (Recipe, SweepSettings) if key in one.model_fields), Site)
+                    assert key in model.model_fields, f"{page}: {key} is no section of a recipe, sweep or site profile"
+                    TypeAdapter(model.model_fields[key].rebuild_annotation()).validate_python(value)
 
 
 def _slugs(page: Path) -> set[str]:
@@ -178,26 +159,18 @@ def _slugs(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_named)
-def test_links_lead_somewhere(page: Path):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if re.match(r"[a-z]+:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        there = page if not path else page.parent / path
-        assert there.is_file(), f"{target}: a page or file is expected, which the HTML build can link too"
-        assert not anchor or there.suffix != ".md" or anchor in _slugs(there), target
-
-
-def test_pages_named_in_the_source_exist():
-    wrong = []
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if re.match(r"[a-z]+:", target):
+                continue
+            path, _, anchor = target.partition("#")
+            there = page if not path else page.parent / path
+            assert there.is_file(), f"{page}: {target}"
+            assert not anchor or there.suffix != ".md" or anchor in _slugs(there), f"{page}: {target}"
     for file in [*GUIDES, *(ROOT / "esmshard").rglob("*.py"), *(ROOT / "recipes").glob("*.yaml")]:
-        named = re.findall(r"(?<![\w/])docs/[\w-]+\.md", file.read_text())
-        wrong += [(_named(file), name) for name in named if name not in OF_OTHERS and not (ROOT / name).is_file()]
-    assert wrong == []
-
-
-def test_the_index_has_every_page():
+        for name in set(re.findall(r"(?<![\w/])docs/[\w-]+\.md", file.read_text())) - OF_OTHERS:
+            assert (ROOT / name).is_file(), f"{file}: {name}"
     index = (ROOT / "docs" / "index.md").read_text().partition("## All pages")[2]
     listed = re.findall(r"^- \[[^]]+\]\(([\w-]+\.md)\)", index, re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in GUIDES[1:] if page.name != "index.md")
@@ -221,48 +194,33 @@ def _strings(path: Path) -> Iterator[tuple[int, str]]:
 EVERY = [(path, line, text) for path in sorted((ROOT / "esmshard").rglob("*.py")) for line, text in _strings(path)]
 
 
-def _quoted(text: str) -> list[str]:
-    """Sentences of the tables of errors: inline code in the first cell of a line."""
-    return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
-
-
-def _is_said(sentence: str, templates: list[str]) -> bool:
+def _is_said(sentence: str) -> bool:
     """Whether the parts of a sentence around `...` come in one text of the package, in this order."""
     parts = [re.escape(part.strip()) for part in sentence.split("...") if part.strip()]
     pattern = re.compile(r"[\s\S]*".join(parts))
-    return any(pattern.search(template) for template in templates)
+    return any(pattern.search(text) for *_, text in EVERY)
 
 
 def test_errors_are_quoted_as_they_are_said():
-    templates = [text for *_, text in EVERY]
-    quoted = _quoted((ROOT / "docs" / "errors.md").read_text())
+    quoted = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
     assert len(quoted) >= 20
-    assert [sentence for sentence in quoted if not _is_said(sentence, templates)] == []
-    assert not _is_said("the ranks ... have quarrelled", templates)
+    assert [sentence for sentence in quoted if not _is_said(sentence)] == []
+    assert not _is_said("the ranks ... have quarrelled")
 
 
 def test_generated_pages_follow_the_source():
     spec = importlib.util.spec_from_file_location("from_source", ROOT / "docs" / "_ext" / "from_source.py")
-    assert spec is not None
-    assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     keys, commands = made.recipe_keys(), made.commands()
-    titles = re.findall(r"^#+ (\S+)$", keys, re.MULTILINE)
-    assert set(titles) == {key for key in _keys() if key != "task.name"}
-    assert (
-        "### optim.clip\n\na number, above 0 and at most 1000000000; default `1.0`\n\nLargest norm of the gradient"
-        in keys
-    )
+    assert set(re.findall(r"^#+ (\S+)$", keys, re.MULTILINE)) == {key for key in _keys() if key != "task.name"}
+    clip = "### optim.clip\n\na number, above 0 and at most 1000000000; default `1.0`\n\nLargest norm of the gradient"
+    assert clip in keys
     assert "### checkpoint.async_save\n\n`auto` or `true` or `false`; default `auto`" in keys
-    assert "### model.name\n\ntext; required" in keys
     assert "### slurm.grace\n\nan integer, at least 10 and at most 65535; default `180`" in made.site_keys()
-    for name in ("finetune", "embed", "recipes cp"):
-        assert f"## esmshard {name}\n" in commands
-    assert "| `--folds K` | Cross-validate: K runs" in commands
+    assert {"## esmshard finetune", "## esmshard recipes cp"} <= set(commands.splitlines())
     rows = [line for line in commands.splitlines() if line.startswith("|")]
-    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {4}  # two cells, and what is outside
-    assert "```text\nesmshard split [OPTIONS] DATA\n```" in commands
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {4}  # two cells, and the ends
 
 
 # What messages advise can be done: every recipe key and option that a string of the source names is there.
@@ -287,9 +245,6 @@ FOREIGN = {
 }
 """Options of other programs that the source calls or names."""
 
-SITE_AND_RECIPE = _keys() | _below(Site, "")
-TOP = "|".join(sorted({key.split(".")[0] for key in _keys() if "." in key}))
-
 
 def _options(command: Any) -> set[str]:
     """Options of a command and of the commands in it."""
@@ -297,36 +252,20 @@ def _options(command: Any) -> set[str]:
     return {name for p in command.params for name in (*p.opts, *p.secondary_opts)}.union(*inner)
 
 
-def said(pattern: str) -> dict[str, list[str]]:
-    """Where each match of the first group of a pattern stands."""
-    found: dict[str, list[str]] = {}
-    for path, line, text in EVERY:
-        for match in re.finditer(pattern, text):
-            found.setdefault(match[1], []).append(f"{path.relative_to(ROOT)}:{line}: {text.strip()[:100]}")
-    return found
+def _named_in_strings(pattern: str) -> dict[str, str]:
+    """Each match of the first group of a pattern in a string of the source, with a place where it stands."""
+    return {match[1]: f"{path}:{line}" for path, line, text in EVERY for match in re.finditer(pattern, text)}
 
 
-def unknown(found: dict[str, list[str]], known: set[str]) -> dict[str, Any]:
-    return {name: places[:3] for name, places in found.items() if name not in known}
-
-
-def test_the_walk_finds_what_is_there() -> None:
-    assert len(EVERY) > 1000
-    assert {"data.target", "adapt.method", "task.kind"} <= said(rf"\b((?:{TOP})\.[a-z][a-z_.]*[a-z])").keys()
-    assert {"--overwrite", "--resume"} <= said(r"(?<![\w-])(--[a-z][a-z-]*[a-z])").keys()
-
-
-def test_recipe_keys() -> None:
+def test_keys_and_options_of_messages_exist() -> None:
+    known = _keys() | _below(Site, "")
+    top = "|".join(sorted({key.split(".")[0] for key in _keys() if "." in key}))
     files = r"(?!\w*\.(?:safetensors|pt|json|bin|fasta|npz|csv|py|yaml|html|index|kubernetes)\b)"
-    found = said(rf"(?<![\w./{{-]){files}((?:{TOP})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w(/-])")
-    starts = {key for key in found if any(known.startswith(key) for known in SITE_AND_RECIPE)}
-    assert unknown(found, SITE_AND_RECIPE | starts) == {}
-
-
-def test_options() -> None:
-    assert unknown(said(r"(?<![\w-])(--[a-z][a-z-]*[a-z])(?![\w.-])"), _options(_tree()) | {"--help"} | FOREIGN) == {}
-
-
-def test_what_is_to_be_set() -> None:
-    key = r"[a-z]+(?:[._][a-z]+)+|[a-z]+(?==| to '|: )"
-    assert unknown(said(rf"\bset ({key})"), SITE_AND_RECIPE) == {}
+    keys = _named_in_strings(rf"(?<![\w./{{-]){files}((?:{top})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w(/-])")
+    assert {"data.target", "adapt.method", "task.kind"} <= keys.keys()
+    assert {k: v for k, v in keys.items() if not any(one.startswith(k) for one in known)} == {}
+    settable = _named_in_strings(r"\bset ([a-z]+(?:[._][a-z]+)+|[a-z]+(?==| to '|: ))")
+    assert {k: v for k, v in settable.items() if k not in known} == {}
+    options = _named_in_strings(r"(?<![\w-])(--[a-z][a-z-]*[a-z])(?![\w.-])")
+    assert {"--overwrite", "--resume"} <= options.keys()
+    assert {k: v for k, v in options.items() if k not in _options(_tree()) | {"--help"} | FOREIGN} == {}

@@ -15,30 +15,27 @@ from esmshard.model import hub
 from esmshard.train import cross_validation as repeats
 
 
-@pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": "auto"}])
-def test_a_run_removes_nothing_that_no_run_left(tiny_recipe: Path, tmp_path: Path, how: dict[str, Any]) -> None:
-    out = tmp_path / "project"
-    for name in ("figures/paper.svg", "report.html", "status.json"):
+def test_a_run_removes_nothing_that_no_run_left(tiny_recipe: Path, tmp_path: Path) -> None:
+    out, files = tmp_path / "project", ("figures/paper.svg", "report.html", "status.json")
+    for name in files:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text("{}")
-    with pytest.raises(UsageError, match=r"status\.json, figures, report\.html"):
-        finetune(tiny_recipe, out=out, report=False, **how)
-    assert (out / "figures/paper.svg").exists()
-    assert (out / "report.html").exists()
+    options: tuple[dict[str, Any], ...] = ({"overwrite": True}, {"resume": "auto"})
+    for how in options:
+        with pytest.raises(UsageError, match=r"status\.json, figures, report\.html"):
+            finetune(tiny_recipe, out=out, report=False, **how)
+    assert all((out / name).exists() for name in files)
 
 
-def test_the_joint_results_of_several_runs_replace_no_table_of_the_user(tmp_path: Path) -> None:
+def test_several_runs_and_sweeps_replace_nothing_of_the_user(tiny_recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "variants.csv").write_text("mutant,score\n")
     with pytest.raises(UsageError, match=r"variants\.csv"):
         repeats.check_out(tmp_path)
     (tmp_path / "summary.json").write_text('{"verdict": ""}')
     repeats.check_out(tmp_path)
-
-
-def test_trials_beside_a_sweep_file_of_another_program_are_no_sweep(tiny_recipe: Path, tmp_path: Path) -> None:
     out, settings = tmp_path / "project", tmp_path / "sweep.yaml"
     (out / "trials").mkdir(parents=True)
-    (out / "sweep.json").write_text('{"entry": "first day"}\n')
+    (out / "sweep.json").write_text('{"entry": "first day"}\n')  # of another program
     settings.write_text("space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-3}\n")
     with pytest.raises(UsageError, match="exists already"):
         finetune(tiny_recipe, out=out, sweep=settings)
@@ -55,14 +52,14 @@ WRITERS: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
 }
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_a_directory_with_files_of_the_user_is_not_replaced(writer: str, tmp_path: Path) -> None:
-    name, write = WRITERS[writer]
+def test_a_directory_with_files_of_the_user_is_not_replaced(tmp_path: Path) -> None:
     out, fasta = tmp_path / "esm2_t6_8M_UR50D", tmp_path / "x.fasta"
     out.mkdir()
     fasta.write_text(">a\nMKV\n")
-    (out / name).write_text("{}")
     (out / "thesis.txt").write_text("years of work")
-    with pytest.raises(UsageError, match=r"thesis\.txt"):
-        write(out, fasta)
-    assert (out / "thesis.txt").read_text() == "years of work"
+    for name, write in WRITERS.values():
+        (out / name).write_text("{}")
+        with pytest.raises(UsageError, match=r"thesis\.txt"):
+            write(out, fasta)
+        assert (out / "thesis.txt").read_text() == "years of work"
+        (out / name).unlink()

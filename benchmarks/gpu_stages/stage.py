@@ -140,11 +140,6 @@ class Stage:
         """Return the parts that run on a GPU, or in a rehearsal."""
         return [part for part in self.parts if part.when in ("always", "rehearsal" if rehearsal else "gpu")]
 
-    @property
-    def seconds(self) -> float:
-        """The expected seconds of all parts on an H200."""
-        return sum(part.seconds for part in self.chosen(rehearsal=False))
-
 
 class Record:
     """The JSON and Markdown files of one stage. Files of an earlier run are read again."""

@@ -74,17 +74,8 @@ def train(
     micro_batches: int = 1,
     longest: int = 1022,
 ) -> Trained:
-    """Take some steps, and measure them.
-
-    Args:
-        name: a key of SIZES.
-        device: the device of the training.
-        layout: the layout for one process.
-        tokens: the exact number of tokens of a micro-batch.
-        steps: the measured steps.
-        adapt: the trained part of the model.
-        micro_batches: the micro-batches of a step.
-        longest: the most residues of a protein; longer proteins are cut.
+    """Take some steps, and measure them. `tokens` is the exact number of tokens of a micro-batch; `longest` is the most
+    residues of a protein.
     """
     gc.collect()
     config, task = SIZES[name], new_task(TASK, {})

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +37,9 @@ from esmshard.vocab import BETWEEN, SEPARATOR, decode, join_option
 Array = npt.NDArray[np.float32]
 
 Tracks = Mapping[str, Any]
-"""By the name of a track, what is known of the sequences: one entry for a single sequence, else a list with an entry
-for each sequence, or a dictionary of entries by id. An entry is a string of letters, an array of codes [L], or an array
-of coordinates [L, 3, 3]; None, or an id that is absent, says that nothing is known.
+"""The entries of each track by its name: one entry for a single sequence, else a list with an entry for each sequence,
+or a dictionary of entries by id. An entry is a string of letters, an array of codes [L], or an array of coordinates
+[L, 3, 3]. None, or an absent id, means an unknown entry.
 """
 
 
@@ -47,11 +47,11 @@ class Model:
     """A protein language model, with its fine-tuned head if it has one. `load` opens it.
 
     Sequences are a list of strings, a dictionary of strings, or the `pathlib.Path` of a FASTA file or token store.
-    Results have the same order. For a single string, the result is that of one sequence. Sequences are read as in FASTA
-    files: lower case, a `*` at the end, gaps and `J` are corrected with a warning. Any other character that is no
-    residue is an `InputError`, and so is DNA or RNA. `<cls>` and `<eos>` are added by the model and never part of a
-    result, except in the pool `cls`. A `:` divides the chains of a complex, as `MKT:MKV`: they are one sequence for the
-    model, and results have the residues of one chain after the other (docs/chains.md).
+    Results have the same order. A single string gives the result of one sequence. Sequences are read as in FASTA files:
+    lower case, a `*` at the end, gaps and `J` are corrected with a warning. Any other character that is no residue is
+    an `InputError`, and so is DNA or RNA. The model adds `<cls>` and `<eos>`; no result contains them, except the pool
+    `cls`. A `:` divides the chains of a complex, as `MKT:MKV`: they are one sequence for the model, and results have
+    the residues of one chain after the other (docs/chains.md).
     """
 
     def __init__(self, name: str, esm: Trunk, unlearned: Sequence[str] = (), tuned: FineTuned | None = None) -> None:
@@ -84,9 +84,7 @@ class Model:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the columns of `predict`: targets, classes or amino acids; empty for pair maps and without a
-        head.
-        """
+        """The columns of `predict`: targets, classes or amino acids; empty for pair maps and without a head."""
         return () if self.tuned is None else self.tuned.task.names
 
     def __repr__(self) -> str:
@@ -112,10 +110,10 @@ class Model:
                 `attentions` of [H, L, L], the maps of all heads of a layer. Several pools are a list.
             layers: 0 (embedding, without `attentions`) to the number of layers; the last by default. Several layers are
                 a list.
-            long: the treatment of sequences that are longer than those which the model was trained on: `full`, `window`
-                or `truncate`, or an `embed.spec.Long`.
+            long: the treatment of sequences that are longer than the sequences of training: `full`, `window` or
+                `truncate`, or an `embed.spec.Long`.
             tokens: tokens computed at once. A longer sequence is computed alone.
-            tracks: what is known of the residues besides, for models that read it; see `Tracks`.
+            tracks: further inputs for each residue, for models that read them; see `Tracks`.
 
         Returns:
             An array or list. If `pool` or `layers` is a list, it is a dictionary of arrays or lists by names such as
@@ -126,41 +124,40 @@ class Model:
                 never trained.
         """
         pools = [pool] if isinstance(pool, str) else list(pool)
-        wanted = None if layers is None else [layers] if isinstance(layers, int) else list(layers)
-        outputs = choose(pools, wanted, self.config, self.name)
+        several = not (isinstance(pool, str) and (layers is None or isinstance(layers, int)))
+        outputs = choose(pools, [layers] if isinstance(layers, int) else layers, self.config, self.name)
         if not outputs:
             raise UsageError("pool: give at least one")
         for pool_name, part in (("logits", "lm_head"), ("contacts", "contact_head")):
             if pool_name in pools:
-                self._needs(part)
+                self._require(part)
         how = long if isinstance(long, Long) else Long(long)  # type: ignore[arg-type]  # the embedder checks it
-        asked = sequence_inputs.sequences(sequences, linker=self.config.chains.tokens)
-        known = self._tracks(tracks, asked)
+        given = sequence_inputs.sequences(sequences, linker=self.config.chains.tokens)
+        track_arrays = self._tracks(tracks, given)
         most = self.config.most_tokens if how.mode == "full" else None  # a table of learned positions ends
-        for name, sequence in zip(asked.names, asked.tokens, strict=True):
+        for name, sequence in zip(given.names, given.tokens, strict=True):
             if most is not None and len(sequence) > most:
                 raise InputError(
                     f"{name} has {len(sequence) - 2:,} residues, and this model has positions for {most - 2:,}; cut "
                     "the sequence, or use a model with rotary positions, such as an ESM-2"
                 )
-        values: dict[str, Any] = {one.name: [np.empty(0, np.float32)] * len(asked.tokens) for one in outputs}
-        for n, computed in enumerate(Embedder(self.esm, outputs, long=how, tokens=tokens).compute(asked.tokens, known)):
-            if isinstance(computed, Failed):
-                raise InputError(f"{asked.names[n]}: {computed.reason}")
-            for name, array in computed.values.items():
-                values[name][n] = array.numpy()
+        computed = Embedder(self.esm, outputs, long=how, tokens=tokens).compute(given.tokens, track_arrays)
+        values: dict[str, Any] = {output.name: [] for output in outputs}
+        for name, result in zip(given.names, computed, strict=True):
+            if isinstance(result, Failed):
+                raise InputError(f"{name}: {result.reason}")
+            for output in outputs:
+                values[output.name].append(result.values[output.name].numpy())
         for output in outputs:
             arrays = values[output.name]
-            values[output.name] = arrays[0] if asked.single else np.stack(arrays) if output.pooled else arrays
-        if isinstance(pool, str) and (layers is None or isinstance(layers, int)):
-            return values[outputs[0].name]
-        return values
+            values[output.name] = arrays[0] if given.single else np.stack(arrays) if output.pooled else arrays
+        return values if several else values[outputs[0].name]
 
     def contacts(self, sequences: Sequences, tracks: Tracks | None = None) -> Any:
         """Compute contact probabilities, symmetric float32 [L, L] for each sequence.
 
-        They come from the fine-tuned head if it predicts contacts, else from the language model's regression on
-        attention maps.
+        The fine-tuned head computes them if it predicts contacts, else the language model's regression on attention
+        maps.
 
         Raises:
             InputError: as for `embed` and `predict`.
@@ -184,7 +181,7 @@ class Model:
             variants: N variants, such as `A24G`, `A24G:V30L`, `p.Ala24Gly` or `WT`.
             method: `masked-marginals`, `wild-type-marginals` or `pseudo-perplexity`; see `predict.zero_shot.score`.
             window: residues of a longer protein that the model gets at once; by default as many as in training.
-            tracks: what is known of the residues of the protein besides, which its variants have too.
+            tracks: further inputs for each residue of the protein and its variants; see `Tracks`.
 
         Returns:
             The scores. A variant that changes a residue outside the 20 amino acids, such as X or U, has NaN.
@@ -195,13 +192,13 @@ class Model:
         """
         if not isinstance(wild_type, str):
             raise UsageError(f"the wild type is of type {type(wild_type).__name__}; a string of residues is expected")
-        asked = sequence_inputs.sequences(wild_type, "the wild type")
-        protein = decode(asked.tokens[0])
+        given = sequence_inputs.sequences(wild_type, "the wild type")
+        protein = decode(given.tokens[0])
         if BETWEEN in protein:
-            raise InputError("the wild type has several chains; give the one that the variants change")
+            raise InputError("the wild type has several chains; give the chain that the variants change")
         mutations = sequence_inputs.variants(variants, protein)
-        self._needs("lm_head")
-        return score(self.esm, protein, mutations, method, window, self._tracks(tracks, asked)[0])
+        self._require("lm_head")
+        return score(self.esm, protein, mutations, method, window, self._tracks(tracks, given)[0])
 
     def predict(self, sequences: Sequences, tracks: Tracks | None = None) -> Any:
         """Compute the predictions of the fine-tuned head, float32.
@@ -222,19 +219,19 @@ class Model:
             if tracks:
                 raise UsageError("tracks: a model of variants keeps the tracks of its wild type; leave them out")
             return self._predict_variants(sequences, task)
-        asked = sequence_inputs.sequences(sequences, linker=self.config.chains.tokens)
-        known = self._tracks(tracks, asked)
+        given = sequence_inputs.sequences(sequences, linker=self.config.chains.tokens)
+        track_arrays = self._tracks(tracks, given)
 
         def question(n: int) -> Inputs:
-            return task.question(Example(asked.names[n], asked.tokens[n], {}, tracks=known[n]))
+            return task.question(Example(given.names[n], given.tokens[n], {}, tracks=track_arrays[n]))
 
         values: list[Array] = []
-        lengths = np.array([len(tokens) for tokens in asked.tokens])
-        for name, array in zip(asked.names, heads.predictions(self.tuned, lengths, question), strict=True):
+        lengths = np.array([len(tokens) for tokens in given.tokens])
+        for name, array in zip(given.names, heads.predictions(self.tuned, lengths, question), strict=True):
             if isinstance(array, str):
                 raise InputError(f"{name}: {array}")
             values.append(array)
-        if asked.single:
+        if given.single:
             return values[0]
         return np.stack(values) if task.names and not task.per_residue else values
 
@@ -244,20 +241,20 @@ class Model:
         mutations = sequence_inputs.variants(names, str(task.facts["protein"]))
         if shift := task.facts.get("offset"):
             warnings.warn(
-                f"{self.name}: variants are numbered as its wild type is, from 1; the table that it was trained on "
-                f"counts otherwise: its positions {shift:+d} are these",
+                f"{self.name}: number variants like the wild type, from 1; the positions of the training table are "
+                f"others, and get {shift:+d}",
                 stacklevel=3,
             )
         first, last = int(task.facts["first"]), int(task.facts["first"]) + int(task.facts["length"])
-        for name, one in zip(names, mutations, strict=True):
-            if any(not first <= mutation.position < last for mutation in one):
+        for name, of_variant in zip(names, mutations, strict=True):
+            if any(not first <= mutation.position < last for mutation in of_variant):
                 raise InputError(f"{name}: the model sees residues {first + 1:,} to {last:,} of its protein only")
         if not mutations:
             raise InputError("there is no variant; give at least one")
         values = predictions(self.tuned, mutations)
         return values[0] if isinstance(variants, str) else values
 
-    def _tracks(self, given: Tracks | None, asked: SequenceInputs) -> list[dict[str, npt.NDArray[Any]]]:
+    def _tracks(self, tracks: Tracks | None, given: SequenceInputs) -> list[dict[str, npt.NDArray[Any]]]:
         """Return the arrays of each sequence by the name of the track, [L + 2, ...]. A model that was fine-tuned with
         other tracks causes a warning.
 
@@ -265,40 +262,38 @@ class Model:
             UsageError: the model takes no track of a name, or the entries do not fit the form of the sequences.
             InputError: an entry does not fit its sequence.
         """
-        arrays: list[dict[str, npt.NDArray[Any]]] = [{} for _ in asked.tokens]
-        given = given or {}
-        for name, tokens in zip(asked.names, asked.tokens, strict=True):
-            if given and SEPARATOR in tokens:
-                raise InputError(
-                    f"{name} has several chains, and tracks are for one; give each chain, or leave them out"
-                )
-        known = family_of(self.config).tracks
-        for track in [file.track for file in track_files(dict.fromkeys(given, ""), known, self.name, "tracks: ")]:
-            of_track, entries = given[track.name], list[Any]()
-            if asked.single:
+        arrays: list[dict[str, npt.NDArray[Any]]] = [{} for _ in given.tokens]
+        tracks = tracks or {}
+        for name, tokens in zip(given.names, given.tokens, strict=True):
+            if tracks and SEPARATOR in tokens:
+                raise InputError(f"{name} has several chains, and a track is for one chain; give each chain alone")
+        accepted = family_of(self.config).tracks
+        for track in [file.track for file in track_files(dict.fromkeys(tracks, ""), accepted, self.name, "tracks: ")]:
+            of_track, entries = tracks[track.name], list[Any]()
+            if given.single:
                 entries = [of_track]
-            elif isinstance(of_track, Mapping) and asked.ids is not None:
-                entries = [of_track.get(name) for name in asked.ids]
+            elif isinstance(of_track, Mapping) and given.ids is not None:
+                entries = [of_track.get(name) for name in given.ids]
             elif isinstance(of_track, list | tuple):
                 entries = list(of_track)
-            if len(entries) != len(asked.tokens):
+            if len(entries) != len(given.tokens):
                 raise UsageError(
-                    f"tracks: {track.name}: give a list with an entry for each of the {len(asked.tokens):,} sequences, "
+                    f"tracks: {track.name}: give a list with an entry for each of the {len(given.tokens):,} sequences, "
                     "or, for sequences with ids, a dictionary of entries by id"
                 )
             for n, entry in enumerate(entries):
-                length = len(asked.tokens[n]) - 2
+                length = len(given.tokens[n]) - 2
                 values = unknown_entry(track, length)
                 if entry is not None:
-                    where = f"tracks[{track.name!r}] of {asked.names[n]}"
+                    where = f"tracks[{track.name!r}] of {given.names[n]}"
                     values = values_of(track, entry, where)
                     require_length(track, values, length, where)
                 arrays[n][track.name] = in_batches(track, values)
-        for notice in without_tracks(self.name, given):
+        for notice in without_tracks(self.name, tracks):
             warnings.warn(notice, stacklevel=3)
         return arrays
 
-    def _needs(self, part: str) -> None:
+    def _require(self, part: str) -> None:
         if part in self._unlearned:
             what = {"lm_head": "LM head", "contact_head": "contact regression"}[part]
             raise InputError(f"{self.name}: has no trained {what}; take another model")
@@ -318,13 +313,16 @@ def load(
             Hugging Face hub, which are downloaded; or `starter` or `demo`.
         device: `cpu`, `cuda`, `cuda:N` or `mps`; by default the first GPU, or else the CPU.
         dtype: dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
-        join: how the chains of a sequence become one, as `linker:25,gap:512`; by default as the model was trained, or
-            by 25 glycines. A fine-tuned head keeps what it was trained with.
+        join: how the chains of a sequence are joined, as `linker:25,gap:512`; by default as in training, or by 25
+            glycines. A fine-tuned head allows only the value of its training.
 
     Raises:
         InputError: with the file and its problem; UsageError for an unknown device or dtype.
     """
-    name, where, precision, chains = str(model), chosen_device(device), _dtype(dtype), join_option(join)
+    name, where, chains = str(model), chosen_device(device), join_option(join)
+    precision = dtype if isinstance(dtype, torch.dtype) else TORCH.get(dtype or "fp32")
+    if precision is None or precision not in TORCH.values():
+        raise UsageError(f"dtype is {dtype!r}; one of {', '.join(TORCH)} is expected")
     if weights.record_of([weights.directory(name) / weights.ABOUT]):
         with torch.random.fork_rng(devices=[]):  # a head gets random values before its weights are read
             tuned = load_finetuned(name, where)
@@ -333,23 +331,16 @@ def load(
         if chains not in (None, trained):
             raise UsageError(f"join {join}: {name} was fine-tuned with {trained.text}; leave join out")
         return Model(name, tuned.model.trunk, weights.read(name).unlearned, tuned)
-    found = weights.joining(weights.read(name), chains, f"join: {name}")
-    weights.report_altered(found.files)
-    return Model(name, weights.build(found, where, precision).eval(), found.unlearned)
-
-
-def _dtype(dtype: Dtype | torch.dtype | None) -> torch.dtype:
-    found = torch.float32 if dtype is None else dtype if isinstance(dtype, torch.dtype) else TORCH.get(dtype)
-    if found is None or found not in TORCH.values():
-        raise UsageError(f"dtype is {dtype!r}; one of {', '.join(get_args(Dtype))} is expected")
-    return found
+    source = weights.joining(weights.read(name), chains, f"join: {name}")
+    weights.report_altered(source.files)
+    return Model(name, weights.build(source, where, precision).eval(), source.unlearned)
 
 
 class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """A transformer from protein sequences to embeddings, for pipelines and searches of scikit-learn.
 
-    Nothing is learned from data, so `transform` needs no `fit`. The weights are read once in each process. They are not
-    part of a pickle or a clone, which have a few bytes; a worker of `n_jobs=2` reads them itself.
+    Nothing is learned from data, so `transform` needs no `fit`. Each process reads the weights once. A pickle or a
+    clone has a few bytes and no weights; a worker of `n_jobs=2` reads them itself.
 
     >>> SequenceEmbedder(layer=3).transform(["MKTAYIAK", "GSHM"]).shape
     (2, 192)
@@ -382,21 +373,20 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         sequence_inputs.sequences(sequence_inputs.as_list(X, "sequences"))
         return self
 
-    def transform(self, X: Any) -> npt.NDArray[np.float32]:
+    def transform(self, X: Any) -> Array:
         """Compute embeddings, float32 [N, D], of N sequences: a list, a 1-d array or a Series of strings.
 
         Raises:
             InputError: a `ValueError` with the sequence and the position of a character that is no residue.
         """
-        wanted, sequences = self._output(), sequence_inputs.as_list(X, "sequences")
+        output, sequences = self._output(), sequence_inputs.as_list(X, "sequences")
         model = _loaded(str(self.model), _version(str(self.model)), self.device)
-        found: npt.NDArray[np.float32] = model.embed(sequences, wanted.pool, wanted.layer, tokens=self.tokens)
-        return found
+        embeddings: Array = model.embed(sequences, output.pool, output.layer, tokens=self.tokens)
+        return embeddings
 
     def get_feature_names_out(self, input_features: object = None) -> npt.NDArray[np.object_]:
         """Return `mean_6_0`, `mean_6_1` and so on: pool, layer, column. For `set_output`."""
-        name = self._output().name
-        dim = weights.read(str(self.model)).config.dim
+        name, dim = self._output().name, weights.read(str(self.model)).config.dim
         return np.array([f"{name}_{column}" for column in range(dim)], dtype=object)
 
     def __sklearn_tags__(self) -> Any:
@@ -412,21 +402,18 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 1):
             raise UsageError(f"tokens is {self.tokens!r}; a number from 1 on is expected, or None")
         layers = None if self.layer is None else [self.layer]
-        found = choose([self.pool], layers, weights.read(str(self.model)).config, str(self.model))[0]
-        if not found.pooled:
+        output = choose([self.pool], layers, weights.read(str(self.model)).config, str(self.model))[0]
+        if not output.pooled:
             raise UsageError(f"pool is {self.pool!r}; a matrix has one row a sequence: mean, max or cls is expected")
-        return found
+        return output
 
 
-Version = tuple[str | tuple[str, int, int, int, int], ...]
-
-
-def _version(model: str) -> Version:
+def _version(model: str) -> tuple[Any, ...]:
     """Return facts that change when a model's files change, since another fine-tuning may write to the same path."""
-    found = weights.read(model)
-    return (found.made, *((str(file), *state(Path(file))) for file in found.files))
+    source = weights.read(model)
+    return (source.made, *((str(file), *state(Path(file))) for file in source.files))
 
 
 @lru_cache(maxsize=2)
-def _loaded(model: str, version: Version, device: str | None) -> Model:
+def _loaded(model: str, version: tuple[Any, ...], device: str | None) -> Model:
     return load(model, device)

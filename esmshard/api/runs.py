@@ -1,7 +1,7 @@
-"""Runs: `esmshard.Run` and `esmshard.finetune`, and what both this function and the command `esmshard finetune` do.
+"""Runs: `esmshard.Run`, `esmshard.finetune`, and `start`, which `esmshard.finetune` shares with the command.
 
-It checks the recipe, starts processes, summarises several runs and draws figures. Afterwards environment variables and
-signal handlers are as they were before.
+`start` checks the recipe, starts processes, summarises several runs and draws figures. Afterwards environment variables
+and signal handlers are as before.
 """
 
 import json
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """The state `failed`, `running`, `preempted` or `done`; of several runs the first of these that one is in."""
+        """The state: `failed`, `running`, `preempted` or `done`. Several runs have the first state that any run has."""
         from esmshard.train.run_dir import joint_state, standings
 
         return joint_state(standings(self.path))
@@ -72,13 +72,11 @@ class Run:
 
     @property
     def evaluation(self) -> dict[str, Any]:
-        """The content of `evaluation.json`: test metrics with intervals, and baselines; for several runs
-        `summary.json`.
-        """
-        found = self._json("summary.json") or self._json("evaluation.json")
-        if found is None:
-            raise InputError(f"{self.path}: not evaluated yet; finetune does it at the end")
-        return found
+        """The test metrics with intervals, and baselines: `evaluation.json`, or `summary.json` of several runs."""
+        evaluation = self._json("summary.json") or self._json("evaluation.json")
+        if evaluation is None:
+            raise InputError(f"{self.path}: not evaluated yet; finetune evaluates at the end")
+        return evaluation
 
     def model(self, **options: Any) -> "Model":
         """Open the fine-tuned model as `esmshard.load` does, with the same options.
@@ -92,7 +90,7 @@ class Run:
             raise InputError(f"{self.path}: several runs; each of .runs has a model ({', '.join(parts)})")
         path = self.path / "model"
         if not path.is_dir():
-            raise InputError(f"{path}: there is no model; finetune makes it at the end, or esmshard consolidate")
+            raise InputError(f"{path}: no such model; finetune or esmshard consolidate makes it from a checkpoint")
         return load(str(path), **options)
 
     def __repr__(self) -> str:
@@ -176,8 +174,8 @@ def finetune(
 
 
 def keys(overrides: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Convert overrides to the form of the command line: nested mappings become dotted keys, values become JSON, which
-    YAML reads as the same value.
+    """Convert overrides to the form of the command line: nested mappings become dotted keys, and values become JSON,
+    which is valid YAML.
 
     >>> keys({"adapt": {"method": "lora", "lora": {"rank": 4}}, "adapt.freeze": ["embedding"], "data.labels": None})
     ['adapt.method="lora"', 'adapt.lora.rank=4', 'adapt.freeze=["embedding"]', 'data.labels=null']
@@ -185,28 +183,27 @@ def keys(overrides: Mapping[str, Any], prefix: str = "") -> list[str]:
     Raises:
         UsageError: for a value that a recipe cannot hold.
     """
-    found = []
+    settings = []
     for key, value in overrides.items():
         if isinstance(value, Mapping) and value:
-            found += keys(value, f"{prefix}{key}.")
+            settings += keys(value, f"{prefix}{key}.")
             continue
         try:
-            found.append(f"{prefix}{key}={json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)}")
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
         except (TypeError, ValueError):
-            raise UsageError(f"{prefix}{key}: {value!r} is nothing that a recipe can hold") from None
-    return found
+            raise UsageError(f"{prefix}{key}: a recipe cannot hold {value!r}") from None
+        settings.append(f"{prefix}{key}={text}")
+    return settings
 
 
 def _plain(value: Any) -> Any:
-    """Convert values that JSON lacks: paths, and numbers and arrays of numpy."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else os.fspath(value)
 
 
 @contextmanager
 def _file_of(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str]:
-    """Yield the name of a recipe. A dictionary gets an empty file, over which all of its keys are overrides.
-
-    Other processes of the run read the same file and get the same overrides.
+    """Yield the name of a recipe. A dictionary gets an empty file, which other processes can read, and its keys become
+    overrides of this file.
     """
     if not isinstance(recipe, Mapping):
         yield os.fspath(recipe)
@@ -219,8 +216,7 @@ def _file_of(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of one call. They travel as one object from the command line or Python to the run. Those without a
-    docstring are arguments of `esmshard.finetune`, which describes them.
+    """The options of a call of `esmshard.finetune` or of the command. See `esmshard.finetune` for most of them.
 
     Raises:
         UsageError: if two options contradict each other.
@@ -244,9 +240,9 @@ class RunOptions:
     trials: int | None = None
     report: bool = True
     take_over: bool = False
-    """Whether the lock of a run on another machine is taken, which cannot be seen to have ended."""
+    """Whether to take over the directory of a run of another machine, although its lock still exists."""
     started: float | None = None
-    """The time at which the command began, in seconds since 1970; None means now."""
+    """The start of the command, in seconds since 1970; None means now."""
 
     def __post_init__(self) -> None:
         if self.resume == "never":
@@ -257,14 +253,12 @@ class RunOptions:
             raise UsageError("--max-restarts continues from the newest checkpoint of the run; pass --resume auto, too")
         if self.trials is not None and self.sweep is None:
             raise UsageError("--trials is the number of trials of a sweep; pass --sweep FILE, too, or leave it out")
-        if self.sweep is not None and self.overwrite:
+        if self.sweep is not None and (
+            self.overwrite or self.folds or self.profile or self.resume not in (None, "auto")
+        ):
             raise UsageError(
-                "--sweep does not go with --overwrite; remove the directory, or choose another with out=DIR"
-            )
-        if self.sweep is not None and (self.folds or self.profile or self.resume not in (None, "auto")):
-            raise UsageError(
-                "--sweep does not go with --folds, whose test sets trials would train on, with --profile, and with the "
-                "path of a run; leave them out, and continue with --resume auto"
+                "--sweep does not go with --folds (trials would train on the test sets), --profile, --overwrite and "
+                "--resume PATH; leave them out. To start again, pass out=DIR; to continue, pass --resume auto"
             )
 
     def flags(self, *, report: bool) -> list[str]:
@@ -282,18 +276,18 @@ def start(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
 
     Args:
         recipe: a file, or the name of a shipped recipe.
-        overrides: settings that replace those of the recipe, such as `optim.lr=1e-4`.
-        options: the options of the run apart from its recipe.
+        overrides: settings that replace settings of the recipe, such as `optim.lr=1e-4`.
+        options: the other options.
 
     Returns:
-        The directory of the run. It holds a directory for each run if there are several. Of a sweep it is that of the
-        best settings, or that of the whole sweep if they are not trained here.
+        The directory of the run, with a directory for each run if there are several. A sweep returns the run of the
+        best settings, or its own directory if another worker trains them.
 
     Raises:
         InputError: if recipe or data have a mistake.
         UsageError: if options contradict each other or the recipe.
         RunFailed: if processes that were started have failed.
-        Preempted: if this process was asked to stop. The work done until then is saved.
+        Preempted: if this process was asked to stop. The work is saved.
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
@@ -340,7 +334,7 @@ def start(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
 
 
 def _devices(recipe: Recipe, options: RunOptions) -> "tuple[int, torch.device]":
-    """Return the number of processes of a run, and the device of the first."""
+    """Return the number of processes of a run, and the device of the first process."""
     from esmshard.devices import chosen_device
     from esmshard.parallel.process_group import own_device, processes_of
 
@@ -350,10 +344,8 @@ def _devices(recipe: Recipe, options: RunOptions) -> "tuple[int, torch.device]":
 
 
 def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
-    """Search settings of a recipe, alone or as one of several workers (docs/sweep.md). The last worker trains the best
-    settings with new seeds, as `start` does, and each of these models is tested once.
-
-    Everything is checked before the first trial. For a dry run, print what would be done.
+    """Search settings of a recipe, alone or as one of several workers (docs/sweep.md). The last worker calls `start`
+    for the best settings with new seeds, and each of these models is tested once. A dry run prints the plan.
     """
     try:
         import optuna  # noqa: F401
@@ -378,7 +370,7 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
         settings = sweep_file.load(Path(options.sweep), path, overrides)
         resolved = recipe_file.load(path, overrides)
         if resolved.divides_table and resolved.data.split not in ("mutations", "given"):
-            # The other folds are trained and validated on by trials, so that they are no test.
+            # Trials train and validate on the other folds, so these cannot be the test set.
             overrides = [*overrides, f"data.folds={FOLDS}", "data.fold=0"]
             say(f"trials are validated, and the best settings tested, on fold 0 of {FOLDS}: {' '.join(overrides[-2:])}")
             resolved = recipe_file.load(path, overrides)
@@ -456,8 +448,8 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
     if launch.attempt() and options.resume is None:
         from esmshard.train.run_dir import begun_by_this_job
 
-        # This process was restarted, and the work of its predecessor must be kept. The files that --overwrite should
-        # remove are not its work, if the predecessor ended before it removed them.
+        # This process was restarted: keep the work of its predecessor. But if the predecessor ended before --overwrite
+        # removed the files of an earlier run, these files are not its work.
         if not options.overwrite or begun_by_this_job(Path(recipe.out)):
             return replace(options, resume="auto", overwrite=False)
     return options
@@ -466,9 +458,7 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
 def _checked(
     recipe: str, resolved: Recipe, overrides: Sequence[str], options: RunOptions, runs: "Sequence[Repeat]"
 ) -> "list[Repeat]":
-    """Check everything that can be checked before processes are started, and return the runs that are not done yet. For
-    a dry run, print what would be done.
-    """
+    """Check as much as possible before processes start. Return the unfinished runs. A dry run prints the plan."""
     from esmshard.data.splits.recipe_splits import in_tokens
     from esmshard.train import cross_validation
     from esmshard.train.inputs import check_out, describe, notices, prepare
@@ -499,10 +489,9 @@ def _checked(
 def _allocator() -> dict[str, str]:
     """Return the setting of the GPU allocator for a run; none if the user has configured the allocator.
 
-    The sizes of micro-batches differ by a few tokens. By default each tensor has a segment of its own size. The tensors
-    of a slightly larger micro-batch then fit into no free segment, and a run that plans to fill 90% of the GPU may run
-    out of memory although half of its memory is free. A segment that grows has no such gaps. torch reads the variable
-    when it is loaded: the command line sets it before, and started processes inherit it.
+    By default each tensor has a segment of its own size. The tensors of a slightly larger micro-batch then fit into no
+    free segment, and a run may lack memory although half of it is free. Segments that grow leave no such gaps. torch
+    reads the variable at its import: the command line sets it before, and started processes inherit it.
     """
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return {}
@@ -546,7 +535,7 @@ def _conclude(recipe: Recipe, options: RunOptions, runs: "Sequence[Repeat]", cur
 
 
 def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
-    """Draw the figures and the report of a run, if the packages for that are installed."""
+    """Draw the figures and the report of a run, if the packages for figures are installed."""
     from esmshard.data.splits.recipe_splits import open_split
     from esmshard.report.charts import contact_figures
     from esmshard.tasks.finetuned import tracks_of
@@ -563,7 +552,6 @@ def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
 
 
 def _report(out: Path) -> None:
-    """Write the page on a run or a sweep, if the packages for that are installed."""
     from esmshard.report.page import report
 
     try:

@@ -1,4 +1,4 @@
-"""Sequences and variants in Python's forms: lists, dictionaries, files. They are checked as in files."""
+"""Sequences and variants as lists, dictionaries or files. The rules are the same as for files."""
 
 import os
 import re
@@ -69,20 +69,20 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
     if not pairs:
         raise InputError("there is no sequence; give at least one")
     tokens, names = [], []
-    for key, written in pairs:
+    for key, text in pairs:
         names.append(single if alone else f"sequences[{key!r}]")
-        if not isinstance(written, str):
-            raise InputError(f"{names[-1]} is of type {type(written).__name__}; a string of residues is expected")
+        if not isinstance(text, str):
+            raise InputError(f"{names[-1]} is of type {type(text).__name__}; a string of residues is expected")
         try:
-            residues = clean(written, rules, edits, str(key))
+            residues = clean(text, rules, edits, str(key))
         except RefusedSymbols as error:
             raise InputError(f"{names[-1]} {error.what}; {error.fix}, or leave it out") from None
-        assert residues is not None, "a record is left out only where the rules say 'drop'"
+        assert residues is not None, "only the rule 'drop' leaves a record out"
         tokens.append(np.frombuffer(bytes([CLS]) + residues + bytes([EOS]), dtype=np.uint8))
-    if found := nucleotides((one[1:-1] for one in tokens), counted(len(tokens), "sequence")):
+    if dna := nucleotides((sequence[1:-1] for sequence in tokens), counted(len(tokens), "sequence")):
         raise InputError(
-            f"{found}; translate them, or, if they are proteins nevertheless, write them to x.fasta, run `esmshard "
-            "ingest x.fasta -o x.store --on-nucleotides keep`, and give pathlib.Path('x.store')"
+            f"{dna}; translate them. If they are proteins, write them to x.fasta, run `esmshard ingest x.fasta -o "
+            "x.store --on-nucleotides keep`, and give pathlib.Path('x.store')"
         )
     for notice in edits.notices():
         _warn(notice)
@@ -93,8 +93,8 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
 def as_list(given: Any, what: str) -> list[Any]:
     """Return a list of strings from a list, tuple, generator, 1-d array or Series.
 
-    Refused are arguments whose items are something else: the columns of a table, the letters of a Biopython sequence,
-    or a set, which has no order.
+    Other collections are refused: the items of a table are columns, the items of a Biopython sequence are letters, and
+    a set has no order.
 
     >>> as_list(("MKT", "MK"), "sequences")
     ['MKT', 'MK']
@@ -117,15 +117,15 @@ def _of_file(path: Path, linker: int) -> SequenceInputs:
         store.check_linker(linker, path)
         for notice in () if given else store.notices:
             _warn(f"{path}: {notice}")
-        ids, tokens = [store.id(n) for n in range(len(store))], [store.residues(n) for n in range(len(store))]
-        tokens = [np.pad(one, 1, constant_values=(CLS, EOS)) for one in tokens]
+        ids = [store.id(n) for n in range(len(store))]
+        tokens = [np.pad(store.residues(n), 1, constant_values=(CLS, EOS)) for n in range(len(store))]
     return SequenceInputs(tokens, [f"{path}: record '{shown(record_id)}'" for record_id in ids], single=False, ids=ids)
 
 
 def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
     """Return the substitutions of each variant, such as `A24G:V30L` or `WT`. Synonymous ones are left out.
 
-    >>> [len(one) for one in variants(["K2R:T3S", "WT", "K2K"], "MKT")]
+    >>> [len(mutations) for mutations in variants(["K2R:T3S", "WT", "K2K"], "MKT")]
     [2, 0, 0]
 
     Args:
@@ -133,9 +133,9 @@ def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
         protein: the wild type, whose first residue is number 1.
 
     Raises:
-        InputError: with the variant that is none, does not fit the protein, or has a stop codon.
+        InputError: with a variant that cannot be read, does not fit the protein, or has a stop codon.
     """
-    found = []
+    substitutions = []
     for n, cell in enumerate(as_list(given, "variants")):
         where = f"variants[{n}]"
         if not isinstance(cell, str):
@@ -146,16 +146,16 @@ def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
             raise InputError(f"{where}: {error}") from None
         for mutation in mutations:
             if mutation.mutant == STOP:
-                raise InputError(f"{where}: {mutation} is a stop codon, which no model has a letter for; remove it")
+                raise InputError(f"{where}: {mutation} is a stop codon, and models have no letter for it; remove it")
             if not 0 <= mutation.position < len(protein):
                 raise InputError(f"{where}: {mutation}: the wild type has residues 1 to {len(protein):,}")
             if protein[mutation.position] != mutation.wild:
                 raise InputError(
                     f"{where}: {mutation}: residue {mutation.position + 1} of the wild type is "
-                    f"{protein[mutation.position]}; number the residues as they are in it, from 1"
+                    f"{protein[mutation.position]}; number the residues like the wild type, from 1"
                 )
-        found.append(tuple(one for one in mutations if one.mutant != one.wild))
-    return found
+        substitutions.append(tuple(mutation for mutation in mutations if mutation.mutant != mutation.wild))
+    return substitutions
 
 
 def _warn(notice: str) -> None:

@@ -1,7 +1,7 @@
 """The model card: `README.md` beside a model, as the Hugging Face hub shows it. Its text is `card.md.jinja`.
 
-The card contains known facts, and names unknown ones. A model is never called an ESM-2 because of its shape, but only
-if the recipe names released weights. Paths are shortened to their last part, since the card is shared.
+The card contains known facts, and names what is unknown. A model is called ESM-2 only if the recipe names released
+weights, and never because of its shape. Paths are shortened to their last part, since the card is shared.
 """
 
 import html
@@ -27,13 +27,12 @@ PARTS = {"lm_head": "LM head", "contact_head": "contact regression (`predict_con
 
 
 def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
-    """Write `README.md` to a model directory, and the metrics of the test set to its `esmshard.json`. An existing file
-    is replaced in one operation.
+    """Write `README.md` to a model directory, and the metrics of the test set to its `esmshard.json`.
 
     Args:
         directory: the directory of the model.
         about: the content of its `esmshard.json`.
-        evaluation: the content of its `evaluation.json`; without it the card says that the model has not been scored.
+        evaluation: the content of its `evaluation.json`; None if the model has not been scored.
     """
     recipe, in_transformers = about["recipe"], (directory / "config.json").is_file()
     model, task = recipe["model"]["name"], recipe["task"]
@@ -44,14 +43,14 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         repository = None
     front: dict[str, Any] = {
         "tags": ["biology", "protein-language-model", "esmshard", f"{task['name']}-prediction"],
-        # The card names the licence of the base, so that what is made from this model knows it, too.
+        # The card names the licence of the base, so that models which are made from this model know it, too.
         **({"license": RELEASED[base].licence} if base else _licence_of(recipe)),
     }
     if repository:
         front |= {"base_model": repository, "base_model_relation": "finetune"}
     if in_transformers and family.model_class:
         front["library_name"] = "transformers"
-    stated = front.get("license_name") or front.get("license")  # one, or a list of several
+    stated = front.get("license_name") or front.get("license")  # one name, or a list of names
     starts = pairwise(about.get("history", ()))
     values: dict[str, Any] = {
         "front": ModelCardData(**front).to_yaml(),
@@ -63,7 +62,7 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         "code_of_authors": None,
         "offset": about.get("facts", {}).get("offset", 0),
         "method": recipe.get("adapt", {}).get("method"),
-        # The learning rate of an extended run followed the earlier number of steps until the step of the extension.
+        # Until its extension, an extended run had the learning rates of the earlier number of steps.
         "extended": [(a["steps"], b["after"]) for a, b in starts if a["steps"] != b["steps"]],
         "unlearned": [part for name, part in PARTS.items() if name in about.get("unlearned", ())],
     }
@@ -75,7 +74,7 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         missing = evaluation["without_value"].items()
         values["without_value"] = [_text(f"{count} without {name}") for name, count in missing if count]
         values["columns"] = evaluation.get("columns") or list(next(iter(evaluation["metrics"].values())))
-    # The text is no HTML: filters escape what stands in it.
+    # The text is no HTML. Filters escape the values.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701
     environment.filters |= {"text": _text, "code": _code, "name": _name, "interval": _interval}
     environment.filters["cell"] = lambda cell: re.sub(r"(?<!\\)\|", r"\\|", cell)  # `text` may have escaped it
@@ -94,14 +93,12 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
 def _interval(value: Mapping[str, float | None] | None) -> str:
     if value is None or value["value"] is None:
         return "no value"
-    if value["low"] is None:
-        return f"{value['value']:.3f}"
-    return f"{value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+    return f"{value['value']:.3f}" + ("" if value["low"] is None else f" [{value['low']:.3f}, {value['high']:.3f}]")
 
 
 def _licence_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries on the licence of the weights that a run started from, of their card in a directory or in the
-    hub's cache; empty if it is not known.
+    """Return the licence entries of the card of the weights that a run started from, which lies beside the weights or
+    in the hub's cache; empty if there is none.
     """
     name = recipe["model"]["name"]
     place = Path(name).expanduser()
@@ -111,13 +108,13 @@ def _licence_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     try:
         data = ModelCard.load(place / "README.md", ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # The card of somebody else may be no YAML.
+    except Exception:  # the card of another program may be no YAML
         return {}
     return {key: data[key] for key in ("license", "license_name") if data.get("license") and data.get(key)}
 
 
 def _text(value: object) -> str:
-    r"""Escape HTML and Markdown in a text of a user or a file.
+    r"""Escape HTML and Markdown in a text from a user or a file.
 
     >>> print(_text("my <b>run</b> [1] *two_words*"))
     my &lt;b&gt;run&lt;/b&gt; \[1\] \*two_words\*
@@ -127,11 +124,11 @@ def _text(value: object) -> str:
 
 
 def _code(value: object) -> str:
-    """Put a text between backticks, or escape it if it holds HTML, which some readers of Markdown show even there."""
+    """Put a text between backticks. Escape a text with HTML, which some readers of Markdown show even there."""
     shown = " ".join(str(value).replace("`", "'").split())
     return _text(shown) if re.search("[<>&]", shown) else f"`{shown}`"
 
 
-def _name(given: str) -> str:
-    """Return the last part of a path. `sample:...` and names of models stay as they are."""
-    return given if given.startswith("sample:") else os.path.basename(given.rstrip("/")) or given  # noqa: PTH119
+def _name(path: str) -> str:
+    """Return the last part of a path. `sample:...` and names of models stay unchanged."""
+    return path if path.startswith("sample:") else os.path.basename(path.rstrip("/")) or path  # noqa: PTH119

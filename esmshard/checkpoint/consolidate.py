@@ -1,7 +1,6 @@
-"""The conversion of a sharded checkpoint, or of a model of the other layout, to one model directory: one process, no
-GPU.
+"""The conversion of a sharded checkpoint, or of a model in another layout, to one model directory.
 
-The tensors of one file at a time are copied, so the memory needed is that of a file, whatever the model's size.
+It runs in one process without a GPU. The tensors of one file at a time are in memory, whatever the size of the model.
 """
 
 import os
@@ -33,7 +32,7 @@ FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
 
 _NO_ROOM = "nothing of it was kept: make room, or choose another place with -o, and consolidate again"
 BASELINES = "baselines.npz"
-"""The file of the baselines' parameters. It is part of the model, so that the model can be scored beside them."""
+"""The file of the baselines' parameters. It is part of the model, so that `evaluate` can score the baselines, too."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,15 @@ class Opened:
 
     config: ModelConfig
     sizes: Mapping[str, torch.Size]
-    """The shapes by name: our names for the trunk, and `head.*`. Tied tensors are there once."""
+    """The shapes by name: the trunk has our names, and the head has `head.*`. Tied tensors have one entry."""
     read: Source
     unlearned: Sequence[str]
     """Parts that no training has changed: `lm_head`, `contact_head`."""
     about: dict[str, Any]
-    """The content of `esmshard.json`, without a recipe for a model of another program."""
-    evaluation: Mapping[str, Any] | None = None
+    """The content of `esmshard.json`. A model of another program has no recipe in it."""
+    evaluation: Mapping[str, Any] | None
     """The content of `evaluation.json` of the same model, if it exists."""
-    beside: Path | None = None
+    directory: Path
     """The directory with BASELINES and SEEN of the same run, if they exist."""
 
 
@@ -74,22 +73,21 @@ def consolidate(
     Args:
         source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read` reads.
         out: the directory to create, or with `overwrite` to replace. It appears only when it is complete.
-        to: the word of a family for the file of its authors' own code, or `hf`; by default a directory that all
-            commands of esmshard read, and `transformers` if it has the family.
+        to: the word of a family for the file of its authors' code, or `hf`; by default a directory that all commands of
+            esmshard read. `transformers` reads it, too, if it has the family.
         dtype: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
-        best: take the run's checkpoint of the best validation.
+        best: take the checkpoint of the best validation of the run.
         adapter: write the trained part of a LoRA run without its base, in fp32: an adapter for PEFT, `head.safetensors`
-            and `esmshard.json`. The base is not read, and `base` is the name of it for PEFT's configuration.
-        base: the path of the base model of a LoRA or a head, if it was moved since the run began.
-        warn: called with a sentence for what is skipped, lacking or altered.
+            and `esmshard.json`. The base is not read, and `base` is its name in the configuration of PEFT.
+        base: the path of the base model of a LoRA or a head, if the base was moved since the run began.
+        warn: called with a sentence for everything that is skipped, missing or altered.
         max_file_bytes: larger weights are split over several files with an index.
 
     Raises:
-        InputError: if there is no good checkpoint, it does not hold a whole model, its base is missing or different,
-            or a weight is not finite or too large for `dtype`.
-        UsageError: if `out` exists, or is the source, or `best` is requested and the run kept no best checkpoint, or
-            `adapter` and the run has no LoRA.
+        InputError: there is no good checkpoint, it does not hold a whole model, its base is missing or different, or a
+            weight is not finite or too large for `dtype`.
+        UsageError: `out` exists or is the source, the run kept no best checkpoint, or it has no LoRA for `adapter`.
     """
     for leftover in settle(out):
         warn(leftover)
@@ -105,7 +103,7 @@ def consolidate(
         return out
     opened = _open_model(source, warn) if is_model else _open_run(Path(source), warn, best, base)
     kind = _target(to, opened.config)
-    # A directory has no part that never learned, so that readers get an error for it. Authors' code reads whole models.
+    # A directory lacks the parts that never learned, so that readers get an error. Authors' code reads whole models.
     left_out = tuple(f"{part}." for part in opened.unlearned) if kind is None else kind.lacks
     for part in opened.unlearned:
         if f"{part}." not in left_out:
@@ -120,14 +118,14 @@ def consolidate(
                 digests = export.write_pickle(kind.path(work, out.name, opened.config), kind, *parts)
         except FloatingPointError as error:
             raise InputError(f"{source}: {error}") from None
-        about = _finish(work, out, opened.about | {"dtype": dtype}, digests, opened.beside if kind is None else None)
+        about = _finish(work, out, opened.about | {"dtype": dtype}, digests, opened.directory if kind is None else None)
         if "recipe" in about:
             card.write(work, about, opened.evaluation)
     return out
 
 
 def _finish(
-    work: Path, out: Path, about: Mapping[str, Any], digests: Mapping[str, str], beside: Path | None
+    work: Path, out: Path, about: Mapping[str, Any], digests: Mapping[str, str], run: Path | None
 ) -> dict[str, Any]:
     """Write and return `esmshard.json`, without paths of this machine, and copy BASELINES and SEEN of the run."""
     shared = dict(about) | weights.record(digests)
@@ -142,13 +140,13 @@ def _finish(
         }
     replace_json(work / weights.ABOUT, shared)
     for name in (BASELINES, SEEN):
-        if beside is not None and (beside / name).is_file():
-            shutil.copyfile(beside / name, work / name)
+        if run is not None and (run / name).is_file():
+            shutil.copyfile(run / name, work / name)
     return shared
 
 
 def _target(to: str | None, config: ModelConfig) -> AuthorsFile | None:
-    """Return how the authors' file is written; None for a directory. `UsageError` if the family has no such layout."""
+    """Return the kind of the authors' file; None for a directory. `UsageError` if the family has no such layout."""
     family = family_of(config)
     if to is None or (to == "hf" and family.model_class):
         return None
@@ -174,36 +172,32 @@ def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
 
 def _is_model(source: Path | str) -> bool:
     path = Path(source).expanduser()
-    if path.is_file() or (path / "config.json").is_file() or adapters.is_adapter(path):
-        return True
-    return not path.exists() and (str(source) in SIZES or hub.is_name(str(source)))
+    is_name = not path.exists() and (str(source) in SIZES or hub.is_name(str(source)))
+    return is_name or path.is_file() or (path / "config.json").is_file() or adapters.is_adapter(path)
 
 
 def _open_model(source: Path | str, warn: Callable[[str], None]) -> Opened:
-    """Open a model as it is, with its head and `esmshard.json`. An adapter is combined with its base model."""
-    found = weights.read(str(source))
-    for notice in found.notices:
-        warn(notice)
-    head = {f"head.{name}": reader.shape for name, reader in found.head.items()}
-    sizes = weights.stored_shapes(found.config) | head
+    """Open a model unchanged, with its head and `esmshard.json`. An adapter is combined with its base model."""
+    model = weights.read(str(source))
+    head = {f"head.{name}": reader.shape for name, reader in model.head.items()}
+    sizes = weights.stored_shapes(model.config) | head
     path = weights.directory(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     record = directory / weights.ABOUT
-    with reading(str(record), "get the model again, or remove this file"):  # it may come from another program or person
+    with reading(str(record), "get the model again, or remove this file"):  # another program may have written the file
         about = read_json(record) if record.is_file() else {}
         about |= {"format": FORMAT, "version": VERSION}  # an adapter has another format
         if "recipe" in about:
             about["recipe"]["task"]["name"], about["recipe"]["model"]
-        for model in (about.get("recipe", {}).get("model"), about.get("base")):
-            if model:  # the name is relative to that directory
-                model["name"] = found_place(model["name"], directory)
-    evaluation = _evaluation(directory.parent)
-    altered = weights.altered(found.files)
-    if altered is not None:
-        warn(altered)
+        for named in (about.get("recipe", {}).get("model"), about.get("base")):
+            if named:  # the name is relative to that directory
+                named["name"] = found_place(named["name"], directory)
+    evaluation, altered = _evaluation(directory.parent), weights.altered(model.files)
+    for notice in (*model.notices, *([altered] if altered else [])):
+        warn(notice)
     if altered or (evaluation is not None and evaluation.get("weights_sha256") != about.get("weights_sha256")):
         evaluation = None
-    return Opened(found.config, sizes, found.__getitem__, found.absent, about, evaluation, directory)
+    return Opened(model.config, sizes, model.__getitem__, model.absent, about, evaluation, directory)
 
 
 @dataclass(frozen=True)
@@ -226,11 +220,10 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool) -> C
     checkpoint = manifest.locate(source, warn, prefer_best=best)
     sizes, read = sharded.reader(checkpoint)
     keys = {key.removeprefix("model.").removeprefix("trunk."): key for key in sizes if key.startswith("model.")}
-
     state = sharded.read_state(checkpoint)
     if missing := [key for key in ("config", "recipe", "facts") if key not in state]:
         raise InputError(
-            f"{checkpoint}: has no {', '.join(missing)}, so it is of a training loop of your own; write its model with "
+            f"{checkpoint}: has no {', '.join(missing)}, so your own training loop wrote it; write its model with "
             "esmshard.write_transformers, as examples/contrastive.py does at its end"
         )
     tied = weights.tied(recorded_config(state["config"]))
@@ -239,14 +232,13 @@ def _open_checkpoint(source: Path, warn: Callable[[str], None], best: bool) -> C
 
 
 def _open_run(source: Path, warn: Callable[[str], None], best: bool, base: str | None) -> Opened:
-    found = _open_checkpoint(source, warn, best)
-    checkpoint, state, sizes, read = found.path, found.state, found.sizes, found.read
+    opened = _open_checkpoint(source, warn, best)
+    checkpoint, state, sizes, read = opened.path, opened.state, opened.sizes, opened.read
     config = recorded_config(state["config"])
     if state.get("base"):
-        sizes, read = on_base(found, base)
+        sizes, read = on_base(opened, base)
     elif base is not None:
         raise UsageError(f"{checkpoint}: holds a whole model, which has no other base; leave --base out")
-    # Names of wrappers are not names of the model.
     wanted = weights.stored_shapes(config)
     wanted |= {name: size for name, size in sizes.items() if name.startswith("head.")}
     if wrong := sorted(name for name in wanted.keys() | sizes.keys() if wanted.get(name) != sizes.get(name)):
@@ -258,39 +250,38 @@ def _open_run(source: Path, warn: Callable[[str], None], best: bool, base: str |
         read = read_both
         about |= {"contact_regression": "head"}
         about["unlearned"] = [part for part in state["unlearned"] if part != "contact_head"]
-    evaluation = _evaluation(found.run)
-    if evaluation is not None and (
-        evaluation.get("step") != about["step"]
-        or (found.run / "evaluation.json").stat().st_mtime < (checkpoint / "state.json").stat().st_mtime
-    ):
-        evaluation = None
-    return Opened(config, sizes, read, about.get("unlearned", ()), about, evaluation, found.run)
+    evaluation = _evaluation(opened.run)
+    if evaluation is not None:
+        scored, saved = opened.run / "evaluation.json", checkpoint / "state.json"
+        if evaluation.get("step") != about["step"] or scored.stat().st_mtime < saved.stat().st_mtime:
+            evaluation = None
+    return Opened(config, sizes, read, about.get("unlearned", ()), about, evaluation, opened.run)
 
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `esmshard.json` holds of a run."""
+    """Return the content of `esmshard.json` for the `state.json` of a checkpoint."""
     keys = ("step", "recipe", "facts", "config", "data", "world_size", "versions", "unlearned", "base", "history")
     about = {"format": FORMAT, "version": VERSION, "esmshard": __version__}
     return about | {key: state[key] for key in keys if key in state}
 
 
 def _evaluation(run: Path) -> dict[str, Any] | None:
-    """Read `evaluation.json` of a run; None if there is no readable one."""
+    """Read `evaluation.json` of a run; None if there is no such file, or another program wrote it."""
     try:
-        found = read_json(run / "evaluation.json")
+        evaluation = read_json(run / "evaluation.json")
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return evaluation if isinstance(evaluation, dict) else None
 
 
 def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, torch.Size], Source]:
-    """Read the whole model: the base model, found and identified, with the trained part inserted.
+    """Return the shapes of the whole model, and a function that reads its tensors: the base with the trained part.
 
-    Each LoRA is added to its weight when this weight is read, so only requested tensors are in memory.
+    Each LoRA is added to its weight when this weight is read, so only requested tensors are in memory. Tied tensors
+    have one entry. `base` is the path of the base model; by default its path when the run began.
 
-    `base` is the path of the base model; by default its path when the run began. Returns the shapes of the whole model,
-    a tied tensor once, and a function that reads its tensors. Raises `InputError` if the base model is missing or
-    different, or the checkpoint holds what has no place in it.
+    Raises:
+        InputError: the base model is missing or different, or has no place for a tensor of the checkpoint.
     """
     state, sizes = checkpoint.state, checkpoint.sizes
     config = recorded_config(state["config"])
@@ -301,22 +292,22 @@ def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, 
         raise InputError(
             f"{checkpoint.path}: {weights.some(strange)}: have no place in its base; take another checkpoint"
         )
-    before, scale = state["base"], settings.lora[1] / settings.lora[0] if settings.method == "lora" else 0.0
-    if before["seed"] is not None:
-        found = weights.fresh(recorded_config(before["config"]), before["seed"])
+    recorded, scale = state["base"], settings.lora[1] / settings.lora[0] if settings.method == "lora" else 0.0
+    if recorded["seed"] is not None:
+        model = weights.fresh(recorded_config(recorded["config"]), recorded["seed"])
     else:
-        name = base or before["name"]
+        name = base or recorded["name"]
         try:
-            found = weights.read(name)
+            model = weights.read(name)
         except InputError as error:
             raise InputError(
                 f"{error}; {checkpoint.path} needs this base model: say with --base where it lies now"
             ) from None
-        weights.check(weights.identity(found, name), before, str(checkpoint.path))
+        weights.check(weights.identity(model, name), recorded, str(checkpoint.path))
 
     def read_whole(name: str) -> torch.Tensor:
-        beside = {part: checkpoint.read(part) for part in lora_names(name) if part in sizes}
-        return merged(name, {name: checkpoint.read(name) if name in sizes else found[name], **beside}, scale)
+        lora = {part: checkpoint.read(part) for part in lora_names(name) if part in sizes}
+        return merged(name, {name: checkpoint.read(name) if name in sizes else model[name], **lora}, scale)
 
     return whole, read_whole
 
@@ -324,11 +315,10 @@ def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, 
 def write_adapter(
     directory: Path, checkpoint: Checkpoint, base: str | None = None, out: Path | None = None
 ) -> dict[str, str]:
-    """Write the trained part as a PEFT adapter and a head; see `esmshard.model.adapters`. The base is not read.
+    """Write the trained part as a PEFT adapter and a head, and return the sha256 of each file of weights, by name.
 
-    `base` is written unchanged; without it, the base's path is written as seen from `out`, the final path of
-    `directory`. Raises `UsageError` for a checkpoint without a LoRA. Returns the sha256 of each file of weights, by
-    name.
+    The base model is not read. Its name in the adapter is `base`, or the path of the run's base as seen from `out`, the
+    final path of `directory`. Raises `UsageError` for a checkpoint without a LoRA.
     """
     config = recorded_config(checkpoint.state["config"])
     settings = AdaptSettings.model_validate(checkpoint.state["recipe"].get("adapt", {}))
@@ -345,14 +335,14 @@ def write_adapter(
 
 
 def _with_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size], read: Source) -> Source | None:
-    """Return a function that reads the tensors of a head that is a regression over attention maps for the model's
-    contact regression, so that it is part of the model; None if the head is another one, or the model's own learned.
+    """Return a function that reads a fine-tuned regression over attention maps as the contact regression of the model.
+    None if the head is another one, or the contact regression has learned.
     """
-    own = "contact_head.regression."
-    theirs = {name: name.replace(own, "head.regression.") for name in sizes if name.startswith(own)}
+    prefix = "contact_head.regression."
+    in_head = {name: name.replace(prefix, "head.regression.") for name in sizes if name.startswith(prefix)}
     predicts_contacts = registry.traits(state["recipe"]["task"]["name"]).predicts_contacts
     head = {name: size for name, size in sizes.items() if name.startswith("head.")}
-    is_regression = predicts_contacts and head == {theirs[name]: sizes[name] for name in theirs}
+    is_regression = predicts_contacts and head == {in_head[name]: sizes[name] for name in in_head}
     if not is_regression or "contact_head" not in state.get("unlearned", ()):
         return None
-    return lambda name: read(theirs.get(name, name))
+    return lambda name: read(in_head.get(name, name))

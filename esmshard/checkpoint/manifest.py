@@ -1,13 +1,12 @@
 """A directory of checkpoints: which are finished, unchanged, or may be removed. No torch.
 
     checkpoints/step_000100/    finished: MANIFEST.json names every other file with its bytes and sha256
-    checkpoints/LATEST           the name of the newest one
-    checkpoints/BEST             the name of the one with the best validation, if `checkpoint.keep_best` is set
+    checkpoints/LATEST           the name of the newest checkpoint
+    checkpoints/BEST             the name of the checkpoint with the best validation, with `checkpoint.keep_best`
     checkpoints/.tmp-*           being written or removed; never read
     checkpoints/step_000300.damaged, .abandoned    set aside on resume, see `set_aside`
 
-A checkpoint gets its name when all its bytes are on disk, so a run that is killed while saving leaves nothing that
-could be taken for a checkpoint.
+A checkpoint gets its name when all its bytes are on disk, so nothing that a killed run leaves looks like a checkpoint.
 """
 
 import json
@@ -24,7 +23,7 @@ from esmshard.io.paths import read_json, replace_text, sha256, sync_directory
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step_(\d{6,})$")
 _READERS = 8
-"""The number of files hashed at once: sha256 takes a core for 0.5 to 2 GB/s, and file systems are faster with several
+"""The number of files hashed at once. A core computes sha256 at 0.5 to 2 GB/s, and file systems are faster with several
 readers.
 """
 
@@ -43,7 +42,7 @@ def step_of(path: Path) -> int | None:
 
 
 def named(directory: Path) -> list[Path]:
-    """Return directories with the name of a checkpoint, oldest first. One without a manifest is damaged."""
+    """Return directories with the name of a checkpoint, oldest first. They may be damaged."""
     steps = [(step, path) for path in directory.glob("step_*") if (step := step_of(path)) is not None]
     return [path for _, path in sorted(steps) if path.is_dir()]
 
@@ -54,12 +53,12 @@ def complete(directory: Path) -> list[Path]:
 
 
 def seal(work: Path, final: Path, files: Mapping[str, Entry]) -> None:
-    """Write the manifest of a finished directory, whose files are on disk, and rename it to `final` beside it. After
-    the return it survives a power cut.
+    """Write the manifest of a directory whose files are on disk, and rename the directory to `final` beside it. It then
+    survives a power cut.
     """
     replace_text(work / MANIFEST, json.dumps({"files": dict(files)}, indent=1))
     sync_directory(work)
-    if final.exists():  # a leftover of another process; a run that continues sets later checkpoints aside
+    if final.exists():  # another process wrote it, since a run that continues sets later checkpoints aside
         set_aside(final, "abandoned")
     work.rename(final)
     sync_directory(final.parent)
@@ -81,19 +80,15 @@ def pointed(directory: Path, pointer: str) -> Path | None:
 
 
 def prune(directory: Path, newest: Path, keep: int) -> None:
-    """Remove checkpoints older than the `keep` newest up to `newest`, except `BEST`, and earlier damaged ones."""
-    step = step_of(newest) or 0
-    before = [path for path in complete(directory) if (step_of(path) or 0) <= step]
-    spared = {*before[-keep:], newest, pointed(directory, "BEST")}
-    for path in [path for path in before if path not in spared] + list(directory.glob("step_*.damaged")):
+    """Remove damaged checkpoints, and all up to `newest` but the `keep` newest and `BEST`."""
+    checkpoints = [path for path in complete(directory) if (step_of(path) or 0) <= (step_of(newest) or 0)]
+    kept = {*checkpoints[-keep:], newest, pointed(directory, "BEST")}
+    for path in [*(path for path in checkpoints if path not in kept), *directory.glob("step_*.damaged")]:
         remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a directory so that no half of it can be taken for a complete one, even if this process is killed.
-
-    Files that cannot be removed stay under a hidden name, for `sweep`.
-    """
+    """Remove a directory. A half-removed directory, also of a killed process, has a hidden name, for `sweep`."""
     hidden = path.with_name(f".tmp-removed-{path.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
@@ -110,7 +105,7 @@ def sweep(directory: Path) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint from which a run will not continue, to `step_000300.WHY`, and return the new path."""
+    """Rename a checkpoint from which a run does not continue to `step_000300.WHY`, and return the new path."""
     aside = path.with_name(f"{path.name}.{why}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -123,41 +118,41 @@ def entry(path: Path) -> Entry:
 
 
 def damage(path: Path) -> str:
-    """Return what is wrong with the files of a checkpoint, with a phrase for each bad file; "" if nothing is.
+    """Return a phrase for each bad file of a checkpoint, or an empty text.
 
-    A file of tensors that the manifest does not name is damage, too, because torch would read it. Other files besides
-    are ignored.
+    A file of tensors that the manifest does not name is damage, too, because torch would read this file. Additional
+    files of other kinds are ignored.
     """
     try:
         known: dict[str, Entry] = read_json(path / MANIFEST)["files"]
-        there = {file.name for file in path.iterdir()}
-        strange = {name for name in there if name.endswith(".safetensors")} - known.keys()
+        names = {file.name for file in path.iterdir()}
+        unknown = {name for name in names if name.endswith(".safetensors")} - known.keys()
 
-        def look(name: str) -> str:
+        def check(name: str) -> str:
             file, size = path / name, known[name]["bytes"]
-            if name not in there or not file.is_file() or file.is_symlink():
+            if name not in names or not file.is_file() or file.is_symlink():
                 return f"{file}: missing from the checkpoint"
             if file.stat().st_size != size:
                 return f"{file}: truncated or altered ({file.stat().st_size} bytes instead of {size})"
-            return "" if sha256(file) == known[name]["sha256"] else f"{file}: damaged (its sha256 is another one)"
+            return "" if sha256(file) == known[name]["sha256"] else f"{file}: damaged (its sha256 has changed)"
 
         with ThreadPoolExecutor(_READERS) as readers:
-            bad = [phrase for phrase in readers.map(look, sorted({"state.json", *known})) if phrase]
-        return "; ".join([*bad, *(f"{path / name}: is not of the checkpoint" for name in sorted(strange))])
+            bad = [phrase for phrase in readers.map(check, sorted({"state.json", *known})) if phrase]
+        return "; ".join([*bad, *(f"{path / name}: is not of the checkpoint" for name in sorted(unknown))])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{path}: its {MANIFEST} is missing or damaged ({error})"
 
 
 def verify(path: Path) -> None:
-    """Compare every file with the manifest. Raises `InputError` with the names of all bad files."""
+    """Compare every file with the manifest. Raise `InputError` with the names of all bad files."""
     if bad := damage(path):
         raise InputError(f"{bad}; use another checkpoint of the run")
 
 
 def newest_good(directory: Path, warn: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint whose files are unchanged; None if there never was a checkpoint.
+    """Return the newest checkpoint with unchanged files; None if there is no checkpoint.
 
-    A damaged checkpoint is skipped, with a warning that names its bad files. `InputError` if all are damaged.
+    `warn` is called with the bad files of each damaged checkpoint, which is skipped. `InputError` if all are damaged.
     """
     candidates = named(directory)
     for path in reversed(candidates):
@@ -171,11 +166,11 @@ def newest_good(directory: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def locate(run_or_checkpoint: Path, warn: Callable[[str], None], *, prefer_best: bool = False) -> Path:
-    """Return the checkpoint of a path: the verified checkpoint itself, or the newest good one of a run. With
-    `prefer_best`, that of the run's best validation, if it is not damaged.
+    """Return the checkpoint of a path: the verified checkpoint itself, or the newest good checkpoint of a run. With
+    `prefer_best`, return the checkpoint of the run's best validation, unless it is damaged.
 
     Raises:
-        InputError: there is no checkpoint, or none is good.
+        InputError: there is no good checkpoint.
         UsageError: the best checkpoint was requested, and the run kept none.
     """
     if step_of(run_or_checkpoint) is not None and run_or_checkpoint.is_dir():

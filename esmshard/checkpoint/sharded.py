@@ -5,8 +5,8 @@
                     MANIFEST.json                                       bytes and sha256 of every other file
 
 No file holds a pickle, so reading a checkpoint runs no code. torch's reader takes every `*.safetensors` of a directory,
-has no checksum, infers the shape of a tensor from the pieces that are there, and converts types silently. So the
-manifest is compared before anything is loaded (`esmshard.checkpoint.manifest`), and `load` compares shapes and types.
+has no checksum, infers the shape of a tensor from its pieces, and converts types silently. Therefore the manifest is
+compared before a checkpoint is loaded (`esmshard.checkpoint.manifest`), and `load` compares shapes and types.
 """
 
 import json
@@ -14,7 +14,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,11 +34,10 @@ from esmshard.io.paths import read_json, replace_text
 
 FORMAT, VERSION = "esmshard-checkpoint", 3
 FILE_BYTES = 10**9
-"""The bytes of a rank's file, about. torch's writer holds the tensors of a file twice more in the host's memory."""
+"""The approximate bytes of a file of a rank. torch's writer holds the tensors of a file twice more in the memory of the
+host."""
 PATIENCE = 60.0
-"""Seconds for which a run that ends with an error waits for a checkpoint being written; other ranks may be gone or
-stuck.
-"""
+"""How many seconds a run that ends with an error waits for its last checkpoint. Other ranks may be gone or stuck."""
 
 
 def write(
@@ -51,14 +50,14 @@ def write(
     best: bool = False,
     group: Any = None,
 ) -> Path:
-    """Write the checkpoint of a step. Every rank calls this with its own shards, or a single process without a group.
+    """Write the checkpoint of a step. Every rank calls this with its shards, or a single process without a group.
 
     Args:
         directory: `checkpoints` of the run.
         step: the number of optimizer steps done.
         tensors: DTensors and plain tensors, of the same names on every rank. A plain tensor is equal on all ranks.
         state: other values that are needed to continue, written as JSON.
-        keep: the number of newest checkpoints to keep. Older ones are removed once this one is finished.
+        keep: the number of newest checkpoints to keep. Older checkpoints are removed after this one is written.
         best: let `BEST` name this checkpoint.
         group: a gloo group of all ranks; by default the default group.
 
@@ -74,19 +73,18 @@ def write(
         total += tensor.numel() * tensor.element_size()
     writer = HuggingFaceStorageWriter(str(work), fqn_to_index_mapping=files, save_distributed=True)
     if not any(tensor.is_cuda for tensor in tensors.values()):
-        # DCP would copy ahead over a stream of the machine's first GPU, if there is one, and take memory there.
+        # Otherwise DCP copies over a stream of the machine's first GPU, if there is a GPU, and takes memory there.
         writer.per_thread_copy_ahead = 0
 
     def prepare() -> None:
         if rank:
             return
-        directory.mkdir(parents=True, exist_ok=True)
         if work.exists():
             shutil.rmtree(work)
-        work.mkdir()
+        work.mkdir(parents=True)
 
-    def hashes_of_own_files() -> dict[str, manifest.Entry]:
-        # Another machine may not see them yet, and they are still in this one's memory.
+    def hashes_of_shards() -> dict[str, manifest.Entry]:
+        # Each rank hashes its files. Another machine may not see them yet, and this machine has them in memory.
         return {path.name: manifest.entry(path) for path in work.glob(f"shard-{rank + 1:05d}-*")}
 
     def finish() -> None:
@@ -104,7 +102,7 @@ def write(
         _together(prepare, group)
         with _plain_errors():
             state_dict_saver.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
-        hashes = {name: entry for part in _together(hashes_of_own_files, group) for name, entry in part.items()}
+        hashes = {name: entry for part in _together(hashes_of_shards, group) for name, entry in part.items()}
         _together(finish, group)
     except OSError as error:
         if rank == 0:
@@ -114,21 +112,16 @@ def write(
             "ones are unchanged; make room, or lower checkpoint.keep, then --resume auto"
         ) from error
     if rank == 0:
-        try:
+        with suppress(OSError):  # an old checkpoint only takes room, and the next prune tries again
             manifest.prune(directory, final, keep)
-        except OSError:  # an old checkpoint only takes room; the next prune tries again
-            pass
     return final
 
 
 def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint whose files are unchanged, on every rank; None if there never was one.
+    """Return the newest checkpoint with unchanged files, on every rank; None if there is no checkpoint.
 
-    All ranks call this together. The first one reads and hashes the files.
-
-    Args:
-        directory: the directory that was given to `write`.
-        warn: called on the first rank with a sentence for each damaged checkpoint that is skipped.
+    All ranks call this together, with the `directory` of `write`. The first rank reads and hashes the files, and calls
+    `warn` with a sentence for each damaged checkpoint.
 
     Raises:
         InputError: on all ranks, if every checkpoint is damaged.
@@ -141,26 +134,23 @@ def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
 def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -> None:
     """Fill `tensors` in place with the checkpoint's values, resharding as needed.
 
-    Args:
-        path: a verified checkpoint.
-        tensors: DTensors, plain tensors, or both.
-        alone: read without the other ranks. A process without a group always does.
+    The checkpoint must be verified. `alone` reads without the other ranks, as a process without a group always does.
 
     Raises:
-        InputError: the checkpoint lacks a tensor or a part of it, or it has another shape or type.
+        InputError: the checkpoint lacks a tensor or a part of it, or has another shape or type of the tensor.
     """
     storage = HuggingFaceStorageReader(str(path))
     saved = _tensors_of(storage.read_metadata())
     for name, tensor in tensors.items():
         entry = saved.get(name)
         if entry is None or (entry.size, entry.properties.dtype) != (tensor.size(), tensor.dtype):
-            there = f"{list(entry.size)} in {entry.properties.dtype}" if entry else "not in it"
+            stored = f"{list(entry.size)} in {entry.properties.dtype}" if entry else "not in it"
             raise _shared(
-                f"{path}: does not fit this model: {name} is {there}, and {list(tensor.size())} in {tensor.dtype} is "
+                f"{path}: does not fit this model: {name} is {stored}, and {list(tensor.size())} in {tensor.dtype} is "
                 "needed; take a checkpoint of this model",
                 not alone,
             )
-        # A number that no piece holds would be whatever the memory held before.
+        # A number that no piece holds would keep an arbitrary value.
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
             raise _shared(f"{path}: holds numbers of {name} twice or not at all; take another checkpoint", not alone)
     with _plain_errors():
@@ -168,9 +158,9 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -
 
 
 def reader(path: Path) -> tuple[dict[str, torch.Size], Callable[[str], torch.Tensor]]:
-    """Return the shapes of a verified checkpoint's tensors by name, and a function that reads one of them.
+    """Return the shapes of the tensors of a verified checkpoint by name, and a function that reads one tensor.
 
-    This is for one process that needs a few tensors at a time. `load` would read the index again for each of them.
+    This is for a process that needs one tensor at a time. `load` would read the index again for each tensor.
     """
     metadata = HuggingFaceStorageReader(str(path)).read_metadata()
     saved = _tensors_of(metadata)
@@ -180,7 +170,7 @@ def reader(path: Path) -> tuple[dict[str, torch.Size], Callable[[str], torch.Ten
         whole = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
         for chunk in saved[name].chunks:
             part = tuple(slice(first, first + n) for first, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            # An open file would keep all that was read of it mapped into memory.
+            # An open file would keep everything that was read mapped into memory.
             with safe_open(file_of[name, chunk.offsets], framework="pt") as file:
                 whole[part] = file.get_tensor(name)
         return whole
@@ -201,14 +191,14 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 class Saver:
-    """The writer of one run's checkpoints. Every rank creates one, and calls it at the same steps.
+    """The writer of the checkpoints of one run. Every rank creates a writer, and calls it at the same steps.
 
-    Use it as `with saver:`, so that a checkpoint being written is finished first when an error ends the run.
+    Use it as `with saver:`, so that an error ends the run only after the checkpoint that is being written.
 
-    In the background mode, `save` copies this rank's shards to the host and returns. A thread writes them, and
-    communicates with the other ranks over a group of its own, because messages of two threads over one group would be
-    mixed up. A save waits for the save before it, so there is one copy at a time. The host needs room for the shards of
-    its ranks once (weights and both moments: 12 bytes for each trained parameter).
+    In the background mode, `save` copies the shards of this rank to the host and returns. A thread writes the copy, and
+    has a process group of its own, because messages of two threads in one group would be mixed up. A save waits for the
+    save before it, so there is one copy at a time. The host needs room for one copy of the shards of its ranks (weights
+    and both moments: 12 bytes for each trained parameter).
 
     torch's `async_save` is not used: it would end before the files have hashes and the checkpoint its name. A rank
     waits `timeout` seconds for the others.
@@ -216,10 +206,10 @@ class Saver:
 
     def __init__(self, directory: Path, keep: int, background: bool, timeout: int = 1800) -> None:
         self._directory, self._keep, self._background = directory, keep, background
-        # Both modes use a group of their own, so they share their code, and no check of one rank costs a GPU a kernel.
+        # Both modes use this group, so that they share code, and that no check of a rank costs a GPU a kernel.
         seconds = timedelta(seconds=timeout)
         self._group: Any = dist.new_group(backend="gloo", timeout=seconds) if dist.is_initialized() else None
-        # In a new thread the current GPU is the machine's first one, on which each rank would take half a gigabyte.
+        # In a new thread the current GPU is the machine's first GPU, on which each rank would take half a gigabyte.
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         begin = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         self._pool = ThreadPoolExecutor(1, "checkpoint", begin)
@@ -238,13 +228,13 @@ class Saver:
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], best: bool = False
     ) -> None:
-        """Write a checkpoint, after the one before it; see `write`. An error of the save before is raised here, too."""
+        """Write a checkpoint; see `write`. An error of the save before is raised here, too."""
         self.finish()
         options: dict[str, Any] = {"keep": self._keep, "best": best, "group": self._group}
         if not self._background:
             write(self._directory, step, tensors, state, **options)
             return
-        # Not torch's DefaultStager: that of torch 2.11 fails for DTensors (`KeyError: <class 'type'>`).
+        # The DefaultStager of torch 2.11 fails for DTensors (`KeyError: <class 'type'>`).
         staged = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         self._writing = self._pool.submit(write, self._directory, step, staged, state, **options)
 
@@ -257,9 +247,9 @@ class Saver:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise the error of the first rank that failed, in place of torch's `CheckpointException`.
+    """Raise the error of the first rank that failed instead of torch's `CheckpointException`.
 
-    That one is a `BaseException`, which `except Exception` would not catch, and wraps Ctrl-C, too.
+    `except Exception` would not catch a `CheckpointException`, which also wraps Ctrl-C.
     """
     try:
         with warnings.catch_warnings():

@@ -1,8 +1,8 @@
-"""The command line: its commands in the order of `--help`; addresses in buckets and exit codes of them all; the
-greeting, examples in the help, what to type next, and what Ctrl-C left.
+"""The command line: the commands in the order of `--help`, addresses in buckets, exit codes, the greeting, the examples
+in the help, the suggested next command, and the message after Ctrl-C.
 
-The commands are functions in the other modules of this folder. They import torch, and modules that need it, only when
-they are called.
+The commands are functions in the other modules of this folder. They import torch, and modules that import torch, only
+when they are called.
 """
 
 import atexit
@@ -45,7 +45,7 @@ COPIED = {
 }
 """The arguments that may be addresses in buckets, and are copied into the local cache before the command runs."""
 UPLOADED = ("ingest", "split", "track", "consolidate", "predict", "score", "evaluate", "report")
-"""The commands whose `-o` may be an address. It is written on this machine, and uploaded when the command has ended."""
+"""The commands whose `-o` may be an address. The result is written on this machine, and uploaded at the end."""
 ADDRESSES = {
     "embed": ("model", "fasta", "reuse", "out"),
     "predict": ("model",),
@@ -58,38 +58,38 @@ ADDRESSES = {
 
 
 def with_addresses(command: Command, values: dict[str, Any]) -> None:
-    """Run a command, whose arguments may be addresses in buckets where it can use them."""
+    """Run a command. Copy the arguments that are addresses in buckets, and upload the result to an address."""
     name, upload = command.__name__, None
     for key, value in list(values.items()):
-        each = value if isinstance(value, list) else [value]
-        if not any(str(one).startswith(("s3:/", "gs:/")) for one in each) or key in ADDRESSES.get(name, ()):
+        addresses = value if isinstance(value, list) else [value]
+        if not any(str(each).startswith(("s3:/", "gs:/")) for each in addresses) or key in ADDRESSES.get(name, ()):
             continue
         from esmshard.io import remote
 
         if key == "out" and name in UPLOADED:
             upload = remote.address(value)
         elif key in COPIED.get(name, ()):
-            copies = [remote.local(one) for one in each]
+            copies = [remote.local(each) for each in addresses]
             values[key] = copies if isinstance(value, list) else type(value)(copies[0])
         else:
             raise UsageError(
-                f"{remote.address(each[0])}: `esmshard {name.replace('_', ' ')}` takes no address in a bucket for "
+                f"{remote.address(addresses[0])}: `esmshard {name.replace('_', ' ')}` takes no address in a bucket for "
                 f"{key.replace('_', ' ')}; name a path on a disk, and copy it with `aws s3 sync` or `gcloud storage "
                 "rsync`"
             )
     if upload is None:
         return command(**values)
-    left: list[typer.Exit | SystemExit] = []
+    exits: list[typer.Exit | SystemExit] = []
 
     def write(path: Path) -> None:
         try:
             command(**{**values, "out": path})
-        except (typer.Exit, SystemExit) as leaving:  # the result is written, as with --strict
-            left.append(leaving)
+        except (typer.Exit, SystemExit) as leaving:  # after --strict, the result exists and is uploaded
+            exits.append(leaving)
 
     remote.write_at(upload, bool(values.get("overwrite")), write)
-    if left:
-        raise left[0]
+    if exits:
+        raise exits[0]
 
 
 WELCOME = """\
@@ -103,7 +103,7 @@ esmshard fine-tunes protein language models on your own proteins. Five things to
 
 The first and the last need no data of yours. All commands: esmshard --help. Examples of one: esmshard embed --help.
 """
-"""What `esmshard` alone prints."""
+"""The text that `esmshard` without a command prints."""
 
 EXAMPLES = """\
 esmshard finetune contact --nproc 2
@@ -142,7 +142,7 @@ esmshard doctor my.yaml --nproc 8
 
 
 def examples(command: str) -> str:
-    """Return the end of the help of a command; each example becomes a line."""
+    """Return the examples of a command, one on each line."""
     lines = [line for line in EXAMPLES.splitlines() if line.split()[1] == command]
     return "\n\n".join(["Examples:", *(f"  {line}" for line in lines)] if lines else [])
 
@@ -153,11 +153,11 @@ KEPT = {
     "ingest": "the pieces that were finished are kept",
     "download": "the files that were complete are kept",
 }
-"""What remains of an interrupted command. The others write nothing before the end."""
+"""The remains of an interrupted command. Other commands write nothing before the end."""
 
 
 def after_interrupt(command: str, values: Mapping[str, Any], words: Sequence[str]) -> str:
-    """Return what an interrupted command, which was typed as `words`, has kept, and what to type to go on."""
+    """Return the remains of an interrupted command, and the command that goes on. The user typed `esmshard WORDS`."""
     if command not in KEPT or values.get("dry_run") or (command == "embed" and values["out"] is None):
         return f"no result was written; to start again: esmshard {shlex.join(words)}"
     words = [word for word in words if word != "--overwrite"]
@@ -174,11 +174,11 @@ def _checkpoint(values: Mapping[str, Any]) -> str:
     from esmshard.recipe import recipe_file
     from esmshard.tasks.registry import registered
 
-    if not registered.cache_info().currsize:  # imports were interrupted, before the recipe was read
+    if not registered.cache_info().currsize:  # Ctrl-C came during imports, before the recipe was read
         return "nothing was begun"
     out = Path(recipe_file.load(recipe_file.resolve(values["recipe"]), values["overrides"] or []).out)
-    if found := sorted(out.glob("checkpoints/step_*")):
-        return f"the checkpoint of step {int(found[-1].name.removeprefix('step_'))} is kept in {_near(out)}"
+    if checkpoints := sorted(out.glob("checkpoints/step_*")):
+        return f"the checkpoint of step {int(checkpoints[-1].name.removeprefix('step_'))} is kept in {_near(out)}"
     return KEPT["finetune"] if any(out.glob("*/checkpoints/step_*")) else "no checkpoint was written yet"
 
 
@@ -193,8 +193,7 @@ def _finetune(values: Mapping[str, Any]) -> str:
     if values["dry_run"]:
         return "the same command without --dry-run"
     recipe = recipe_file.load(recipe_file.resolve(values["recipe"]), values["overrides"] or [])
-    out = Path(recipe.out)
-    near = _near(out)
+    near = _near(out := Path(recipe.out))
     if values["sweep"] is not None:
         return f"open {near}/report.html; {near}/best.yaml is the recipe of the best trial"
     if recipe.task.reads_table:
@@ -228,11 +227,11 @@ NEXT: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "download": lambda values: f"esmshard embed {values['names'][0]} my.fasta -o my.h5",
     "recipes_cp": lambda values: f"esmshard finetune {values['to']} --dry-run",
 }
-"""What to type after each command, from its arguments; None for nothing."""
+"""The suggested next command after each command, from its arguments; None for no suggestion."""
 
 
 def _declared(command: Command) -> Command:
-    """Return a command that ends with what to type next, where a person reads it, and on Ctrl-C with one sentence."""
+    """Return a command that prints the next command on a terminal, and one sentence on Ctrl-C."""
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -242,7 +241,7 @@ def _declared(command: Command) -> Command:
         except KeyboardInterrupt:
             from esmshard.parallel.launch import LAUNCHER
 
-            if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:  # else the launcher prints it
+            if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:  # Otherwise the launcher prints it.
                 say(f"interrupted: {after_interrupt(name, given, sys.argv[1:])}")
             raise SystemExit(ExitCode.INTERRUPTED) from None
         if sys.stderr.isatty() and name in NEXT and (step := NEXT[name](given)):
@@ -279,16 +278,16 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. For a user's mistake, print one sentence on stderr, without a traceback."""
-    # Python looks for garbage when it ends: for a second, among the half a million objects that torch's import makes.
+    """Run the command line. For a mistake of the user, print one sentence on stderr, without a traceback."""
+    # When Python ends, it searches the half a million objects of torch for garbage, which takes a second.
     atexit.register(gc.freeze)
     try:
         _main()
     except SystemExit as leaving:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise
-        # One of several processes exits without finalizing the interpreter. A thread of gloo that needs the interpreter
-        # at that moment would end the process with SIGABRT, which launchers take for a failure of the run.
+        # One of several processes exits without finalizing the interpreter. Otherwise a thread of gloo that needs the
+        # interpreter at this moment would end the process with SIGABRT, and launchers would see a failed run.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
@@ -305,8 +304,7 @@ def _main() -> None:
         raise SystemExit(preemption.leaving_code(stop.unsaved)) from None
     except InputError as error:
         # A wrong command or recipe is wrong on every rank. Only rank 0 prints the message.
-        everywhere = error.shared or isinstance(error, UsageError)
-        if everywhere and os.environ.get("RANK", "0") != "0":
+        if (error.shared or isinstance(error, UsageError)) and os.environ.get("RANK", "0") != "0":
             if launch.LAUNCHER in os.environ:
                 raise SystemExit(error.exit_code) from None
             # If rank 0 finds the same mistake, the launcher ends this process while it waits. Otherwise this process

@@ -25,8 +25,8 @@ def embed(
     fasta: Annotated[
         Path,
         Argument(
-            help="FASTA file or table, plain or compressed, - for the standard input, a token store, or structures "
-            "(PDB, mmCIF); or an address in a bucket."
+            help="FASTA file or table, plain or compressed, - for the standard input, a token store, structures (PDB, "
+            "mmCIF), or an address in a bucket."
         ),
     ],
     out: Annotated[
@@ -81,16 +81,11 @@ def embed(
     ] = None,
     engine: Annotated[
         Literal["local", "array", "ray"],
-        Option(
-            help="What computes: processes of this machine, the workers of a job array (each runs this command), or a "
-            "Ray cluster."
-        ),
+        Option(help="Processes of this machine, workers of a job array that all run this command, or a Ray cluster."),
     ] = "local",
     worker: Annotated[
         str | None,
-        Option(
-            metavar="I/N", help="For --engine array: this is worker I of N, from 0; by default the scheduler's numbers."
-        ),
+        Option(metavar="I/N", help="For --engine array: this is worker I of N, from 0; by default as in the job."),
     ] = None,
     ray_address: Annotated[str, Option(metavar="auto|local|ADDRESS", help="For --engine ray: the cluster.")] = "auto",
     offload: Annotated[
@@ -110,7 +105,7 @@ def embed(
     from esmshard.embed.spec import Long, request
     from esmshard.io import remote
 
-    how: dict[str, Any] = {"fmt": fmt, "pools": [one.strip() for one in pool.split(",") if one.strip()]}
+    how: dict[str, Any] = {"fmt": fmt, "pools": [name.strip() for name in pool.split(",") if name.strip()]}
     how |= {"layers": _integers("--layers", layers), "heads": _integers("--heads", heads)}
     how |= {"dtype": dtype, "precision": precision, "device": device, "long": Long(long, window or 0, overlap)}
     how |= {"tracks": named_tracks(track or []), "join": join}
@@ -123,19 +118,9 @@ def embed(
     if dry_run:
         print(engines.forecast(asked, fasta, reuse))
         return
-    manifest = engines.embed(
-        asked,
-        fasta,
-        nproc=nproc,
-        tokens=tokens,
-        reuse=reuse,
-        overwrite=overwrite,
-        offload=offload,
-        engine=engine,
-        worker=worker,
-        ray_address=ray_address,
-    )
-    if manifest is None:  # Worker 0 of the array writes the output and reports on it.
+    how = {"nproc": nproc, "tokens": tokens, "reuse": reuse, "overwrite": overwrite, "offload": offload}
+    manifest = engines.embed(asked, fasta, engine=engine, worker=worker, ray_address=ray_address, **how)
+    if manifest is None:  # Worker 0 of the array writes the output and prints the summary.
         return
     place, failed = remote.address(out) or out, manifest["failed_records"]
     print(engines.summary(place, manifest))
@@ -143,8 +128,8 @@ def embed(
         text = remote.local(manifest["failed_file"]).read_text(encoding="utf-8")
         record_id, _, reason = text.split("\n")[1].split("\t")
         raise InputError(
-            f"{place}: has no values, as every record failed, see {manifest['failed_file']}; the first, {record_id}: "
-            f"{reason}; fix that and start over with --overwrite"
+            f"{place}: has no values, since every record failed, see {manifest['failed_file']}; the first record, "
+            f"{record_id}: {reason}; change the model or the options, and start over with --overwrite"
         )
     if failed and strict:
         raise SystemExit(1)
@@ -152,7 +137,7 @@ def embed(
 
 def _integers(option: str, text: str) -> list[int]:
     try:
-        return [int(one) for one in text.split(",") if one.strip()]
+        return [int(number) for number in text.split(",") if number.strip()]
     except ValueError:
         raise UsageError(f"{option} {text}: numbers with commas between them are expected, as 5,6") from None
 
@@ -162,7 +147,7 @@ embeddings = typer.Typer(help="Look at outputs of embed, and convert them.", no_
 
 @embeddings.command("status")
 def embeddings_status(out: Annotated[Path, Argument(help="An output of embed, finished or not.")]) -> None:
-    """Print how far an output is, and what it holds."""
+    """Print the progress of an output, and its content."""
     from esmshard.embed import engines
 
     print(engines.status(out))
@@ -206,7 +191,7 @@ def predict(
         ),
     ] = None,
     all_singles: Annotated[
-        bool, Option("--all-singles", help="For variants: rank every single substitution, instead of a table.")
+        bool, Option("--all-singles", help="For variants: rank every single substitution; without a table.")
     ] = False,
     propose: Annotated[
         int | None,
@@ -218,13 +203,13 @@ def predict(
         float, Option(min=0, help="For --propose: standard deviations that are added to a prediction.")
     ] = 1.0,
     diversity: Annotated[
-        float, Option(min=0, help="For --propose: cost of a position or residue that was already chosen.")
+        float, Option(min=0, help="For --propose: cost of a position or residue that is already chosen.")
     ] = 0.15,
     sites: Annotated[
         str | None,
         Option(
             metavar="39,40,41",
-            help="For --propose: the positions that may change, or all; by default those varied in training.",
+            help="For --propose: the positions that may change, or all; by default the positions varied in training.",
         ),
     ] = None,
     baseline: Annotated[
@@ -263,7 +248,7 @@ def predict(
         if (data is not None and all_singles) or (data is None and not all_singles and not propose):
             raise UsageError("a model of variants needs either a table, --all-singles or --propose; pass one of them")
         if png or strict or complexes:
-            raise UsageError("--png, --strict and --complexes are for proteins, and these are variants; leave them out")
+            raise UsageError("--png, --strict and --complexes are for proteins, not for variants; leave them out")
         if tracks:
             raise UsageError("--track: a model of variants keeps the tracks of its wild type; leave it out")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
@@ -276,8 +261,8 @@ def predict(
 
     if all_singles or propose or mutant or sites or baseline or offset is not None:
         raise UsageError(
-            "--all-singles, --propose, --sites, --with, --mutant and --offset are for models of variants, and "
-            f"{model} is none; leave them out"
+            "--all-singles, --propose, --sites, --with, --mutant and --offset are for models of variants, which "
+            f"{model} is not; leave them out"
         )
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")
@@ -301,7 +286,7 @@ def score(
     ] = False,
     method: Annotated[
         Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity", "one-pass"] | None,
-        Option(help="Of variants one of the first three (the first), of sequences of the last two (the third)."),
+        Option(help="For variants: one of the first three (default: the first); for sequences: the third or fourth."),
     ] = None,
     ensemble: Annotated[
         list[str] | None, Option(metavar="MODEL", help="A further model, to average the scores; may be given again.")
@@ -331,7 +316,7 @@ def score(
         print(zero_shot.score_sequences(model, sequences, out, **how, join=join))
         return
     if join is not None:
-        raise UsageError("--join is for sequences of several chains, and variants are of one; leave it out")
+        raise UsageError("--join is for sequences of several chains, and variants have one chain; leave it out")
     if table is not None and all_singles:
         raise UsageError("give either a table of variants or --all-singles")
     how |= {"mutant": mutant, "target": target, "offset": "auto" if offset is None else offset}
@@ -367,23 +352,22 @@ def evaluate(
             raise UsageError(f"{out / name}: exists already; choose another directory or pass --overwrite")
     if png is not None:
         pictures.check(png, overwrite=overwrite)
-    found = load_finetuned(model, device)
-    recipe = Recipe.model_validate(found.about["recipe"])
+    tuned = load_finetuned(model, device)
+    recipe, config = Recipe.model_validate(tuned.about["recipe"]), tuned.model.trunk.config
     if recipe.task.reads_table:
         raise UsageError(
-            f"{model}: is a model of variants, which finetune tests on folds of their table; for another table run "
+            f"{model}: is a model of variants, and finetune has tested it on folds of its table; for another table run "
             "`esmshard predict MODEL TABLE`, which prints Spearman's correlation with the measured values"
         )
-    if png is not None and found.task.names:
+    if png is not None and tuned.task.names:
         raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
     tracks = named_tracks(track or [])
-    files = track_files(tracks, family_of(found.model.trunk.config).tracks, model, "--track ")
-    recipe = joined(recipe, found.model.trunk.config.chains)
-    examples = open_tested(data, labels, recipe, found.task.labels, files, complexes)
+    files = track_files(tracks, family_of(config).tracks, model, "--track ")
+    examples = open_tested(data, labels, joined(recipe, config.chains), tuned.task.labels, files, complexes)
     for notice in examples.notices:
         say(f"{examples.path}: {notice}")
     out.mkdir(parents=True, exist_ok=True)
-    print(evaluation.report(model, found, examples, out, labels, tracks, complexes))
+    print(evaluation.report(model, tuned, examples, out, labels, tracks, complexes))
     if png is not None:
-        draw_maps(found, examples, png)
+        draw_maps(tuned, examples, png)
         say(f"maps in {png}: predictions are above the diagonal, true contacts below it")

@@ -13,7 +13,7 @@ RELEASED = """esm2_t6_8M_UR50D esm2_t12_35M_UR50D esm2_t30_150M_UR50D esm2_t33_6
     esm2_t48_15B_UR50D esm1b_t33_650M_UR50S esm1v_t33_650M_UR90S_1 esm1v_t33_650M_UR90S_2 esm1v_t33_650M_UR90S_3
     esm1v_t33_650M_UR90S_4 esm1v_t33_650M_UR90S_5 esmc_300m esmc_600m esmc_6b esm3_sm_open_v1 amplify_120m amplify_350m
     amplify_120m_base amplify_350m_base saprot_35m_af2 saprot_650m_af2 saprot_650m_pdb"""
-"""The names of released models, as in the registry of families. That imports torch, for which nobody waits at a Tab."""
+"""The names of released models, as in the registry of families. The registry imports torch, which is slow for a Tab."""
 
 
 def recipes(ctx: Context, incomplete: str) -> list[str]:
@@ -25,7 +25,7 @@ def recipes(ctx: Context, incomplete: str) -> list[str]:
 
 
 def models(ctx: Context) -> list[str]:
-    """Return the names of models: the released ones, and, where nothing is downloaded, the shipped ones."""
+    """Return the names of released models; for all commands except `download`, also the shipped models."""
     return [*([] if ctx.info_name == "download" else ["starter", "demo"]), *RELEASED.split()]
 
 
@@ -51,7 +51,7 @@ Complexes = Annotated[
     str | None,
     Option(
         metavar="all|FILE",
-        help="For structures: make one record of all chains of a file, or records of a list with lines as 1abc_A:B.",
+        help="For structures: one record of all chains of a file, or records of a list with lines such as 1abc_A:B.",
     ),
 ]
 Device = Annotated[
@@ -65,8 +65,8 @@ Join = Annotated[
     str | None,
     Option(
         metavar="linker:N,gap:N",
-        help="How the chains of a record A:B become one sequence: by a linker of N glycines (25), or linker:break; and "
-        "a gap in positions (0).",
+        help="Join the chains of a record A:B by a linker of N glycines (25), or linker:break, and a gap in positions "
+        "(0).",
     ),
 ]
 LocalProcesses = Annotated[
@@ -87,14 +87,6 @@ Recipe = Annotated[
 SequenceColumn = Annotated[
     str | None, Option(metavar="COLUMN", help="Column of sequences in a table; by default found by its name.")
 ]
-SweepFile = Annotated[
-    Path | None,
-    Option("--sweep", metavar="FILE", help="Search the settings that this file names, by the validation set."),
-]
-SweepTrials = Annotated[
-    int | None,
-    Option("--trials", min=1, max=100_000, metavar="N", help="Trials of --sweep; by default 20, or the whole grid."),
-]
 TargetColumn = Annotated[
     str | None, Option("--target", metavar="COLUMN", help="Column of measured values; by default found by its name.")
 ]
@@ -103,6 +95,6 @@ TrackPaths = Annotated[
     Option(
         "--track",
         metavar="NAME=PATH",
-        help="What the model reads besides amino acids, such as 3di=letters.fasta; may be given again.",
+        help="A further input of the model, such as 3di=letters.fasta; may be given again.",
     ),
 ]

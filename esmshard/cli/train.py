@@ -4,25 +4,15 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from esmshard.cli.options import (
-    AsJson,
-    Device,
-    LocalProcesses,
-    Overrides,
-    Overwrite,
-    Recipe,
-    SweepFile,
-    SweepTrials,
-    recipes,
-)
+from esmshard.cli.options import AsJson, Device, LocalProcesses, Overrides, Overwrite, Recipe, recipes
 from esmshard.errors import ExitCode, RunFailed, UsageError
 
 _STARTED = time.time()
-"""The start of this process, in seconds since 1970. Goodput counts from this time."""
+"""The start of this process, in seconds since 1970, from which goodput counts."""
 
 
 def finetune(
@@ -31,7 +21,7 @@ def finetune(
     nproc: LocalProcesses = None,
     device: Device = None,
     resume: Annotated[
-        str | None, Option(metavar="auto|never|PATH", help="Continue a run; PATH is one of a run or a checkpoint.")
+        str | None, Option(metavar="auto|never|PATH", help="Continue a run; PATH is a run or a checkpoint.")
     ] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the planned run, and stop.")] = False,
@@ -40,7 +30,7 @@ def finetune(
         str | None, Option(metavar="TIME", help="Save and leave with exit code 75 after this time, such as 3h50m.")
     ] = None,
     max_restarts: Annotated[
-        int, Option(min=0, max=1_000_000, metavar="N", help="After a lost process, start all again, up to N times.")
+        int, Option(min=0, max=1_000_000, metavar="N", help="Start all processes again after a loss, up to N times.")
     ] = 0,
     seeds: Annotated[
         int | None,
@@ -50,11 +40,15 @@ def finetune(
         int | None,
         Option(min=3, max=10_000, metavar="K", help="Cross-validate: K runs, tested on other parts; for variants, 5."),
     ] = None,
-    sweep: SweepFile = None,
-    trials: SweepTrials = None,
+    sweep: Annotated[
+        Path | None, Option(metavar="FILE", help="Search the settings that this file names, by the validation set.")
+    ] = None,
+    trials: Annotated[
+        int | None, Option(min=1, max=100_000, metavar="N", help="Trials of --sweep; by default 20, or the whole grid.")
+    ] = None,
     page: Annotated[bool, Option("--report/--no-report", help="Write report.html at the end.")] = True,
     take_over: Annotated[
-        bool, Option("--take-over", help="Take the directory of a run of another machine, which has ended.")
+        bool, Option("--take-over", help="Use the directory of a run that has ended on another machine.")
     ] = False,
 ) -> None:
     """Fine-tune a model by a recipe: train, consolidate, evaluate."""
@@ -62,24 +56,11 @@ def finetune(
     from esmshard.parallel import launch
 
     os.environ.update(launch.variables())
+    how: dict[str, Any] = {"nproc": nproc, "device": device, "resume": resume, "overwrite": overwrite}
+    how |= {"dry_run": dry_run, "profile": profile, "stop_after": stop_after, "max_restarts": max_restarts}
+    how |= {"seeds": seeds, "folds": folds, "sweep": None if sweep is None else str(sweep), "trials": trials}
     try:
-        options = runs.RunOptions(
-            nproc=nproc,
-            device=device,
-            resume=resume,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            profile=profile,
-            stop_after=stop_after,
-            max_restarts=max_restarts,
-            seeds=seeds,
-            folds=folds,
-            sweep=None if sweep is None else str(sweep),
-            trials=trials,
-            report=page,
-            take_over=take_over,
-            started=_STARTED,
-        )
+        options = runs.RunOptions(**how, report=page, take_over=take_over, started=_STARTED)
         runs.start(recipe, overrides or [], options)
     except RunFailed as failed:  # the processes have printed the reason
         if failed.exit_code == ExitCode.INTERRUPTED:
@@ -103,17 +84,15 @@ def plan(
     if not gpus:
         raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known are {', '.join(planner.GPUS)}")
     machines = planner.parse(gpus, nodes, network, memory)
-    found = planner.plan(recipe_file.load(recipe_file.resolve(recipe), overrides or []), machines)
-    print(json.dumps(found.as_json(), indent=1) if as_json else found.as_text())
+    estimate = planner.plan(recipe_file.load(recipe_file.resolve(recipe), overrides or []), machines)
+    print(json.dumps(estimate.as_json(), indent=1) if as_json else estimate.as_text())
 
 
 def status(
     run: Annotated[Path, Argument(metavar="RUN", help="Directory of a run, or of the runs of several folds or seeds.")],
     as_json: AsJson = False,
 ) -> None:
-    """Print the state of a run, and whether it is alive. Exit code: 0 done, 3 running, 75 preempted, 1 failed, 2 no
-    run.
-    """
+    """Print the state of a run. Exit code: 0 done, 3 running, 75 preempted, 1 failed, 2 no run."""
     from esmshard.train import run_dir
 
     runs = run_dir.standings(run)

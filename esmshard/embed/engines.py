@@ -1,12 +1,12 @@
-"""The `embed` command: an input is cut into parts, an engine computes them, and one file is made of them.
+"""The `embed` command: it cuts an input into parts, an engine computes the parts, and one file is made of them.
 
 The engines are processes of this machine (`local`), workers that a scheduler or a launcher has started (`array`), and
-Ray. A part is finished when its file exists (`esmshard.embed.parts`), so there is no protocol between processes: each
-engine only divides the numbers of the missing parts. The same command again computes what is missing.
+Ray. A part is finished when its file exists (`esmshard.embed.parts`), so processes need no protocol: each engine only
+divides the numbers of the missing parts. The same command again computes the missing parts.
 
 After the last part `OUT.partial` becomes OUT, or its rows are copied, in input order, into the file OUT. A bucket
-cannot rename: there, parts are uploaded to their final address, and the manifest, which shows that the directory is
-complete, is uploaded last.
+cannot rename: parts are uploaded to their final address. The manifest, which shows that the directory is complete, is
+uploaded last.
 """
 
 import contextlib
@@ -35,21 +35,11 @@ import torch
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
 from esmshard.data.tracks import with_paths
 from esmshard.embed.compute import Work, compute_part, worker_of
-from esmshard.embed.parts import (
-    EmbeddingStore,
-    Parts,
-    RowIndex,
-    begin,
-    conclude,
-    partial,
-    read_plan,
-    remove,
-    settings_of,
-)
+from esmshard.embed.parts import EmbeddingStore, Parts, RowIndex, begin, conclude, partial, remove, settings_of
 from esmshard.embed.spec import PARTS, EmbedRequest, difference
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.io import remote
-from esmshard.io.array_formats import FORMATS, NUMPY, suits
+from esmshard.io.array_formats import FORMATS, NUMPY, About, suits
 from esmshard.io.paths import check_replaced, read_json, replace_json, size_text
 from esmshard.io.remote import RemoteDirectory
 from esmshard.io.store import TokenStore, is_store
@@ -66,12 +56,12 @@ Progressed = Callable[[int, int], None]
 """A function that is called with the number of finished rows and residues."""
 
 STDIN = Path("-")
-ROOM = "what is finished stays there: make room, and run the command again"
+ROOM = "the finished parts are kept: make room, and run the command again"
 PART_FILE = f"parts/{'[0-9]' * 6}-{'[0-9a-f]' * 8}.safetensors"
 STORE = ["plan.json", "manifest.json", "failed.tsv", "index/*", PART_FILE]
 """The files of a directory of parts, as patterns of `fnmatch`."""
 MOST_LOSSES = 3
-"""How often processes may be killed without a finished part in between."""
+"""How often in a row processes may be killed before a part is finished."""
 
 
 def summary(out: Path | str, manifest: Mapping[str, Any]) -> str:
@@ -82,7 +72,7 @@ def summary(out: Path | str, manifest: Mapping[str, Any]) -> str:
         f"{counted(records - manifest['unique'], 'duplicate')}, {manifest['reused']:,} reused"
     )
     if windowed := len(manifest["windowed_rows"]):
-        text += f"; {windowed:,} in windows, as memory did not suffice for them whole"
+        text += f"; {windowed:,} in windows, for lack of memory"
     return text + (f"; {counted(failed, 'record')} failed, see {manifest['failed_file']}" if failed else "")
 
 
@@ -90,41 +80,41 @@ def summary(out: Path | str, manifest: Mapping[str, Any]) -> str:
 class Share:
     """Worker `number` of `count` workers: it computes the parts number, number + count, ...
 
-    Worker 0 also makes the plan, computes what other workers have not finished, and writes the output.
+    Worker 0 also makes the plan, computes the unfinished parts of other workers, and writes the output.
     """
 
     number: int
     count: int
 
-    def of(self, parts: list[int]) -> list[int]:
-        """Return those of the missing parts that this worker computes, in its order."""
-        mine = [part for part in parts if part % self.count == self.number]
-        # The others' parts come last and backwards: their owners, if they are at work, compute them forwards.
-        return mine + (sorted(set(parts) - set(mine), reverse=True) if self.number == 0 else [])
+    def of(self, missing: list[int]) -> list[int]:
+        """Return the missing parts that this worker computes, in its order."""
+        mine = [part for part in missing if part % self.count == self.number]
+        # Worker 0 computes the parts of other workers backwards, while these workers may be computing them forwards.
+        return mine + (sorted(set(missing) - set(mine), reverse=True) if self.number == 0 else [])
 
 
 def share(text: str | None) -> Share:
     """Return the share of this process, from `--worker I/N` or from the variables of a scheduler or a launcher.
 
-    Slurm's array, torchrun and srun have both numbers in the environment. Kubernetes' Indexed Job has only the
-    number of the pod, so it needs `--worker $JOB_COMPLETION_INDEX/N`. `UsageError` if the numbers are missing.
+    Slurm's array, torchrun and srun set both numbers. An Indexed Job of Kubernetes sets only the number of the pod, so
+    it needs `--worker $JOB_COMPLETION_INDEX/N`. `UsageError` if the numbers are missing.
     """
     if text is not None:
         number, _, count = text.partition("/")
         if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
             raise UsageError(f"--worker {text}: a number from 0 and the number of workers are expected, such as 0/8")
         return Share(int(number), int(count))
-    known = os.environ
-    if "SLURM_ARRAY_TASK_ID" in known:
-        first, step = int(known.get("SLURM_ARRAY_TASK_MIN", "0")), int(known.get("SLURM_ARRAY_TASK_STEP", "1"))
-        return Share((int(known["SLURM_ARRAY_TASK_ID"]) - first) // step, int(known["SLURM_ARRAY_TASK_COUNT"]))
-    for name, names in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if name in known and names in known:
-            return Share(int(known[name]), int(known[names]))
+    env = os.environ
+    if "SLURM_ARRAY_TASK_ID" in env:
+        first, step = int(env.get("SLURM_ARRAY_TASK_MIN", "0")), int(env.get("SLURM_ARRAY_TASK_STEP", "1"))
+        return Share((int(env["SLURM_ARRAY_TASK_ID"]) - first) // step, int(env["SLURM_ARRAY_TASK_COUNT"]))
+    for number_name, count_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if number_name in env and count_name in env:
+            return Share(int(env[number_name]), int(env[count_name]))
     raise UsageError("--engine array: this process does not know its number; give --worker I/N, such as --worker 0/8")
 
 
-# Engines
+# Engines. `progressed` is called after each finished part.
 
 
 def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> None:
@@ -139,11 +129,7 @@ def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> No
 def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int, progressed: Progressed) -> None:
     """Compute the missing parts in processes of this machine. A killed process is started again.
 
-    Args:
-        work: the job. With the device `cuda` each process has a GPU of its own.
-        missing: returns the numbers of the missing parts.
-        processes: the number of processes.
-        progressed: called with the rows and residues of each finished part.
+    With the device `cuda` each process has its own GPU.
 
     Raises:
         InputError: with the message of a process, or if processes were killed again and again.
@@ -165,10 +151,10 @@ def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int
             losses = losses + 1 if len(missing()) == len(parts) else 1
             if losses > MOST_LOSSES:
                 raise InputError(
-                    f"{work.directory}: processes were ended (out of memory, perhaps) {losses} times without a part "
-                    "finished; give --nproc fewer processes, or --tokens fewer, and run the command again"
+                    f"{work.directory}: processes were killed {losses} times before a part was finished, perhaps for "
+                    "lack of memory; pass a smaller --nproc or --tokens, and run the command again"
                 ) from None
-            say("a process was ended (out of memory, perhaps); another one takes its place")
+            say("a process was killed, perhaps for lack of memory; a new process takes its place")
         except BaseException:
             for child in children:
                 child.kill()
@@ -182,8 +168,8 @@ _number = 0
 
 
 def _begin_process(numbers: Any, threads: int) -> None:
-    """Prepare a process of the pool: it has a number, leaves Ctrl-C to its parent, and ends with it."""
-    global _number  # noqa: PLW0603  # of this process alone
+    """Prepare a process of the pool: it has a number, ignores Ctrl-C, and ends when its parent ends."""
+    global _number  # noqa: PLW0603  # each process has its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -205,13 +191,8 @@ def compute_on_ray(work: Work, parts: Sequence[int], address: str, progressed: P
     """Compute parts as tasks of a Ray cluster, each with one GPU or one core.
 
     Nodes may join and leave: Ray gives the parts of a lost node to other nodes. All nodes need the same file system.
-
-    Args:
-        work: the job.
-        parts: the numbers of the parts.
-        address: `auto` for the cluster to which this machine belongs, `local` for one of this machine alone, or the
-            address of a cluster.
-        progressed: called with the rows and residues of each finished part.
+    The address is `auto` for the cluster of this machine, `local` for a new cluster on this machine alone, or the
+    address of a cluster.
 
     Raises:
         UsageError: if Ray is not installed, or the cluster cannot be reached.
@@ -229,8 +210,8 @@ def compute_on_ray(work: Work, parts: Sequence[int], address: str, progressed: P
     except (OSError, ValueError, RuntimeError) as error:
         why = str(error).split("\n", maxsplit=1)[0]
         raise UsageError(
-            f"--ray-address {address}: no Ray cluster can be reached there ({why}); start one with ray start --head, "
-            "or give --ray-address local"
+            f"--ray-address {address}: no Ray cluster answers ({why}); start a cluster with ray start --head, or pass "
+            "--ray-address local"
         ) from None
     try:
         use = {"num_gpus": 1} if work.device == "cuda" else {"num_cpus": 1}
@@ -270,35 +251,23 @@ def embed(
     ray_address: str = "auto",
     part_tokens: int | None = None,
 ) -> dict[str, Any] | None:
-    """Compute the embeddings and write the output. If a part of them is there already, compute what is missing.
+    """Compute the embeddings and write the output. If some parts are finished already, compute the others.
 
-    Args:
-        asked: the request, see `request`.
-        fasta: a plain or compressed file, `-` for the standard input, a token store, or structures; or an address in a
-            bucket.
-        nproc: processes on this machine; by default one for each GPU, or one.
-        tokens: tokens computed at once.
-        reuse: an earlier directory of parts. The rows of equal sequences are copied from it.
-        overwrite: replace `out`, and an interrupted run with other settings.
-        offload: spread one model over all GPUs of this machine, its memory and its disk.
-        engine: what computes the parts: `local` (processes of this machine), `array` (this process is one of several
-            that a scheduler or a launcher has started) or `ray` (a Ray cluster).
-        worker: number and count of the workers, as `0/8`, for `array`; by default from the environment.
-        ray_address: `auto`, `local` or the address of a Ray cluster.
-        part_tokens: tokens of a part.
+    The arguments are the options of `esmshard embed` (docs/embed.md). `fasta` may be a plain or compressed file, `-`
+    for the standard input, a token store, structures, or an address in a bucket. `part_tokens`: the tokens of a part.
 
     Returns:
-        The manifest (see `esmshard.embed.parts`) and the path of `failed_file`; None in workers of an array other than
-        worker 0, which writes the output.
+        The manifest (see `esmshard.embed.parts`) and the path of `failed_file`. Worker 0 of an array writes the output;
+        the other workers return None.
 
     Raises:
-        UsageError: if the output exists already and is another one, or was begun with other settings.
+        UsageError: if another output exists already, or a run with other settings was begun.
         InputError: if a file cannot be read. In this case no file is left behind.
     """
     if offload and (engine != "local" or nproc not in (None, 1)):
-        raise UsageError("--offload spreads one model over all the memory there is; leave --nproc and --engine out")
+        raise UsageError("--offload spreads one model over all memory of the machine; leave --nproc and --engine out")
     if engine == "array" and overwrite:
-        raise UsageError("--overwrite lets each worker remove the others' results; remove the output before")
+        raise UsageError("--overwrite lets each worker remove the results of the others; remove the output before")
     if worker is not None and engine != "array":
         raise UsageError("--worker is for --engine array; leave it out")
     mine, url = share(worker) if engine == "array" else Share(0, 1), remote.address(asked.out)
@@ -310,9 +279,9 @@ def embed(
         own_device(processes - 1, processes, asked.device)  # raises if there is no GPU for each process
     reuse = None if reuse is None else reusable(reuse, asked).path
     scratch = contextlib.nullcontext(asked.out.parent) if url is None else remote.scratch()
-    with read_from(asked, fasta) as (read, sequences, sentences), scratch as folder:
-        here = replace(read, out=folder / asked.out.name)
-        directory = partial(here.out)
+    with read_from(asked, fasta) as (prepared, sequences, sentences), scratch as folder:
+        on_disk = replace(prepared, out=folder / asked.out.name)
+        directory = partial(on_disk.out)
         work = Work(
             directory.resolve(),
             sequences.resolve() if is_store(sequences) else directory.resolve() / "work" / "input",
@@ -332,14 +301,14 @@ def embed(
             else:
                 compute_here(work, mine.of(parts.missing()), progressed)
 
-        job = _Job(here, sequences, settings_of(here, sequences), overwrite, url)
+        job = _Job(on_disk, sequences, settings_of(on_disk, sequences), overwrite, url)
         with writing(directory, ROOM):
             try:
                 manifest = job.finished()
                 if mine.number and url is None and manifest is None and not directory.exists():
                     say(f"worker {mine.number} of {mine.count}: waits until worker 0 has read the input")
                     while manifest is None and not directory.exists():
-                        job.clear_way()  # raises what worker 0 was refused for
+                        job.clear_way()  # raises the error that stopped worker 0
                         time.sleep(0.5)
                         manifest = job.finished()
                 if manifest is None:
@@ -347,17 +316,17 @@ def embed(
                 else:
                     say(f"{url or asked.out}: is finished already")
                     if not directory.exists() or _json(directory, "plan.json").get("settings") == job.settings:
-                        remove(directory)  # what a command left that was killed after it had written the output
+                        remove(directory)  # A command was killed after it had written the output.
             except (InputError, OSError):
                 if directory.exists() or (manifest := job.finished()) is None:
-                    raise  # Otherwise another process has made the output meanwhile, and removed the parts.
+                    raise  # Otherwise another process has written the output meanwhile, and removed the parts.
     if manifest is None:
         return None
     return manifest | {"failed_file": f"{url or asked.out}{'/' if asked.fmt == PARTS else '.'}failed.tsv"}
 
 
 def reusable(path: Path, asked: EmbedRequest) -> EmbeddingStore:
-    """Open an earlier directory of parts. `UsageError` if no row of it can be copied."""
+    """Open an earlier directory of parts. `UsageError` if its rows are not those of the request."""
     store = EmbeddingStore(remote.local(path).resolve())
     store.check_reuse(asked.spec)
     return store
@@ -367,10 +336,10 @@ def reusable(path: Path, asked: EmbedRequest) -> EmbeddingStore:
 def read_from(asked: EmbedRequest, fasta: Path) -> Iterator[tuple[EmbedRequest, Path, list[str]]]:
     """Provide the request with a path for each track, the file of the sequences, and sentences about both.
 
-    Structures are read into a FASTA file of their chains, and the standard input, which can be read once, is copied.
+    Structures are read into a FASTA file of their chains. The standard input is copied, because it can be read once.
     """
     with contextlib.ExitStack() as stack:
-        sentences = [*asked.found.notices, *without_tracks(asked.model, [one.track.name for one in asked.tracks])]
+        sentences = [*asked.weights.notices, *without_tracks(asked.model, [file.track.name for file in asked.tracks])]
         path = given = remote.local(fasta)
         if given == STDIN:
             path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="esmshard-embed-"))) / "stdin"
@@ -384,12 +353,12 @@ def read_from(asked: EmbedRequest, fasta: Path) -> Iterator[tuple[EmbedRequest, 
 
 @dataclass(frozen=True)
 class _Job:
-    """A request whose output has a path on this machine, also for a bucket, and how it is carried out; see `embed`."""
+    """A request, and how it is carried out; see `embed`. Its output has a path on this machine, even for a bucket."""
 
     asked: EmbedRequest
     fasta: Path
     settings: Mapping[str, str]
-    """All on which the output depends."""
+    """See `settings_of`."""
     overwrite: bool
     url: str | None
 
@@ -400,10 +369,10 @@ class _Job:
         part_tokens: int | None,
         store: Path | None,
     ) -> dict[str, Any] | None:
-        """Plan and compute, each as far as it is not done yet. With the token `store`, write the output, too."""
+        """Make the plan and compute the parts, unless they exist. With the token `store`, write the output, too."""
         asked, directory, is_parts = self.asked, partial(self.asked.out), self.asked.fmt == PARTS
         self.clear_way()
-        for notice in filter(None, [*sentences, weights.altered(asked.found.files)]):
+        for notice in filter(None, [*sentences, weights.altered(asked.weights.files)]):
             say(notice)
         plan = begin(directory, self.fasta, asked, sentences, part_tokens)
         self.check_same(plan, "begun")
@@ -421,7 +390,7 @@ class _Job:
 
             def progressed(more_rows: int, more_residues: int) -> None:
                 nonlocal done, residues
-                # The total can be exceeded, because a part is counted again when it is computed twice.
+                # A part that is computed twice counts twice, so the sum may exceed the total.
                 done, residues = min(done + more_rows, total), residues + more_residues
                 if more_rows:
                     progress.update(done, f"{rate(residues / (time.monotonic() - began))} residues/s")
@@ -440,25 +409,25 @@ class _Job:
         elif is_parts:
             shutil.rmtree(directory / "work", ignore_errors=True)
             for stray in set(parts.folder.iterdir()) - {parts.folder / parts.name(part) for part in range(len(parts))}:
-                stray.unlink(missing_ok=True)  # of killed workers, or of another plan
+                stray.unlink(missing_ok=True)  # Killed workers or another plan left it.
             remove(asked.out)
             directory.rename(asked.out)
         else:
             sequences = TokenStore(store) if FORMATS[asked.fmt].by_sequence else None
             write_file(EmbeddingStore(directory), asked.out, asked.fmt, sequences)
-        for left in asked.out.absolute().parent.glob(f".planning-{directory.name}-*"):  # of killed commands
-            shutil.rmtree(left, ignore_errors=True)
+        for stray in asked.out.absolute().parent.glob(f".planning-{directory.name}-*"):  # Killed commands left it.
+            shutil.rmtree(stray, ignore_errors=True)
         remove(directory)
         return manifest
 
     def finished(self) -> dict[str, Any] | None:
-        """Return the manifest of an output that is there already, and need not be replaced; None if there is none."""
+        """Return the manifest of a finished output of this request; None if the output is yet to be written."""
         out = self.asked.out
         if self.asked.fmt == PARTS:
             manifest = _json(out if self.url is None else RemoteDirectory(self.url), "manifest.json")
         else:
             manifest = _json(out.parent, facts_file(out).name) if out.exists() else {}
-        if self.overwrite or "settings" not in manifest:  # Without them it is something else of this name.
+        if self.overwrite or "settings" not in manifest:  # Other programs write files of this name, too.
             return None
         self.check_same(manifest, "made")
         return manifest
@@ -470,8 +439,8 @@ class _Job:
             raise UsageError(f"{place}: was {verb} with {different}; --overwrite starts over")
 
     def clear_way(self) -> None:
-        """Refuse to replace an output or files of others, and an interrupted run with other settings, unless
-        `overwrite` is set.
+        """Refuse to replace an output, or an interrupted run with other settings, unless `overwrite` is set. Other
+        files are never replaced.
         """
         asked, directory, overwrite = self.asked, partial(self.asked.out), self.overwrite
         bucket = None if self.url is None else RemoteDirectory(self.url)
@@ -479,8 +448,8 @@ class _Job:
         plan = _json(bucket or directory, "plan.json")  # It is written first: other files without it are not ours.
         if names and "settings" not in plan:
             raise UsageError(
-                f"{self.url}: is no directory of embeddings (it holds {names[0]}), so nothing is written there; choose "
-                "another name"
+                f"{self.url}: is no directory of embeddings (it holds {names[0]}), so embed writes nothing into it; "
+                "choose another name"
             )
         if plan and not overwrite:
             self.check_same(plan, "begun")
@@ -491,7 +460,7 @@ class _Job:
                 bucket.remove(sorted(ours, key=lambda name: (name == "plan.json", name != "manifest.json")))
             return
         check_replaced(directory, ["*"], marker="plan.json")
-        if not plan or overwrite:  # otherwise this was checked when the run was begun
+        if not plan or overwrite:  # Otherwise the first command of this run has checked it.
             if asked.fmt != PARTS:
                 FORMATS[asked.fmt].check_place(asked.out, overwrite=overwrite)
             elif asked.out.exists() and not overwrite:
@@ -504,14 +473,14 @@ class _Job:
 
 
 def _json(place: Path | RemoteDirectory, name: str) -> dict[str, Any]:
-    """Read a JSON file; empty if there is none."""
+    """Read a JSON file; an empty dictionary if it does not exist."""
     if isinstance(place, RemoteDirectory):
         return dict(json.loads(place.read(name).get(name, "{}")))
     return dict(read_json(place / name)) if (place / name).is_file() else {}
 
 
 def check_fits(place: Path, need: int) -> None:
-    """Raise `InputError` if so many bytes are not free on the disk of a directory."""
+    """Raise `InputError` if the disk of a directory has no room for `need` bytes."""
     free = shutil.disk_usage(place).free
     if need > free:
         raise InputError(
@@ -521,15 +490,15 @@ def check_fits(place: Path, need: int) -> None:
 
 
 def part_bytes(asked: EmbedRequest, index: RowIndex, parts: Iterable[int]) -> int:
-    """Return the bytes of the numbers of some parts."""
+    """Return the size of parts, in bytes."""
     spec = asked.spec
     numbers = sum(int(spec.numbers(spec.long.kept(index.lengths_of(part))).sum()) for part in parts)
     return numbers * np.dtype(NUMPY[spec.dtype]).itemsize
 
 
 def file_bytes(asked: EmbedRequest, index: RowIndex) -> int:
-    """Return about the bytes of the file that is made from the parts; 0 if none is made. `UsageError` if the format has
-    no room for so many records.
+    """Return about the size, in bytes, of the file that is made from the parts; 0 if no file is made. `UsageError` if
+    the format has no room for so many records.
     """
     if asked.fmt == PARTS:
         return 0
@@ -541,19 +510,19 @@ def file_bytes(asked: EmbedRequest, index: RowIndex) -> int:
 
 
 def forecast(asked: EmbedRequest, fasta: Path, reuse: Path | None = None) -> str:
-    """Describe the input and the size of an output, in some lines. Nothing is computed, and all files are removed.
+    """Describe the input and the size of an output, in several lines. Nothing is computed, and no file is left behind.
 
     Raises:
-        InputError: if the output cannot fit on the disk, or the input cannot be read.
-        UsageError: if the request cannot be carried out.
+        InputError: if the output is too large for the disk, or the input cannot be read.
+        UsageError: if the output cannot be computed or written.
     """
     in_bucket, long = remote.address(asked.out) is not None, asked.spec.long
-    place = None if in_bucket else next(one for one in asked.out.absolute().parents if one.is_dir())
+    place = None if in_bucket else next(folder for folder in asked.out.absolute().parents if folder.is_dir())
     with (
         tempfile.TemporaryDirectory(prefix=".esmshard-dry-run-", dir=place, ignore_cleanup_errors=True) as name,
-        read_from(asked, fasta) as (read, path, _),
+        read_from(asked, fasta) as (prepared, path, _),
     ):
-        plan = begin(Path(name) / "plan", path, read)
+        plan = begin(Path(name) / "plan", path, prepared)
         index, parts = RowIndex(Path(name) / "plan" / "index", plan["bounds"]), range(len(plan["bounds"]) - 1)
         copied = 0 if reuse is None else (reusable(reuse, asked).rows_to_reuse(np.asarray(index.keys)) >= 0).sum()
         of_parts, of_file, length_N = part_bytes(asked, index, parts), file_bytes(asked, index), index.lengths
@@ -573,19 +542,20 @@ def forecast(asked: EmbedRequest, fasta: Path, reuse: Path | None = None) -> str
 
 def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: TokenStore | None = None) -> None:
     """Write the rows of a directory of parts into one file. `OUT.json` describes it; `OUT.failed.tsv` lists failed
-    records, if any, and `OUT.chains.tsv` the chains of records with several.
+    records, if any, and `OUT.chains.tsv` the chains of records with several chains.
 
     Raises:
-        UsageError: if the format cannot hold the rows, or needs sequences, which a finished directory lacks.
+        UsageError: if the format needs sequences and gets none. A finished directory has no sequences.
         InputError: if a part is damaged.
     """
-    about = embeddings.about()
     if FORMATS[fmt].by_sequence and sequences is None:
         raise UsageError(
-            f"{embeddings.path}: has no sequences, and {fmt} stores rows by their sequences; write it with embed MODEL "
-            f"FASTA -o {out} --format {fmt} --reuse {embeddings.path}, which computes nothing again"
+            f"{embeddings.path}: has no sequences, and {fmt} stores rows by their sequences; run embed MODEL FASTA "
+            f"-o {out} --format {fmt} --reuse {embeddings.path}, which copies the rows"
         )
-    with FORMATS[fmt](out, about) as writer, Progress("write", about.n_records or 0) as progress:
+    spec, count = embeddings.spec, len(embeddings) - len(embeddings.failed)
+    about = About(embeddings.outputs, spec.dim, spec.dtype, count, embeddings.attributes)
+    with FORMATS[fmt](out, about) as writer, Progress("write", count) as progress:
         for n, row in enumerate(embeddings.rows(sequences)):
             writer.add(row)
             if n and n % 4096 == 0:
@@ -593,37 +563,34 @@ def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: Token
         # These files get their names together with the output.
         if embeddings.failed:
             shutil.copyfile(embeddings.path / "failed.tsv", failures_file(writer.work))
-        write_chains(writer.work, embeddings.chains, embeddings.spec.chains.text)
-        facts = {"format": fmt, **embeddings.attributes, "dim": embeddings.spec.dim, **embeddings.manifest}
+        write_chains(writer.work, embeddings.chains, spec.chains.text)
+        facts = {"format": fmt, **embeddings.attributes, "dim": spec.dim, **embeddings.manifest}
         facts = {name: value for name, value in facts.items() if name not in ("bounds", "digest")}
-        replace_json(facts_file(writer.work), facts | {"outputs": [one.name for one in embeddings.outputs]})
+        replace_json(facts_file(writer.work), facts | {"outputs": [output.name for output in embeddings.outputs]})
 
 
 def status(out: Path) -> str:
-    """Describe the progress of an output, in some lines. `InputError` if there is no output."""
+    """Describe the progress of an output, in two lines. `InputError` if there is no output."""
     if (url := remote.address(out)) is not None:
         raise UsageError(f"{url}: status reads a directory on a disk; list {url}/parts/, where each object is a part")
-    directory = next((one for one in (out, partial(out)) if (one / "plan.json").is_file()), None)
+    directory = next((folder for folder in (out, partial(out)) if (folder / "plan.json").is_file()), None)
     if directory is None:
         if out.exists():
             return f"{out}: finished"
-        raise InputError(f"{out}: there is nothing; embed writes it")
-    plan = read_plan(directory)
+        raise InputError(f"{out}: does not exist yet; run esmshard embed MODEL FASTA -o {out} first")
+    plan = read_json(directory / "plan.json")
     parts, settings = Parts(directory, plan), plan["settings"]
     done = len(parts) - len(parts.missing())
-    return "\n".join(
-        [
-            f"{directory}: {'not ' if directory != out else ''}finished, {done} of {len(parts)} parts",
-            f"{settings['--pool and --layers']} of {plan['records']:,} records ({plan['unique']:,} different "
-            f"sequences) by {plan['model']}, {settings['--dtype']}, computed in {settings['--precision']}",
-        ]
+    return (
+        f"{directory}: {'not ' if directory != out else ''}finished, {done} of {len(parts)} parts\n"
+        f"{settings['--pool and --layers']} of {plan['records']:,} records ({plan['unique']:,} different "
+        f"sequences) by {plan['model']}, {settings['--dtype']}, computed in {settings['--precision']}"
     )
 
 
 def merge(directory: Path, out: Path, fmt: str | None, overwrite: bool) -> str:
     """Make one file from a finished directory of parts, which stays."""
-    fmt = fmt or out.suffix.removeprefix(".")
-    embeddings = EmbeddingStore(directory)
+    fmt, embeddings = fmt or out.suffix.removeprefix("."), EmbeddingStore(directory)
     size = {"records": len(embeddings), "id_bytes": int(embeddings.index.ids[-1])}
     suits(fmt, embeddings.outputs, embeddings.spec.dtype, out, **size)
     FORMATS[fmt].check_place(out, overwrite=overwrite)

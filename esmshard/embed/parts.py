@@ -1,7 +1,7 @@
 """A directory of parts: the plan of an embedding job, its parts, and the embeddings read by id.
 
     OUT/
-      plan.json            what is computed, of which input, and the bounds of the parts
+      plan.json            the request, the input, and the bounds of the parts
       manifest.json        written last: the plan, and failed rows, counts, devices and versions
       parts/               000012-1f9c2a34.safetensors: rows `bounds[12]` to `bounds[13]`; the name ends in
                            the plan's digest. One tensor for each output, rows end to end: `mean_6` [n, D],
@@ -14,12 +14,12 @@
         rows.npy               int64 [N]: the row of each record; equal sequences share one of U rows
         first.npy              int64 [U]: the first record of each row
         keys.npy, key_rows.npy  `Spec.row_key` of each row, S16 [U], and the rows in the order of their keys
-        chains.json            residues of each chain by id, of the records with several
-      failed.tsv           id, residues and reason of each record without a row, if there are any
+        chains.json            residues of each chain by id, for records with several chains
+      failed.tsv           id, residues and reason of each failed record, if there are any
 
 Rows are in the order in which their sequences first occur. A part is finished when its file exists: it is written under
 another name and renamed, or is an object in a bucket. The directory is called `OUT.partial` until it is finished. The
-plan follows from the request and the input alone, so all machines make the same one.
+plan follows from the request and the input alone, so all machines make the same plan.
 """
 
 import copy
@@ -35,7 +35,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +48,7 @@ from esmshard.data.tracks import RecordTracks, TrackStore, state_of, write_track
 from esmshard.embed.spec import TORCH, EmbedRequest, Spec, difference
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
-from esmshard.io.array_formats import NUMPY, About, Output, Row, as_float
+from esmshard.io.array_formats import NUMPY, Output, Row, as_float
 from esmshard.io.paths import read_json, remembered_sha256, replace_json, without_directories
 from esmshard.io.remote import RemoteDirectory
 from esmshard.io.store import TokenStore, ingest, is_store, keys
@@ -62,15 +62,15 @@ from esmshard.vocab import chain_spans, decode
 FORMAT = "3"
 """The version of the plan and of parts."""
 LEAST_PART, MOST_PART = 1 << 14, 1 << 18
-"""The least and most tokens of a usual part, the most for a model of 8M. A larger model has smaller parts, which take
-it about as long.
+"""The fewest and the most tokens of a part. MOST_PART is for a model of 8M; larger models have smaller parts, which
+take about as long.
 """
 SHARE_OF_PART, MOST_PARTS = 128, 4096
-"""A usual part is such a share of the input, so that several processes end at about the same time; in a very large
-input parts grow, so that there are not more files.
+"""A part is 1/SHARE_OF_PART of the input, so that several processes end at about the same time. In a very large input
+parts grow instead of becoming more than MOST_PARTS.
 """
 PART_BYTES = 1 << 29
-"""Bytes of values at which a part ends in any case, since they are in memory until it is written."""
+"""The most bytes of values of a part. They are in memory until the part is written."""
 _OPEN_PARTS = 16
 _AT_ONCE = 1 << 14
 
@@ -83,7 +83,7 @@ def partial(out: Path) -> Path:
 
 
 def settings_of(asked: EmbedRequest, fasta: Path) -> dict[str, str]:
-    """Return all on which an output depends: the request, and digests of the input and of the tracks."""
+    """Return everything that determines an output: the request, and digests of the input and of the tracks."""
     try:
         content = remembered_sha256(fasta / "manifest.json" if is_store(fasta) else fasta)
     except OSError as error:
@@ -95,23 +95,23 @@ def settings_of(asked: EmbedRequest, fasta: Path) -> dict[str, str]:
 def begin(
     work: Path, fasta: Path, asked: EmbedRequest, notices: Sequence[str] = (), part_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Write the plan of a job, or read the existing one.
+    """Write the plan of a job into `OUT.partial`, or read the existing plan.
 
     Args:
         work: `OUT.partial`.
         fasta: a FASTA file or a token store.
         asked: the request; each track has a path.
-        notices: sentences on the input, to record.
+        notices: sentences on the input, for the plan.
         part_tokens: tokens of a part; by default from the size of the input.
 
     Raises:
-        UsageError: if a sequence is too long.
+        UsageError: if a sequence is too long for the model.
         InputError: if the input cannot be read.
     """
     if not (work / "plan.json").exists():
         work.parent.mkdir(parents=True, exist_ok=True)
-        # The directory gets its name when its plan is complete. So it always has a plan, and if two commands begin at
-        # the same time, one plan counts.
+        # The directory gets its name when its plan is complete, so it always has a plan. If two commands begin at the
+        # same time, the first plan counts.
         with tempfile.TemporaryDirectory(prefix=f".planning-{work.name}-", dir=work.parent) as scratch:
             planning = Path(scratch) / work.name
             for folder in ("work", "parts", "index"):
@@ -123,13 +123,7 @@ def begin(
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-    return read_plan(work)
-
-
-def read_plan(directory: Path) -> dict[str, Any]:
-    """Read the plan of a directory of parts."""
-    plan: dict[str, Any] = read_json(directory / "plan.json")
-    return plan
+    return dict(read_json(work / "plan.json"))
 
 
 def _plan(
@@ -141,12 +135,11 @@ def _plan(
     store.check_linker(linker, fasta)
     for notice in () if is_store(fasta) else store.notices:
         say(f"{fasta}: {notice}")
-    tracks = []
-    for one in asked.tracks:
-        tracks.append(write_track(one.track, one.path, store, work / "work" / "tracks" / one.track.name))
+    folder = work / "work" / "tracks"
+    tracks = [write_track(file.track, file.path, store, folder / file.track.name) for file in asked.tracks]
     unique, chained = write_index(index, store, spec, tracks)
     length_N = store.lengths if chained else np.load(index / "lengths.npy", mmap_mode="r")  # with linkers
-    most, positions = int(length_N.max()), asked.found.config.most_tokens
+    most, positions = int(length_N.max()), asked.weights.config.most_tokens
     if positions is not None and long.mode == "full" and most > positions - 2:
         record = int(length_N.argmax())
         raise UsageError(
@@ -155,14 +148,14 @@ def _plan(
         )
     if chained and long.mode == "truncate" and most > long.window:
         raise UsageError(
-            f"{fasta}: --long truncate would cut away chains of records with several ({counted(chained, 'record')}); "
-            "pass --long window or --long full"
+            f"{fasta}: --long truncate would cut chains of {counted(chained, 'record')} with several chains; pass "
+            "--long window or --long full"
         )
     new = RecordTracks(tracks, asked.tracks).notices(np.arange(len(store)))
-    if long.mode == "full" and (beyond := int((length_N > long.window).sum())):
+    if long.mode == "full" and (longer := int((length_N > long.window).sum())):
         new.append(
-            f"{counted(beyond, 'record')} over {long.window:,} residues, the most that such models saw in training, "
-            "computed whole; --long window computes windows of that length"
+            f"{counted(longer, 'record')} over {long.window:,} residues computed whole; the models saw no longer "
+            "sequences in training, and --long window computes windows of this length"
         )
     for notice in new:
         say(notice)
@@ -170,7 +163,7 @@ def _plan(
     identity = {
         "spec": asdict(spec),
         "settings": settings_of(asked, fasta),
-        "bounds": _bounds(index, spec, part_tokens or _part_tokens(tokens, asked.found.config)),
+        "bounds": _bounds(index, spec, part_tokens or _part_tokens(tokens, asked.weights.config)),
     }
     return {
         "esmshard": __version__,
@@ -187,18 +180,16 @@ def _plan(
 
 
 def write_index(index: Path, store: TokenStore, spec: Spec, tracks: Sequence[TrackStore] = ()) -> tuple[int, int]:
-    """Write the index of records and rows; see the beginning of this module.
-
-    Memory: 60 bytes for each record.
+    """Write the index of records and rows; see the beginning of this module. Memory: 60 bytes for each record.
 
     Args:
         index: an empty directory.
         store: the token store of the records.
-        spec: what is computed; a part of the keys of rows.
+        spec: the spec, which is a part of the keys of rows.
         tracks: the tracks of the records.
 
     Returns:
-        The number of rows, and of records with several chains.
+        The number of rows, and the number of records with several chains.
     """
     n, chains = len(store), dict[str, list[int]]()
     length_N, id_N, keys_N = np.empty(n, np.int32), np.zeros(n + 1, np.int64), np.empty(n, "S16")
@@ -206,17 +197,17 @@ def write_index(index: Path, store: TokenStore, spec: Spec, tracks: Sequence[Tra
         for start in range(0, n, _AT_ONCE):
             records = range(start, min(start + _AT_ONCE, n))
             store = copy.copy(store)  # maps the files again, because mapped pages count as memory
-            tracks = [TrackStore(one.path, one.track, store) for one in tracks]
+            tracks = [TrackStore(track.path, track.track, store) for track in tracks]
             names = [store.id(k).encode() + b"\n" for k in records]
             ids.write(b"".join(names))
             id_N[start + 1 : records.stop + 1] = id_N[start] + np.cumsum([len(name) for name in names])
             length_N[start : records.stop] = np.diff(store.offsets[start : records.stop + 1]) - 1
             for k in records if store.linker is not None else ():
-                each = [end - begin for begin, end in chain_spans(store.residues(k))]
-                length_N[k] = sum(each)
-                chains |= {store.id(k): each} if len(each) > 1 else {}
+                chain_lengths = [end - begin for begin, end in chain_spans(store.residues(k))]
+                length_N[k] = sum(chain_lengths)
+                chains |= {store.id(k): chain_lengths} if len(chain_lengths) > 1 else {}
             keys_N[start : records.stop] = [
-                spec.row_key(store.residues(k), {one.track.name: one[k].tobytes() for one in tracks if one.known_N[k]})
+                spec.row_key(store.residues(k), {t.track.name: t[k].tobytes() for t in tracks if t.known_N[k]})
                 for k in records
             ]
     _, first_S, group_N = np.unique(keys_N, return_index=True, return_inverse=True)  # S: rows in the order of keys
@@ -233,7 +224,7 @@ def write_index(index: Path, store: TokenStore, spec: Spec, tracks: Sequence[Tra
 
 
 def _part_tokens(tokens: int, config: ModelConfig) -> int:
-    """Return the number of tokens of a usual part."""
+    """Return the tokens of a part, given the tokens of the input."""
     most = max(LEAST_PART, MOST_PART * 6 * 320**2 // (config.n_layers * config.dim**2))
     return max(min(max(tokens // SHARE_OF_PART, LEAST_PART), most), tokens // MOST_PARTS)
 
@@ -276,7 +267,7 @@ class RowIndex:
         return [text[a - at[0] : b - at[0] - 1].decode() for a, b in itertools.pairwise(at)]
 
     def find(self, record_id: str) -> int | None:
-        """Return the record of an id; None if there is none."""
+        """Return the record of an id; None if no record has this id."""
         wanted = keys([record_id.encode(errors="surrogatepass")])[0]
         begin, end = (int(self.id_keys.searchsorted(wanted, side)) for side in ("left", "right"))
         for record in self.id_rows[begin:end].tolist():
@@ -285,14 +276,14 @@ class RowIndex:
         return None
 
     def rows_of(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-        """Return the row of each key, or -1, int64 [M]."""
+        """Return the row of each key, int64 [M]; -1 if no row has this key."""
         place_M = np.searchsorted(self.keys, keys_M, sorter=self.key_rows).clip(max=len(self.keys) - 1)
         row_M = self.key_rows[place_M]
         return np.where(self.keys[row_M] == keys_M, row_M, -1)
 
 
 class RowPlaces:
-    """Where the rows of each output are in the tensors of a part.
+    """The positions of the rows of each output in the tensors of a part.
 
     Args:
         spec: the spec of the job.
@@ -302,17 +293,17 @@ class RowPlaces:
     def __init__(self, spec: Spec, length_n: npt.NDArray[np.int64]) -> None:
         self.spec, self.kept_n = spec, spec.long.kept(length_n)
         self._starts = {
-            one.name: np.concatenate([[0], np.cumsum(one.numbers(self.kept_n, spec.dim) // self.width(one))])
-            for one in spec.outputs
+            output.name: np.cumsum([0, *(output.numbers(self.kept_n, spec.dim) // self.width(output))])
+            for output in spec.outputs
         }
 
     def width(self, output: Output) -> int:
-        """Return the numbers of a row of the tensor."""
+        """Return how many numbers a row of the tensor has."""
         return 1 if output.paired else output.shape(1, self.spec.dim)[-1]
 
     def slice(self, output: Output, row: int) -> slice:
-        """Return where in its tensor a row of the store begins and ends."""
-        return slice(int(self._starts[output.name][row]), int(self._starts[output.name][row + 1]))
+        """Return the rows of the output's tensor that belong to a row of the part."""
+        return slice(*self._starts[output.name][row : row + 2].tolist())
 
     def empty(self, output: Output) -> torch.Tensor:
         """Return a tensor for all rows, filled with zeros."""
@@ -343,24 +334,24 @@ class Parts:
     def missing(self) -> list[int]:
         """Return the numbers of the parts that are not finished."""
         names = self.folder.iterdir() if self._bucket is None else map(Path, self._bucket.listing("parts"))
-        there = {path.name for path in names}
-        return [part for part in range(len(self)) if self.name(part) not in there]
+        finished = {path.name for path in names}
+        return [part for part in range(len(self)) if self.name(part) not in finished]
 
     def is_done(self, part: int) -> bool:
-        """Whether a part is finished, by anybody."""
+        """Whether any process has finished a part."""
         if self._bucket is not None:
             return self._bucket.look(f"parts/{self.name(part)}") is not None
         return (self.folder / self.name(part)).exists()
 
     def write(self, part: int, tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any]) -> None:
-        """Finish a part. If two processes finish the same one, the second file replaces an equal one."""
+        """Finish a part. If two processes finish the same part, the second file replaces an equal file."""
         path = self.folder / self.name(part)
         scratch = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
         try:
             scratch.touch()
             mode = scratch.stat().st_mode
             save_file(dict(tensors), scratch, {"note": json.dumps(note)})
-            scratch.chmod(mode)  # it makes private files, which workers of other users could not read
+            scratch.chmod(mode)  # save_file makes private files, which workers of other users could not read
             with open(scratch, "rb") as file:
                 os.fsync(file.fileno())
             if self._bucket is None:
@@ -371,7 +362,7 @@ class Parts:
             scratch.unlink(missing_ok=True)
 
     def note(self, part: int) -> dict[str, Any]:
-        """Return the note of a finished part. `InputError` if its file is truncated, or that of another part."""
+        """Return the note of a finished part. `InputError` if its file is truncated or belongs to another part."""
         path = self.folder / self.name(part)
         if self._bucket is None or path.exists():
             with opened(path) as file:
@@ -397,7 +388,7 @@ def opened(path: Path) -> Any:
 
 
 def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
-    """Write `failed.tsv` and the manifest of a job whose parts are finished, and return the manifest."""
+    """Write `failed.tsv` and the manifest of a job when all its parts are finished. Return the manifest."""
     index, notes = parts.index, [parts.note(part) for part in range(len(parts))]
     reasons = {index.bounds[k] + row: why for k, note in enumerate(notes) for row, why in note["failed"]}
     records = np.flatnonzero(np.isin(index.rows, list(reasons))).tolist() if reasons else []
@@ -420,24 +411,22 @@ def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory, if it exists. It is first renamed, so that its name never shows a half-removed one and no
-    process adds a file to it.
-    """
-    gone = directory.with_name(f".removed-{directory.name}")
-    shutil.rmtree(gone, ignore_errors=True)
+    """Remove a directory, if it exists. It is first renamed, so that nobody sees half of it or adds a file."""
+    removed = directory.with_name(f".removed-{directory.name}")
+    shutil.rmtree(removed, ignore_errors=True)
     if directory.exists():
-        directory.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        directory.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 class EmbeddingStore:
     """Embeddings by id.
 
-    `store["P12345"]` is an array, or a dictionary of arrays by name where there are several outputs. `store[["P12345",
+    `store["P12345"]` is an array; of several outputs it is a dictionary of arrays by name. `store[["P12345",
     "Q67890"]]` is an array [N, D] of vectors, or a list of arrays.
 
     Args:
-        path: the directory, or its address in a bucket, of which a copy is kept in the local cache.
+        path: the directory, or its address in a bucket. The local cache keeps a copy of a bucket's directory.
 
     Raises:
         InputError: if the directory is no directory of embeddings, or is unfinished.
@@ -456,15 +445,21 @@ class EmbeddingStore:
         self.parts = Parts(self.path, self.manifest)
         self.index = self.parts.index
         self.chains: dict[str, list[int]] = read_json(self.index.path / "chains.json")
-        """The residues of each chain, by id, of the records with several chains. Rows are those of one chain after the
-        other, so the second chain begins at the row whose number is the first entry.
+        """The residues of each chain, by id, of the records with several chains. An array has the residues of one chain
+        after the other.
         """
         self.failed: dict[str, str] = {}
         """The reasons why records have no values, by id."""
         if (failed := self.path / "failed.tsv").is_file():
             lines = failed.read_text(encoding="utf-8").splitlines()[1:]
             self.failed = {record_id: reason for record_id, _, reason in (line.split("\t") for line in lines)}
-        self._opened = functools.lru_cache(maxsize=_OPEN_PARTS)(self._open)
+        parts, spec = self.parts, self.spec
+
+        @functools.lru_cache(maxsize=_OPEN_PARTS)
+        def open_part(part: int) -> tuple[Any, RowPlaces]:  # A method would keep the store alive.
+            return opened(parts.folder / parts.name(part)), RowPlaces(spec, parts.index.lengths_of(part))
+
+        self._open_part = open_part
 
     def __len__(self) -> int:
         return int(self.manifest["records"])
@@ -476,10 +471,6 @@ class EmbeddingStore:
         for start in range(0, len(self), _AT_ONCE):
             yield from self.index.id_list(start, min(start + _AT_ONCE, len(self)))
 
-    @overload
-    def __getitem__(self, ids: str) -> npt.NDArray[Any] | dict[str, npt.NDArray[Any]]: ...
-    @overload
-    def __getitem__(self, ids: Sequence[str]) -> Any: ...
     def __getitem__(self, ids: str | Sequence[str]) -> Any:
         only = self.outputs[0].name if len(self.outputs) == 1 else None
         if isinstance(ids, str):
@@ -487,40 +478,36 @@ class EmbeddingStore:
             return values if only is None else values[only]
         records = [self._get(record_id) for record_id in ids]
         by_name: dict[str, Any] = {}
-        for one in self.outputs:
-            arrays = [values[one.name] for values in records]
-            by_name[one.name] = np.stack(arrays) if one.pooled and arrays else arrays
+        for output in self.outputs:
+            arrays = [values[output.name] for values in records]
+            by_name[output.name] = np.stack(arrays) if output.pooled and arrays else arrays
         return by_name if only is None else by_name[only]
 
     def __repr__(self) -> str:
-        names = ", ".join(one.name for one in self.outputs)
+        names = ", ".join(output.name for output in self.outputs)
         return f"<EmbeddingStore {self.path}: {names} of {len(self):,} records by {self.manifest['model']}>"
 
     @property
     def attributes(self) -> dict[str, str | int]:
-        """Return the attributes for files: what was computed, and how."""
+        """Return the attributes for files: the model, the outputs and the settings."""
         spec, long = self.spec, self.spec.long
-        layers = [*dict.fromkeys(one.layer for one in self.outputs if one.layer is not None)]
+        layers = [*dict.fromkeys(output.layer for output in self.outputs if output.layer is not None)]
         attributes: dict[str, str | int] = {
             "model": self.manifest["model"],
             "model_hash": spec.model_hash,
             "layer": layers[0] if len(layers) == 1 else ",".join(map(str, layers)),
-            "pool": ",".join(dict.fromkeys(one.pool for one in self.outputs)),
+            "pool": ",".join(dict.fromkeys(output.pool for output in self.outputs)),
             "dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[spec.dtype],
             "compute": spec.compute,
             "long": long.mode,
             "esmshard": self.manifest["esmshard"],
         }
-        for heads in {one.heads for one in self.outputs if one.heads}:  # all attentions have the same heads
+        for heads in {output.heads for output in self.outputs if output.heads}:  # all attentions have the same heads
             attributes["heads"] = ",".join(map(str, heads))
         attributes |= {"tracks": ",".join(tracks)} if (tracks := self.manifest["tracks"]) else {}
         attributes |= {"join": spec.chains.text} if self.chains else {}
         attributes |= {"window": long.window} if long.mode != "full" else {}
         return attributes | ({"overlap": long.overlap} if long.mode == "window" else {})
-
-    def about(self) -> About:
-        """Return the description for a file of these rows."""
-        return About(self.outputs, self.spec.dim, self.spec.dtype, len(self) - len(self.failed), self.attributes)
 
     def rows(self, sequences: TokenStore | None = None) -> Iterator[Row]:
         """Yield the records that have values, in input order; bf16 as its bits.
@@ -540,16 +527,13 @@ class EmbeddingStore:
     def values(self, row: int) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of a row by output; bf16 as its bits. A failed row has zeros."""
         part = int(np.searchsorted(self.index.bounds, row, side="right")) - 1
-        file, places = self._opened(part)
+        file, places = self._open_part(part)
         at, values = row - self.index.bounds[part], {}
-        for one in self.outputs:
-            x = file.get_slice(one.name)[places.slice(one, at)]
+        for output in self.outputs:
+            x = file.get_slice(output.name)[places.slice(output, at)]
             x = x.view(torch.uint16) if self.spec.dtype == "bf16" else x
-            values[one.name] = x.numpy().reshape(one.shape(int(places.kept_n[at]), self.spec.dim))
+            values[output.name] = x.numpy().reshape(output.shape(int(places.kept_n[at]), self.spec.dim))
         return values
-
-    def _open(self, part: int) -> tuple[Any, RowPlaces]:
-        return opened(self.parts.folder / self.parts.name(part)), RowPlaces(self.spec, self.index.lengths_of(part))
 
     def _get(self, record_id: str) -> dict[str, npt.NDArray[Any]]:
         record = self.index.find(record_id)
@@ -561,15 +545,15 @@ class EmbeddingStore:
         return {name: as_float(array, self.spec.dtype) for name, array in values.items()}
 
     def check_reuse(self, spec: Spec) -> None:
-        """Raise `UsageError` if no row can be copied, as an output is missing or a setting is another one."""
+        """Raise `UsageError` if an output is missing or a setting differs, so that no row can be copied."""
         if different := difference(self.spec.settings, spec.settings):
             raise UsageError(f"--reuse {self.path}: was made with {different}")
-        if missing := [one.title for one in spec.outputs if one not in self.outputs]:
-            held = ", ".join(sorted(one.title for one in self.outputs))
+        if missing := [output.title for output in spec.outputs if output not in self.outputs]:
+            held = ", ".join(sorted(output.title for output in self.outputs))
             raise UsageError(f"--reuse {self.path}: holds {held}, and no {' and '.join(missing)}")
 
     def rows_to_reuse(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-        """Return the row of each key, or -1 where there is none that was computed as asked for, int64 [M]."""
+        """Return the row of each key, int64 [M]; -1 if there is no row, or it failed or was computed in windows."""
         row_M = self.index.rows_of(keys_M)
         without = [*self.manifest["failed_rows"], *self.manifest["windowed_rows"]]
         return np.where(np.isin(row_M, without), -1, row_M)

@@ -1,4 +1,4 @@
-"""What `embed` computes: the outputs of each sequence, the treatment of long ones, and the request of a command."""
+"""The request of an `embed` command: the outputs of each sequence, and the treatment of long sequences."""
 
 import functools
 import hashlib
@@ -32,9 +32,6 @@ LAYERLESS: tuple[Pool, ...] = ("logits", "contacts")
 PARTS = "parts"
 """The format that is a directory of parts."""
 
-OVERLAP = 256
-"""The residues that neighbouring windows share."""
-
 
 def choose(
     pools: Sequence[str], layers: Sequence[int] | None, config: ModelConfig, model: str, heads: Sequence[int] = ()
@@ -43,16 +40,16 @@ def choose(
 
     Args:
         pools: see `Output`.
-        layers: see `Output`; the last layer by default, which is also -1.
+        layers: 0 (embedding) to the number of layers; the last, normed layer by default, which is also -1.
         config: the architecture of the model.
         model: its name, for messages.
-        heads: the heads of `attentions`; all by default.
+        heads: the heads of `attentions`, from 0; all by default.
 
     Raises:
         UsageError: for an unknown pool, layer or head.
 
     >>> from esmshard.model.families.family_registry import SIZES
-    >>> [one.name for one in choose(["mean", "contacts"], [5, 6], SIZES["esm2_t6_8M_UR50D"], "x")]
+    >>> [output.name for output in choose(["mean", "contacts"], [5, 6], SIZES["esm2_t6_8M_UR50D"], "x")]
     ['mean_5', 'mean_6', 'contacts']
     """
     n_layers = config.n_layers
@@ -65,7 +62,7 @@ def choose(
     for layer in wanted:
         if not 0 <= layer <= n_layers:
             raise UsageError(f"--layers {layer}: {model} has layers 0 to {n_layers}")
-    found: dict[Output, None] = {}
+    outputs: dict[Output, None] = {}
     for pool in pools:
         if pool not in POOLS:
             raise UsageError(f"--pool {pool}: one of {', '.join(POOLS)} is expected")
@@ -75,48 +72,45 @@ def choose(
             )
         of_pool: list[int | None] = [None] if pool in LAYERLESS else [*wanted]
         of_heads = tuple(dict.fromkeys(heads or range(config.n_heads))) if pool == "attentions" else ()
-        found |= dict.fromkeys(Output(pool, layer, of_heads) for layer in of_pool)
-    if layers and all(output.layer is None for output in found):
+        outputs |= dict.fromkeys(Output(pool, layer, of_heads) for layer in of_pool)
+    if layers and all(output.layer is None for output in outputs):
         raise UsageError(f"--layers: {' and '.join(pools)} come from the whole model; leave --layers out")
-    return tuple(found)
+    return tuple(outputs)
 
 
 @dataclass(frozen=True)
 class Long:
     """The treatment of sequences of more than `window` residues.
 
-    `full`: the model gets the whole sequence, which rotary positions allow, but models were trained on some 1,000 to
-    2,000 residues. `window`: the model gets overlapping windows, whose values are blended. `truncate`: the model gets
-    the first `window` residues, and the others have no values.
+    `full`: the model gets the whole sequence. Rotary positions allow this, but models were trained on some 1,000 to
+    2,000 residues. `window`: the model gets overlapping windows, and their values are blended. `truncate`: the model
+    gets the first `window` residues, and the others have no values.
     """
 
     mode: Literal["full", "window", "truncate"] = "full"
     window: int = 0
-    """Residues; 0 for as many as the model saw at once in training (`for_model`)."""
-    overlap: int = OVERLAP
+    """Residues; 0 means the most residues that the model saw at once in training."""
+    overlap: int = 256
+    """The residues that neighbouring windows share."""
 
     def for_model(self, config: ModelConfig) -> "Long":
-        """Put in the window of a model's training, if no other was asked for, and check the values."""
-        return (self if self.window else replace(self, window=window_of(config))).check()
-
-    def check(self) -> "Long":
-        """Raise `UsageError` for impossible values."""
-        if self.mode not in ("full", "window", "truncate"):
-            raise UsageError(f"--long {self.mode}: full, window or truncate is expected")
-        if self.window < 2 or (self.mode == "window" and not 0 <= self.overlap < self.window):
+        """Return the treatment with the default window of a model. `UsageError` for impossible values."""
+        long = self if self.window else replace(self, window=window_of(config))
+        if long.mode not in ("full", "window", "truncate"):
+            raise UsageError(f"--long {long.mode}: full, window or truncate is expected")
+        if long.window < 2 or (long.mode == "window" and not 0 <= long.overlap < long.window):
             raise UsageError(
-                f"--window {self.window} --overlap {self.overlap}: windows of at least 2 residues are expected, which "
-                "share fewer than they have"
+                f"--window {long.window} --overlap {long.overlap}: a window of at least 2 residues and a "
+                "smaller overlap are expected"
             )
-        return self
+        return long
 
     def kept(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the number of residues that have values, for many lengths."""
         return np.minimum(length, self.window) if self.mode == "truncate" else length
 
     def starts(self, length: int) -> list[int]:
-        """Return where the windows of a sequence begin. They are spread evenly, and neighbours share at least `overlap`
-        residues.
+        """Return where the windows of a sequence begin. Windows are spread evenly; neighbours share at least `overlap`.
 
         >>> Long("window", 100, 20).starts(250), Long("full").starts(250)
         ([0, 75, 150], [0])
@@ -129,7 +123,7 @@ class Long:
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything on which the values of embeddings depend, besides the sequences and their tracks."""
+    """Everything that determines the values of embeddings, except the sequences and their tracks."""
 
     model_hash: str
     """The sha256 over the weight files and the architecture."""
@@ -150,21 +144,20 @@ class Spec:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return what a row depends on besides its sequence and the chosen outputs, as options of the command."""
+        """Return the settings that determine a row of a given sequence and output, as options of the command."""
         long = self.long.mode if self.long.mode == "full" else f"{self.long.mode} --window {self.long.window}"
         long += f" --overlap {self.long.overlap}" if self.long.mode == "window" else ""
         texts = {"model": self.model_hash[:16], "--dtype": self.dtype, "--precision": self.compute, "--long": long}
         return texts | {"--join": self.chains.text}
 
     def row_key(self, tokens: npt.NDArray[np.uint8], tracks: Mapping[str, bytes]) -> bytes:
-        """Return the 16 bytes that name a row: a digest of all that its values depend on.
+        """Return the key of a row, 16 bytes: a digest of the settings, the tokens and the known tracks.
 
-        Rows of the same key are equal except for rounding, and one of them may be copied for the other, also from
-        another store. The key is over the settings; over the tokens, with those between chains; and over the tracks of
-        which something is known. The outputs are no part of it, since a store may hold more than are asked for.
+        Rows with equal keys are equal except for rounding, so that a row may be copied from another store. The outputs
+        are no part of the key, since a store may hold more outputs than a request needs.
 
         Args:
-            tokens: the residues of the record and what joins its chains, uint8 [L].
+            tokens: the residues of the record, with the linkers between its chains, uint8 [L].
             tracks: the bytes of each known track, by name.
         """
         digest = hashlib.blake2b(self._salt, digest_size=16)
@@ -178,12 +171,12 @@ class Spec:
         return json.dumps(self.settings | {"model": self.model_hash}).encode()
 
     def numbers(self, kept_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return how many numbers each row has over all outputs, for rows of these residues, int64 [U]."""
-        return sum((one.numbers(kept_U, self.dim) for one in self.outputs), np.zeros_like(kept_U))
+        """Return how many numbers each row has over all outputs, given its residues, int64 [U]."""
+        return sum((output.numbers(kept_U, self.dim) for output in self.outputs), np.zeros_like(kept_U))
 
 
 def difference(known: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """Return, as a clause, the first setting in which two outputs differ; None if there is none."""
+    """Return, as a clause, the first setting in which two outputs differ; None if all settings are equal."""
     for name in {**wanted, **known}:
         before, now = known.get(name, "without"), wanted.get(name, "without")
         if before != now:
@@ -193,20 +186,20 @@ def difference(known: Mapping[str, str], wanted: Mapping[str, str]) -> str | Non
 
 @dataclass(frozen=True)
 class EmbedRequest:
-    """What to compute and where to write it, checked as far as is possible without reading the input."""
+    """What to compute and where to write it. Everything is checked except the input."""
 
     model: str
     out: Path
     fmt: str
     spec: Spec
-    found: Weights
+    weights: Weights
     device: torch.device
     tracks: tuple[TrackFile, ...] = ()
 
     @property
     def settings(self) -> dict[str, str]:
         """Return the settings of the spec and the outputs."""
-        return self.spec.settings | {"--pool and --layers": ", ".join(one.title for one in self.spec.outputs)}
+        return self.spec.settings | {"--pool and --layers": ", ".join(output.title for output in self.spec.outputs)}
 
 
 def request(
@@ -224,21 +217,10 @@ def request(
     tracks: Mapping[str, str] | None = None,
     join: str | None = None,
 ) -> EmbedRequest:
-    """Check a request, and find the model.
+    """Check a request, and open the weights of the model.
 
-    Args:
-        model: see `esmshard.model.weights.read`.
-        out: file or directory to write.
-        fmt: a key of FORMATS, or `parts`; by default from the ending of `out`, and `parts` if there is none.
-        pools: see `Output`; by default the usual pool of the format.
-        layers: 0 (embedding) to the number of layers; the last, normed layer by default.
-        heads: the heads of `attentions`, from 0; all by default.
-        dtype: dtype of the numbers in the file.
-        precision: precision of the arithmetic: fp32, bf16, fp16 or `auto`, which is fast on the device.
-        device: see `chosen_device`. With `cuda` each process has a GPU of its own.
-        long: the treatment of long sequences.
-        tracks: a path, or `inside`, by the name of each track of the sequences (docs/tracks.md).
-        join: how the chains of a record are joined (docs/chains.md); by default as the model says.
+    The arguments are the options of `esmshard embed` (docs/embed.md). `pools` and `layers`: see `choose`. `device`: see
+    `chosen_device`; with `cuda` each process has its own GPU. `tracks`: a path, or `inside`, by the name of each track.
 
     Raises:
         UsageError: if the outputs cannot be computed or written.
@@ -253,19 +235,19 @@ def request(
             f"{remote.address(out)}: embed writes a directory of parts into a bucket; leave the ending out, and let "
             "`esmshard embeddings merge` make one file of it"
         )
-    found = weights.joining(weights.read(model), join_option(join), f"--join: {model}")
-    usual = "mean" if fmt == PARTS else FORMATS[fmt].default_pool
-    outputs = choose(list(pools) or [usual], list(layers), found.config, model, heads)
+    source = weights.joining(weights.read(model), join_option(join), f"--join: {model}")
+    config = source.config
+    outputs = choose(pools or ["mean" if fmt == PARTS else FORMATS[fmt].default_pool], layers, config, model, heads)
     for pool, part in (("logits", "lm_head"), ("contacts", "contact_head")):
-        if any(one.pool == pool for one in outputs) and part in found.unlearned:
-            raise UsageError(f"--pool {pool}: {model} has no trained {part}, which they come from; take another model")
+        if any(output.pool == pool for output in outputs) and part in source.unlearned:
+            raise UsageError(f"--pool {pool}: {model} has no trained {part}, which computes them; take another model")
     if fmt != PARTS:
         suits(fmt, outputs, dtype, out)
     computing = chosen_device(device)
     compute: Dtype = precision_on(computing, precision, "--precision")  # type: ignore[assignment]
-    longest, long = found.config.most_tokens, long.for_model(found.config)
+    longest, long = config.most_tokens, long.for_model(config)
     if longest is not None and long.mode != "full" and long.window > longest - 2:
         raise UsageError(f"--window {long.window}: {model} has positions for {longest - 2} residues")
-    spec = Spec(model_hash(found), outputs, found.config.dim, dtype, compute, long, found.config.chains)
-    files = track_files(tracks or {}, family_of(found.config).tracks, model, "--track ")
-    return EmbedRequest(model, out, fmt, spec, found, computing, tuple(files))
+    spec = Spec(model_hash(source), outputs, config.dim, dtype, compute, long, config.chains)
+    files = track_files(tracks or {}, family_of(config).tracks, model, "--track ")
+    return EmbedRequest(model, out, fmt, spec, source, computing, tuple(files))

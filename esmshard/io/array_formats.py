@@ -1,14 +1,14 @@
-"""Files of arrays by record: the registry of formats, and one writer for each.
+"""Files with arrays for each record: one writer for each format, and their registry.
 
-`embed` and `predict` write through it. Rows are added one by one, and a file gets its name when it is complete
-(`esmshard.io.writers.Writer`). The memory of a writer does not grow with the number of records, except for a header
-that must be complete, and for h5ad.
+`embed` and `predict` use these writers. Rows are added one by one (`esmshard.io.writers.Writer`). The memory of a
+writer does not grow with the number of records, except for h5ad and for the header of safetensors files.
 """
 
 import csv
 import hashlib
 import io
 import json
+import math
 import shutil
 import tempfile
 import zipfile
@@ -31,7 +31,7 @@ POOLS: tuple[Pool, ...] = get_args(Pool)
 Dtype = Literal["fp32", "fp16", "bf16"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 NUMPY: Mapping[Dtype, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
-"""The numpy type of each dtype. numpy has no bfloat16, so its bits are kept as uint16; see `as_float`."""
+"""The numpy type of each dtype. numpy has no bfloat16, so arrays hold its bits as uint16; see `as_float`."""
 
 
 @dataclass(frozen=True)
@@ -39,39 +39,31 @@ class Output:
     """One array for each sequence of L residues.
 
     `mean`, `max` and `cls` are [D], `residue` [L, D], `logits` [L, 33] over the tokens of `esmshard.vocab`, `contacts`
-    [L, L] probabilities, `attentions` [H, L, L] probabilities of H heads, a row for each residue that attends. `<cls>`
-    and `<eos>` are used for `cls` only. The softmax of `attentions` is over them, too, so rows sum to less than 1.
+    [L, L] probabilities, `attentions` [H, L, L] probabilities of H heads, with a row for each residue that attends.
+    Only `cls` uses `<cls>` and `<eos>`. The softmax of `attentions` includes both, so rows sum to less than 1.
     """
 
     pool: Pool
     layer: int | None
     """The layer, from 0 (embedding) to the number of layers; None for `logits` and `contacts`. `attentions` of layer n
-    are those of the n-th block, whose output is representation n, so there are none of layer 0.
+    are those of the n-th block, which computes representation n, so layer 0 has no attentions.
     """
     heads: tuple[int, ...] = ()
     """The heads of `attentions`, from 0; empty for every other pool."""
 
     @property
     def name(self) -> str:
-        """Return the name that files use.
-
-        >>> Output("mean", 33).name, Output("contacts", None).name
-        ('mean_33', 'contacts')
-        """
+        """The name in files, such as `mean_33` or `contacts`."""
         return self.pool if self.layer is None else f"{self.pool}_{self.layer}"
 
     @property
     def title(self) -> str:
-        """Return the name, with the heads if there are any, for messages.
-
-        >>> Output("attentions", 6, (0, 3)).title
-        'attentions_6 of heads 0,3'
-        """
+        """The name with the heads, for messages, such as `attentions_6 of heads 0,3`."""
         return f"{self.name} of heads {','.join(map(str, self.heads))}" if self.heads else self.name
 
     @property
     def pooled(self) -> bool:
-        """Whether each sequence has one vector, whatever its length."""
+        """Whether each sequence has one vector of D numbers."""
         return self.pool in ("mean", "max", "cls")
 
     @property
@@ -79,7 +71,7 @@ class Output:
         """Whether each pair of residues has a value."""
         return self.pool in ("contacts", "attentions")
 
-    def shape(self, length: int, dim: int) -> tuple[int, ...]:
+    def shape(self, length: Any, dim: int) -> tuple[Any, ...]:
         """Return the shape of the array for a sequence of `length` residues."""
         if self.pooled:
             return (dim,)
@@ -88,17 +80,13 @@ class Output:
         return (length, dim if self.pool == "residue" else VOCAB_SIZE)
 
     def numbers(self, length: npt.NDArray[np.int64], dim: int) -> npt.NDArray[np.int64]:
-        """Return the number of values of the array, for many lengths."""
-        if self.pooled:
-            return np.full_like(length, dim)
-        if self.paired:
-            return length * length * max(1, len(self.heads))
-        return length * (dim if self.pool == "residue" else VOCAB_SIZE)
+        """Return the number of values of the array, for each of many lengths."""
+        return math.prod(self.shape(length, dim), start=np.ones_like(length))
 
 
 @dataclass(frozen=True)
 class About:
-    """The description of a file of embeddings."""
+    """The description of a file of arrays."""
 
     outputs: tuple[Output, ...]
     dim: int
@@ -106,31 +94,29 @@ class About:
     dtype: Dtype
     """The dtype of the stored numbers."""
     n_records: int | None
-    """The number of records that have a row; None if it is not known in advance."""
+    """The number of rows; None if the number is not known in advance."""
     attributes: Mapping[str, Any]
-    """Facts for people and programs: model and its hash, layers, pools, dtypes, treatment of long proteins. Strings and
-    integers.
-    """
+    """Strings and integers that describe the model, layers, pools, dtypes, and the treatment of long proteins."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One record of an embedding store."""
+    """The arrays of one record."""
 
     id: str
     length: int
-    """Residues of the record, also where it was truncated before it was computed."""
+    """The residues of the whole record, even if only a part was computed."""
     chains: tuple[int, ...] = field(default=(), kw_only=True)
-    """Residues of each chain of a record with several; empty for one chain. Rows are those of one chain after the
-    other, without linkers."""
+    """The residues of each chain; empty for a record of one chain. Arrays have one chain after the other, without
+    linkers."""
     values: Mapping[str, npt.NDArray[Any]]
-    """The arrays by output name, each of `Output.shape` and of type `NUMPY[About.dtype]`."""
+    """The arrays by `Output.name`, each of `Output.shape` and type `NUMPY[About.dtype]`."""
     residues: str = ""
-    """The whole sequence, for formats that store rows by their sequences; empty for others."""
+    """The whole sequence, for formats with `by_sequence`; otherwise empty."""
 
 
 def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
-    """Convert to numbers that numpy can compute with. bf16 bits become float32; other types do not change."""
+    """Return numbers that numpy can compute with. The bits of bf16 become float32; other types do not change."""
     if dtype != "bf16":
         return values
     return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -139,23 +125,23 @@ def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
 class FormatWriter(Writer):
     """A writer of one format. `add` is called `about.n_records` times, in input order.
 
-    The files, attributes and rows are described in the docstring of each format.
+    The docstring of each format describes its files.
     """
 
     default_pool: ClassVar[Pool]
-    """The pool that is computed without `--pool`."""
+    """The pool without the option `--pool`."""
     pools: ClassVar[tuple[Pool, ...]] = POOLS
     """The pools that the format can hold."""
     dtypes: ClassVar[tuple[Dtype, ...]] = ("fp32", "fp16")
-    """The dtypes that the format can hold. numpy, HDF5 and Arrow have no bfloat16."""
+    """The dtypes that the format can hold. HDF5 and Arrow have no bfloat16."""
     several: ClassVar[bool] = True
     """Whether the format can hold more than one output."""
     by_sequence: ClassVar[bool] = False
-    """Whether rows are stored by their sequences, so that each sequence is stored once, with its first id."""
+    """Whether the file has each sequence once, with the id of its first record."""
     number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 4, "fp16": 2, "bf16": 2}
-    """The bytes of a number in the file; the most bytes, if the numbers differ in this."""
+    """The most bytes of a number in the file."""
     header: ClassVar[float] = float("inf")
-    """The most bytes of a header with the names of all records, which is read at once."""
+    """The most bytes of the header, which has the names of all records."""
     extra: ClassVar[tuple[str, str] | None] = None
     """The module that writes the format, and the extra of this package that installs the module."""
 
@@ -167,11 +153,11 @@ class FormatWriter(Writer):
         if about.n_records is not None:
             self.attributes["records"] = about.n_records
         self.n = 0
-        """The number of rows so far. While a row is written, this is its number, counted from 0."""
+        """The number of the row that is written next, counted from 0."""
 
     @classmethod
     def require(cls, out: Path) -> None:
-        """Raise a `UsageError` that says how to install the library of the format, if it is missing."""
+        """Raise a `UsageError` with the command to install the library of the format, if the library is missing."""
         if cls.extra is not None:
             library(*cls.extra, out)
 
@@ -191,27 +177,24 @@ class FormatWriter(Writer):
 
     @abstractmethod
     def write(self, row: Row) -> None:
-        """Write a row that `add` has checked."""
+        """Write one row."""
 
     def finish(self) -> None:
-        """Check the number of rows. Formats write their remaining data after that."""
-        announced = self.about.n_records
-        assert announced in (None, self.n), f"{self.n} rows came, {announced} were announced"
+        """Check the number of rows. Formats then write their remaining data."""
+        assert self.about.n_records in (None, self.n), f"{self.n} rows came, not {self.about.n_records}"
 
     def named(self, row: Row) -> list[tuple[str, npt.NDArray[Any]]]:
-        """Return the arrays of a row, named ID, or `OUTPUT/ID` with several outputs."""
-        several = len(self.about.outputs) > 1
-        return [(f"{one.name}/{row.id}" if several else row.id, row.values[one.name]) for one in self.about.outputs]
+        """Return the arrays of a row with their names: ID, or `OUTPUT/ID` for several outputs."""
+        names = [output.name for output in self.about.outputs]
+        return [(f"{name}/{row.id}" if len(names) > 1 else row.id, row.values[name]) for name in names]
 
 
 class Hdf5Format(FormatWriter):
-    """`x.h5`: one data set for each record, in input order. The key is the id with `_` for `/`; `original_id` is the
-    id.
+    """`x.h5`: one data set for each record, in input order. The key is the id with `_` instead of `/`.
 
-    With several outputs there is a group for each output, which holds its data sets in the same way. The residues of
-    each chain of a record with several chains are its attribute `chain_lengths`. If two ids give
-    the same key, the later key gets a number. The file's attributes describe what was computed. The same rows give the
-    same bytes.
+    A data set has the attribute `original_id`, and with several chains `chain_lengths`, the residues of each chain. If
+    two ids give the same key, the later key gets a number. With several outputs, each output has a group of data sets.
+    The file has `About.attributes`. The same rows give the same bytes.
     """
 
     default_pool = "residue"
@@ -222,9 +205,10 @@ class Hdf5Format(FormatWriter):
 
         self._file = self.files.enter_context(h5py.File(self.work, "w", track_order=True))
         self._file.attrs.update(self.attributes)
-        names, several = [output.name for output in self.about.outputs], len(self.about.outputs) > 1
+        several = len(self.about.outputs) > 1
         self._groups: dict[str, Any] = {
-            name: self._file.create_group(name, track_order=True) if several else self._file for name in names
+            output.name: self._file.create_group(output.name, track_order=True) if several else self._file
+            for output in self.about.outputs
         }
 
     def write(self, row: Row) -> None:
@@ -234,7 +218,7 @@ class Hdf5Format(FormatWriter):
             number += 1
             key = f"{base}_{number}"
         for name, group in self._groups.items():
-            # A creation time would make two files of the same rows differ.
+            # With times, two files of the same rows would differ.
             data = group.create_dataset(key, data=row.values[name], track_times=False)
             data.attrs["original_id"] = row.id
             if row.chains:
@@ -242,11 +226,10 @@ class Hdf5Format(FormatWriter):
 
 
 class BiotrainerFormat(Hdf5Format):
-    """An HDF5 file as biotrainer 1.4 reads it: one data set for each sequence, under a hash of the sequence.
+    """An HDF5 file for biotrainer 1.4: one data set for each sequence. The key is a hash of the sequence.
 
-    The key is the sha256 of the letters, a `_` and their number, in hexadecimal digits; `original_id` is the id of the
-    first record with this sequence (`biotrainer.utilities.calculate_sequence_hash` and
-    `biotrainer.embedders.services.EmbeddingService`). biotrainer compresses its data sets, which no reader requires.
+    The hash is the sha256 of the letters, a `_` and their number. `original_id` is the id of the first record with this
+    sequence (`biotrainer.utilities.calculate_sequence_hash` and `biotrainer.embedders.services.EmbeddingService`).
     """
 
     pools = ("mean", "max", "cls", "residue")
@@ -267,7 +250,7 @@ class BiotrainerFormat(Hdf5Format):
 
 
 class NpyFormat(FormatWriter):
-    """`x.npy` [N, D] holds one pooled output in input order, and `x.ids.txt` one id on each line."""
+    """`x.npy` [N, D] has one pooled output in input order, and `x.ids.txt` has one id in each line."""
 
     default_pool = "mean"
     pools = ("mean", "max", "cls")
@@ -295,15 +278,13 @@ class NpyFormat(FormatWriter):
 class CsvFormat(FormatWriter):
     """`x.csv`: a line for each record in input order, with the id and the D numbers of one pooled output.
 
-    The first line has an empty cell and the numbers of the columns, 0 to D - 1, as `pandas.DataFrame.to_csv` writes
-    them. EVOLVEpro (https://github.com/mat10d/EvolvePro) reads such files. Numbers have as many digits as their type
-    needs to be read back exactly.
+    The first line has an empty cell and the numbers 0 to D - 1, as in files of `pandas.DataFrame.to_csv`, which
+    EVOLVEpro reads (https://github.com/mat10d/EvolvePro). Numbers have enough digits to be read back exactly.
     """
 
     default_pool = "mean"
     pools = ("mean", "max", "cls")
     several = False
-
     number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 16, "fp16": 12}  # nine or five digits, and `-.e-05,`
 
     def open(self) -> None:
@@ -317,17 +298,17 @@ class CsvFormat(FormatWriter):
 
 
 class BlockFormat(FormatWriter):
-    """A format whose rows wait in memory, and are written many at a time."""
+    """A format whose rows wait in memory and are written in blocks."""
 
     BLOCK: ClassVar[float] = 1 << 20
-    """The numbers of a block of rows, which is written when it is full."""
+    """How many numbers fill a block."""
 
     def open(self) -> None:
         self._waiting: list[Row] = []
         self._numbers = 0
 
     def write(self, row: Row) -> None:
-        # The arrays are copied, as they may be views of larger ones.
+        # A view of a larger array would keep the larger array in memory, so the arrays are copied.
         self._waiting.append(replace(row, values={name: values.copy() for name, values in row.values.items()}))
         self._numbers += sum(values.size for values in row.values.values())
         if self._numbers >= self.BLOCK:
@@ -348,10 +329,10 @@ class BlockFormat(FormatWriter):
 
 
 class ParquetFormat(BlockFormat):
-    """`x.parquet`: one row for each record, with the columns `id`, `length` and one for each output, named after it.
+    """`x.parquet`: one row for each record, with columns `id`, `length` and the name of each output.
 
     A pooled output is a list of D numbers. `residue` and `logits` are lists of lists of D and 33 numbers. `contacts` is
-    one list of the L x L numbers, row by row. Attributes are in the schema's metadata. A row group is a block.
+    one list of L x L numbers, row by row. The schema's metadata has `About.attributes`. A row group is a block.
     """
 
     default_pool = "mean"
@@ -366,12 +347,11 @@ class ParquetFormat(BlockFormat):
         super().open()
         number = pa.float32() if self.about.dtype == "fp32" else pa.float16()
         types = {"id": pa.string(), "length": pa.int32()}
-        for one in self.about.outputs:
-            numbers = pa.list_(number, -1 if one.paired else one.shape(1, self.about.dim)[-1])
-            types[one.name] = numbers if one.pooled or one.paired else pa.list_(numbers)
+        for output in self.about.outputs:
+            numbers = pa.list_(number, -1 if output.paired else output.shape(1, self.about.dim)[-1])
+            types[output.name] = numbers if output.pooled or output.paired else pa.list_(numbers)
         schema = pa.schema(types, metadata={key: str(value) for key, value in self.attributes.items()})
-        # The outputs of a network are all different numbers: dictionary, compression and statistics (least and greatest
-        # value) would cost time and save nothing.
+        # A network's outputs are all different, so dictionary, compression and statistics cost time and save nothing.
         plain: dict[str, Any] = {"use_dictionary": False, "compression": "none", "write_statistics": ["id", "length"]}
         self._file = self.files.enter_context(parquet.ParquetWriter(self.work, schema, **plain))
 
@@ -379,14 +359,14 @@ class ParquetFormat(BlockFormat):
         import pyarrow as pa
 
         columns: dict[str, list[Any]] = {"id": [row.id for row in rows], "length": [row.length for row in rows]}
-        for one in self.about.outputs:
-            arrays = (row.values[one.name] for row in rows)
-            columns[one.name] = [x.reshape(-1) if one.pooled or one.paired else list(x) for x in arrays]
+        for output in self.about.outputs:
+            arrays = (row.values[output.name] for row in rows)
+            columns[output.name] = [x.reshape(-1) if output.pooled or output.paired else list(x) for x in arrays]
         self._file.write_table(pa.table(columns, schema=self._file.schema), row_group_size=len(rows))
 
 
 class NpzFormat(FormatWriter):
-    """`x.npz`: an array for each record under its id, or `OUTPUT/ID` with several outputs, compressed."""
+    """`x.npz`: a compressed array for each record, named ID, or `OUTPUT/ID` for several outputs."""
 
     default_pool = "residue"
 
@@ -397,14 +377,14 @@ class NpzFormat(FormatWriter):
         for name, values in self.named(row):
             buffer = io.BytesIO()
             np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)
-            entry = zipfile.ZipInfo(f"{name}.npy")  # with one date for all, so that the same rows give the same bytes
+            entry = zipfile.ZipInfo(f"{name}.npy")  # Its date is constant, so the same rows give the same bytes.
             self._zip.writestr(entry, buffer.getbuffer(), zipfile.ZIP_DEFLATED)
 
 
 class AnnDataFormat(BlockFormat):
-    """`x.h5ad`: an AnnData file. X is the first output [N, D], `obsm` has the others by name.
+    """`x.h5ad`: an AnnData file. X is the first output [N, D], and `obsm` has the other outputs by name.
 
-    `obs` has the ids as index and a column `length`; `uns` has the attributes. All rows are in memory until the end.
+    `obs` has the ids as index and a column `length`; `uns` has `About.attributes`. All rows stay in memory.
     """
 
     default_pool = "mean"
@@ -414,15 +394,15 @@ class AnnDataFormat(BlockFormat):
 
     def write_block(self, rows: Sequence[Row]) -> None:
         import anndata
-        import pandas  # anndata needs it
+        import pandas  # anndata requires pandas
 
         index = pandas.Index([row.id for row in rows], dtype=str)
         obs = pandas.DataFrame({"length": np.array([row.length for row in rows], np.int32)}, index=index)
         first, *others = (
-            np.array([row.values[one.name] for row in rows], NUMPY[self.about.dtype]).reshape(-1, self.about.dim)
-            for one in self.about.outputs
+            np.array([row.values[output.name] for row in rows], NUMPY[self.about.dtype]).reshape(-1, self.about.dim)
+            for output in self.about.outputs
         )
-        obsm = dict(zip([one.name for one in self.about.outputs[1:]], others, strict=True))
+        obsm = dict(zip([output.name for output in self.about.outputs[1:]], others, strict=True))
         anndata.AnnData(first, obs=obs, obsm=obsm, uns=self.attributes).write_h5ad(self.work)
 
     def finish(self) -> None:
@@ -432,16 +412,16 @@ class AnnDataFormat(BlockFormat):
 
 
 class SafetensorsFormat(FormatWriter):
-    """`x.safetensors`: one tensor for each record, named ID, or `OUTPUT/ID` with several outputs.
+    """`x.safetensors`: one tensor for each record, named ID, or `OUTPUT/ID` for several outputs.
 
-    The format is the header's length (8 bytes, little-endian), a JSON header, and the tensors
-    (https://github.com/huggingface/safetensors). The library writes only tensors that are all in memory. Here they
-    wait in a file without a name, because the header comes first and is known last.
+    The file has the header's length (8 bytes, little-endian), a JSON header, and the tensors
+    (https://github.com/huggingface/safetensors). The library can write only tensors in memory. This writer first writes
+    them to a temporary file, because the header comes first and is known last.
     """
 
     default_pool = "residue"
     dtypes = DTYPES
-    header = 100_000_000  # The library reads no larger one.
+    header = 100_000_000  # The library refuses a larger header.
 
     def open(self) -> None:
         metadata = {key: str(value) for key, value in self.attributes.items()}
@@ -462,7 +442,7 @@ class SafetensorsFormat(FormatWriter):
     def finish(self) -> None:
         super().finish()
         header = json.dumps(self._entries, separators=(",", ":"), ensure_ascii=False).encode()
-        header += b" " * (-len(header) % 8)  # tensors are aligned
+        header += b" " * (-len(header) % 8)  # The tensors are aligned.
         if len(header) > self.header:
             raise UsageError(_NO_ROOM.format(self.out))
         self._tensors.seek(0)
@@ -472,11 +452,10 @@ class SafetensorsFormat(FormatWriter):
 
 
 class ZarrFormat(BlockFormat):
-    """`x.zarr`: a Zarr group (format 3) with one array for each output, which grows along its first axis.
+    """`x.zarr`: a Zarr group (format 3) with one array for each output. The group has `About.attributes`.
 
-    A pooled output is [N, D]. Rows of `residue` [L, D] and `logits` [L, 33] follow each other, and so do the L x L
-    numbers of maps, flat; `starts_OUTPUT` [N + 1] has the first row of each record. `ids` and `lengths` are [N].
-    The attributes describe what was computed.
+    A pooled output is [N, D]. `residue` [L, D], `logits` [L, 33] and flat maps [L x L] are joined along the first axis.
+    `starts_OUTPUT` [N + 1] has the first row of each record. `ids` and `lengths` are [N].
     """
 
     default_pool = "mean"
@@ -492,26 +471,26 @@ class ZarrFormat(BlockFormat):
         import zarr
 
         super().open()
-        check_replaced(self.out, ["*"], marker="zarr.json")  # again, as it may have been made meanwhile
+        check_replaced(self.out, ["*"], marker="zarr.json")  # Somebody may have made the directory after the first check.
         self._group: Any = zarr.open_group(self.work, mode="w", zarr_format=3)
         self._group.attrs.update(self.attributes)
         self._ids: list[str] = []
         self._lengths: list[int] = []
-        self._sizes: dict[str, list[int]] = {one.name: [0] for one in self.about.outputs if not one.pooled}
+        self._sizes: dict[str, list[int]] = {output.name: [0] for output in self.about.outputs if not output.pooled}
 
     def write_block(self, rows: Sequence[Row]) -> None:
         self._ids += [row.id for row in rows]
         self._lengths += [row.length for row in rows]
-        for one in self.about.outputs:
-            arrays = [row.values[one.name] for row in rows]
-            arrays = [x.reshape(-1) if one.paired else x[None] if one.pooled else x for x in arrays]
+        for output in self.about.outputs:
+            arrays, name = [row.values[output.name] for row in rows], output.name
+            arrays = [x.reshape(-1) if output.paired else x[None] if output.pooled else x for x in arrays]
             values = np.concatenate(arrays)
-            if one.name not in self._group:
+            if name not in self._group:
                 shape, chunk = values.shape[1:], max(1, int(self.BLOCK) // values[:1].size)
-                self._group.create_array(one.name, shape=(0, *shape), dtype=values.dtype, chunks=(chunk, *shape))
-            self._group[one.name].append(values)
-            if not one.pooled:
-                self._sizes[one.name] += map(len, arrays)
+                self._group.create_array(name, shape=(0, *shape), dtype=values.dtype, chunks=(chunk, *shape))
+            self._group[name].append(values)
+            if not output.pooled:
+                self._sizes[name] += map(len, arrays)
 
     def finish(self) -> None:
         super().finish()
@@ -532,44 +511,34 @@ FORMATS: dict[str, type[FormatWriter]] = {
     "safetensors": SafetensorsFormat,
     "biotrainer-h5": BiotrainerFormat,
 }
-"""The writer of each format, by the name of `--format` and the ending of the file."""
-
-
+"""The writer of each format, by the value of `--format` or the ending of the file."""
 _NO_ROOM = "{}: the header of a safetensors file has no room for the names of so many records; write them to x.h5"
 
 
 def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, records: int = 0, id_bytes: int = 0) -> None:
-    """Refuse, before anything is computed, outputs that a format cannot hold, and a format whose library is missing.
+    """Refuse outputs that a format cannot hold, and a format whose library is missing.
 
-    Args:
-        fmt: the name of a format.
-        outputs: the outputs to write, at least one.
-        dtype: the dtype of the stored numbers.
-        out: the file, for the message.
-        records: the number of records, if it is known.
-        id_bytes: the bytes of all ids, if they are known.
-
-    Raises:
-        UsageError: with a format that can hold the outputs.
+    The sizes are 0 if they are not known. The `UsageError` names a format that can hold the outputs, or the command to
+    install the library.
     """
     if fmt not in FORMATS:
         raise UsageError(f"{out}: no format '{fmt}'; there are {', '.join(FORMATS)} (by ending, or --format)")
     if reason := _reason(fmt, outputs, dtype):
         others = " or ".join(other for other in FORMATS if not _reason(other, outputs, dtype))
         raise UsageError(f"{out}: {reason}; write it with --format {others}")
-    if len(outputs) * (60 * records + id_bytes) > FORMATS[fmt].header:  # An entry takes 60 bytes and the id at least.
+    if len(outputs) * (60 * records + id_bytes) > FORMATS[fmt].header:  # An entry has at least 60 bytes and the id.
         raise UsageError(_NO_ROOM.format(out))
     FORMATS[fmt].require(out)
 
 
 def _reason(fmt: str, outputs: Sequence[Output], dtype: Dtype) -> str:
-    """Return why a format cannot hold the outputs; empty if it can."""
+    """Return why a format cannot hold the outputs; '' if the format can."""
     writer = FORMATS[fmt]
     for output in outputs:
         if output.pool not in writer.pools:
             return f"{fmt} has a place for {', '.join(writer.pools)}, and none for {output.name}"
     if len(outputs) > 1 and not writer.several:
-        return f"{fmt} holds one output, and {' and '.join(output.name for output in outputs)} are asked for"
+        return f"{fmt} holds one output, and not {' and '.join(output.name for output in outputs)}"
     if dtype not in writer.dtypes:
         return f"{fmt} holds {' and '.join(writer.dtypes)}, and not {dtype}"
     return ""

@@ -3,8 +3,8 @@
     >Seq1 TARGET=0.1 SET=train VALIDATION=False        FLIP, biotrainer before 1.0
     >Seq1 TARGET=DVCD SET=val MASK=1101                biotrainer 1.0 and later
 
-White space separates attributes, so that a value is one word. Only the requested keys are read: `OS=Homo sapiens
-OX=9606 GN=HBB` in a UniProt header is ignored. A lower-case key is read as its upper-case form, and counted.
+White space separates attributes, so a value is one word. Only the requested keys are read: `OS=Homo sapiens OX=9606`
+in a UniProt header is ignored. A lower-case key is read as upper case, and counted.
 (Format: `docs/data_standardization.md` of sacdallago/biotrainer.)
 """
 
@@ -20,24 +20,22 @@ from esmshard.io.tables import MISSING, NUMBER, shown
 Split = Literal["train", "valid", "test"]
 
 _SPLITS: dict[str, Split] = {
-    "train": "train",
-    **dict.fromkeys(("val", "valid", "validation"), "valid"),
-    "test": "test",
-}
-_WORD = re.compile(r"\S+", re.ASCII)  # Only ASCII white space separates words, as where ids are read.
+    "train": "train", "val": "valid", "valid": "valid", "validation": "valid", "test": "test",
+}  # fmt: skip
+_WORD = re.compile(r"\S+", re.ASCII)  # The readers of ids also accept only ASCII white space.
 TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""Texts that mean yes or no, in lower case. Programs write all of these for a column of 0 and 1."""
+"""Texts that mean yes or no, in lower case, as programs write them."""
 FLOAT32_MAX = 3.4028234663852886e38
 
 
 def attributes(header: str, keys: Sequence[str], where: str, edits: Edits | None = None) -> dict[str, str]:
-    """Read the values of the requested keys from a header.
+    """Return the values of the requested keys in a header.
 
     Args:
-        header: the header line without `>`; its first word is the id.
+        header: the header line without `>`. The first word is the id.
         keys: the requested keys, in upper case.
         where: the file, or file and line, for messages.
-        edits: collects lower-case keys.
+        edits: counts lower-case keys.
 
     Raises:
         InputError: an attribute comes twice, has no value, or has no space before it; the message names the record.
@@ -83,18 +81,15 @@ def id_of(header: str) -> str:
 
 
 def split_of(set_value: str, validation: str, where: str) -> Split:
-    """Return the split that SET and VALIDATION name together. `SET=train VALIDATION=True` is the validation split.
+    """Return the split that the values of SET and VALIDATION mean. `SET=train VALIDATION=True` is the validation split.
 
     Args:
-        set_value: `train`, `val`, `valid`, `validation` or `test`, in any case.
-        validation: `True`, `False`, `1` or `0`; empty if there is no VALIDATION (FLIP's CSV files leave it empty).
+        set_value: `train`, `val`, `valid`, `validation` or `test`, in upper or lower case.
+        validation: a text of TRUTH; empty without VALIDATION.
         where: file and record, for messages.
 
     Raises:
-        InputError: a value is none of these, or the two contradict each other.
-
-    >>> split_of("train", "True", "x.fasta")
-    'valid'
+        InputError: a value has no meaning, or the two values contradict each other.
     """
     split = _SPLITS.get(set_value.lower())
     if split is None:
@@ -120,17 +115,9 @@ def is_split(name: str) -> bool:
 
 
 def number(text: str, where: Callable[[], str]) -> float:
-    """Convert an attribute's value to a number. The result is NaN for the values in `tables.MISSING`, such as `nan`.
+    """Return the value of an attribute as a number. A value in `tables.MISSING` becomes NaN.
 
-    Args:
-        text: the value.
-        where: returns the record and key for messages. It is called only before an error, since ids are read from disk.
-
-    Raises:
-        InputError: the value is not a finite float32 number.
-
-    >>> number("-1.5e3", lambda: "x.fasta: record 'a': TARGET")
-    -1500.0
+    `where` returns the record and the key for messages. `InputError` if the value is not a finite float32 number.
     """
     if text.lower() in MISSING:
         return float("nan")

@@ -1,4 +1,4 @@
-"""Files and directories: writing completely or not at all, sha256, sizes, caches. No torch."""
+"""Files and directories: atomic writes, sha256, sizes and caches, without torch."""
 
 import fnmatch
 import glob
@@ -25,10 +25,10 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
-    """Provide a file to write, of text in UTF-8 or of bytes, which gets the name `path` when the block ends without an
-    error and all of it is on disk, and is removed otherwise.
+    """Provide an open file of UTF-8 text or of bytes, which replaces `path` when the block ends.
 
-    An older file of this name stays until then.
+    The file first has another name, and all its bytes are on disk before it gets the name `path`. If the block ends
+    with an error, the new file is removed and an older file stays.
     """
     work = path.with_name(f".tmp-{path.name}")
     try:
@@ -43,13 +43,13 @@ def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file so that it holds its old text or its new text at any time."""
+    """Replace a file. At any time the file holds either its old text or its new text."""
     with replacing(path) as file:
         file.write(text)
 
 
 def replace_json(path: Path, value: Any) -> None:
-    """Replace a JSON file as `replace_text` does. NaN becomes null, since JSON has no NaN."""
+    """Replace a JSON file with `replace_text`. NaN becomes null, since JSON has no NaN."""
     replace_text(path, json.dumps(_without_nan(value), indent=1) + "\n")
 
 
@@ -62,7 +62,7 @@ def _without_nan(node: Any) -> Any:
 
 
 def sync_directory(path: Path) -> None:
-    """Make names in a directory survive a power cut. Windows cannot open directories, and does not need this."""
+    """Write the file names of a directory to disk, so that they survive a power cut. Windows needs no such call."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -72,13 +72,14 @@ def sync_directory(path: Path) -> None:
 
 
 _IN_USE: set[str] = set()
-"""The names of the scratch directories of this process."""
+"""The names of the scratch directories that this process uses now."""
 
 
 @contextmanager
 def scratch_directory(out: Path) -> Iterator[Path]:
-    """Provide an empty directory beside `out`, in which `out` is made. It is removed when the block ends, and so are
-    those that killed processes of this machine left behind.
+    """Provide an empty directory beside `out`, and remove it when the block ends.
+
+    Scratch directories that killed processes of this machine left beside `out` are removed first.
     """
     out = _absolute(out)
     _remove_leftovers(out)
@@ -95,11 +96,11 @@ def scratch_directory(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
-    """Provide an empty directory that gets the name `out` when the block ends without an error, and is removed
-    otherwise.
+    """Provide an empty directory, which replaces `out` when the block ends without an error.
 
-    All files are on disk before the directory is renamed, if `sync` is set. An older `out` is first moved to
-    `.old-NAME` beside it, so one of the two exists even if this process is killed; `settle` then cleans up.
+    If `sync` is set, all files are on disk before the directory is renamed. An older `out` is first moved to
+    `.old-NAME` beside it. If this process is killed in between, one of the two directories exists, and `settle` cleans
+    up.
     """
     out = _absolute(out)
     settle(out)
@@ -113,7 +114,7 @@ def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
                 with open(path, "rb+") as written:
                     os.fsync(written.fileno())
             if os.path.lexists(out):
-                out.rename(_old(out))
+                out.rename(out.with_name(f".old-{out.name}"))
             work.rename(out)
             sync_directory(out.parent)
     finally:
@@ -121,15 +122,15 @@ def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
 
 
 def check_replaced(out: Path, written: Collection[str], marker: str | None = None) -> None:
-    """Refuse to replace a directory that holds anything besides an earlier result. A missing or empty one is no error.
+    """Refuse to replace a directory that holds other files than an earlier result. A missing directory is no error.
 
     Args:
         out: the directory that would be removed as a whole.
-        written: patterns of the files that such a result consists of, as for `fnmatch`, relative to `out`.
-        marker: the file that every such result has, beside which alone the other files count as a result's.
+        written: `fnmatch` patterns for the files of a result, relative to `out`.
+        marker: a file that every result has. Without this file, no file of `out` counts as a file of a result.
 
     Raises:
-        UsageError: `out` is no directory, or holds other files, which are named.
+        UsageError: `out` is a file, or the directory holds other files; the message names them.
     """
     if not os.path.lexists(out):
         return
@@ -147,15 +148,15 @@ def check_replaced(out: Path, written: Collection[str], marker: str | None = Non
 
 
 def settle(out: Path) -> list[str]:
-    """Clean up after earlier calls of `whole_directory` that have ended, also in a process that was killed.
+    """Remove what earlier calls of `whole_directory` left behind when their processes were killed.
 
     Returns:
-        A sentence for each directory of a process on another machine, which may still be running.
+        A sentence for each scratch directory of another machine, whose process may still run.
     """
     out = _absolute(out)
-    old = _old(out)
+    old = out.with_name(f".old-{out.name}")
     if os.path.lexists(old):
-        if os.path.lexists(out):  # renamed first, so that a half-removed directory is never taken for the model
+        if os.path.lexists(out):  # The directory is renamed first, so that nobody reads it while it is removed.
             _remove(old.rename(_work(out)))
         else:
             old.rename(out)
@@ -163,31 +164,27 @@ def settle(out: Path) -> list[str]:
 
 
 def _remove_leftovers(out: Path) -> list[str]:
-    """Remove the scratch directories of processes that are over. See `settle`."""
-    unknown = []
+    """Remove the scratch directories of processes that have ended. See `settle`."""
+    of_other_machines = []
     for leftover in sorted(out.parent.glob(f".tmp-{glob.escape(out.name)}-*")):
         maker = re.fullmatch(r"(.+)-(\d+)(\.[0-9a-f]{8})?", leftover.name.removeprefix(f".tmp-{out.name}-"))
         if maker and maker[1] != socket.gethostname():
-            unknown.append(
+            of_other_machines.append(
                 f"{leftover}: is being made, or was left half made, by process {maker[2]} of {maker[1]}; remove it if "
-                "that process is over"
+                "that process has ended"
             )
         elif maker and leftover.name not in _IN_USE and (int(maker[2]) == os.getpid() or not lives(int(maker[2]))):
             _remove(leftover)
-    return unknown
+    return of_other_machines
 
 
 def _absolute(out: Path) -> Path:
-    return Path(os.path.abspath(out))  # noqa: PTH100  # resolve() would replace the target of a link, and not the link
+    return Path(os.path.abspath(out))  # noqa: PTH100  # resolve() would follow a link
 
 
 def _work(out: Path) -> Path:
-    """Return a new scratch directory, which names machine and process. One of mkdtemp would be closed to the group."""
+    """Return a new name with machine and process. mkdtemp would make a directory that the user's group cannot read."""
     return out.with_name(f".tmp-{out.name}-{socket.gethostname()}-{os.getpid()}.{uuid.uuid4().hex[:8]}")
-
-
-def _old(out: Path) -> Path:
-    return out.with_name(f".old-{out.name}")
 
 
 def _remove(path: Path) -> None:
@@ -199,7 +196,7 @@ def _remove(path: Path) -> None:
 
 def lives(pid: int) -> bool:
     """Whether a process of this machine exists."""
-    if os.name != "posix":  # on other systems signal 0 is a real signal
+    if os.name != "posix":  # On other systems signal 0 is a real signal.
         return True
     try:
         os.kill(pid, 0)
@@ -211,7 +208,7 @@ def lives(pid: int) -> bool:
 
 
 def size_text(count: float) -> str:
-    """Format a number of bytes as disks and downloads are measured.
+    """Format a number of bytes on a disk in decimal units.
 
     >>> size_text(7.5e12), size_text(2_605_000_000), size_text(31_400_000)
     ('7.50 TB', '2.60 GB', '31.40 MB')
@@ -222,7 +219,7 @@ def size_text(count: float) -> str:
 
 
 def memory_text(count: float) -> str:
-    """Format a number of bytes as memory is measured.
+    """Format a number of bytes of memory in binary units.
 
     >>> memory_text(3 * 2**29), memory_text(3 * 2**20)
     ('1.50 GiB', '3 MiB')
@@ -237,19 +234,18 @@ def sha256(path: Path) -> str:
 
 
 def state(path: Path) -> tuple[int, int, int, int]:
-    """Return what changes when a file is replaced or altered: inode, size, and times of writing and of change in ns.
+    """Return inode, size, mtime and ctime (ns) of a file. One of them changes when the file is replaced or altered.
 
-    The time of change shows an alteration even if the time of writing was set back.
+    The ctime shows a change even if a program set the mtime back.
     """
-    about = path.stat()
-    return about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def remembered_sha256(path: Path) -> str:
-    """Return the sha256 of a file, and remember it in the user's cache by path and `state`.
+    """Return the sha256 of a file. The user's cache keeps it by path and `state`, so that a large file is read once.
 
-    So a model of 60 GB is read once, and not by each process that opens it. Call `sha256` to notice a change that left
-    the `state` as it was, such as damage on the disk.
+    Damage on the disk does not change the `state`; call `sha256` to notice such damage.
     """
     name = f"{path.resolve()}/{state(path)}"
     known = cache_directory() / "hashes" / hashlib.sha256(name.encode()).hexdigest()[:32]
@@ -262,20 +258,18 @@ def remembered_sha256(path: Path) -> str:
     digest = sha256(path)
     try:
         known.parent.mkdir(parents=True, exist_ok=True)
-        scratch = known.with_name(f"{known.name}.{os.getpid()}")
-        scratch.write_text(digest, encoding="ascii")
-        scratch.replace(known)
-    except OSError:  # a cache that cannot be written to costs time only
+        replace_text(known, digest)
+    except OSError:  # Without a cache the file is read again the next time.
         pass
     return digest
 
 
 ABSOLUTE = re.compile(r"(?<![\w.:/~<&])~?/(?:[^\s/\"'<>,;:()]+/)+(?=[^\s/])")
-"""The directories of a path in a sentence, up to its last part. URLs do not match."""
+"""The directories of an absolute path in a sentence, without the last part of the path. URLs do not match."""
 
 
 def without_directories(value: Any) -> Any:
-    """Return what a file that is shared holds of a value for JSON: every absolute path in its texts becomes a name.
+    """Replace every absolute path in the texts of a JSON value by its last part, so that the value can be shared.
 
     >>> without_directories({"model": "/home/me/my runs/model", "notices": ["/data/x.fasta: 3 records"]})
     {'model': 'model', 'notices': ['x.fasta: 3 records']}
@@ -290,34 +284,35 @@ def without_directories(value: Any) -> Any:
 
 
 def shared_place(path: str, directory: Path) -> str:
-    """Return the path of a model for a file in `directory` that is shared, without anybody's home: relative to it, with
-    `./` or `../` first, or `./NAME` if the two have only the root or the directory of all homes in common. A relative
-    path or a name, such as that of a released model, stays as it is.
+    """Return the path of a model for a shared file in `directory`. The result never names a user's home.
+
+    An absolute path becomes relative to `directory`, and begins with `./` or `../`. If path and directory share only
+    the root or the parent of all homes, the result is `./NAME`. Other paths and names of models do not change.
     """
     if not Path(path).is_absolute():
         return path
-    here = os.path.abspath(directory)  # noqa: PTH100  # resolve() would show where a link leads
-    common = Path(os.path.commonpath([path, here]))
+    base = os.path.abspath(directory)  # noqa: PTH100  # resolve() would show where a link leads
+    common = Path(os.path.commonpath([path, base]))
     if common == Path(common.anchor) or common in Path.home().parents:
         return f"./{Path(path).name}"
-    relative = os.path.relpath(path, here)
+    relative = os.path.relpath(path, base)
     return relative if relative.startswith("..") else f"./{relative}"
 
 
 def found_place(name: str, directory: Path) -> str:
-    """Return the path for a result of `shared_place`; any other name stays as it is."""
+    """Return the absolute path for a result of `shared_place`. Other names do not change."""
     return os.path.abspath(directory / name) if name.startswith(("./", "../")) else name  # noqa: PTH100
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name has the form OWNER/NAME of a repository on the Hugging Face hub. A path may have it too."""
+    """Return whether a text has the form OWNER/NAME of a Hugging Face repository. A relative path may have it too."""
     is_file = Path(name).suffix in (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
     form = re.fullmatch(r"[a-z0-9][\w.-]*/\w[\w.-]*", name, re.ASCII | re.IGNORECASE)
     return form is not None and not is_file and "--" not in name and ".." not in name
 
 
 def cache_directory() -> Path:
-    """Return the directory in which stores, hashes and similar files are kept between runs."""
+    """Return the user's cache, which keeps token stores, hashes and copies between runs."""
     if "ESMSHARD_CACHE" in os.environ:
         return Path(os.environ["ESMSHARD_CACHE"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "esmshard"
@@ -325,8 +320,8 @@ def cache_directory() -> Path:
 
 @contextmanager
 def locked_directory(kind: str, key: str) -> Iterator[Path]:
-    """Provide the place of a key in the user's cache, for one process at a time."""
-    from filelock import FileLock  # slow to import
+    """Provide the path of a key in the user's cache. One process at a time uses the path."""
+    from filelock import FileLock  # This import is slow.
 
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
     locks = cache_directory() / "locks"
@@ -336,8 +331,9 @@ def locked_directory(kind: str, key: str) -> Iterator[Path]:
 
 
 def cached_directory(kind: str, key: str, make: Callable[[Path], list[str]]) -> Path:
-    """Return the directory of a key in the user's cache (`sealed_directory`). Whoever asks first makes it, and the
-    others wait. A damaged directory is made again.
+    """Return the directory of a key in the user's cache, made by `sealed_directory` if it is missing or damaged.
+
+    While one process makes the directory, the others wait.
     """
     with locked_directory(kind, key) as out:
         if not _is_whole(out):
@@ -346,9 +342,7 @@ def cached_directory(kind: str, key: str, make: Callable[[Path], list[str]]) -> 
 
 
 def sealed_directory(out: Path, make: Callable[[Path], list[str]]) -> None:
-    """Make a directory: `make` writes its files and returns notices, which `manifest.json` keeps together with the
-    sha256 of each file.
-    """
+    """Make a directory by `make`, which returns notices. `manifest.json` gets the notices and each file's sha256."""
     with whole_directory(out) as work:
         notices = make(work)
         hashes = {path.name: sha256(path) for path in sorted(work.iterdir())}
@@ -364,6 +358,6 @@ def _is_whole(directory: Path) -> bool:
 
 
 def shipped(kind: Literal["recipes", "data"]) -> Path:
-    """Return the directory of shipped recipes or data: inside the installed package, or at the top of a clone."""
+    """Return the directory of shipped recipes or data, in the installed package or at the top of a clone."""
     installed = Path(__file__).parents[1] / "_shipped" / kind
     return installed if installed.is_dir() else Path(__file__).parents[2] / kind

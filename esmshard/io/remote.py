@@ -1,7 +1,6 @@
-"""Addresses in buckets (`s3://`, `gs://`): copies of inputs in the local cache, and objects that are written whole.
+"""Addresses in buckets (`s3://`, `gs://`): copies of inputs in the local cache, and uploads of results.
 
-A bucket has no rename, no memory mapping and no appending. But an object appears complete or not at all. Everything
-that is written to a bucket relies on this. No torch.
+A bucket cannot rename, append or map to memory. But an object appears complete or not at all, and uploads rely on this.
 """
 
 import functools
@@ -28,44 +27,42 @@ _CREDENTIALS = {
 
 
 def address(path: str | os.PathLike[str]) -> str | None:
-    """Return the address in a bucket that a text or a path means; None for a path on a disk.
+    """Return the address in a bucket; None for a path on a disk.
 
-    `pathlib` makes one slash of two, so `s3:/bucket/name` is an address, too.
+    `pathlib` turns two slashes into one, so `s3:/bucket/name` is also an address.
 
     Raises:
-        UsageError: the address holds a password, which would end up in logs and recipes.
+        UsageError: the address has a password, which would get into logs and recipes.
 
     >>> address("s3://bucket/x.fasta"), address(Path("gs://bucket/x")), address("data/s3/x.fasta")
     ('s3://bucket/x.fasta', 'gs://bucket/x', None)
     """
     text = os.fspath(path)
-    found = _ADDRESS.match(text)
-    if found is None:
+    if (match := _ADDRESS.match(text)) is None:
         return None
-    place = text[found.end() :].rstrip("/")
+    scheme, place = match[1], text[match.end() :].rstrip("/")
     bucket = place.partition("/")[0]
     if "@" in bucket or ":" in bucket or "?" in place:
         raise UsageError(
-            f"an address in {found[1]}:// may hold no credentials and no `?`; take them out of it, and set "
-            f"{_CREDENTIALS[found[1]]}"
+            f"an address in {scheme}:// may hold no credentials and no `?`; remove them, and set {_CREDENTIALS[scheme]}"
         )
-    return f"{found[1]}://{place}"
+    return f"{scheme}://{place}"
 
 
 class Stored(NamedTuple):
-    """An object of a bucket, as a listing shows it."""
+    """The entry of an object in the listing of a bucket."""
 
     size: int
-    """Bytes."""
+    """The bytes of the object."""
     tag: str
-    """The bucket's own mark of the content, which changes whenever the object is written anew."""
+    """The bucket's tag for the content. It changes whenever the object is written again."""
 
 
 class RemoteDirectory:
     """The objects of a bucket whose names begin with one address.
 
-    Names are relative to the address; the empty name is the object at the address itself. All methods raise
-    `InputError` with one sentence if the bucket cannot be reached or used.
+    Names are relative to the address. The empty name is the object at the address. All methods raise `InputError` if
+    the bucket cannot be used.
     """
 
     def __init__(self, url: str) -> None:
@@ -74,14 +71,13 @@ class RemoteDirectory:
 
     def listing(self, folder: str = "") -> dict[str, Stored]:
         """Return all objects below the address, or below a folder of it, by name."""
-        start = self._key(folder)
         with one_sentence(self.url):
-            found = self._files.find(start, detail=True)
+            entries = self._files.find(self._key(folder), detail=True)
         prefix = f"{self._path}/"
-        return {name.removeprefix(prefix): _stored(entry) for name, entry in found.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): _stored(entry) for name, entry in entries.items() if name.startswith(prefix)}
 
     def look(self, name: str) -> Stored | None:
-        """Return what is known of an object; None if there is none."""
+        """Return the entry of an object; None if the object does not exist."""
         with one_sentence(self.url):
             try:
                 entry = self._files.info(self._key(name))
@@ -92,16 +88,16 @@ class RemoteDirectory:
         return _stored(entry) if entry["type"] == "file" else None
 
     def read(self, *names: str) -> dict[str, bytes]:
-        """Return the content of those of these objects that exist, by name. They are read at the same time."""
+        """Return the contents of objects by name, without objects that do not exist. They are read at the same time."""
         keys = {self._key(name): name for name in names}
         if not keys:
             return {}
         with one_sentence(self.url):
-            found = self._files.cat([*keys], on_error="return")
-            for value in found.values():
-                if isinstance(value, BaseException) and not isinstance(value, FileNotFoundError):
-                    raise value
-        return {keys[key]: value for key, value in found.items() if isinstance(value, bytes)}
+            contents = self._files.cat([*keys], on_error="return")
+            for content in contents.values():
+                if isinstance(content, BaseException) and not isinstance(content, FileNotFoundError):
+                    raise content
+        return {keys[key]: content for key, content in contents.items() if isinstance(content, bytes)}
 
     def write(self, name: str, data: bytes) -> None:
         """Write an object, or replace it."""
@@ -114,17 +110,17 @@ class RemoteDirectory:
             return bytes(self._files.cat_file(self._key(name), start=0, end=count))
 
     def upload(self, file: Path, name: str) -> Stored:
-        """Copy a file into the bucket, and return the object as the bucket shows it."""
+        """Copy a file into the bucket, and return the entry of the object."""
         with one_sentence(self.url):
             self._files.put_file(str(file), self._key(name))
-        found, size = self.look(name), file.stat().st_size
-        if found is None or found.size != size:
-            there = "missing" if found is None else f"{found.size:,} bytes long"
-            raise InputError(f"{self.url}/{name}: is {there} after {size:,} bytes were written; run the command again")
-        return found
+        entry, size = self.look(name), file.stat().st_size
+        if entry is None or entry.size != size:
+            state = "missing" if entry is None else f"{entry.size:,} bytes long"
+            raise InputError(f"{self.url}/{name}: is {state} after {size:,} bytes were written; run the command again")
+        return entry
 
     def download(self, name: str, file: Path) -> None:
-        """Copy an object into a file, which has its name when it is complete."""
+        """Copy an object into a file, which gets its name when it is complete."""
         file.parent.mkdir(parents=True, exist_ok=True)
         work = file.with_name(f".tmp-{os.getpid()}-{file.name}")
         try:
@@ -135,15 +131,13 @@ class RemoteDirectory:
             work.unlink(missing_ok=True)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects. Those that do not exist are left out."""
-        keys = [self._key(name) for name in names]
-        if keys:
-            with one_sentence(self.url):
-                for key in keys:
-                    try:
-                        self._files.rm_file(key)
-                    except FileNotFoundError:
-                        pass
+        """Remove objects. A missing object is no error."""
+        with one_sentence(self.url):
+            for name in names:
+                try:
+                    self._files.rm_file(self._key(name))
+                except FileNotFoundError:
+                    pass
 
     @property
     def _files(self) -> Any:
@@ -155,8 +149,7 @@ class RemoteDirectory:
 
 @functools.cache
 def _library(scheme: str, process: int) -> Any:
-    """Return the library of a kind of address, without any cache of listings; one in a process, as it has threads."""
-    assert process == os.getpid()
+    """Return the fsspec file system of a process, since a forked process cannot use its threads."""
     import fsspec
 
     return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
@@ -169,11 +162,7 @@ def _stored(entry: Mapping[str, Any]) -> Stored:
 
 @contextmanager
 def one_sentence(url: str) -> Iterator[None]:
-    """Turn an error of a bucket into one sentence, without any credentials.
-
-    Raises:
-        InputError: instead of it.
-    """
+    """Raise an error of a bucket as `InputError` with one sentence, without credentials."""
     try:
         yield
     except (InputError, FileExistsError, KeyboardInterrupt):
@@ -191,43 +180,43 @@ def one_sentence(url: str) -> Iterator[None]:
 
 
 def local(path: str | os.PathLike[str], *, needed: bool = True) -> Path:
-    """Return a path on a disk as it is, and of an address the path of its copy in the cache, which is brought up to
-    date once in a process.
+    """Return a path on a disk unchanged. For an address, return the path of its copy in the cache.
+
+    A process updates each copy once.
 
     Raises:
-        InputError: there is nothing at the address and it is needed, the bucket cannot be read, or the disk has no
-            room.
+        InputError: the address is `needed` and has no object, the bucket cannot be read, or the disk has no room.
     """
     url = address(path)
     return Path(path) if url is None else _copied(url, needed)
 
 
 def exists(url: str) -> bool:
-    """Return whether there is an object at an address."""
+    """Return whether an address is an object."""
     return RemoteDirectory(url).look("") is not None
 
 
 @functools.cache
 def _copied(url: str, needed: bool) -> Path:
-    """Bring the copy of an object, or of all objects below an address, up to date, and return its path.
+    """Update the copy of an object, or of all objects below an address, and return its path.
 
-    All objects are compared by size and by the bucket's mark of their content, and only changed ones are copied.
+    Only objects whose size or tag changed are copied.
     """
     place, target = RemoteDirectory(url), cache_directory() / "remote" / url.replace("://", "/")
     state = cache_directory() / "remote" / ".state" / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json"
     single = place.look("")
-    found = {"": single} if single is not None else place.listing()
-    if not found and not needed:
-        target.unlink(missing_ok=True)  # of an earlier time
+    objects = {"": single} if single is not None else place.listing()
+    if not objects and not needed:
+        target.unlink(missing_ok=True)  # An earlier copy may exist.
         return target
-    if not found:
+    if not objects:
         raise InputError(f"{url}: there is no such object, and no object below it; look at the address")
     try:
         from filelock import FileLock
 
         state.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(state.with_suffix(".lock")):  # the processes of one machine copy it once
-            return _brought_up_to_date(place, target, found, state)
+        with FileLock(state.with_suffix(".lock")):  # One process of a machine copies the objects.
+            return _updated(place, target, objects, state)
     except OSError as error:
         raise InputError(
             f"{error.filename or target}: the copy of {url} cannot be written "
@@ -235,23 +224,22 @@ def _copied(url: str, needed: bool) -> Path:
         ) from None
 
 
-def _brought_up_to_date(place: RemoteDirectory, target: Path, found: Mapping[str, Stored], state: Path) -> Path:
+def _updated(place: RemoteDirectory, target: Path, objects: Mapping[str, Stored], state: Path) -> Path:
     try:
         known = read_json(state)
     except (OSError, ValueError):
         known = {}
-    files = {name: target / name if name else target for name in found}
-    if outside := [name for name in found if ".." in name.split("/") or name.startswith("/")]:
-        raise InputError(f"{place.url}: object {outside[0]!r} would lie outside the cache; rename it")
+    files = {name: target / name if name else target for name in objects}
+    if unsafe := [name for name in objects if ".." in name.split("/") or name.startswith("/")]:
+        raise InputError(f"{place.url}: object {unsafe[0]!r} would lie outside the cache; rename it")
 
     def is_current(name: str) -> bool:
-        file = files[name]
-        there = file.is_file() and file.stat().st_size == found[name].size
-        return there and known.get(name) == [found[name].size, found[name].tag]
+        is_copy = files[name].is_file() and files[name].stat().st_size == objects[name].size
+        return is_copy and known.get(name) == [*objects[name]]
 
-    changed = [name for name in found if not is_current(name)]
+    changed = [name for name in objects if not is_current(name)]
     if changed:
-        total = sum(found[name].size for name in changed)
+        total = sum(objects[name].size for name in changed)
         target.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target.parent).free
         if total > free:
@@ -262,39 +250,37 @@ def _brought_up_to_date(place: RemoteDirectory, target: Path, found: Mapping[str
         say(f"{place.url}: is copied to {target} ({size_text(total)}), which later commands use again")
     for name in changed:
         place.download(name, files[name])
-        if (size := files[name].stat().st_size) != found[name].size:
+        if (size := files[name].stat().st_size) != objects[name].size:
             files[name].unlink()
             raise InputError(
-                f"{place.url}/{name}: has {size:,} bytes instead of {found[name].size:,}, as it was changed while it "
-                "was copied; run the command again"
+                f"{place.url}/{name}: has {size:,} bytes instead of {objects[name].size:,}, since another program "
+                "changed it during the copy; run the command again"
             )
-        known[name] = [found[name].size, found[name].tag]
-        replace_json(state, {name: known[name] for name in found if name in known})
+        known[name] = [*objects[name]]
+        replace_json(state, {name: known[name] for name in objects if name in known})
     for file in target.rglob("*") if target.is_dir() else ():
-        if file.is_file() and file.relative_to(target).as_posix() not in found:
-            file.unlink()  # it is no longer in the bucket
+        if file.is_file() and file.relative_to(target).as_posix() not in objects:
+            file.unlink()  # The bucket no longer has this object.
     return target
 
 
 def scratch() -> AbstractContextManager[Path]:
-    """Provide a directory of this process for what will be uploaded. It is removed at the end of the block, or by a
-    later command if this process is killed.
-    """
+    """Provide a directory for an upload (`scratch_directory`)."""
     return scratch_directory(cache_directory() / "uploads" / "result")
 
 
 def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
-    """Let a function write a file or directory on this disk, and upload it with all files beside it.
+    """Let a function write a file or directory on this disk, and upload the result with all files beside it.
 
-    The object that shows that a directory is complete is written last: its manifest or configuration.
+    The manifest or configuration, which makes a directory complete, is uploaded last.
 
     Args:
         url: the address of the result.
-        overwrite: replace what is there. Of a directory only what the function replaces is removed.
-        write: the function, which gets a path whose name is that of the address.
+        overwrite: replace objects at the address. Only objects that the function replaces are removed.
+        write: the function. It gets a path with the name of the address.
 
     Raises:
-        UsageError: there is something at the address, and `overwrite` is not set.
+        UsageError: the address has objects, and `overwrite` is not set.
     """
     place, parent = RemoteDirectory(url), RemoteDirectory(url.rpartition("/")[0])
     is_file, before = place.look("") is not None, place.listing()
@@ -303,8 +289,8 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
     with scratch() as folder:
         out = folder / url.rpartition("/")[2]
         lists = (failures_file(out).name, chains_file(out).name)
-        old = {name for name in lists if parent.look(name) is not None}  # of an earlier file
-        for name in before:  # The function sees the names of the objects, and refuses to replace those of others.
+        old = {name for name in lists if parent.look(name) is not None}
+        for name in before:  # The function sees empty files, so it can refuse to replace files of the user.
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).touch()
             os.utime(out / name, ns=(1, 1))
@@ -332,11 +318,11 @@ _LAST = {"config.json": 1, "manifest.json": 1}
 
 
 def data_file(path: str) -> Path:
-    """The file that a data path means; `sample:contact/train` is `contact/train.fasta` of the shipped data, and a name
-    with an ending, such as `sample:contact/labels.csv`, that very file. Of an address in a bucket it is a copy.
+    """Return the file of a data path. `sample:contact/train` is `contact/train.fasta` of the shipped data. A sample
+    with an ending, such as `sample:contact/labels.csv`, is the file of this name. An address is copied to the cache.
     """
     if (url := address(path)) is not None:
-        local(f"{_ENDING.sub('', url)}.npz", needed=False)  # the labels of a FASTA file may lie beside it
+        local(f"{_ENDING.sub('', url)}.npz", needed=False)  # The labels of a FASTA file may lie beside the file.
         return local(url)
     if not path.startswith("sample:"):
         return Path(path)
@@ -344,7 +330,7 @@ def data_file(path: str) -> Path:
     file = shipped("data") / (name if Path(name).suffix else f"{name}.fasta")
     if not file.is_file() or ".." in Path(name).parts:
         root = shipped("data")
-        known = sorted(str(p.relative_to(root).with_suffix("")) for p in root.glob("*/*.fasta"))
-        known += sorted(str(p.relative_to(root)) for p in root.glob("*/*.csv"))
-        raise InputError(f"{path}: no such sample; there are {', '.join('sample:' + k for k in known)}")
+        known = sorted(str(fasta.relative_to(root).with_suffix("")) for fasta in root.glob("*/*.fasta"))
+        known += sorted(str(table.relative_to(root)) for table in root.glob("*/*.csv"))
+        raise InputError(f"{path}: no such sample; there are {', '.join(f'sample:{name}' for name in known)}")
     return file

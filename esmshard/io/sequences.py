@@ -1,18 +1,18 @@
-"""FASTA files, plain or compressed, in blocks of whole records; and tables and other files, which become FASTA text.
+"""Sequence files: FASTA files, plain or compressed, and tables and other formats, which become FASTA text.
 
-A FASTA file is read in blocks of about a mebibyte that begin and end with a record. Where a block holds nothing
-unusual, all its records are encoded by one `bytes.translate`; only unusual records are looked at one by one
-(`esmshard.io.symbols` has the rules).
+A FASTA file is read in blocks of whole records, of about a mebibyte. One `bytes.translate` encodes all usual records of
+a block. Only unusual records are treated one by one, by the rules of `esmshard.io.symbols`.
 
-The id is the first word of the header; `>` alone gets `seqnum000000004`, its line counted from 0, as in fair-esm.
+The id is the first word of the header. A header without an id gets the name `seqnum000000004`, with the number of its
+line counted from 0, as in fair-esm.
 
-Of a table, these columns are read:
+A table has these columns, in upper or lower case:
 
-| column | names, in upper or lower case |
+| column | names |
 |---|---|
-| sequences | one of SEQUENCE_NAMES; else a pair of CHAIN_NAMES; else `protein`, as in the tables of SaprotHub |
-| ids | `id`, else one of ID_NAMES; else a record is called `row_` and the number of its line |
-| sets | `set` or `split`, with `validation` as in FLIP's tables; else a `stage` that holds names of sets alone |
+| sequences | one of SEQUENCE_NAMES; else a pair of CHAIN_NAMES; else `protein`, as in SaprotHub's tables |
+| ids | `id`, else one of ID_NAMES; without such a column, ids are `row_` and the number of the line |
+| sets | `set` or `split`, with `validation` as in FLIP's tables; else `stage`, if all its cells name sets |
 """
 
 import codecs
@@ -33,52 +33,22 @@ from xopen import xopen
 
 from esmshard.errors import InputError
 from esmshard.io.headers import is_split
-from esmshard.io.symbols import (
-    BLANKS,
-    STRANGE,
-    Edits,
-    RefusedSymbols,
-    Rules,
-    clean,
-    cut,
-    in_a_store,
-    shown,
-    table,
-)
+from esmshard.io.symbols import BLANKS, STRANGE, Edits, RefusedSymbols, Rules, clean, cut, in_a_store, shown, table
 from esmshard.io.tables import MISSING, Table, listed, read_table, read_text, readable
 from esmshard.io.tables import shown as quoted
 from esmshard.vocab import BETWEEN, EOS, decode
 
 SEQUENCE_NAMES = ("sequence", "sequences", "seq", "protein_sequence", "mutated_sequence")
 CHAIN_NAMES = (
-    ("heavy", "light"),
-    ("heavy_chain", "light_chain"),
-    ("heavy_sequence", "light_sequence"),
-    ("sequence_heavy", "sequence_light"),
-    ("sequence_alignment_aa_heavy", "sequence_alignment_aa_light"),
-    ("vh", "vl"),
-    ("alpha_chain", "beta_chain"),
-    ("chain_a", "chain_b"),
-    ("sequence_a", "sequence_b"),
-    ("seq_a", "seq_b"),
-    ("sequence_1", "sequence_2"),
-    ("sequence1", "sequence2"),
-    ("seq1", "seq2"),
-)
-"""Pairs of columns that hold the two chains of a record. `sequence_alignment_aa_heavy` is of the Observed Antibody
-Space."""
+    ("heavy", "light"), ("heavy_chain", "light_chain"), ("heavy_sequence", "light_sequence"),
+    ("sequence_heavy", "sequence_light"), ("sequence_alignment_aa_heavy", "sequence_alignment_aa_light"),
+    ("vh", "vl"), ("alpha_chain", "beta_chain"), ("chain_a", "chain_b"), ("sequence_a", "sequence_b"),
+    ("seq_a", "seq_b"), ("sequence_1", "sequence_2"), ("sequence1", "sequence2"), ("seq1", "seq2"),
+)  # fmt: skip
+"""Pairs of columns for the two chains of a record. The Observed Antibody Space has `sequence_alignment_aa_heavy`."""
 ID_NAMES = (
-    "id",
-    "name",
-    "entry",
-    "identifier",
-    "accession",
-    "protein",
-    "protein_id",
-    "sequence_id",
-    "seq_id",
-    "uniprot_id",
-)
+    "id", "name", "entry", "identifier", "accession", "protein", "protein_id", "sequence_id", "seq_id", "uniprot_id",
+)  # fmt: skip
 NO_SEQUENCE = "row(s) without a sequence left out"
 ONE_CHAIN = "row(s) with one chain of two read as that chain"
 
@@ -95,7 +65,7 @@ class SequenceTable:
     """The header of each record: its id, and `SET=` and `VALIDATION=` if the table has a column of sets."""
     sequences: list[str]
     edits: Edits
-    """The rows that were left out."""
+    """The number of rows that were left out."""
 
 
 def read_sequence_table(path: Path, sequences: str | None = None, names: str | None = None) -> SequenceTable:
@@ -103,97 +73,76 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
 
     Args:
         path: the table.
-        sequences: the column of sequences; by default it is found by its name.
-        names: the column of ids, likewise.
+        sequences: the column of sequences; None for a known name.
+        names: the column of ids; None for a known name.
 
     Raises:
-        InputError: the table cannot be read, has no column of sequences or several, or an id cannot be one; the message
-            names the columns, or the line.
+        InputError: the table cannot be read, its columns of sequences or ids are not clear, or an id is invalid; the
+            message names the columns or the line.
     """
     table = read_table(path)
     for name in (sequences, names):
         if name is not None:
-            table.column(name)  # raises if there is none
-    of_chains = [sequences] if sequences is not None else sequence_columns(table)
-    if not of_chains:
+            table.column(name)
+    chain_columns = [sequences] if sequences is not None else _sequence_columns(table)
+    if not chain_columns:
         raise InputError(
             f"{path}: has no column of sequences that is known; {listed(table.columns)}; call the one with the amino "
             "acids 'sequence', or name it (data.sequence_column in a recipe, --sequence-column of `ingest` and `split`)"
         )
     edits, kept, joined = Edits(), list[int](), list[str]()
-    for row, cells in enumerate(zip(*(table.columns[name] for name in of_chains), strict=True)):
+    for row, cells in enumerate(zip(*(table.columns[name] for name in chain_columns), strict=True)):
         chains = ["".join(cell.split()) for cell in cells if cell.lower() not in MISSING]
         if not chains:
             edits.add(NO_SEQUENCE, table.at(row))
             continue
-        if len(chains) < len(of_chains):
+        if len(chains) < len(chain_columns):
             edits.add(ONE_CHAIN, table.at(row))
         kept.append(row)
         joined.append(BETWEEN.join(chains))
     if not kept:
         raise InputError(
-            f"{path}: column {quoted(of_chains[0])} holds nothing; sequences of amino acids are expected there"
+            f"{path}: column {quoted(chain_columns[0])} has only empty cells; amino acid sequences are expected"
         )
-    ids = names or id_column(table, of_chains)
+    others = [name for name in ID_NAMES if name not in [column.lower() for column in chain_columns]]
+    ids = names or table.only_column(("id",), _RENAME) or table.only_column(others, "call the one with the ids 'id'")
     columns = {name: [texts[row] for row in kept] for name, texts in table.columns.items()}
     lines = [table.lines[row] for row in kept]
     if ids is None:
         ids, columns = "id", {"id": [f"row_{line}" for line in lines], **columns}
     rows = replace(table, columns=columns, lines=lines, ids=ids)
-    _check_ids(rows, ids)
-    marks = _cell_marks(rows)
-    headers = [f"{name}{mark}" for name, mark in zip(columns[ids], marks, strict=True)]
+    for row, cell in enumerate(columns[ids]):  # All outputs name records by their ids, as FASTA headers do.
+        if not cell:
+            raise InputError(f"{rows.where(row)}: column {quoted(ids)} is empty; fill it in, or remove the row")
+        if len(cell.split()) > 1:
+            raise InputError(
+                f"{rows.where(row)}: column {quoted(ids)} has {quoted(cell)}, and an id has no spaces; replace the "
+                "spaces, or give a column that holds no ids another name, such as 'title'"
+            )
+    headers = [f"{name}{attributes}" for name, attributes in zip(columns[ids], _set_attributes(rows), strict=True)]
     return SequenceTable(rows, headers, joined, edits)
 
 
-def sequence_columns(table: Table) -> tuple[str, ...]:
-    """Return the column of sequences, or the two columns of their chains; nothing if there is none.
-
-    Raises:
-        InputError: several columns may be meant.
-    """
+def _sequence_columns(table: Table) -> tuple[str, ...]:
+    """Return the name of the column of sequences, or of the two columns of chains; () if the table has neither."""
     if column := table.only_column(SEQUENCE_NAMES, _RENAME):
         return (column,)
     lower = {name.lower() for name in table.columns}
     pairs = [pair for pair in CHAIN_NAMES if lower.issuperset(pair)]
     if len(pairs) > 1:
-        said = " and ".join(", ".join(pair) for pair in pairs)
-        raise InputError(f"{table.path}: has two pairs of columns of chains ({said}); {_RENAME}")
-    if pairs:
-        found = [table.only_column((name,), _RENAME) for name in pairs[0]]
-        return tuple(name for name in found if name is not None)
-    column = table.only_column(("protein",), _RENAME)
-    return () if column is None else (column,)
+        names = " and ".join(", ".join(pair) for pair in pairs)
+        raise InputError(f"{table.path}: has two pairs of columns of chains ({names}); {_RENAME}")
+    columns = [table.only_column((name,), _RENAME) for name in (pairs[0] if pairs else ("protein",))]
+    return tuple(name for name in columns if name is not None)
 
 
-def id_column(table: Table, sequences: Sequence[str]) -> str | None:
-    """Return the column of ids; None if there is none.
+def _set_attributes(table: Table) -> list[str]:
+    """Return the attributes SET and VALIDATION for the header of each record; '' for a table without sets."""
 
-    Args:
-        table: the table.
-        sequences: its columns of sequences, which are none of ids, whatever their names.
+    def attribute(key: str, cell: str) -> str:
+        # An attribute is one word. Names of two words are refused where sets are read.
+        return "" if cell.lower() in MISSING else f" {key}={'_'.join(cell.split())}"
 
-    Raises:
-        InputError: several columns may be meant.
-    """
-    others = [name for name in ID_NAMES if name not in [one.lower() for one in sequences]]
-    return table.only_column(("id",), _RENAME) or table.only_column(others, "call the one with the ids 'id'")
-
-
-def _check_ids(table: Table, column: str) -> None:
-    """Refuse ids that a FASTA header could not hold, since all outputs name records by their ids."""
-    for row, cell in enumerate(table.columns[column]):
-        if not cell:
-            raise InputError(f"{table.where(row)}: column {quoted(column)} is empty; fill it in, or remove the row")
-        if len(cell.split()) > 1:
-            raise InputError(
-                f"{table.where(row)}: column {quoted(column)} has {quoted(cell)}, and an id has no spaces; put another "
-                "sign there, or, if the column holds no ids, give it another name, such as 'title'"
-            )
-
-
-def _cell_marks(table: Table) -> list[str]:
-    """Return what the header of each record says of its set."""
     column = table.only_column(("set", "split"), _RENAME)
     if column is None:
         column = table.only_column(("stage",), _RENAME)
@@ -201,29 +150,20 @@ def _cell_marks(table: Table) -> list[str]:
             return [""] * len(table)
     validation = table.only_column(("validation",), _RENAME)
     truths = table.columns[validation] if validation else [""] * len(table)
-    return [
-        _mark("SET", name) + _mark("VALIDATION", truth)
-        for name, truth in zip(table.columns[column], truths, strict=True)
-    ]
-
-
-def _mark(key: str, cell: str) -> str:
-    """Write an attribute as one word. A name of two words is no set, and is refused where sets are read."""
-    return "" if cell.lower() in MISSING else f" {key}={'_'.join(cell.split())}"
+    cells = zip(table.columns[column], truths, strict=True)
+    return [attribute("SET", name) + attribute("VALIDATION", truth) for name, truth in cells]
 
 
 STDIN = Path("-")
 CONVERSION = 3
-"""The version of the rules by which other files become FASTA text. After a change, all such files are read again."""
+"""The version of the conversion of other files to FASTA text. A new version makes cached stores of them invalid."""
 
 _MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
 _NUL_HEADER = re.compile(rb"(?<![^\r\n])>([^\r\n]*\0[^\r\n]*)")
-"""A header with a NUL, which no file name, HDF5 string or environment variable can hold."""
+"""A header with a NUL character. File names, HDF5 strings and environment variables cannot hold a NUL."""
 _TEXT_TABLE = re.compile(r"\.(csv|tsv|tab)(\.(gz|bgz|bz2|xz|zst))?$", re.IGNORECASE)
 _BINARY_TABLES = {".parquet": b"PAR1", ".xlsx": b"PK\x03\x04"}
-_HEAD, _MARK = 4096, b"\xef\xbb\xbf"
-
-
+_HEAD, _MARK, _NUMBERED = 4096, b"\xef\xbb\xbf", b"seqnum%09d"
 FORMATS = {
     "genbank": ("a GenBank file", re.compile(rb"LOCUS ")),
     "swiss": ("a UniProt text file", re.compile(rb"ID   [^\r\n]* AA\.")),
@@ -231,17 +171,13 @@ FORMATS = {
     "stockholm": ("a Stockholm alignment", re.compile(rb"# STOCKHOLM")),
     "clustal": ("a Clustal alignment", re.compile(rb"CLUSTAL")),
 }
-"""What Biopython reads, and the beginning of every such file, by the name in `Bio.SeqIO`."""
+"""The formats that Biopython reads, by their names in `Bio.SeqIO`: the title, and how every file begins."""
 
 
 class ConvertedSource(io.BytesIO):
-    """FASTA text made from another file: one line for each header, one for each sequence.
+    """FASTA text of another file, with one line for each header and one line for each sequence.
 
-    Args:
-        headers: the header of each record.
-        sequences: the sequence of each record.
-        edits: what was left out.
-        lines: the line of each record in the file; None if it is not known.
+    `edits` counts what was left out. `lines` has the line of each record in the file; None if the lines are not known.
     """
 
     def __init__(
@@ -253,16 +189,12 @@ class ConvertedSource(io.BytesIO):
         self._lines = lines
 
     def line_in_file(self, at: int) -> int:
-        """Return the line of the file, counted from 1, from which a byte of the text was made; 0 if it is not known."""
+        """Return the line of the file, counted from 1, for byte `at` of the text; 0 if the lines are not known."""
         return 0 if self._lines is None else self._lines[self.getvalue().count(b"\n", 0, at) // 2]
 
 
 def read_format(path: Path, kind: str) -> ConvertedSource:
-    """Read the proteins of a file of one of FORMATS, plain or compressed.
-
-    Raises:
-        InputError: the file cannot be read, or a record has no sequence.
-    """
+    """Read a file of one of FORMATS, plain or compressed. `InputError` if the file cannot be read or has no record."""
     from Bio import SeqIO
 
     title, _ = FORMATS[kind]
@@ -271,13 +203,12 @@ def read_format(path: Path, kind: str) -> ConvertedSource:
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            # The reader of XML takes bytes, since such a file names its encoding. `read_text` has checked for UTF-8.
             source = io.BytesIO(body.encode()) if kind == "uniprot-xml" else io.StringIO(body)
-            # Biopython reads a Clustal file without a record for ever.
+            # Biopython never stops reading a Clustal file without a record.
             is_empty = kind == "clustal" and re.search(r"\n\S", body) is None
             records = [] if is_empty else list(SeqIO.parse(source, kind))  # type: ignore[no-untyped-call]
             sequences = ["".join(str(record.seq).split()) for record in records]
-    except Exception as error:  # The reader of each format has errors of its own.
+    except Exception as error:  # Each reader raises other classes of errors.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"{path}: cannot be read as {title} ({reason}); download or make it again") from None
     if not records:
@@ -286,15 +217,13 @@ def read_format(path: Path, kind: str) -> ConvertedSource:
         edits.add(f"Biopython warned of this: {' '.join(str(warning.message).split())}", path.name)
     headers = []
     for record in records:
-        described = "" if record.description in ("<unknown description>", record.id) else f" {record.description}"
-        headers.append(" ".join(f"{record.id}{described}".split()))
+        description = "" if record.description in ("<unknown description>", record.id) else record.description
+        headers.append(" ".join(f"{record.id} {description}".split()))
     return ConvertedSource(headers, sequences, edits)
 
 
 def is_plain(path: Path) -> bool:
-    """Return whether a file is FASTA text that is not compressed. Its first bytes decide, since names are often
-    wrong.
-    """
+    """Return whether a file is FASTA text without compression. The first bytes decide, since names are often wrong."""
     if path == STDIN:
         return False
     with readable(path, "a FASTA file"), _open(path) as file:
@@ -302,10 +231,10 @@ def is_plain(path: Path) -> bool:
 
 
 def other_kind(path: Path) -> str | None:
-    """Return what a file of sequences is if it is no FASTA file: `table`, or a name of FORMATS.
+    """Return the kind of a sequence file that is not a FASTA file: `table`, or a name of FORMATS; otherwise None.
 
-    The first bytes decide, for tables with the ending of the name: .parquet, .xlsx, or, for text that does not begin
-    with `>`, .csv, .tsv or .tab. None for a FASTA file, the standard input, and everything else.
+    The first bytes decide. A table also needs a known ending: .parquet or .xlsx, or .csv, .tsv or .tab for text.
+    The standard input has no kind.
     """
     if path == STDIN or not path.is_file():
         return None
@@ -326,15 +255,10 @@ def is_sequence_table(path: Path) -> bool:
 
 
 def open_source(path: Path, rules: Rules = Rules()) -> BinaryIO:  # noqa: B008  # frozen
-    """Open a file of sequences or the standard input, and return its FASTA text as a stream of uncompressed bytes. It
-    is a `ConvertedSource` if the file is no FASTA file.
+    """Open a sequence file or the standard input as a stream of FASTA text.
 
-    Args:
-        path: the file.
-        rules: these name the columns of a table.
-
-    Raises:
-        InputError: the file is a table or of another format, and cannot be read as such.
+    The stream of a table or another format is a `ConvertedSource`. `rules` names the columns of a table. `InputError`
+    if the file cannot be converted.
     """
     kind = other_kind(path)
     if kind is None:
@@ -363,11 +287,9 @@ def _open(path: Path) -> BufferedReader:
 
 
 BLOCK = 1 << 20
-"""Bytes read at once. Blocks that fit into the cache of a core are translated twice as fast as large blocks."""
+"""The bytes of one read. A block that fits into the cache of a core is translated twice as fast as a large block."""
 LONGEST = 1 << 26
-"""Most bytes of a record, line ends included: nature's longest protein has 36,000 residues, a chromosome has 10^8
-bases.
-"""
+"""The most bytes of a record with its line ends. The longest known protein has 36,000 residues."""
 
 
 @dataclass(frozen=True)
@@ -376,9 +298,9 @@ class Block:
 
     ids: list[bytes]
     headers: list[bytes]
-    """Header lines without `>`, as they stand in the file."""
+    """The header lines of the file, without `>`."""
     tokens: bytes
-    """The residue tokens of all records; each record is followed by `<eos>`."""
+    """The residue tokens of all records, with `<eos>` after each record."""
     lengths: npt.NDArray[np.int64]
     """Number of residues of each record, int64 [N]."""
 
@@ -390,9 +312,9 @@ def read_blocks(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[Block]:
-    """Read the records of a file that begin at bytes `start` to `stop` (exclusive), in blocks. Ids may repeat.
+    """Read in blocks the records that begin at bytes `start` to `stop` (exclusive) of a plain file. Ids may repeat.
 
-    Ranges are for plain files. Ranges that touch each other share no record and lose none. Errors are those of
+    Adjacent ranges give every record exactly once. A file that is not plain is read whole. Errors are those of
     `read_fasta`.
     """
     with readable(path, "a FASTA file"), open_source(path, rules) as stream:
@@ -407,17 +329,17 @@ def read_blocks(
 
 
 class _Reader:
-    """A reader of the blocks of one file that also finds line numbers in the file."""
+    """A reader of the blocks of one file. It also finds line numbers for messages."""
 
     def __init__(self, path: Path, edits: Edits, rules: Rules, converted: ConvertedSource | None) -> None:
         self._path, self._edits, self._rules, self._converted = path, edits, rules, converted
         self._table = table(rules, {">": EOS})  # '>' separates the records.
-        # `self._lines` is the number of lines before byte `self._counted`. A file is read again when a line number is
-        # needed; standard input cannot be read again, so its lines are counted from the start.
+        # `self._lines` is the number of lines before byte `self._counted`. A file is read again when a message needs a
+        # line number. The standard input cannot be read again, so its lines are counted from the start.
         self._lines, self._counted = 0, 0 if path == STDIN else -1
 
     def chunks(self, stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-        """Read (offset, bytes) of whole records. Each chunk but the last has about BLOCK bytes."""
+        """Yield the offset and the bytes of chunks of whole records. A chunk has about BLOCK bytes."""
         at, rest = self._first(stream) if start <= len(_MARK) else (0, b"")
         if at < start:
             at, rest = self._next(stream, start)
@@ -429,7 +351,7 @@ class _Reader:
                 rest = whole
                 if len(whole) > LONGEST:
                     words = re.split(rb"[\r\n]", whole[1:201], maxsplit=1)[0].split(None, 1)
-                    name = (words[0] if words else _numbered(self.line(at, whole, 0) - 1)).decode(errors="replace")
+                    name = (words[0] if words else _NUMBERED % (self.line(at, whole, 0) - 1)).decode(errors="replace")
                     raise InputError(
                         f"{self._where(at, whole, 0)}: record '{shown(name)}' is longer than {LONGEST:,} bytes; "
                         "proteins are expected, not a genome"
@@ -441,7 +363,7 @@ class _Reader:
             at, rest = at + cut, whole[cut:]
 
     def _first(self, stream: BinaryIO) -> tuple[int, bytes]:
-        """Find the first record: its offset, and the text read from there on."""
+        """Return the offset of the first record, and the bytes read from this offset on."""
         at, data = 0, stream.read(BLOCK)
         if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise InputError(f"{self._path}: is UTF-16 text; save it as UTF-8")
@@ -467,16 +389,13 @@ class _Reader:
         raise InputError(f"{self._path}: holds no record; a FASTA file has lines that begin with '>'")
 
     def _next(self, stream: BinaryIO, start: int) -> tuple[int, bytes]:
-        """Find the first record at or after a byte of the file: its offset and text, or an empty text if there is no
-        record.
-        """
+        """Return the offset and the text of the first record at or after byte `start`; no text if there is none."""
         at = start - 1
         stream.seek(at)
         data = stream.read(BLOCK)
         while data:
-            found = re.search(rb"[\r\n]>", data)
-            if found:
-                return at + found.start() + 1, data[found.start() + 1 :]
+            if match := re.search(rb"[\r\n]>", data):
+                return at + match.start() + 1, data[match.start() + 1 :]
             more = stream.read(BLOCK)
             at, data = at + len(data) - 1, data[-1:] + more if more else b""
         return at, b""
@@ -540,19 +459,17 @@ class _Reader:
         )
 
     def _named(self, at: int, chunk: bytes, headers: list[bytes]) -> list[bytes]:
-        """Return the header lines of a chunk, with generated ids for headers that have none."""
+        """Return the header lines of a chunk. A header without an id becomes `seqnum` and its line."""
         line, before, named = self.line(at, chunk, 0) - 1, 0, []
         for header, mark in zip(headers, _marks(chunk).tolist(), strict=True):
             line, before = line + _newlines(chunk[before:mark]), mark
-            named.append(header if header.strip() else _numbered(line))
+            named.append(header if header.strip() else _NUMBERED % line)
         return named
 
     def _unusual(
         self, name: bytes, header: bytes, body: bytes, where: tuple[int, bytes, int]
     ) -> list[tuple[bytes, bytes, bytes]]:
-        """Apply the rules to an unusual record, and return (id, header, residue tokens) of each
-        record that it becomes.
-        """
+        """Apply the rules to an unusual record. Return id, header and residue tokens of each resulting record."""
         record_id = name.decode()
         try:
             tokens = clean(body.decode(), self._rules, self._edits, record_id)
@@ -573,7 +490,7 @@ class _Reader:
                 ) from None
 
     def line(self, at: int, chunk: bytes, place: int) -> int:
-        """Return the line of the text, counted from 1, of byte `place` of the chunk that begins at byte `at`."""
+        """Return the line, counted from 1, of byte `place` of the chunk that begins at byte `at` of the text."""
         if self._counted != at:
             text = None if self._converted is None else io.BytesIO(self._converted.getvalue())
             with text or open_bytes(self._path) as stream:
@@ -585,7 +502,7 @@ class _Reader:
         return self._lines + _newlines(chunk[:place]) + 1
 
     def _where(self, at: int, chunk: bytes, place: int) -> str:
-        """Return the file, and the line where it is known, of byte `place` of the chunk."""
+        """Return file and line of byte `place` of the chunk, for messages. The line may be unknown."""
         if self._converted is None:
             return f"{self._path}:{self.line(at, chunk, place)}"
         line = self._converted.line_in_file(at + place)
@@ -593,13 +510,13 @@ class _Reader:
 
 
 def _newlines(text: bytes) -> int:
-    """Count the line ends of all three kinds: LF, CR and CRLF."""
+    """Count the line ends LF, CR and CRLF."""
     ends = text.count(b"\n")
     return ends + text.count(b"\r") - text.count(b"\r\n") if b"\r" in text else ends
 
 
 def _last_record(text: bytes) -> int:
-    """Return the byte at which the last record begins; 0 if the text has only one record."""
+    """Return the first byte of the last record; 0 if the text has only one record."""
     at = text.rfind(b">")
     if at > 0 and text[at - 1] not in b"\r\n":  # This '>' is inside a line.
         at = max(text.rfind(b"\n>"), text.rfind(b"\r>")) + 1
@@ -607,7 +524,7 @@ def _last_record(text: bytes) -> int:
 
 
 def _marks(chunk: bytes) -> npt.NDArray[np.int64]:
-    """Return the bytes of a chunk at which its records begin, int64 [N]."""
+    """Return the first byte of each record of a chunk, int64 [N]."""
     letters = np.frombuffer(chunk, np.uint8)
     marks: npt.NDArray[np.int64] = np.flatnonzero(letters == ord(">"))
     before = letters[marks - 1]
@@ -615,13 +532,9 @@ def _marks(chunk: bytes) -> npt.NDArray[np.int64]:
     return marks[begin]
 
 
-def _numbered(line: int) -> bytes:
-    return b"seqnum%09d" % line
-
-
 @dataclass(frozen=True)
 class Record:
-    """One protein. Its sequence has letters of `vocab.RESIDUES` only, unless the rules keep gaps or masks."""
+    """One protein. Its sequence has only letters of `vocab.RESIDUES`, unless the rules keep gaps or masks."""
 
     id: str
     description: str
@@ -630,19 +543,19 @@ class Record:
 
 
 def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: Rules = Rules()) -> Iterator[Record]:  # noqa: B008  # frozen
-    """Read the records of a FASTA file in file order, plain or compressed (gz, bgz, bz2, xz, zst; `-` is standard
-    input).
+    """Read the records of a sequence file in file order, plain or compressed (gz, bgz, bz2, xz, zst).
 
-    A record that comes twice with the same id and sequence is read once and counted; an id with two sequences is an
-    error. The ids are kept in memory for this check; for more than some millions of records, make a token store.
+    The path `-` is the standard input. A record that comes twice with the same id and sequence is read once and
+    counted. All sequences stay in memory for this check, so use a token store for more than a few million records.
 
     Args:
         path: the file.
-        edits: collects what was changed.
-        rules: what may be changed.
+        edits: counts the changes.
+        rules: the changes that are allowed.
 
     Raises:
-        InputError: the file cannot be read or has no record; the message names file, line, record and position.
+        InputError: the file cannot be read or has no record, or an id has two sequences; the message names file, line,
+            record and position.
     """
     path = Path(path)
     edits = Edits() if edits is None else edits
@@ -664,7 +577,7 @@ READ_ONCE = "a record that came twice was read once"
 
 
 def repeated(name: str, files: str) -> str:
-    """Return the message about an id with two sequences in files that were read together."""
+    """Return the message about an id that has two sequences in these files."""
     return (
         f"{files}: '{shown(name)}' comes twice with two sequences; rename one of the two, or "
         f"{in_a_store('--on-duplicate suffix')}"

@@ -1,19 +1,18 @@
-"""The token store: FASTA files as uint8 tokens with int64 offsets, memory-mapped; and `ingest`, which writes it.
+"""The token store: memory-mapped uint8 tokens of sequence files with int64 offsets; and `ingest`, which writes a store.
 
-A store is a directory that is written under another name and renamed when it is complete. Version 4:
+A store is a directory, which gets its name when it is complete. Version 4:
 
-    tokens-00000.u8 ...   residues of all records, one byte each; every record is followed by `<eos>`
-    headers-00000.txt ... header lines without `>`, one a line; the first word is the id
+    tokens-00000.u8 ...   residues of all records, one byte each, with `<eos>` after each record
+    headers-00000.txt ... a header without `>` in each line; the first word is the id
     offsets.npy           int64 [N + 1]: record n is bytes offsets[n] : offsets[n + 1] of all token shards in order
     headers.npy           int64 [N + 1]: the same for the header shards
     ids.npy               uint64 [N]: `keys` of the ids, sorted
     rows.npy              uint32 or uint64 [N]: the number of the record of each key
     manifest.json         version, alphabet, counts, lengths, sources, rules, edits; sha256 of each file, of all tokens
-                          together and of itself
+                          together, and of the manifest
 
-Every file is compared with its sha256 before anything of it is used: the manifest and the arrays when a store is
-opened, a shard when a process first reads it. So no altered byte is ever read as a residue or an id, and a run reads
-each file once more than it needs, at the speed of the disk. Memory does not grow with the number of records.
+The manifest and the arrays are compared with their sha256 when a store is opened, and a shard when a process first
+reads it. So an altered byte is never read as a residue or an id. Memory does not grow with the number of records.
 """
 
 import bisect
@@ -39,7 +38,7 @@ import numpy.typing as npt
 from esmshard.errors import InputError, UsageError, writing
 from esmshard.io.paths import check_replaced, locked_directory, read_json, sha256, state, whole_directory
 from esmshard.io.sequences import CONVERSION, READ_ONCE, STDIN, is_plain, other_kind, read_blocks, repeated
-from esmshard.io.symbols import JOINED, Edits, Rules, in_a_store, nucleotides, some_of
+from esmshard.io.symbols import JOINED, Edits, Rules, in_a_store, nucleotides
 from esmshard.io.tables import counted
 from esmshard.progress import INTERVAL, say
 from esmshard.vocab import ALPHABET_HASH
@@ -47,39 +46,36 @@ from esmshard.vocab import ALPHABET_HASH
 FORMAT, VERSION = "esmshard-tokens", 4
 ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
 COLUMNS = {"lengths": np.int32, "headers": np.int32, "keys": np.uint64}
-"""What the index needs of each record: residues, bytes of the header line, and `keys` of the id."""
-_AT_ONCE = 1 << 20
+"""The columns of the index: residues, bytes of the header line, and `keys` of the id of each record."""
 _OPEN_SHARDS = 256
-"""Most shards that stay mapped. Each of them uses a file descriptor."""
+"""How many shards stay mapped. Each shard uses a file descriptor."""
+_SAMPLE = 10_000
+"""How many records, evenly spread, are checked for nucleotides."""
 
 
 class TokenStore:
-    """A token store opened for reading. Tokens and headers are read from disk when they are used."""
+    """An open token store. Tokens and headers are read from disk when they are used."""
 
     def __init__(self, path: Path, checked: frozenset[str] = frozenset()) -> None:
-        """Open a store.
-
-        Args:
-            path: its directory.
-            checked: names of files that were compared with their sha256 before.
+        """Open the store in directory `path`. The files `checked` were compared with their sha256 before.
 
         Raises:
-            InputError: the manifest or an array is missing, or is not as it was written.
+            InputError: the manifest or an array is missing or altered.
         """
         self.path = path
         self.manifest = _manifest(path)
         self._checked = set(checked)
         self.notices: list[str] = self.manifest["notices"]
-        """Sentences about data that were changed when the source was read."""
+        """Sentences about data that `ingest` changed."""
         for name in ARRAYS:
             self._check(name)
         self.offsets, self.header_offsets, self.keys, self.rows = (
             np.asarray(np.load(path / name, mmap_mode="r", allow_pickle=False)) for name in ARRAYS
         )
-        # For each shard, the number of its first record, and its first byte of tokens and of headers.
+        # The first record, the first byte of tokens, and the first byte of headers of each shard.
         sizes = [[shard["records"], shard["tokens"], shard["headers"]] for shard in self.manifest["shards"]]
         self._first_records, *self._first_bytes = np.cumsum([[0, 0, 0], *sizes], axis=0).T.tolist()
-        # Of the path, and not of the store: a store that is held by its own cache would keep its files open.
+        # The cache gets the path and not `self`. A reference to `self` would keep the files open.
         self._mapped = functools.lru_cache(_OPEN_SHARDS)(functools.partial(_mapped, self.path))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,24 +89,18 @@ class TokenStore:
 
     @functools.cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Number of residues of each record, int32 [N]. Computed on first use."""
-        lengths = np.empty(len(self), np.int32)  # No record is longer than `sequences.LONGEST`, so int32 suffices.
-        for at in range(0, len(self), _AT_ONCE):
-            lengths[at : at + _AT_ONCE] = np.diff(self.offsets[at : at + _AT_ONCE + 1]) - 1
-        return lengths
+        """The number of residues of each record, int32 [N]. No record is longer than `sequences.LONGEST`."""
+        lengths = np.empty(len(self), np.int32)
+        np.subtract(self.offsets[1:], self.offsets[:-1], out=lengths, casting="unsafe")
+        return lengths - 1
 
     @property
     def linker(self) -> int | None:
-        """Number of tokens between two chains; None if every record is one chain."""
+        """The number of tokens between two chains; None if every record is one chain."""
         return linker_of(self.manifest)
 
     def check_linker(self, linker: int, path: Path) -> None:
-        """Raise `InputError` if the chains of records are joined by a linker of another length.
-
-        Args:
-            linker: the number of tokens.
-            path: the store, or the file that it was made from, as the user named it.
-        """
+        """Raise `InputError` if another number of tokens than `linker` joins chains. `path` is for the message."""
         if self.linker not in (None, linker):
             raise InputError(
                 f"{path}: its chains were joined by a linker of {self.linker}, and a linker of {linker} is asked for; "
@@ -119,7 +109,7 @@ class TokenStore:
             )
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the residue tokens of record n, and those between its chains, uint8 [L]."""
+        """Return the residue tokens of record n, with the tokens between chains, uint8 [L]."""
         return self._read("tokens", 0, self.offsets, n)
 
     def description(self, n: int) -> str:
@@ -131,7 +121,7 @@ class TokenStore:
         return self.header(n).split(None, 1)[0].decode()
 
     def find(self, record_id: str) -> int | None:
-        """Return the number of the record with this id, or None. Reads some pages of the index, not the ids."""
+        """Return the number of the record with this id, or None. Only a few pages of the index are read."""
         name = record_id.encode(errors="surrogatepass")
         wanted = keys([name])[0]
         at = int(self.keys.searchsorted(wanted))
@@ -144,13 +134,11 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """A digest of the sequences and their order, which does not depend on how they are divided into shards."""
+        """A digest of the sequences and their order. It does not depend on the shards."""
         return hashlib.sha256(self.manifest["tokens_sha256"].encode()).hexdigest()
 
     def verify(self) -> None:
-        """Compare every file with its sha256 now, and not when it is first read. `InputError` names the first altered
-        file.
-        """
+        """Compare every file with its sha256 now. The `InputError` names the first altered file."""
         for name in self.manifest["sha256"]:
             self._check(name)
 
@@ -171,11 +159,11 @@ class TokenStore:
         self._checked.add(name)
 
     def header(self, n: int) -> bytes:
-        """Return the header line of record n without `>`, as written in the file."""
+        """Return the bytes of the header line of record n in the file, without `>`."""
         return self._read("headers", 1, self.header_offsets, n).tobytes()
 
     def _read(self, kind: str, column: int, offsets: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of record n without the byte that ends the record."""
+        """Return the bytes of record n without the byte at its end."""
         if not 0 <= n < len(self):
             raise IndexError(n)
         shard = bisect.bisect_right(self._first_records, n) - 1
@@ -200,11 +188,7 @@ def header_shard(k: int) -> str:
 
 
 def keys(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """Hash each id to 64 bits, uint64 [N]. Two ids may have the same hash, so callers compare the ids too.
-
-    >>> [hex(key) for key in keys([b"P69905"])]
-    ['0xbc417f960518015e']
-    """
+    """Return a hash of each id, uint64 [N]. Two ids may have the same hash, so callers also compare the ids."""
     high = np.fromiter(map(zlib.crc32, names), np.uint64, len(names))
     return high << np.uint64(32) | np.fromiter(map(zlib.adler32, names), np.uint64, len(names))
 
@@ -216,7 +200,7 @@ def linker_of(manifest: Mapping[str, Any]) -> int | None:
 
 
 def is_store(path: Path) -> bool:
-    """Return whether a path is a token store, which has a manifest."""
+    """Return whether a path has the manifest of a token store."""
     return (path / "manifest.json").is_file()
 
 
@@ -236,13 +220,13 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    """Return the sha256 of the values of a manifest, without its own entry."""
+    """Return the sha256 of the values of a manifest, without the value of `manifest_sha256`."""
     values = {name: value for name, value in manifest.items() if name != "manifest_sha256"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 _EDGES = np.array([0, 32, 64, 128, 192, 256, 384, 512, 768, 1023, 2048, 4096, 8192, 1 << 31])
-"""First lengths of the bins of the length histogram, in residues. ESM-2 was trained on at most 1022 residues."""
+"""The smallest length of each bin of the histogram, in residues. ESM-2 saw at most 1022 residues in training."""
 
 
 @dataclass
@@ -251,11 +235,11 @@ class Shard:
 
     records: int = 0
     tokens: int = 0
-    """Size of the file of tokens in bytes."""
+    """The bytes of the file of tokens."""
     headers: int = 0
-    """Size of the file of headers in bytes."""
+    """The bytes of the file of headers."""
     sha256: list[str] = field(default_factory=list)
-    """The sha256 of the files of tokens and of headers."""
+    """The sha256 of both files."""
 
 
 def write_index(
@@ -265,20 +249,15 @@ def write_index(
     facts: Mapping[str, Any],
     edits: Edits,
 ) -> None:
-    """Index the shards of a directory, which makes the directory a store.
+    """Write the arrays and the manifest of a store, whose directory already has the files of all shards.
 
-    Args:
-        directory: the directory with the shards under their final names.
-        shards: what the shards hold.
-        columns: residues, bytes of the header line, and `keys` of the id of all records in file order.
-        facts: further entries of the manifest.
-        edits: what was changed while reading.
+    `columns` are the arrays of COLUMNS for all records in file order, and `facts` are further entries of the manifest.
     """
     length_N, header_N, keys = columns
     total, residues = len(length_N), int(length_N.sum(dtype=np.int64))
     for name, column_N in (("offsets.npy", length_N), ("headers.npy", header_N)):
         offsets = np.zeros(total + 1, np.int64)
-        np.cumsum(column_N + 1, out=offsets[1:])  # Each record has one byte more at its end.
+        np.cumsum(column_N + 1, out=offsets[1:])  # One byte ends each record.
         np.save(directory / name, offsets)
     order = np.argsort(keys, kind="stable")
     np.save(directory / "rows.npy", order.astype(np.uint32 if total < 1 << 32 else np.uint64))
@@ -313,28 +292,25 @@ def write_index(
         "sha256": hashes,
     }
     manifest["manifest_sha256"] = manifest_sha256(manifest)
-    scratch = directory / ".manifest.json"
-    scratch.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    scratch.rename(directory / "manifest.json")  # The manifest makes the directory a store.
+    (directory / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 OnDuplicate = Literal["error", "first", "suffix"]
+Say = Callable[[str], None]
 
 SHARD = 1 << 26
-"""About the bytes of FASTA text that become one shard of the store."""
-
-Say = Callable[[str], None]
+"""The approximate number of bytes of FASTA text in a shard of the store."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one process reads at a time: several small files, one compressed file, or a range of one plain file."""
+    """The input of one process: several small files, one compressed file, or a range of bytes of one plain file."""
 
     sources: list[int]
-    """The numbers of input files."""
+    """The numbers of the input files."""
     start: int = 0
-    """The first byte, and the byte after the last one, of a range of one plain file."""
     stop: int | None = None
+    """The byte after the last byte of the range."""
 
 
 def ingest(
@@ -346,21 +322,21 @@ def ingest(
     overwrite: bool = False,
     say: Say = say,
 ) -> TokenStore:
-    """Read FASTA files into a new store at `out`. An id in two files is a duplicate like any other.
+    """Read sequence files into a new store at `out`.
 
     Args:
-        fastas: plain or compressed files; `-` is standard input.
-        out: a directory that does not exist yet.
-        rules: what may be changed while reading.
-        on_duplicate: what happens to an id that comes again. `error`: the record is read once and counted if the
-            sequence is the same, else refused. `first`: all records but the first are left out. `suffix`: later records
-            are named `ID_2`, `ID_3` ..., with numbers that are free.
-        workers: number of processes. One compressed file is read by one process.
-        overwrite: replace the store at `out` when the new store is complete.
-        say: takes the number of records read, every few seconds.
+        fastas: plain or compressed files. `-` is the standard input.
+        out: the directory of the store.
+        rules: the changes that are allowed.
+        on_duplicate: what happens to an id that comes again, also in another file. `error` reads the record once if the
+            sequence is the same, and refuses it otherwise. `first` leaves out all records but the first. `suffix` gives
+            later records the free names `ID_2`, `ID_3` ...
+        workers: the number of processes. One process reads a compressed file.
+        overwrite: replace a store at `out` when the new store is complete.
+        say: gets the number of records every few seconds.
 
     Raises:
-        InputError: a file cannot be read; nothing is left behind then.
+        InputError: a file cannot be read. No part of the store is left.
         UsageError: `out` exists.
     """
     if out.name in ("", ".."):
@@ -370,7 +346,7 @@ def ingest(
     check_replaced(out, ["manifest.json", "tokens-*.u8", "headers-*.txt", *ARRAYS], marker="manifest.json")
     if list(fastas).count(STDIN) > 1:
         raise UsageError("-: the standard input can be read once; name it once")
-    named, files = ", ".join(map(str, fastas)), [fasta for fasta in fastas if fasta != STDIN]
+    names, files = ", ".join(map(str, fastas)), [fasta for fasta in fastas if fasta != STDIN]
     pieces = _pieces(fastas)
     before = [state(fasta) for fasta in files]
     sizes = dict(zip(files, (size for _, size, *_ in before), strict=True))
@@ -386,17 +362,17 @@ def ingest(
                     (_folder(work, number) / name(k)).rename(final / name(len(shards)))
                 shards.append(shard)
         if [state(fasta) for fasta in files] != before:
-            raise InputError(f"{named}: changed while being read; ingest again")
+            raise InputError(f"{names}: changed while being read; ingest again")
         if not shards:
-            raise InputError(f"{named}: no record is left under these rules")
+            raise InputError(f"{names}: no record is left under these rules")
         files_of_columns = [_folder(work, number) / "columns.npz" for number in range(len(pieces))]
         columns = [np.concatenate([np.load(file)[name] for file in files_of_columns]) for name in COLUMNS]
         write_index(final, shards, columns, facts, edits)
-        store = _without_duplicates(TokenStore(final), work / "unique", on_duplicate, named, facts, edits)
+        store = _without_duplicates(TokenStore(final), work / "unique", on_duplicate, names, facts, edits)
         if rules.on_nucleotides == "error":
-            some = map(store.residues, some_of(len(store)))
-            if why := nucleotides(some, counted(len(store), "record")):
-                raise InputError(f"{named}: {why}; translate them, or {in_a_store('--on-nucleotides keep')}")
+            sample_n = np.linspace(0, len(store) - 1, min(len(store), _SAMPLE)).astype(np.int64).tolist()
+            if why := nucleotides(map(store.residues, sample_n), counted(len(store), "record")):
+                raise InputError(f"{names}: {why}; translate them, or {in_a_store('--on-nucleotides keep')}")
         for file in store.path.iterdir():
             file.rename(work / file.name)
         for directory in [path for path in work.iterdir() if path.is_dir()]:
@@ -405,7 +381,7 @@ def ingest(
 
 
 def _pieces(fastas: Sequence[Path]) -> list[Piece]:
-    """Cut the files into pieces by their sizes, so that the shards do not depend on the number of processes."""
+    """Divide the files into pieces by their sizes. So the shards do not depend on the number of processes."""
     pieces, size = [Piece([])], 0
     for number, fasta in enumerate(fastas):
         plain, more = (False, SHARD) if fasta == STDIN else (is_plain(fasta), fasta.stat().st_size)
@@ -427,7 +403,7 @@ def _folder(work: Path, number: int) -> Path:
 def _read_pieces(
     work: Path, pieces: Sequence[Piece], fastas: Sequence[Path], rules: Rules, workers: int, say: Say
 ) -> Iterator[tuple[list[Shard], Edits]]:
-    """Read all pieces into directories, in this process or in several. Yield what `read_piece` returns, in order."""
+    """Read all pieces, in this process or in several. Yield the results of `read_piece` in file order."""
     total, last = 0, time.monotonic()
 
     def count(more: int) -> None:
@@ -447,7 +423,7 @@ def _read_pieces(
         try:
             folders = [_folder(work, number) for number in range(len(pieces))]
             waiting = [pool.submit(read_piece, *each, fastas, rules) for each in zip(folders, pieces, strict=True)]
-            for future in waiting:  # In file order, so that the first of several mistakes is reported.
+            for future in waiting:  # In file order, so that the first of several errors is reported.
                 shards, edits = future.result()
                 count(sum(shard.records for shard in shards))
                 yield shards, edits
@@ -463,9 +439,7 @@ def _read_pieces(
 def read_piece(
     folder: Path, piece: Piece, fastas: Sequence[Path], rules: Rules, count: Callable[[int], None] = lambda _: None
 ) -> tuple[list[Shard], Edits]:
-    """Read one piece into a directory of its own: its shards, and the columns of the index. Return the shards, and what
-    was changed.
-    """
+    """Write the shards and the columns of one piece into a new directory. Return the shards and the changes."""
     folder.mkdir()
     edits, shards = Edits(), list[Shard]()
     columns: list[list[npt.NDArray[Any]]] = [[np.zeros(0, kind)] for kind in COLUMNS.values()]
@@ -488,8 +462,8 @@ def read_piece(
             shard.headers += len(lines)
             shard.sha256 = [digest.hexdigest() for digest in digests]
             header_N = np.fromiter(map(len, block.headers), np.int32, len(block.headers))
-            of_block: tuple[npt.NDArray[Any], ...] = (block.lengths, header_N, keys(block.ids))
-            for parts, column_N in zip(columns, of_block, strict=True):
+            block_columns: tuple[npt.NDArray[Any], ...] = (block.lengths, header_N, keys(block.ids))
+            for parts, column_N in zip(columns, block_columns, strict=True):
                 parts.append(column_N.astype(parts[0].dtype, copy=False))
             count(len(block.ids))
     arrays: dict[str, Any] = dict(zip(COLUMNS, map(np.concatenate, columns), strict=True))
@@ -498,20 +472,13 @@ def read_piece(
 
 
 def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> TokenStore:  # noqa: B008  # frozen
-    """Open the store of a data path: the path itself, or the store of a FASTA file, which is ingested on first use and
-    cached.
+    """Open a store, or the cached store of a sequence file. The first call for a file ingests it.
 
-    The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) is keyed by path and
-    `paths.state`, so that an edited file is read again. If several processes open the same file, one reads and the
-    others wait.
+    The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) finds a store by the path,
+    the `paths.state` and the rules, so an edited file is read again. While one process reads a file, others wait.
 
-    Args:
-        source: the data path.
-        rules: the rules for a FASTA file or table.
-        linker: the number of tokens between two chains of a record; None for that of `rules`, and in a store any.
-
-    Raises:
-        InputError: the path cannot be read, or is a store whose chains were joined by another linker.
+    A `linker` is the number of tokens between two chains. None means `rules.linker` for a file, and any number for a
+    store. `InputError` if the path cannot be read, or if another linker joins the chains of a store.
     """
     if is_store(source):
         store = TokenStore(source)
@@ -523,7 +490,7 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
     except OSError as error:
         raise InputError(f"{source}: {(error.strerror or 'cannot be read').lower()}") from None
     name = f"{FORMAT}/{VERSION}/{ALPHABET_HASH}/{source.resolve()}/{now}"
-    if other_kind(source) is not None:  # Which columns of a table are read follows from the table and these rules.
+    if other_kind(source) is not None:
         name += f"/{CONVERSION}"
     if linker is not None:
         rules = replace(rules, linker=linker)
@@ -536,14 +503,14 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
                 store.verify()
                 return store
             except InputError:
-                shutil.rmtree(out)  # This is a damaged copy; the FASTA file still has its records.
+                shutil.rmtree(out)  # The copy is damaged, and the file is read again.
         return ingest([source], out, rules)
 
 
 def _without_duplicates(
-    store: TokenStore, final: Path, on_duplicate: OnDuplicate, named: str, facts: Mapping[str, Any], edits: Edits
+    store: TokenStore, final: Path, on_duplicate: OnDuplicate, names: str, facts: Mapping[str, Any], edits: Edits
 ) -> TokenStore:
-    """Return a store in which every id comes once: the store itself, or a new one at `final` (see `ingest`)."""
+    """Return a store in which every id is unique: the store itself, or a new store at `final` (see `ingest`)."""
     dropped: dict[int, str] = {}
     renamed: dict[int, tuple[str, str]] = {}
     clash: tuple[int, str] | None = None
@@ -564,7 +531,7 @@ def _without_duplicates(
             else:
                 clash = min(clash or (n, name), (n, name))
     if clash is not None:
-        raise InputError(repeated(clash[1], named))
+        raise InputError(repeated(clash[1], names))
     if not dropped and not renamed:
         return store
     kept_N = np.ones(len(store), dtype=bool)
@@ -610,10 +577,10 @@ def _without_duplicates(
 
 
 def _repeated_ids(store: TokenStore) -> Iterator[tuple[str, list[int]]]:
-    """Yield each id that several records have, with the numbers of these records in file order."""
+    """Yield each id of several records, with the numbers of the records in file order."""
     again = np.flatnonzero(store.keys[1:] == store.keys[:-1])  # Rows k and k + 1 of the index share a key.
     for run in np.split(again, np.flatnonzero(np.diff(again) > 1) + 1) if len(again) else []:
         by_id: dict[str, list[int]] = {}
-        for n in store.rows[run[0] : run[-1] + 2].tolist():  # The index is sorted stably, so these are in file order.
+        for n in store.rows[run[0] : run[-1] + 2].tolist():  # The index was sorted stably, so n increases.
             by_id.setdefault(store.id(n), []).append(n)
         yield from ((name, rows) for name, rows in by_id.items() if len(rows) > 1)

@@ -2,16 +2,16 @@
 
 | in the file | becomes |
 |---|---|
-| lower-case letters | upper case, counted; in A3M files insertions: removed, counted |
-| upper-case and lower-case letters in turns | an error: the latter are SaProt's structure letters, no residues |
+| lower-case letters | upper case, counted; in A3M files they are insertions: removed, counted |
+| upper-case and lower-case letters in turns | an error, since the lower-case letters are SaProt's structure letters |
 | `J` (leucine or isoleucine) | `X`, counted |
-| `-` and `.` | removed, counted (`keep_gaps` keeps them; `.` of an A3M file is removed all the same) |
+| `-` and `.` | removed, counted; `keep_gaps` keeps them, except `.` in A3M files |
 | one `*` at the end of a chain | removed, counted |
 | `:` between two chains, but not in A3M files | as many `SEPARATOR` tokens as the linker has residues, counted |
 | spaces, carriage returns, blank lines, a byte-order mark | removed |
 | `X B U Z O` | kept: ESM-2 saw them in training |
-| anything else, an inner `*`, no residues at all | as `on_unknown` says: by default an error |
-| `<mask>`, written out | one such symbol: `on_unknown` `mask` makes one `<mask>` of it |
+| other symbols, an inner `*`, no residues at all | an error, unless `on_unknown` says otherwise |
+| `<mask>` as text | one unknown symbol, which `on_unknown` `mask` reads as `<mask>` |
 """
 
 import hashlib
@@ -33,48 +33,46 @@ class ChainWindows:
     """The windows of one record."""
 
     spans: tuple[tuple[int, int], ...]
-    """Where each chain begins and ends (exclusive) in the tokens of the record."""
+    """The first token of each chain in the record, and the token after its last."""
     sizes: tuple[int, ...]
-    """Residues of each chain in a window."""
+    """The number of residues of each chain in a window."""
 
     @property
     def rooms(self) -> list[int]:
-        """The number of residues that a window leaves out of each chain."""
+        """How many residues of each chain are not in a window."""
         return [end - start - size for (start, end), size in zip(self.spans, self.sizes, strict=True)]
 
     @property
     def count(self) -> int:
-        """The fewest windows that have every residue between them."""
+        """The smallest number of windows that cover every residue."""
         lengths = [end - start for start, end in self.spans]
         return max(-(-length // size) for length, size in zip(lengths, self.sizes, strict=True))
 
     def spread(self, place: int) -> list[int]:
-        """Return the first residue of each chain in one of `count` windows, which are evenly spread."""
+        """Return the first residue of each chain in window `place` of `count` evenly spread windows."""
         return [place * room // max(self.count - 1, 1) for room in self.rooms]
 
     def drawn(self, key: str) -> list[int]:
         """Draw the first residue of each chain in a window. The same key gives the same window."""
         keys = [key] if len(self.spans) == 1 else [f"{key}:{k}" for k in range(len(self.spans))]
-        digests = [hashlib.sha256(each.encode()).digest() for each in keys]
-        return [
-            int.from_bytes(digest[:8], "little") % (room + 1) for digest, room in zip(digests, self.rooms, strict=True)
-        ]
+        numbers = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") for name in keys]
+        return [number % (room + 1) for number, room in zip(numbers, self.rooms, strict=True)]
 
     def kept(self, starts: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return which tokens of the record a window has, int64 [W], by the first residue of each chain."""
-        found, linker = list[npt.NDArray[np.int64]](), self.spans[0][0]
+        """Return the tokens of the record that are in a window, int64 [W], for the first residue of each chain."""
+        ranges, linker = list[npt.NDArray[np.int64]](), self.spans[0][0]
         for (begin, end), size, start in zip(self.spans, self.sizes, starts, strict=True):
-            found += [np.arange(linker, begin), np.arange(begin + start, begin + start + size)]
+            ranges += [np.arange(linker, begin), np.arange(begin + start, begin + start + size)]
             linker = end
-        return np.concatenate(found)
+        return np.concatenate(ranges)
 
     def name(self, starts: Sequence[int]) -> str:
-        """Return the first and the last residue of each chain in a window, counted from 1, as `1-300:5-204`."""
+        """Return the first and the last residue of each chain in a window, counted from 1, such as `1-300:5-204`."""
         return ":".join(f"{start + 1}-{start + size}" for start, size in zip(starts, self.sizes, strict=True))
 
 
 def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
-    """Return the windows of at most `most` tokens, `<cls>` and `<eos>` not counted, of a longer record.
+    """Return the windows of a record with more than `most` tokens. `most` does not count `<cls>` and `<eos>`.
 
     >>> from esmshard.vocab import encode_residues
     >>> tokens = np.frombuffer(encode_residues("MKTAYIAKQR:GQI", linker=2), np.uint8)
@@ -103,17 +101,17 @@ def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
 
 BLANKS = b" \t\n\r\v\f"
 STRANGE = 255
-"""The code in `table` for bytes that need a closer look."""
+"""The code in `table` for bytes that only `clean` can treat."""
 
 _NO_BLANKS = str.maketrans("", "", BLANKS.decode())
-# Only ASCII letters are changed: str.upper() turns a German sharp s into two serines.
+# Only ASCII letters change, since str.upper() turns a German sharp s into two serines.
 _UPPER = str.maketrans(string.ascii_lowercase, string.ascii_uppercase)
 _MASKED = "\0"
 _MASK_TEXT = re.compile(re.escape(TOKENS[MASK]), re.IGNORECASE)
 _MASK_SYMBOL = "\uf8ff"
-"""The symbol that replaces a written `<mask>` while its sequence is checked: the last code point for private use."""
+"""One symbol instead of the text `<mask>`: a code point for private use."""
 _IN_TURNS = re.compile(r"(?:[A-Z][a-z#]){3,}")
-"""Residues with a structure letter after each, as `MdEvVp`; `#` is an unknown one."""
+"""Residues with a structure letter after each residue, such as `MdEvVp`; `#` is an unknown structure."""
 _STOP = re.compile(r"\*(?=:|\Z)")
 JOINED = "chains were joined by a linker"
 LEFT_OUT = "a sequence with symbols that are no residues, or without any, was left out"
@@ -121,34 +119,31 @@ LEFT_OUT = "a sequence with symbols that are no residues, or without any, was le
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules that say what a reader may change. Every change is counted."""
+    """What a reader may change. Every change is counted."""
 
     on_unknown: Literal["error", "mask", "drop"] = "error"
-    """The treatment of a symbol that is no residue: refuse it, read it as `<mask>`, or drop its record. A record
-    without residues is dropped by `drop` and refused otherwise.
+    """What happens to a symbol that is no residue: refuse it, read it as `<mask>`, or drop the record. `drop` also
+    drops a record without residues.
     """
     a3m: bool = False
-    """Whether the file is an alignment in A3M format, whose lower-case letters and `.` are insertions and are removed.
-    """
+    """Whether the file is an A3M alignment, in which lower-case letters and `.` are insertions."""
     keep_gaps: bool = False
     """Whether to keep `-` (and `.`, but not in A3M files) as the gap tokens of the alphabet."""
     long: Literal["full", "crop", "window", "skip", "error"] = "full"
-    """The treatment of a sequence over `max_length`. `full` keeps it. `crop` keeps one window, whose start is drawn
-    from the id; the header gets `residues=FIRST-LAST`. `window` makes as few windows as cover the sequence, evenly
-    spread, each a record named `ID/FIRST-LAST`. `skip` leaves the record out; `error` refuses it.
+    """What happens to a sequence over `max_length`. `full` keeps it. `crop` keeps one window, whose start is drawn from
+    the id, and adds `residues=FIRST-LAST` to the header. `window` makes the smallest number of evenly spread windows
+    that cover the sequence, each a record `ID/FIRST-LAST`. `skip` leaves the record out; `error` refuses it.
     """
     max_length: int | None = None
-    """Most residues of a sequence. Only `long` uses it."""
+    """The most residues of a sequence, for `long`."""
     on_nucleotides: Literal["error", "keep"] = "error"
-    """The treatment of records that together look like DNA or RNA (`nucleotides`): refuse them, or
-    keep them as proteins.
-    """
+    """What happens to a file that looks like DNA or RNA (`nucleotides`): refuse it, or read it as proteins."""
     linker: int = LINKER
     """The number of `SEPARATOR` tokens between two chains of a record (`esmshard.vocab.Chains.tokens`)."""
     sequence_column: str | None = None
-    """The column of a table with the sequences; by default it is found by its name."""
+    """The column of sequences in a table; None for a known name."""
     id_column: str | None = None
-    """The column of a table with the ids; by default it is found by its name."""
+    """The column of ids in a table; None for a known name."""
 
     def __post_init__(self) -> None:
         if self.long != "full" and self.max_length is None:
@@ -157,18 +152,15 @@ class Rules:
             raise UsageError(f"--max-length {self.max_length}: 1 or more is expected")
 
     def recorded(self) -> dict[str, Any]:
-        """Return the rules for the manifest of a store, which has columns only if they were named."""
+        """Return the rules for the manifest of a store, without columns that are None."""
         named = asdict(self)
         return {key: value for key, value in named.items() if value is not None or not key.endswith("_column")}
 
 
 class RefusedSymbols(Exception):
-    """A record breaks the rules. The message continues after `FILE:LINE: record 'ID' `.
+    """A record breaks the rules. The caller puts `FILE:LINE: record 'ID' ` before the message.
 
-    Args:
-        what: what is wrong with the record.
-        fix: what to do about the record.
-        droppable: whether `on_unknown=drop` would leave the record out.
+    `what` is wrong, and `fix` helps. `droppable` says whether `on_unknown=drop` would drop the record.
     """
 
     def __init__(self, what: str, fix: str, *, droppable: bool = False) -> None:
@@ -178,17 +170,19 @@ class RefusedSymbols(Exception):
 
 @dataclass
 class Edits:
-    """A tally of what was changed or left out while reading. A kind of edit is a clause about one record, such as
-    `gaps were removed`, or about things that are counted, with `(s)` after their name: `chain(s) left out`.
+    """Counts of what was changed or left out while reading.
+
+    A kind of edit is a clause about one record, such as `gaps were removed`, or about counted items, with `(s)` after
+    their name, such as `chain(s) left out`.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
-    """The number of records, or of things, of each kind."""
+    """The number of records or items of each kind."""
     first: dict[str, list[str]] = field(default_factory=dict)
-    """The names of the first records or places of each kind, at most four: messages show three."""
+    """The names of the first four records or places of each kind. Messages show three."""
 
     def add(self, kind: str, name: str, count: int = 1) -> None:
-        """Count one edit of the record with this id, or `count` things in one place. Nothing is added for 0 things."""
+        """Count one edit of the record `name`, or `count` items in the place `name`."""
         if count:
             self.counts[kind] = self.counts.get(kind, 0) + count
             names = self.first.setdefault(kind, [])
@@ -196,42 +190,35 @@ class Edits:
                 names.append(shown(name))
 
     def extend(self, later: "Edits") -> None:
-        """Add the edits of records that come after the records counted here."""
+        """Add the edits of later records."""
         for kind, count in later.counts.items():
             self.counts[kind] = self.counts.get(kind, 0) + count
             self.first[kind] = (self.first.get(kind, []) + later.first[kind])[:4]
 
     def notices(self) -> list[str]:
         """Return one sentence for each kind of edit."""
-        found = []
+        sentences = []
         for kind, count in self.counts.items():
-            names, plural = self.first[kind], "s" if count > 1 else ""
-            of_things = "(s)" in kind
-            what = f"{count:,} {kind.replace('(s)', plural)}" if of_things else f"{kind} in {count:,} record{plural}"
-            more = ", ..." if len(names) > 3 or (count > len(names) and not of_things) else ""
-            found.append(f"{what} ({', '.join(names[:3])}{more})")
-        return found
+            names, plural, is_item = self.first[kind], "s" if count > 1 else "", "(s)" in kind
+            what = f"{count:,} {kind.replace('(s)', plural)}" if is_item else f"{kind} in {count:,} record{plural}"
+            more = ", ..." if len(names) > 3 or (count > len(names) and not is_item) else ""
+            sentences.append(f"{what} ({', '.join(names[:3])}{more})")
+        return sentences
 
 
 def in_a_store(option: str) -> str:
-    """Return the advice to read a file under another rule, which only `ingest` has. All commands take its store."""
+    """Return the advice to make a store with an option that only `ingest` has. All commands accept the store."""
     return f"type `esmshard ingest FILE -o NAME.store {option}`, and name NAME.store instead"
 
 
 def shown(name: str) -> str:
-    r"""Format an id for a message: at most 60 characters, all of them printable.
-
-    >>> shown("a\x1bb")
-    'a\\x1bb'
-    """
+    """Format an id for a message, with at most 60 printable characters."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name[:61])
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def table(rules: Rules, others: Mapping[str, int]) -> bytes:
-    """Make a table for `bytes.translate`: accepted letters become their tokens, `others` their
-    codes, the rest STRANGE.
-    """
+    """Make a table for `bytes.translate`: letters become tokens, `others` their codes, and other bytes STRANGE."""
     codes = bytearray([STRANGE]) * 256
     for letter in _kept(rules):
         codes[ord(letter)] = TOKENS.index(letter)
@@ -241,11 +228,11 @@ def table(rules: Rules, others: Mapping[str, int]) -> bytes:
 
 
 def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | None:
-    """Convert a sequence as written in the file to residue tokens; None if its record is left out.
+    """Return the residue tokens of a sequence in a file; None if the record is left out.
 
     Raises:
-        RefusedSymbols: the sequence has a symbol that is no residue, named with its position, or a chain without
-            residues.
+        RefusedSymbols: the sequence has a symbol that is no residue, or a chain without residues; the message names
+            symbol and position.
     """
     kinds: list[str] = []
     written = _MASK_TEXT.sub(_MASK_SYMBOL, written.translate(_NO_BLANKS))
@@ -302,7 +289,7 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
 
 
 def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -> list[tuple[bytes, bytes, bytes]]:
-    """Apply `rules.long` to a sequence, and return (id, header, tokens) of each record that it becomes.
+    """Apply `rules.long` to a sequence. Return id, header and tokens of each resulting record.
 
     Raises:
         RefusedSymbols: the sequence is longer than `max_length`, and `rules.long` is `error`.
@@ -325,11 +312,11 @@ def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -
     crop = rules.long == "crop"
     edits.add(f"a sequence over {most:,} residues was {'cropped' if crop else 'cut into windows'}", record_id)
     places = [windows.drawn(record_id)] if crop else [windows.spread(k) for k in range(windows.count)]
-    named = [(windows.name(starts).encode(), token_L[windows.kept(starts)].tobytes()) for starts in places]
+    pieces = [(windows.name(starts).encode(), token_L[windows.kept(starts)].tobytes()) for starts in places]
     if crop:
-        return [(name, header + b" residues=" + where, kept) for where, kept in named]
+        return [(name, header + b" residues=" + span, kept) for span, kept in pieces]
     rest = header.lstrip(BLANKS)[len(name) :]
-    return [(name + b"/" + where, name + b"/" + where + rest, kept) for where, kept in named]
+    return [(name + b"/" + span, name + b"/" + span + rest, kept) for span, kept in pieces]
 
 
 def _kept(rules: Rules) -> str:
@@ -338,28 +325,15 @@ def _kept(rules: Rules) -> str:
 
 
 NUCLEOTIDE_LETTERS, NUCLEOTIDE_SHARE, EACH_SHARE = 100, 0.95, 0.05
-LOOKED_AT = 10_000
-"""Most records that are looked at for nucleotides. Of a larger input, evenly spread records are taken."""
 
 
 def nucleotides(tokens: Iterable[npt.NDArray[np.uint8]], count: str) -> str | None:
-    """Describe in a clause why sequences seem to be DNA or RNA; None if they seem to be proteins.
+    """Return a clause that says why `count` sequences seem to be DNA or RNA; None if they seem to be proteins.
 
-    All letters of nucleotides are residues too, so one letter alone proves nothing. Sequences are taken for nucleotides
-    if they have at least NUCLEOTIDE_LETTERS letters together, NUCLEOTIDE_SHARE of these are A, C, G, T, U or N, and
-    each of A, C, G and T (or U) is at least EACH_SHARE of those that are not N. In proteins a quarter of the letters
-    are among these. The rare protein that has more of them, from alanine, glycine and threonine, has almost no
-    cysteine.
-
-    >>> from esmshard.vocab import encode
-    >>> print(nucleotides([encode("MKTAYIAKQR" * 12)[1:-1]], "1 record"))
-    None
-    >>> print(nucleotides([encode("ATGGCCAATTCG" * 10)[1:-1]], "1 record"))
-    1 record of DNA or RNA, as it seems (100% of the letters are A, C, G, T, U or N), where proteins are expected
-
-    Args:
-        tokens: residue tokens of each sequence.
-        count: the number of sequences with its noun, for the clause.
+    Letters of nucleotides are residues too, so only their shares tell. Sequences seem to be nucleotides if they have
+    at least NUCLEOTIDE_LETTERS letters together, if NUCLEOTIDE_SHARE of the letters are A, C, G, T, U or N, and if each
+    of A, C, G and T (or U) is at least EACH_SHARE of these without N. A rare protein with so much alanine, glycine and
+    threonine has almost no cysteine.
     """
     counts = np.zeros(len(TOKENS), np.int64)
     for token_L in tokens:
@@ -374,8 +348,3 @@ def nucleotides(tokens: Iterable[npt.NDArray[np.uint8]], count: str) -> str | No
         f"{count} of DNA or RNA, as it seems ({100 * share:.0f}% of the letters are A, C, G, T, U or N), where "
         "proteins are expected"
     )
-
-
-def some_of(count: int) -> list[int]:
-    """Return at most LOOKED_AT numbers of `count` records, evenly spread."""
-    return [int(n) for n in np.unique(np.linspace(0, count - 1, min(count, LOOKED_AT)).astype(np.int64))]

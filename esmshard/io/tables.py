@@ -1,12 +1,9 @@
-"""Tables as spreadsheets and programs write them: separated by commas, tabs or semicolons, plain or compressed,
-Parquet, or an Excel workbook.
+"""Tables: text with commas, tabs or semicolons, plain or compressed; Parquet files; Excel workbooks.
 
 Every cell stays text until a column is read as numbers. Every row keeps its line number for messages. Only empty parts
-are dropped without a message: blank lines, rows of separators alone, and the empty columns that Excel leaves at the
-right.
+are dropped without a message: blank lines, rows with separators only, and empty columns at the right.
 
-Text is read by the csv module. It tells the line of each row, which pandas does not, and its import takes 0.03 s of
-processor time, that of pandas 1.0 s.
+The csv module reads text. pandas does not give the line of a row, and its import takes 1.0 s of processor time.
 """
 
 import csv
@@ -32,9 +29,9 @@ from esmshard.errors import InputError
 MISSING = frozenset(
     {"", "-", "na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "null", "none", "nd", "n.d.", "n.d", "n/d"}
 )
-"""Cells without a number, in lower case: empty, not available, or not determined. docs/labels.md lists them."""
+"""Cells that mean "no number", in lower case. docs/labels.md lists them."""
 
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float() accepts 1_000 and Arabic digits too
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float() also accepts 1_000.
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}", re.ASCII)
 _SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
 _FOREIGN = (
@@ -52,30 +49,25 @@ class Table:
 
     path: Path
     columns: Mapping[str, list[str]]
-    """The stripped cells of each column, '' where empty. Columns are in the order of the file."""
+    """The stripped cells of each column, in the order of the file. An empty cell is ''."""
     lines: list[int]
-    """Line of each row in the file, counted from 1; in a Parquet file or a workbook, the number of the row,
-    counted from 1."""
+    """The line of each row, counted from 1. A Parquet file or a workbook has numbers of rows instead."""
     ids: str | None = None
-    """The column of ids, if the records were made of the table."""
+    """The column of ids, if the table also has the sequences."""
 
     def __len__(self) -> int:
         return len(self.lines)
 
     def where(self, row: int) -> str:
-        """Return file and line of a row, as in `labels.csv:17`."""
+        """Return the file and the line of a row, such as `labels.csv:17`."""
         return f"{self.path}:{self.lines[row]}"
 
     def at(self, row: int) -> str:
-        """Return the line of a row for a sentence that has named the file, as in `line 17`."""
+        """Return the line of a row, such as `line 17`, for a message that names the file elsewhere."""
         return f"{'row' if self.path.suffix.lower() in (PARQUET, WORKBOOK) else 'line'} {self.lines[row]:,}"
 
     def column(self, name: str, fix: str | None = None) -> list[str]:
-        """Return the cells of one column, N texts.
-
-        Raises:
-            InputError: there is no such column; the message lists the columns, and ends with `fix`.
-        """
+        """Return the N cells of a column. The `InputError` about a missing column ends with `fix`."""
         if name in self.columns:
             return self.columns[name]
         lower = {other.lower(): other for other in self.columns}
@@ -86,25 +78,25 @@ class Table:
         )
 
     def only_column(self, names: Sequence[str], fix: str) -> str | None:
-        """Find the column that has one of these names, in upper or lower case; None if there is none.
+        """Return the column that has one of these names, in upper or lower case; None if no column has.
 
         Raises:
-            InputError: there are several such columns; `fix` says what to do.
+            InputError: several columns have such names. The message ends with `fix`.
         """
         lower = {name.lower() for name in names}
-        found = [column for column in self.columns if column.lower() in lower]
-        if len(found) > 1:
-            raise InputError(f"{self.path}: columns {' and '.join(map(shown, found[:3]))} may both be meant; {fix}")
-        return found[0] if found else None
+        matches = [column for column in self.columns if column.lower() in lower]
+        if len(matches) > 1:
+            raise InputError(f"{self.path}: columns {' and '.join(map(shown, matches[:3]))} may both be meant; {fix}")
+        return matches[0] if matches else None
 
     def numbers(self, name: str) -> npt.NDArray[np.float64]:
-        """Read one column as numbers, float64 [N]; NaN where a cell is in MISSING.
+        """Return a column as numbers, float64 [N]. A cell in MISSING becomes NaN.
 
-        Decimal commas (`1,5`) are accepted only if they are unambiguous: no cell of the column has a point, and at
-        least one comma cannot separate thousands.
+        A comma is a decimal comma (`1,5`) if no cell of the column has a point, and if at least one comma cannot
+        separate thousands.
 
         Raises:
-            InputError: there is no such column, or a cell is not a finite number; the message names line and cell.
+            InputError: the column is missing, or a cell is not a finite number; the message names line and cell.
         """
         written = self.column(name)
         cells = ["" if cell.lower() in MISSING else cell.replace("\N{MINUS SIGN}", "-") for cell in written]
@@ -125,7 +117,7 @@ class Table:
 
 
 def shown(text: str, most: int = 40) -> str:
-    r"""Format a cell or a name for a message: quoted, on one line, cut when long.
+    r"""Format a cell or a name for a message: with quotes, on one line, and at most `most` characters.
 
     >>> print(shown("two\nlines"), shown("A" * 100))
     'two\nlines' 'AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA...'
@@ -152,29 +144,28 @@ def first_three(items: Sequence[_T], name: Callable[[_T], str]) -> str:
 
 
 def listed(names: Sequence[str] | Mapping[str, object]) -> str:
-    """Write the sentence that lists columns, at most twenty of them.
+    """Format a clause that lists at most twenty columns.
 
     >>> listed(["mutant", "score"])
     "its columns are 'mutant', 'score'"
     >>> listed(["mutant|score"])
     "its only column is 'mutant|score' (commas, tabs or semicolons divide columns)"
     """
-    some = ", ".join(shown(name) for name in itertools.islice(names, 20))
+    columns = ", ".join(shown(name) for name in itertools.islice(names, 20))
     if len(names) == 1:
-        return f"its only column is {some} (commas, tabs or semicolons divide columns)"
-    return f"its columns are {some}{f' and {len(names) - 20:,} more' if len(names) > 20 else ''}"
+        return f"its only column is {columns} (commas, tabs or semicolons divide columns)"
+    return f"its columns are {columns}{f' and {len(names) - 20:,} more' if len(names) > 20 else ''}"
 
 
 PARQUET, WORKBOOK = ".parquet", ".xlsx"
 
 
 def read_table(path: Path) -> Table:
-    """Read the table in a text file (plain, gz, bz2, xz or zst), or in a file whose name ends in `.parquet` or
-    `.xlsx`. Its first line must name the columns.
+    """Read a table from a text file (plain, gz, bz2, xz or zst), or from a file that ends in `.parquet` or `.xlsx`.
 
-    Of tab, semicolon and comma, the separator is the one that divides the first rows into the most cells; if two of
-    them do, the one that the file name suggests. Quoted cells may hold separators and line breaks. A column without a
-    name gets a name such as `column 3` if any of its cells holds something.
+    The first line must name the columns. The separator is the tab, semicolon or comma that divides the first rows into
+    the most cells. If two separators do, the name of the file decides. Quoted cells may hold separators and line
+    breaks. A column without a name gets a name such as `column 3` if one of its cells is not empty.
 
     Raises:
         InputError: the file cannot be read, or has no rows; the message names file and line.
@@ -218,12 +209,12 @@ def read_table(path: Path) -> Table:
 
 
 def _cells(values: Sequence[Any]) -> list[str]:
-    """Return values as texts. `str` of a float has all digits that are needed to get the same number again."""
+    """Return values as texts. `str` of a float has enough digits to get the same number again."""
     return ["" if value is None else str(value).strip() for value in values]
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
-    """Yield the names of the columns, and the cells and number of each row, counted from 1."""
+    """Yield the names of the columns, and then the cells and the number of each row, counted from 1."""
     try:
         import pyarrow as pa
         from pyarrow import parquet
@@ -241,7 +232,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
 
 
 def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
-    """Yield the cells and the number of each row of a workbook's only sheet. Of formulas, the saved values are read."""
+    """Yield the cells and the number of each row of the only sheet. A formula has the value that the file holds."""
     try:
         import openpyxl
     except ImportError:
@@ -252,11 +243,11 @@ def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
     with open(path, "rb") as file:
         try:
             for sheet in openpyxl.load_workbook(file, read_only=True, data_only=True).worksheets:
-                sheet.reset_dimensions()  # Some programs write a wrong size of the sheet, and cells would be lost.
+                sheet.reset_dimensions()  # A program may have written a wrong size, and cells would be lost.
                 rows = enumerate(map(_cells, sheet.iter_rows(values_only=True)), 1)
-                if filled := [(row, number) for number, row in rows if any(row)]:
-                    sheets[sheet.title] = filled
-        except Exception as error:  # openpyxl lets errors of zip archives, XML and its own pass.
+                if cells := [(row, number) for number, row in rows if any(row)]:
+                    sheets[sheet.title] = cells
+        except Exception as error:  # openpyxl also raises errors of zip archives and XML.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(f"{path}: cannot be read as an Excel workbook ({reason}); save it again") from None
     if len(sheets) > 1:
@@ -269,14 +260,9 @@ def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
 
 @contextmanager
 def readable(path: Path, expected: str) -> Iterator[None]:
-    """Turn the errors of reading a file, plain or compressed, into one sentence.
+    """Raise the errors of reading a file, plain or compressed, as `InputError` with one sentence.
 
-    Args:
-        path: the file.
-        expected: what the file should be, as in `a table`.
-
-    Raises:
-        InputError: the file is missing, or cannot be read to its end.
+    `expected` says what the file should be, such as `a table`.
     """
     try:
         yield
@@ -288,7 +274,7 @@ def readable(path: Path, expected: str) -> Iterator[None]:
         raise InputError(f"{path}: may not be read; change its permissions") from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: is not UTF-8 text; {expected} is expected") from None
-    except Exception as error:  # Each library has a ZstdError of its own, and Python's version decides which is used.
+    except Exception as error:  # Several libraries have a class ZstdError. Python's version decides which one is used.
         damaged = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, OSError))
         if not damaged and type(error).__name__ not in ("ZstdError", "IsalError"):
             raise
@@ -296,17 +282,17 @@ def readable(path: Path, expected: str) -> Iterator[None]:
 
 
 def read_whole(path: Path, expected: str) -> bytes:
-    """Read all bytes of a file, plain or compressed (gz, bz2, xz or zst). See `readable` for arguments and errors."""
+    """Return all bytes of a file, plain or compressed (gz, bz2, xz or zst). See `readable` for errors."""
     with readable(path, expected), xopen(path, "rb", threads=0) as handle:
         data: bytes = handle.read()
     return data
 
 
 def read_text(path: Path, expected: str) -> str:
-    """Read the text of a file in UTF-8, plain or compressed, without a byte-order mark.
+    """Return the UTF-8 text of a file, plain or compressed, without a byte-order mark.
 
     Raises:
-        InputError: the file cannot be read, or is no such text.
+        InputError: the file cannot be read, or is not UTF-8 text.
     """
     data = read_whole(path, expected)
     for signature, what in _FOREIGN:
@@ -332,7 +318,7 @@ def _separator(path: Path, text: str) -> str:
     def cells(separator: str) -> int:
         rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
         widths = []
-        with suppress(csv.Error):  # The reader of the whole file reports the line.
+        with suppress(csv.Error):  # `_records` reports the line of the error.
             for row in itertools.islice((row for row in rows if len(row) > 1 or "".join(row).strip()), 20):
                 widths.append(len(row))
         return min(widths, default=0)
@@ -341,8 +327,8 @@ def _separator(path: Path, text: str) -> str:
 
 
 def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str], int]]:
-    """Yield the stripped cells of each record that has any, and the line at which the record begins."""
-    # With newline="" the csv module sees line ends \n, \r\n or \r as it expects, and keeps line breaks inside quotes.
+    """Yield the stripped cells and the first line of each record that is not empty."""
+    # With newline="" the csv module accepts all line ends, and keeps line breaks inside quotes.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
     line = 1
     while True:
@@ -361,7 +347,7 @@ def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str],
 
 
 def write_rows(file: IO[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write the rows of a CSV table, the names of its columns first. Lines end in a line feed."""
-    # Before Python 3.13 the csv module does not quote a carriage return here, and readers would end the line at it.
+    """Write a CSV table, whose first row has the names of the columns. Lines end in a line feed."""
+    # Before Python 3.13 the csv module does not quote a carriage return, and readers would end the line there.
     quoted = any("\r" in cell for row in rows for cell in row)
     csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL).writerows(rows)

@@ -1,7 +1,7 @@
-"""Tables of predictions, and the base of all writers. Each file gets its name only when it is complete.
+"""The base class of all writers, and the writer of tables. A file gets its name only when it is complete.
 
-A writer takes the records one by one, in input order. It is a context manager: leaving it without an error renames the
-finished files; leaving it with an error removes them, and older files stay.
+A writer is a context manager. It takes the records one by one, in input order. If the block ends without an error, the
+finished files replace older files. If it ends with an error, the new files are removed, and older files stay.
 """
 
 import csv
@@ -21,7 +21,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import replacing, scratch_directory
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
-"""The most rows, and most numbers, of a row group of a Parquet file."""
+"""The most rows and the most numbers of a row group of a Parquet file."""
 
 
 class Writer(ABC):
@@ -36,7 +36,7 @@ class Writer(ABC):
     def open(self) -> None:
         """Create `self.work`, the file with the name of `out` in the scratch directory, and others beside it."""
 
-    def finish(self) -> None:  # noqa: B027  # most writers have nothing to do here
+    def finish(self) -> None:  # noqa: B027  # Some writers have no remaining data.
         """Write the remaining data after the last record."""
 
     def __enter__(self) -> Self:
@@ -58,7 +58,7 @@ class Writer(ABC):
                 if kind is None:  # Otherwise the earlier error is raised.
                     raise
             if kind is None:
-                # The older facts go first and the new ones come last, so they are never those of another file.
+                # The old facts are removed first and the new facts come last, so facts never describe another file.
                 for older in (facts_file(self.out), failures_file(self.out), chains_file(self.out)):
                     older.unlink(missing_ok=True)
                 if self.work.is_dir() and self.out.is_dir():
@@ -69,17 +69,15 @@ class Writer(ABC):
 
 
 class TableWriter(Writer):
-    """A writer of `x.csv`, with numbers of six digits, or of `x.parquet` (extra `tables`), by the ending of the name.
+    """A writer of `x.csv`, with numbers of six digits, or of `x.parquet` (extra `tables`).
 
-    Rows wait in memory until they make a block: 65,536 rows, or 4 million numbers if there are many columns. NaN
-    becomes an empty cell.
+    Rows wait in memory until they make a block of GROUP_ROWS rows or GROUP_NUMBERS numbers. NaN becomes an empty cell.
 
     Args:
-        out: file to write.
+        out: the file to write.
         columns: the type of each column: `string`, `int32`, `int64`, `float32` or `float64`.
-        about: metadata of a Parquet file, names to texts.
-        quoted: whether all cells of a CSV are quoted. A cell with a carriage return needs this: before Python 3.13 the
-            csv module does not quote it, and readers would end the line there.
+        about: the metadata of a Parquet file.
+        quoted: whether all cells of a CSV file are quoted. A cell with a carriage return needs quotes (`write_rows`).
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class TableWriter(Writer):
         self._rows.writerow(self._columns)
 
     def add(self, columns: Mapping[str, Sequence[Any] | npt.NDArray[Any]]) -> None:
-        """Add rows: of each column as many cells."""
+        """Add rows. All columns have the same number of cells."""
         for name, cells in self._waiting.items():
             cells.extend(columns[name])
         if len(cells) >= self._most:
@@ -148,45 +146,45 @@ def text(value: float) -> str:
 
 
 def chains_file(out: Path) -> Path:
-    """Return the path of the list of an output's records with several chains, as `maps/x.npz.chains.tsv`."""
+    """Return the path of the list of records with several chains, such as `maps/x.npz.chains.tsv`."""
     return out.with_name(f"{out.name}.chains.tsv")
 
 
 def failures_file(out: Path) -> Path:
-    """Return the path of the list of an output's failures, as `maps/x.npz.failed.tsv`."""
+    """Return the path of the list of failed records, such as `maps/x.npz.failed.tsv`."""
     return out.with_name(f"{out.name}.failed.tsv")
 
 
 def facts_file(out: Path) -> Path:
-    """Return the path of the facts about an output, as `maps/x.npz.json`."""
+    """Return the path of the facts about an output, such as `maps/x.npz.json`."""
     return out.with_name(f"{out.name}.json")
 
 
 def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> None:
-    """Write `OUT.chains.tsv`: how many residues each chain has of the records with several, whose rows follow each
-    other in the output, and how the chains were joined. Without such a record there is no file.
+    """Write `OUT.chains.tsv`, unless no record has several chains.
+
+    A line has the id of a record, the number of residues of each chain, and how the chains were joined. The output has
+    the rows of one chain after the other.
     """
-    rows = [(record_id, ",".join(map(str, each)), join) for record_id, each in lengths.items()]
+    rows = [(record_id, ",".join(map(str, residues)), join) for record_id, residues in lengths.items()]
     if rows:
         with replacing(chains_file(out)) as file:
             file.writelines("\t".join(row) + "\n" for row in [("id", "residues", "join"), *rows])
 
 
 def write_failures(path: Path, failures: Sequence[tuple[str, int, str]]) -> None:
-    """Write the list of records that failed: the id of each, its residues, and the reason. Without such a record, the
-    file of an earlier attempt is removed.
-    """
+    """Write id, residues and reason of each failed record. Without failures, an older file is removed."""
     path.unlink(missing_ok=True)
     if not failures:
         return
-    # Ids have no white space; reasons come from libraries, and may have any.
+    # Reasons come from libraries, and may have any white space.
     rows = ((record_id, str(length), " ".join(reason.split())) for record_id, length, reason in failures)
     with replacing(path) as file:
         file.writelines("\t".join(row) + "\n" for row in [("id", "length", "reason"), *rows])
 
 
 def library(module: str, extra: str, out: Path) -> Any:
-    """Import the library that writes a file, or raise a `UsageError` that says how to install it."""
+    """Import the library that writes a file. `UsageError` with the command to install the library if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -1,10 +1,10 @@
-"""LoRA adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`. Names are those of
+"""LoRA adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`, with the names of
 `transformers` after PEFT's prefix.
 
-`peft.PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(BASE), DIRECTORY)` loads what is written here and uses
-every key; for an `EsmModel`, add `key_mapping={"^esm.": ""}`. Adapters of others are read too, if they are plain LoRA.
-The tensors in the file decide which layers are adapted, however `target_modules` names them. A setting that would
-change numbers in a way that is not known here is refused, and so are settings of newer versions of PEFT.
+`peft.PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(BASE), DIRECTORY)` loads these files and uses every key;
+for an `EsmModel`, add `key_mapping={"^esm.": ""}`. Plain LoRA adapters of other programs are read, too. The tensors in
+the file decide which layers are adapted, and not `target_modules`. Unknown settings are refused, since they could
+change numbers.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."
 HEAD = "head.safetensors"
-"""The file of a task head beside an adapter, which PEFT ignores."""
+"""The file of a task head in the directory of an adapter. PEFT ignores this file."""
 _FIX = "let PEFT merge it (merge_and_unload) and save the model"
 
-# Keys of `LoraConfig` that are read here, or that change nothing once the matrices exist. `fan_in_fan_out` is one of
-# these, since PEFT ignores it for linear layers. `dropout` is for training.
+# Keys of `LoraConfig` that are read here, or that change nothing once the matrices exist. PEFT ignores `fan_in_fan_out`
+# for linear layers.
 _KNOWN = {
     *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config"),
     *("exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern"),
@@ -47,8 +47,8 @@ _KNOWN = {
     *("peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
     *("target_modules", "task_type", "use_rslora"),
 }
-# Initialisations that do not change the base's own weights. The others (pissa, olora, corda, loftq, ...) subtract from
-# the base what the matrices hold at first, so that the file fits no base on disk.
+# Initialisations that do not change the weights of the base. The others (pissa, olora, corda, loftq, ...) subtract the
+# initial matrices from the base, so that the adapter fits no base on disk.
 _INIT = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -62,7 +62,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
     path = directory / ADAPTER_CONFIG
     settings = weight_reader.read_json(path)
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-        raise InputError(f"{path}: its peft_type is not LORA, and only this can be read; {_FIX}")
+        raise InputError(f"{path}: peft_type is not LORA and cannot be read; {_FIX}")
     if unknown := [key for key, value in settings.items() if key not in _KNOWN and value]:
         raise InputError(f"{path}: {unknown[0]} is set, which is not a plain LoRA and cannot be read; {_FIX}")
     if settings.get("init_lora_weights") not in _INIT:
@@ -77,8 +77,8 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 
 def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearned: Sequence[str]) -> "Weights":
-    """Put an adapter, and the task head beside it, in the weights of its base. Each LoRA is added in fp32 when its
-    weight is read. `unlearned` are the parts that no training has changed.
+    """Put an adapter and its task head into the weights of its base. Each LoRA is added in fp32 when its weight is
+    read. `unlearned` names the parts that no training has changed.
 
     Raises:
         InputError: the adapter is not complete, does not fit the base, or cannot be read.
@@ -87,7 +87,8 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
     if file is None:
         raise InputError(f"{directory}: holds no {ADAPTERS[0]}; it is not a complete adapter, copy it again")
     family, tied = family_of(base.config), family_of(base.config).trunk.tied
-    halves: dict[str, dict[str, WeightReader]] = {"lora_A": {}, "lora_B": {}}
+    a_of: dict[str, WeightReader] = {}
+    b_of: dict[str, WeightReader] = {}
     modules: dict[str, str] = {}
     whole: dict[str, WeightReader] = {}
     left_out: set[str] = set()
@@ -95,23 +96,25 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
         name = key.removeprefix(PREFIX)
         if name.startswith(("classifier.", "score.")):
             left_out.add(name.split(".")[0])
-        elif half := re.fullmatch(r"(.+)\.(lora_A|lora_B)\.weight", name):
-            # This loop is empty for the pooler, which nothing reads.
-            for piece in family.pieces(f"{half[1]}.weight", base.config):
-                modules[piece.name] = half[1]
-                halves[half[2]][piece.name] = reader if half[2] == "lora_A" else reader.part(piece.rows)
+        elif lora := re.fullmatch(r"(.+)\.lora_([AB])\.weight", name):
+            # The pooler has no pieces, since no model uses it.
+            for piece in family.pieces(f"{lora[1]}.weight", base.config):
+                modules[piece.name] = lora[1]
+                if lora[2] == "A":
+                    a_of[piece.name] = reader
+                else:
+                    b_of[piece.name] = reader.part(piece.rows)
         elif ".lora_" in name:
             raise InputError(f"{file}: {key} is no part of a plain LoRA of linear layers and cannot be read; {_FIX}")
         else:
             pieces = family.pieces(name.replace(".base_layer.", "."), base.config)
             whole |= {piece.name: reader.part(piece.rows) for piece in pieces}
-    a_of, b_of = halves["lora_A"], halves["lora_B"]
     if not a_of or a_of.keys() != b_of.keys():
         raise InputError(f"{file}: a LoRA lacks one of its two matrices, or there is none; copy the adapter again")
-    if touched := [name for name in (*a_of, *whole) if name in (*tied.keys(), *tied.values())]:
+    if changed := [name for name in (*a_of, *whole) if name in (*tied.keys(), *tied.values())]:
         raise InputError(
-            f"{file}: changes {touched[0]}, but the token embedding and the LM head's matrix are one tensor here and "
-            "two in this adapter; leave word_embeddings, decoder and lm_head out of target_modules and modules_to_save"
+            f"{file}: changes {changed[0]}; token embedding and LM head share one matrix in this model and have two in "
+            "the adapter; leave word_embeddings, decoder and lm_head out of target_modules and modules_to_save"
         )
     shapes = {name: reader.shape for name, reader in base.read.items()}
     fits = {name: shapes.get(name) == reader.shape for name, reader in whole.items()}
@@ -126,7 +129,7 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
 
     with reading(str(directory / ADAPTER_CONFIG), "save the adapter again"):
         scales = {name: _scale(directory, settings, modules[name], a.shape[0]) for name, a in a_of.items()}
-    # A wrong value of the base is told of under the base's name.
+    # An error about a value of the base names the base.
     trunk = {n: replace(r, rows=partial(base.rows, n)) for n, r in base.read.items() if not n.startswith("head.")}
     adapted = {name: _with_lora(name, trunk[name], a, b_of[name], scales[name]) for name, a in a_of.items()}
     head_file = directory / HEAD
@@ -146,23 +149,21 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
 
 
 def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of B A: alpha / rank, with rsLoRA alpha / sqrt(rank).
+    """Return the factor of B A: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
 
-    PEFT matches the keys of `alpha_pattern` as regular expressions, and the first one counts. Here they are names, with
-    or without a backslash before each dot, since an expression of somebody else may take for ever.
+    In PEFT, the keys of `alpha_pattern` are regular expressions, of which the first match counts. Here each key must be
+    a name, with or without a backslash before a dot, since the evaluation of an unknown expression may never end.
     """
     alpha: Any = settings.get("lora_alpha")
-    for key, of_key in reversed((settings.get("alpha_pattern") or {}).items()):
+    path = directory / ADAPTER_CONFIG
+    for key, alpha_of_key in reversed((settings.get("alpha_pattern") or {}).items()):
         name = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
         if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-            where = directory / ADAPTER_CONFIG
-            raise InputError(f"{where}: alpha_pattern: {key!r} is no name of layers, and nothing else is read; {_FIX}")
+            raise InputError(f"{path}: alpha_pattern: {key!r} is not a name of layers; {_FIX}")
         if module == name or (module.endswith(f".{name}") and not key.startswith("^")):
-            alpha = of_key
+            alpha = alpha_of_key
     if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise InputError(
-            f"{directory / ADAPTER_CONFIG}: lora_alpha or alpha_pattern is {alpha!r}, no positive number; save it again"
-        )
+        raise InputError(f"{path}: lora_alpha or alpha_pattern is {alpha!r}, no positive number; save it again")
     return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
@@ -176,9 +177,8 @@ def _with_lora(name: str, base: WeightReader, a: WeightReader, b: WeightReader, 
 
 
 def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
-    """Return the key in `adapter_model.safetensors` of one of our tensors.
-
-    PEFT keeps trained biases there, too; that of an adapted layer belongs to the layer that it wrapped, `base_layer`.
+    """Return the key of one of our tensors in `adapter_model.safetensors`, which holds trained biases, too. The bias of
+    an adapted layer belongs to `base_layer`, the layer that PEFT has wrapped.
 
     >>> from esmshard.model.families.family_registry import SIZES
     >>> size = SIZES["esm2_t6_8M_UR50D"]
@@ -186,34 +186,32 @@ def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
     'base_model.model.esm.encoder.layer.3.attention.self.query.lora_A.weight'
     >>> peft_name("layers.3.self_attn.q_proj.bias", size, ["q"])
     'base_model.model.esm.encoder.layer.3.attention.self.query.base_layer.bias'
-    >>> peft_name("layers.3.fc1.bias", size, ["q"])
-    'base_model.model.esm.encoder.layer.3.intermediate.dense.bias'
     """
-    files = family_of(config)
+    family = family_of(config)
     for part in (".lora_A.weight", ".lora_B.weight"):
         if name.endswith(part):
-            return PREFIX + str(files.key(name.replace(part, ".weight"))).removesuffix(".weight") + part
-    theirs = PREFIX + str(files.key(name))
+            return PREFIX + str(family.key(name.replace(part, ".weight"))).removesuffix(".weight") + part
+    key = PREFIX + str(family.key(name))
     if name.endswith(tuple(f".{matrix.path}.bias" for matrix in config.matrices if matrix.target in targets)):
-        return theirs.removesuffix("bias") + "base_layer.bias"
-    return theirs
+        return key.removesuffix("bias") + "base_layer.bias"
+    return key
 
 
 def adapter_config(
     base: str, config: ModelConfig, rank: int, alpha: float, targets: Collection[str], bias: str
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`, for a base model of this name or path. `targets` and `bias` are as
+    """Return the content of `adapter_config.json` for a base model of this name or path. `targets` and `bias` are as
     in a recipe's `adapt`. Each adapted layer has its full name, since `dense` alone would include the LM head.
     """
-    files = family_of(config)
-    # AutoPeftModel asks for the class of the base. A family that `transformers` does not have is read by esmshard only.
-    classes = {"base_model_class": files.model_class, "parent_library": "transformers"}
+    family = family_of(config)
+    # AutoPeftModel needs the class of the base. `transformers` has no class for some families.
+    classes = {"base_model_class": family.model_class, "parent_library": "transformers"}
     paths = [matrix.path for matrix in config.matrices if matrix.target in targets]
-    weights = [str(files.key(f"layers.{n}.{path}.weight")) for n in range(config.n_layers) for path in paths]
-    counts = Counter(weight.removeprefix(files.prefix).removesuffix(".weight") for weight in weights)
+    keys = [str(family.key(f"layers.{n}.{path}.weight")) for n in range(config.n_layers) for path in paths]
+    counts = Counter(key.removeprefix(family.prefix).removesuffix(".weight") for key in keys)
     joined = {module: count for module, count in counts.items() if count > 1}
     return {
-        "auto_mapping": classes if files.model_class else None,
+        "auto_mapping": classes if family.model_class else None,
         "base_model_name_or_path": base,
         "bias": bias,
         "fan_in_fan_out": False,
@@ -238,20 +236,17 @@ def write_adapter(
     targets: Collection[str],
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, str]:
-    """Write an adapter, and beside it the task head.
+    """Write an adapter and the file of the task head. Return the sha256 of each file of weights, by file name.
 
-    Of the matrices that the file joins in one, A lies one below the other and B along the diagonal of zeros, so that
-    B A holds the product of each in its rows.
+    Some families join several of our matrices in one matrix of the file. Then the As are stacked, and the Bs are
+    blocks on a diagonal, so that the rows of B A are the rows of the single products.
 
     Args:
         directory: an existing directory.
         settings: see `adapter_config`.
         config: architecture of the base model.
         targets: as in a recipe's `adapt.targets`.
-        tensors: everything that was trained, by our names: LoRA matrices, biases, `head.*`.
-
-    Returns:
-        sha256 of each file of weights, by file name.
+        tensors: all trained tensors by our names: LoRA matrices, biases, `head.*`.
     """
     head = {name: tensor.contiguous() for name, tensor in tensors.items() if name.startswith("head.")}
     groups: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -268,7 +263,7 @@ def write_adapter(
         elif part == "A.weight":
             joined[key] = torch.cat([group[name] for name in rows if name in group])
         else:  # A matrix without a LoRA has rows of zeros.
-            parts = [group.get(name, torch.empty(its.stop - its.start, 0)) for name, its in rows.items()]
+            parts = [group.get(name, torch.empty(part.stop - part.start, 0)) for name, part in rows.items()]
             joined[key] = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
     replace_json(directory / ADAPTER_CONFIG, settings)
     for file, state in ((ADAPTERS[0], joined), (HEAD, head)):

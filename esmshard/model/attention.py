@@ -13,15 +13,12 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 
-_EAGER = ("attend_slices", "attend_padded", "_hand_out")
-
 
 def keep_eager() -> None:
     """Exclude functions that loop over sequences from compilation, which would compile a block again for every new
-    tuple of lengths. `TrunkBlock.compile` calls this function, since a call on import would import the compiler
-    and cost two seconds of every start.
+    tuple of lengths. A call on import would import the compiler, which takes two seconds.
     """
-    for name in _EAGER:
+    for name in ("attend_slices", "attend_padded", "_hand_out"):
         function = globals()[name]
         if not hasattr(function, "_torchdynamo_disable"):
             globals()[name] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
@@ -30,21 +27,17 @@ def keep_eager() -> None:
 OnAttention = Callable[[int, int, torch.Tensor, torch.Tensor], None]
 """The type of `on_attention(layer, sequence, q_THK, k_THK)`, with rotated q and k, `<cls>` and `<eos>` included.
 
-The function gets queries and keys instead of attention maps, because H maps of L x L would fill the memory.
-`attention_map` makes maps, for as many heads at a time as the caller wants.
+The function gets queries and keys, since H attention maps of L x L would fill the memory. `attention_map` computes the
+maps of some heads.
 """
 
 
-Kernel = Literal["varlen", "slices", "padded"]
-
-
-def kernel_name(device: torch.device, dtype: torch.dtype) -> Kernel:
+def kernel_name(device: torch.device, dtype: torch.dtype) -> Literal["varlen", "slices", "padded"]:
     """Return the kernel that `attend` uses for queries of this precision on this device.
 
     - `varlen`: `varlen_attn` (FlashAttention over packed sequences), on CUDA in half precision from capability 8.0 on.
-    - `slices`: one unmasked SDPA call per sequence, on the CPU. It was measured to be the fastest there, and no other
-      sequence can leak in.
-    - `padded`: a block padded to the longest sequence, SDPA under a key mask, elsewhere.
+    - `slices`: one unmasked SDPA call per sequence, on the CPU, where this kernel was measured to be the fastest.
+    - `padded`: SDPA under a key mask over a block padded to the longest sequence, on other devices.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if half and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
@@ -53,16 +46,13 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 def attend(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Compute softmax attention [T, H, K] in which every token sees its own sequence only.
-
-    The three kernels (`kernel_name`) give the same result.
-    """
+    """Compute softmax attention [T, H, K] by the kernel of `kernel_name`. Every token sees only its own sequence."""
     kernel = kernel_name(q_THK.device, q_THK.dtype)
     if kernel == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
         cu, longest = batch.cu_seqlens, batch.max_seqlen
-        # Only seven positional arguments are used, since the keywords changed between torch releases.
+        # The keywords changed between torch releases; the seven positional arguments did not.
         out_THK = varlen_attn(q_THK, k_THK, v_THK, cu, cu, longest, longest)
         assert isinstance(out_THK, torch.Tensor)
         return out_THK
@@ -72,9 +62,9 @@ def attend(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch:
 
 
 def attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Compute what `attend` does, one sequence at a time."""
+    """Compute the result of `attend` one sequence at a time."""
     out = []
-    # split is used instead of slices: the backward pass of N slices fills N gradients of the whole pack with zeros.
+    # `split` is faster than slices: the backward pass of N slices fills N gradients of the whole pack with zeros.
     for q, k, v in zip(*(torch.split(x_THK, batch.token_counts) for x_THK in (q_THK, k_THK, v_THK)), strict=True):
         q_1HTK, k_1HTK, v_1HTK = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out.append(F.scaled_dot_product_attention(q_1HTK, k_1HTK, v_1HTK).squeeze(0).transpose(0, 1))
@@ -82,11 +72,11 @@ def attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor,
 
 
 def attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Compute what `attend` does, in a block padded to the longest sequence."""
+    """Compute the result of `attend` in a block padded to the longest sequence."""
     n, longest = len(batch), batch.max_seqlen
     lengths_N = batch.cu_seqlens.diff().long()
     sequence_T = torch.repeat_interleave(torch.arange(n, device=q_THK.device), lengths_N, output_size=batch.bounds[-1])
-    # The place of each token in the padded block. position_T is not used, since a caller may shift it.
+    # `position_T` is not the place of a token in the padded block, since a gap between chains shifts positions.
     column_T = torch.arange(batch.bounds[-1], device=q_THK.device) - batch.cu_seqlens[:-1].long()[sequence_T]
 
     def to_block(x_THK: torch.Tensor) -> torch.Tensor:
@@ -101,14 +91,14 @@ def attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor,
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864), base 10000, with an angle for each pair.
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864) of base 10000, with one angle for each pair of numbers.
 
-    A pair is one number of a head's first half and one of its second half, as in GPT-NeoX; with `interleaved`, it is
-    two neighbours, as in the paper and in Llama.
+    A pair is a number of the first half of a head and a number of its second half, as in GPT-NeoX. With `interleaved`,
+    a pair is two neighbouring numbers, as in the paper and in Llama.
 
-    `inv_freq` is a buffer that checkpoints hold: in released ESM-2 its values are rounded to fp16, and computing them
-    anew changes representations by up to 1e-3. The buffer stays fp32 when the model is cast: in bf16, half of 1,024
-    positions would be equal.
+    Checkpoints hold the buffer `inv_freq`: released ESM-2 have values rounded to fp16, and computing the values anew
+    changes representations by up to 1e-3. The buffer stays fp32 when the model is cast, since half of 1,024 positions
+    would be equal in bf16.
     """
 
     inv_freq: torch.Tensor
@@ -119,15 +109,14 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inverse_frequencies(head_dim))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "RotaryEmbedding":
-        exact = self.inv_freq
+        fp32_inv_freq = self.inv_freq
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.inv_freq.dtype != torch.float32:
-            self.inv_freq = exact.to(self.inv_freq.device)
+            self.inv_freq = fp32_inv_freq.to(self.inv_freq.device)
         return self
 
     def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and signed sine of each token's angles, fp32 [T, 1, K] each, as `rotate` takes them."""
-        # Angles stay fp32, whatever the precision of the arithmetic.
+        """Return cosine and signed sine of each token's angles for `rotate`, fp32 [T, 1, K] each."""
         angle_TK = batch.position_T[:, None].to(torch.float32) * self.inv_freq
         cos_TK, sin_TK = angle_TK.cos(), angle_TK.sin()
         join = partial(torch.stack, dim=-1) if self.interleaved else partial(torch.cat, dim=-1)
@@ -135,7 +124,7 @@ class RotaryEmbedding(nn.Module):
         return cos_TK[:, None], sin_TK[:, None]
 
     def rotate(self, x_THK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys, in fp32 at least: each number times the cosine, and its partner times the sine."""
+        """Rotate queries or keys, in fp32 at least: each number times the cosine, plus its partner times the sine."""
         if self.interleaved:
             partner_THK = x_THK.view(*x_THK.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:
@@ -156,7 +145,7 @@ OnQk = Callable[[int, torch.Tensor, torch.Tensor], None]
 class PackedAttention(nn.Module):
     """Attention between the tokens of each sequence of a pack. It has no parameters.
 
-    Where ranks share the heads or the tokens of a layer, `esmshard.parallel` puts a subclass in its place.
+    If ranks share the heads or the tokens of a layer, `esmshard.parallel` puts a subclass in its place.
     """
 
     compiles = True
@@ -170,25 +159,25 @@ class PackedAttention(nn.Module):
         batch: TokenBatch,
         on_qk: OnQk | None = None,
     ) -> torch.Tensor:
-        """Return the sums of values [T, H, K]. If `on_qk` is passed, it is called for each sequence."""
+        """Return the attention output [T, H, K]. `on_qk` is called for each sequence."""
         if on_qk is not None:
             _hand_out(on_qk, self.whole(q_THK), self.whole(k_THK), batch)
         return self.attend(q_THK, k_THK, v_THK, batch)
 
     def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """See the function `attend`."""
+        """Call the function `attend`, which subclasses surround with communication."""
         return attend(q_THK, k_THK, v_THK, batch)
 
     def whole(self, q_THK: torch.Tensor) -> torch.Tensor:
-        """Return the queries or keys of all tokens and heads, of which these are a rank's part."""
+        """Return the queries or keys of all tokens and heads from the part of this rank."""
         return q_THK
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention; parameter names are those of fair-esm.
+    """Multi-head self-attention with the parameter names of fair-esm.
 
-    With `qk_norm`, queries and keys have a LayerNorm without bias over the width of the model, before the heads are cut
-    and the rotation is applied, as in ESM-C. See `RotaryEmbedding` for `interleaved`.
+    With `qk_norm`, queries and keys have a LayerNorm without bias over the width of the model, before the split into
+    heads and the rotation, as in ESM-C. See `RotaryEmbedding` for `interleaved`.
     """
 
     def __init__(
@@ -213,10 +202,10 @@ class SelfAttention(nn.Module):
         self.core = PackedAttention()
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch, on_qk: OnQk | None = None) -> torch.Tensor:
-        """Map x [T, D] to [T, D]. If `on_qk` is passed, `on_qk(sequence, q_THK, k_THK)` is called for each sequence."""
+        """Map x [T, D] to [T, D]. `on_qk` is called for each sequence."""
         q_TD, k_TD, v_TD = self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)
         if self.q_norm is not None and self.k_norm is not None:
-            # Autocast computes norms in fp32, and attention needs one type.
+            # Autocast computes norms in fp32, and attention needs the same type for q, k and v.
             q_TD, k_TD = self.q_norm(q_TD).to(v_TD.dtype), self.k_norm(k_TD).to(v_TD.dtype)
         q_THK, k_THK, v_THK = (y_TD.unflatten(1, (-1, self.head_dim)) for y_TD in (q_TD, k_TD, v_TD))
         if self.rot_emb is not None:
@@ -232,20 +221,18 @@ def _hand_out(on_qk: OnQk, q_THK: torch.Tensor, k_THK: torch.Tensor, batch: Toke
 
 
 def attention_map(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """Compute the attention probabilities of one sequence, `<cls>` and `<eos>` included, fp32 [H, T, T] for every type
-    of q and k.
-    """
+    """Compute the attention probabilities of one sequence, `<cls>` and `<eos>` included, always in fp32 [H, T, T]."""
     q_HTK, k_HKT = q_THK.float().transpose(0, 1), k_THK.float().permute(1, 2, 0)
     probabilities_HTT: torch.Tensor = ((q_HTK * q_THK.shape[-1] ** -0.5) @ k_HKT).softmax(dim=-1)
     return probabilities_HTT
 
 
 Between = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
-"""The type of `between(x_TD, batch)`, which returns what a family adds between attention and feed-forward part."""
+"""The type of `between(x_TD, batch)`, which returns an addend [T, D] between attention and feed-forward part."""
 
 
 class TrunkBlock(nn.Module):
-    """A layer of a trunk, with attention. Families have subclasses."""
+    """A layer of a trunk with attention. Families have subclasses."""
 
     def add_between(self, between: Between, x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """Return `between(x_TD, batch)`, which is never compiled."""
@@ -254,8 +241,8 @@ class TrunkBlock(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile `forward` in place, with the arguments of `torch.compile`.
 
-        Attention over sequences of many lengths is not compiled. Hooks of the module are not, either, so that FSDP
-        gathers outside of compiled code.
+        Attention over sequences of many lengths is not compiled. Hooks of the module are not compiled, either, so that
+        FSDP gathers parameters outside of compiled code.
         """
         keep_eager()
         for module in self.modules():

@@ -1,4 +1,4 @@
-"""What the planner and all commands need to know of a model's shape, whatever its family. No torch."""
+"""`ModelConfig`, the architecture of a model of any family. No torch."""
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
@@ -7,17 +7,13 @@ from typing import Any, ClassVar, Literal
 from esmshard.vocab import Chains
 
 Quantization = Literal["nf4", "int8"]
-"""How a frozen matrix is stored: in blocks of 64 numbers of 4 bits, or in rows of numbers of 8 bits. Each block or row
-has an fp32 scale.
-"""
+"""How a frozen matrix is stored: in 4 bits, scaled by blocks of 64 numbers, or in 8 bits, scaled by rows."""
 
 SHIPPED = {
     "starter": "was trained on some 77,000 sequences and 9,000 structures",
     "demo": "was trained on some 50,000 sequences and on no structure",
 }
-"""The small trained models that come with the package, by name: `data/NAME` has their weights, and the sentence says
-what they have seen. They are no released models.
-"""
+"""The small trained models that come with the package in `data/NAME`, with their training data in words."""
 
 
 @dataclass(frozen=True)
@@ -25,35 +21,31 @@ class Matrix:
     """A linear layer of a block, which a LoRA can adapt."""
 
     target: str
-    """Its name in a recipe's `adapt.targets`: q, k, v, out, fc1 or fc2. In a gated feed-forward part, fc1 names two."""
+    """The name in a recipe's `adapt.targets`: q, k, v, out, fc1 or fc2. A gated feed-forward part has two fc1."""
     path: str
-    """Its place in a block."""
+    """The name of the module in a block."""
     columns: int
-    """Numbers of its input vector."""
+    """Width of the input."""
     rows: int
-    """Numbers of its output vector."""
+    """Width of the output."""
     reads: str
-    """Name of its input. Matrices with the same input keep it once for the backward pass."""
+    """Name of the input. Matrices with the same input keep the input once for the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """The architecture of one model. A family has a subclass with the numbers that its models differ in.
-
-    All sizes below count parameters. `asdict` of a config, with the name of its family, is what checkpoints hold.
-    """
+    """The architecture of one model. A family has a subclass with the numbers in which its models differ."""
 
     n_layers: int
     dim: int
     n_heads: int
     window: int | None = field(default=None, compare=False)
-    """Residues that the model saw at once in training; None for the window of its family. It is not part of the shape.
-    """
+    """Residues that the model saw at once in training; None for the window of the family. Not a part of the shape."""
     chains: Chains = field(default=Chains(), compare=False)  # frozen
-    """How the model reads several chains as one sequence. It is not part of the shape."""
+    """How the model reads several chains as one sequence. Not a part of the shape."""
 
     family: ClassVar[str]
-    """Name of the family in `esmshard.model.families.family_registry.FAMILIES`."""
+    """Name of the family in `family_registry.FAMILIES`."""
     gated: ClassVar[bool] = False
     """Whether the feed-forward part multiplies two products of its input (SwiGLU)."""
     qk_norm: ClassVar[bool] = False
@@ -72,7 +64,7 @@ class ModelConfig(ABC):
         if self.chains.linker == "break" and not self.chain_break:
             raise ValueError("linker:break is for models with a token of a chain break; choose a length, as linker:25")
         if self.chains.gap and self.most_tokens is not None:
-            raise ValueError("a gap is for models with rotary positions, and this one has learned ones; leave gap out")
+            raise ValueError("a gap is for models with rotary positions; this model has learned positions; omit gap")
 
     @property
     def head_dim(self) -> int:
@@ -101,18 +93,18 @@ class ModelConfig(ABC):
 
     @property
     def projections(self) -> tuple[Matrix, ...]:
-        """The linear layers of the attention of a block, which are the same in all families."""
+        """The linear layers of the attention of a block, alike in all families."""
         d = self.dim
         qkv = [Matrix(name, f"self_attn.{name}_proj", d, d, "qkv") for name in "qkv"]
         return (*qkv, Matrix("out", "self_attn.out_proj", d, d, "out"))
 
     @property
     def n_maps(self) -> int:
-        """Number of attention maps, each of which has a weight in the contact regression."""
+        """Number of attention maps. Each map has a weight in the contact regression."""
         return self.n_layers * self.n_heads
 
     def kept_with(self, track: str) -> int:
-        """Return the numbers that the model keeps of a token for the backward pass because of this track."""
+        """Return how many more numbers a model with this track keeps of each token for the backward pass."""
         return 0
 
     @property
@@ -121,7 +113,7 @@ class ModelConfig(ABC):
         return {name: value for name, value in asdict(self).items() if name not in ("window", "chains")}
 
     def recorded(self) -> dict[str, Any]:
-        """Return what a checkpoint records of the architecture. `esmshard.model.families.family_registry` reads it."""
+        """Return the architecture as a checkpoint records it; see `family_registry.recorded_config`."""
         window = {} if self.window is None else {"window": self.window}
         chains = {} if self.chains == Chains() else {"chains": asdict(self.chains)}
         return {"family": self.family, **self.sizes, **window, **chains}

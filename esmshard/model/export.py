@@ -1,7 +1,6 @@
-"""Writes a model in `transformers`' layout, or as the file of its authors' own code, and uploads model directories.
+"""Writes a model in `transformers`' layout or as the file of its authors' code, and uploads model directories.
 
-The tensors of one file at a time are read and written, so that the memory needed is that of a file, at most 5 GB,
-whatever the model's size.
+The tensors of one file at a time are in memory, at most 5 GB for any size of a model.
 """
 
 from collections import defaultdict
@@ -26,7 +25,7 @@ MAX_FILE_BYTES = 5_000_000_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Source = Callable[[str], torch.Tensor]
-"""A function that reads the tensor of a name: one of our names for the trunk, `head.*` for a task head."""
+"""A function that reads a tensor by our name; the names of a task head are `head.*`."""
 
 
 def write_transformers(
@@ -39,29 +38,26 @@ def write_transformers(
 ) -> dict[str, str]:
     """Write `model.safetensors`, `config.json` and tokenizer files for the class of `transformers`.
 
+    Returns the sha256 of each weight file by name. Raises `FloatingPointError` if a weight is not finite, or too large
+    for `dtype`.
+
     Args:
         directory: an existing, empty directory.
         config: architecture of the trunk.
-        sizes: shape of every tensor to write, by name, without tied ones.
+        sizes: shapes of the tensors to write by name, without tied tensors.
         source: reads tensors.
         dtype: type of the written weights. Rotary frequencies stay fp32.
-        max_file_bytes: larger weights are split over several files with an index.
-
-    Returns:
-        sha256 of each weight file, by file name.
-
-    Raises:
-        FloatingPointError: a weight is not finite, or too large for `dtype`.
+        max_file_bytes: size of a file above which weights are split over several files with an index.
     """
-    theirs = family_of(config)
-    digests = _write_safetensors(directory, _by_key(theirs, config, sizes), sizes, source, dtype, max_file_bytes)
-    about = theirs.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    family = family_of(config)
+    digests = _write_safetensors(directory, _by_key(family, config, sizes), sizes, source, dtype, max_file_bytes)
+    settings = family.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     if config.window is not None:
-        about[WINDOW] = config.window
+        settings[WINDOW] = config.window
     if config.chains != Chains():
-        about[CHAINS] = config.chains.text
-    replace_json(directory / "config.json", about)
-    theirs.write_tokenizer(directory)
+        settings[CHAINS] = config.chains.text
+    replace_json(directory / "config.json", settings)
+    family.write_tokenizer(directory)
     return digests
 
 
@@ -73,14 +69,14 @@ def write_pickle(
     source: Source,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, str]:
-    """Write the file of a family's own code, at `kind.path(...)`.
+    """Write the file of the authors' code, at `kind.path(...)`.
 
-    What it cannot hold, such as a task head, is left out. Other arguments, result and errors are as in
-    `write_transformers`. `torch.save` needs all tensors at once. So they are first written to temporary files and
-    mapped from there, which takes the model's size on disk once more for a while, and no memory.
+    Tensors that the file cannot hold, such as a task head, are left out. Other arguments, result and errors are as in
+    `write_transformers`. `torch.save` needs all tensors at once, so that they are mapped from temporary files of the
+    model's size.
     """
-    held = [name for name in sizes if not name.startswith(kind.lacks)]
-    keys = {name: [name] for name in held} if kind.our_names else _by_key(family_of(config), config, held)
+    names = [name for name in sizes if not name.startswith(kind.lacks)]
+    keys = {name: [name] for name in names} if kind.our_names else _by_key(family_of(config), config, names)
     with TemporaryDirectory(dir=path.parent) as scratch:
         files = _write_safetensors(Path(scratch), keys, sizes, source, dtype, MAX_FILE_BYTES)
         tensors = {key: tensor for file in files for key, tensor in load_file(Path(scratch) / file).items()}
@@ -88,7 +84,7 @@ def write_pickle(
 
 
 def _by_key(family: Family, config: ModelConfig, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return our names of the tensors that a family's file joins in each key, in the order of its pieces."""
+    """Return the names of our tensors that a family joins in each key, in the order of the rows."""
     keys: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         if (key := family.key(name)) is not None:
@@ -107,17 +103,17 @@ def _write_safetensors(
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> dict[str, str]:
-    """Write the tensors that `keys` names for each key, joined along the rows. Return the sha256 of each file."""
-    from huggingface_hub import split_torch_state_dict_into_shards  # It reads its variables when it is imported.
+    """Write the tensors of each key, joined along the rows. Return the sha256 of each file."""
+    from huggingface_hub import split_torch_state_dict_into_shards  # The import reads environment variables.
 
     planned = {
         key: torch.empty(sum(sizes[name].numel() for name in names), dtype=stored_dtype(names[0], dtype), device="meta")
         for key, names in keys.items()
     }
     plan = split_torch_state_dict_into_shards(planned, max_shard_size=max_file_bytes)
-    for file, of_file in plan.filename_to_tensors.items():
+    for file, keys_of_file in plan.filename_to_tensors.items():
         tensors: dict[str, torch.Tensor] = {}
-        for key in of_file:
+        for key in keys_of_file:
             parts = [cast(name, source(name), dtype) for name in keys[key]]
             tensors[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
         save_file(tensors, directory / file, {"format": "pt"})
@@ -128,18 +124,14 @@ def _write_safetensors(
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which a tensor of a model of this precision is written."""
+    """Return the type in which a tensor is written if the weights have this type."""
     return torch.float32 if name.endswith("inv_freq") else dtype
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of a tensor in the type in which it is written.
-
-    Raises:
-        FloatingPointError: a value is not finite, or too large for `dtype`.
-    """
+    """Return a copy of a tensor in the type in which it is written; errors are as in `write_transformers`."""
     written = tensor.to(stored_dtype(name, dtype), copy=True, memory_format=torch.contiguous_format)
-    # NaN and infinity appear as least or largest value; a mask or a copy of a tensor may be too large.
+    # NaN and infinity appear as least or largest value. A mask of the whole tensor would take too much memory.
     if written.numel() and not torch.isfinite(torch.stack(torch.aminmax(written))).all():
         largest = float(tensor.abs().max())
         if largest < float("inf"):
@@ -151,24 +143,24 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def push(model: str, name: str, *, private: bool = False, overwrite: bool = False) -> str:
     """Upload the files of a model directory as one commit, and return the address of the repository.
 
-    `model` is a run that has a model, a directory that `consolidate` wrote, or an adapter's; `overwrite` adds a commit
-    to a repository that exists.
+    `model` is a run with a model, a directory that `consolidate` wrote, or an adapter. `overwrite` adds a commit to an
+    existing repository.
 
     Raises:
         UsageError: `name` is not OWNER/NAME, or the repository exists already.
-        InputError: the directory is no complete model, its weights are not the recorded ones, its base lies on this
-            machine only, or the hub refuses.
+        InputError: the directory is not a complete model, its weights are not the recorded weights, its base lies on
+            this machine only, or the hub refuses.
     """
     if not is_hub_name(name):
         raise UsageError(f"{name}: OWNER/NAME is expected, such as me/model")
     path = weights.place(model)
     if not path.is_dir():
-        raise InputError(f"{model}: is not the directory of a model; give a run, or what `esmshard consolidate` wrote")
+        raise InputError(f"{model}: is not a model directory; give a run, or a directory from `esmshard consolidate`")
     if adapters.is_adapter(path):
         base = adapters.read_settings(path)["base_model_name_or_path"]
         if not hub.is_name(base):
             raise InputError(
-                f"{path}: is an adapter of {base}, which others do not have; push the whole model, or consolidate the "
+                f"{path}: is an adapter of {base}, which is not on the hub; push the whole model, or consolidate the "
                 "run again with --adapter --base OWNER/NAME"
             )
     if changed := weights.altered(weights.read(str(path)).files):

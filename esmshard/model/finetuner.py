@@ -1,9 +1,9 @@
 """The trunk of a model and the head of a task as one module, and the dropout of heads.
 
-Dropout of heads is the same on any number of processes, since it depends on the record and not on the rank. torch's own
-dropout draws numbers from the state of a process, in the order in which records come. Here each number of a mask is a
-hash of (draw of the record, layer, place in the record, column), computed on the device without a state. The mask is
-the same however a step is divided, resumed or, under activation checkpointing, computed again.
+Dropout of heads depends on the record and not on the rank, so that it is the same on any number of processes. The
+dropout of torch draws numbers from the state of a process, in the order of the records. Here each number of a mask is a
+hash of (draw of the record, layer, place in the record, column). A resumed step, a step on other ranks, and a layer
+that activation checkpointing computes again have the same mask.
 
 `esmshard.batch` explains the letters of tensor names; R is the number of rows of the masked tensor.
 """
@@ -34,14 +34,11 @@ if TYPE_CHECKING:
 
 
 class LanguageModelHead(nn.Module):
-    """A module in the place of a head, for tasks that use the language model's own head. It has no parameters."""
+    """Stands for the LM head of the trunk, in tasks that use this head. It has no parameters."""
 
 
 class FineTuner(nn.Module):
-    """Trunk and task head as one module, so that one FSDP root holds both. `forward` returns one tensor a record.
-
-    The head's output; with the language model's own head, the logits at `TokenBatch.logits_at_P`.
-    """
+    """Trunk and task head as one module, so that one FSDP root holds both."""
 
     def __init__(self, trunk: Trunk, head: nn.Module) -> None:
         super().__init__()
@@ -49,40 +46,40 @@ class FineTuner(nn.Module):
         self.head = head
         self._drawn: Mapping[str, WeightReader] = {}
         self.remembered: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
-        """Outputs of a frozen model that a task keeps, by a name and a key of the task, so that they are not computed
-        twice. Those that ranks have computed for the baselines of a task are joined here.
+        """Outputs of a frozen model that a task keeps, by a name and a key of the task, so that they are computed once.
+        The outputs that ranks computed for baselines are joined here.
         """
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The layers that `esmshard.parallel` shards."""
+        """The layers of the trunk."""
         return self.trunk.layers
 
-    def forward(self, batch: TokenBatch, instead: Callable[[], Any] | None = None) -> Any:
-        """Return N outputs in fp32, whatever the precision of the arithmetic.
+    def forward(self, batch: TokenBatch, substitute: Callable[[], Any] | None = None) -> Any:
+        """Return the outputs of the head for N records, or the logits at `TokenBatch.logits_at_P`; always fp32.
 
-        `instead` is called in place of the model, with the parameters that the model computes with: where ranks share
-        a model, these exist only during this call (`esmshard.parallel.shard.shared_calls`).
+        `substitute` is called in place of the model. If ranks share a model, the parameters exist only during a call of
+        the model (`esmshard.parallel.shard.shared_calls`).
         """
-        if instead is not None:
-            return instead()
+        if substitute is not None:
+            return substitute()
         read_attention = getattr(self.head, "attention", None)
         attention = None if read_attention is None else read_attention(batch)
         on_attention = None if attention is None else attention.add
         layers, logits_PV = self.trunk(batch, logits_at=batch.logits_at_P, on_attention=on_attention)
         if self.asks_logits and logits_PV is not None:
             return list(logits_PV.float().split(batch.logit_counts))
-        # A head may also read the logits of the language model, or what its `attention` has collected.
-        also_read = logits_PV if getattr(self.head, "reads_logits", False) else attention
+        # Some heads also read the logits of the language model, or the result of their `attention`.
+        more_input = logits_PV if getattr(self.head, "reads_logits", False) else attention
         x_TD = layers[self.trunk.config.n_layers]
-        outputs = self.head(x_TD, batch) if also_read is None else self.head(x_TD, batch, also_read)
+        outputs = self.head(x_TD, batch) if more_input is None else self.head(x_TD, batch, more_input)
         return [output.float() for output in outputs]
 
     @torch.no_grad()
     def outputs(self, inputs: Sequence[Inputs]) -> list[npt.NDArray[np.float32]]:
         """Return the outputs of the head for some examples, computed on the device of the weights."""
         dtype = self.trunk.embed_tokens.weight.dtype
-        # A head keeps fp32 weights; where those of the trunk are shorter, autocast brings the two together.
+        # The head has fp32 weights. Autocast joins it to a trunk in half precision.
         mixed = nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype)
         with mixed, exact_convolutions(self.device):
             return [output.cpu().numpy() for output in self(batch_of(inputs).to(self.device))]
@@ -112,16 +109,13 @@ class FineTuner(nn.Module):
         quantization: Quantization | None = None,
     ) -> None:
         """Choose the parameters that learn: the head, and the parts of the trunk that the recipe's `adapt` section
-        names.
-
-        What no output depends on never does: `Trunk.never_learns`, but for what learns with one of the tracks, and the
-        LM head (all but the tied embedding) of tasks that ask for no logits.
+        names. Parameters without influence on the outputs never learn.
 
         Args:
-            settings: of the recipe.
-            seed: of new LoRA matrices.
-            tracks: names of the tracks that all batches have besides the sequence.
-            quantization: how the matrices of the layers are stored, which then do not learn.
+            settings: section `adapt` of the recipe.
+            seed: seed of new LoRA matrices.
+            tracks: names of the tracks that all batches have.
+            quantization: how the matrices of the layers are stored. Quantised matrices do not learn.
         """
         if quantization is not None:
             quantize(self.trunk.layers, self.trunk.config.matrices, quantization)
@@ -131,8 +125,8 @@ class FineTuner(nn.Module):
             self._drawn = weights.drawn(trunk.config, added, seed)
             for name, parameter in trunk.named_parameters():
                 parameter.requires_grad_(name in added or (settings.bias == "all" and name.endswith("bias")))
-        with_tracks = tuple(start for track in tracks for start in trunk.learns_with.get(track, ()))
-        for name, parameter in trunk.named_parameters():  # Tied ones come once, under their first name.
+        with_tracks = tuple(prefix for track in tracks for prefix in trunk.learns_with.get(track, ()))
+        for name, parameter in trunk.named_parameters():  # A tied parameter comes once, under its first name.
             if name.startswith("lm_head."):
                 parameter.requires_grad_(self.asks_logits and settings.method in ("full", "head"))
             elif name.startswith(trunk.never_learns) and not name.startswith(with_tracks):
@@ -140,33 +134,32 @@ class FineTuner(nn.Module):
         for part in settings.freeze:
             _freeze(trunk, part)
 
-    def rows_of(self, found: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
-        """Return a function that reads rows of this module's tensors by name: the trunk's from `found`, the head's from
-        `head`; those of a LoRA are drawn, and those of a packed matrix are computed from the whole matrix.
+    def rows_of(self, base: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
+        """Return a function that reads rows of this module's tensors by name: of the trunk from `base`, and of the head
+        from `head`. LoRA matrices are drawn, and packed matrices are computed from the whole matrix.
         """
         state = head.state_dict()
 
-        @lru_cache(maxsize=1)  # Its values and its scales are asked for in turn.
+        @lru_cache(maxsize=1)  # The values and the scales of a matrix are read in turn.
         def packed(linear: str) -> dict[str, torch.Tensor]:
             matrix = packed_of(self.trunk.get_submodule(linear))
             assert matrix is not None
-            return matrix.pack(found[f"{linear}.weight"])
+            return matrix.pack(base[f"{linear}.weight"])
 
         def read(name: str, rows: slice) -> torch.Tensor:
-            part, _, own = name.partition(".")
-            if part == "trunk" and ".packed." in own:
-                linear, _, buffer = own.rpartition(".packed.")
+            part, _, inner = name.partition(".")
+            if part == "head":
+                return state[inner][rows]  # type: ignore[no-any-return]
+            if ".packed." in inner:
+                linear, _, buffer = inner.rpartition(".packed.")
                 return packed(linear)[buffer][rows]
-            if part == "trunk":
-                return self._drawn[own](rows) if own in self._drawn else found.rows(own, rows)
-            mine: torch.Tensor = state[own][rows]
-            return mine
+            return self._drawn[inner](rows) if inner in self._drawn else base.rows(inner, rows)
 
         return read
 
 
 def _freeze(trunk: Trunk, part: str) -> None:
-    """Freeze the parameters that one entry of `adapt.freeze` names. `UsageError` if the model has no such part."""
+    """Freeze the parameters that an entry of `adapt.freeze` names. Raises `UsageError` if the model lacks this part."""
     if part == "embedding":
         frozen = [p for n, p in trunk.named_parameters() if n.startswith("embed_")]
     elif part == "biases":
@@ -174,10 +167,10 @@ def _freeze(trunk: Trunk, part: str) -> None:
     elif part == "norms":
         frozen = [p for m in trunk.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm) for p in m.parameters()]
     elif part == "tracks":
-        starts = tuple(start for starts in trunk.learns_with.values() for start in starts)
-        if not starts:
-            raise UsageError("adapt.freeze: tracks: the model has no part of its own for a track; leave it out")
-        frozen = [p for n, p in trunk.named_parameters() if n.startswith(starts)]
+        prefixes = tuple(prefix for prefixes in trunk.learns_with.values() for prefix in prefixes)
+        if not prefixes:
+            raise UsageError("adapt.freeze: tracks: the model has no parameters for a track; leave it out")
+        frozen = [p for n, p in trunk.named_parameters() if n.startswith(prefixes)]
     else:
         first, _, last = part.removeprefix("layers.").partition("-")
         layers = slice(int(first), int(last or first) + 1)
@@ -189,9 +182,7 @@ def _freeze(trunk: Trunk, part: str) -> None:
 
 
 _PLACE, _LAYER, _COLUMN = 0x27D4EB2F, 0x165667B1, 0x61C88647
-"""Odd factors that separate neighbouring numbers before they are hashed."""
-_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
-"""Factors of the hash, as int32."""
+"""Odd factors that separate neighbouring numbers before the hash."""
 
 
 class RecordDropout(nn.Module):
@@ -199,7 +190,7 @@ class RecordDropout(nn.Module):
 
     Args:
         share: share that is set to zero, from 0 to below 1.
-        layer: number of this dropout layer among those of a head. Each layer has its own draws.
+        layer: number of this layer among the dropout layers of a head. Each layer has different draws.
     """
 
     def __init__(self, share: float, layer: int = 0) -> None:
@@ -211,7 +202,7 @@ class RecordDropout(nn.Module):
 
         Args:
             x_RF: numbers of any floating type.
-            draw_R: int32 [R], from `of_tokens`, `of_changes` or `TokenBatch.draw_N`. It may be None in evaluation only.
+            draw_R: int32 [R], from `of_tokens`, `of_changes` or `TokenBatch.draw_N`. None is for evaluation only.
         """
         if not self.training or not self.share:
             return x_RF
@@ -244,6 +235,6 @@ def of_changes(batch: TokenBatch) -> torch.Tensor | None:
 
 def _hashed(h: torch.Tensor) -> torch.Tensor:
     """Apply the finaliser `lowbias32` of Wellons (github.com/skeeto/hash-prospector), in place. int32 wraps around."""
-    for shift, factor in ((16, _FIRST), (15, _SECOND)):
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):  # factors as int32
         h = h.bitwise_xor_((h >> shift) & (2 ** (32 - shift) - 1)).mul_(factor)
     return h.bitwise_xor_((h >> 16) & 0xFFFF)

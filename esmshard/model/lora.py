@@ -1,15 +1,14 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): a trained low-rank matrix beside each frozen matrix of the trunk's layers.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): a trained low-rank matrix is added to frozen matrices of the trunk's layers.
 
     y = x W' + bias + alpha / rank * (x A') B'        A [rank, in], B [out, rank]
 
-B starts at zero, so the first forward pass is that of the base model. The two matrices are parameters of the linear
-layer itself, `layers.N.self_attn.q_proj.lora_A.weight`, so that sharding, checkpoints and compilation of a block
-include them. The names are those of PEFT without its prefixes (`esmshard.model.adapters`).
+B starts at zero, so that the first forward pass equals the base model. Both matrices are parameters of the linear layer
+itself, such as `layers.N.self_attn.q_proj.lora_A.weight`, so that sharding, checkpoints and compilation of a block
+include them. The names are PEFT's without prefixes (`esmshard.model.adapters`).
 
-The frozen matrix may have 4 or 8 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). A packed matrix is stored as
-buffers, which no sharding divides. It is unpacked to the precision of the arithmetic for each product, forward and
-backward, and the unpacked matrix is not kept. All values are packed and unpacked by bitsandbytes: `nf4` in blocks of 64
-numbers with one fp32 scale, `int8` with one fp32 scale for each row.
+The frozen matrix may have 4 or 8 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). A packed matrix is stored in
+buffers, which no sharding divides. bitsandbytes unpacks the matrix to the precision of the arithmetic for each product,
+forward and backward, and the unpacked matrix is not kept.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,13 +23,11 @@ from esmshard.errors import UsageError
 from esmshard.model.config import Matrix, Quantization
 
 NF4_BLOCK = 64
-"""Numbers of a frozen matrix that share a scale."""
+"""Numbers of an nf4 matrix that share a scale."""
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with a low-rank matrix beside its own matrix. `weight` and `bias` stay its parameters; a packed
-    matrix stays packed.
-    """
+    """A linear layer with a LoRA. `weight` and `bias` stay parameters, and a packed matrix stays packed."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         packed = packed_of(base)
@@ -53,27 +50,27 @@ class LoraLinear(nn.Linear):
 def add_lora(
     layers: nn.ModuleList, matrices: Sequence[Matrix], rank: int, alpha: float, targets: Collection[str]
 ) -> dict[str, torch.Size]:
-    """Add a LoRA to those linear layers of each block that `targets` names (`Matrix.target`), in place, on any device.
+    """Add a LoRA to the linear layers of each block that `targets` names (`Matrix.target`), in place, on any device.
 
     Returns:
-        Shapes of the new matrices, by the trunk's names. `esmshard.model.weights.drawn` gives their first
-        values; the values in the model are not defined yet.
+        Shapes of the new matrices, by the trunk's names. The values are undefined until `esmshard.model.weights.drawn`
+        fills them.
     """
     added: dict[str, torch.Size] = {}
     for n, layer in enumerate(layers):
-        for place in (matrix.path for matrix in matrices if matrix.target in targets):
-            base = layer.get_submodule(place)
+        for path in (matrix.path for matrix in matrices if matrix.target in targets):
+            base = layer.get_submodule(path)
             assert isinstance(base, nn.Linear)
             linear = LoraLinear(base, rank, alpha / rank)
-            layer.set_submodule(place, linear)
-            names = lora_names(f"layers.{n}.{place}.weight")
+            layer.set_submodule(path, linear)
+            names = lora_names(f"layers.{n}.{path}.weight")
             added |= zip(names, (linear.lora_A.weight.shape, linear.lora_B.weight.shape), strict=True)
     return added
 
 
 def merged(name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
-    """Return a weight with its LoRA added, in fp32: W + scale * B A, where scale is alpha / rank. `tensors` has the
-    weight and the tensors `lora_names(name)`; without these the weight is returned unchanged.
+    """Return a weight with its LoRA, W + scale * B A in fp32, where scale is alpha / rank. A weight without the tensors
+    `lora_names(name)` is returned unchanged.
     """
     a, b = lora_names(name)
     if a not in tensors:
@@ -82,7 +79,7 @@ def merged(name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> torc
 
 
 def lora_names(name: str) -> tuple[str, str]:
-    """Return the names of A and B beside a weight.
+    """Return the names of A and B of a weight.
 
     >>> lora_names("layers.0.fc1.weight")
     ('layers.0.fc1.lora_A.weight', 'layers.0.fc1.lora_B.weight')
@@ -111,18 +108,16 @@ class PackedMatrix(nn.Module):
         self.register_buffer("scales", scales)
 
     def pack(self, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the values of both buffers for a matrix. They are computed on the device of the buffers, and returned
-        on that of the matrix.
-        """
+        """Compute both buffers for a matrix on their device. Return them on the device of the matrix."""
         from bitsandbytes import functional
 
-        there, here = self.values.device, weight_OI.device
+        device = self.values.device
         if self.kind == "nf4":
-            values, state = functional.quantize_4bit(weight_OI.float().to(there), None, None, NF4_BLOCK, False, "nf4")
+            values, state = functional.quantize_4bit(weight_OI.float().to(device), None, None, NF4_BLOCK, False, "nf4")
             scales = state.absmax
         else:  # The kernel takes fp16 only, which has more digits than the result.
-            values, scales, _ = functional.int8_vectorwise_quant(weight_OI.half().to(there))
-        return {"values": values.view(self.values.shape).to(here), "scales": scales.to(here)}
+            values, scales, _ = functional.int8_vectorwise_quant(weight_OI.half().to(device))
+        return {"values": values.view(self.values.shape).to(weight_OI.device), "scales": scales.to(weight_OI.device)}
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrix [out, in] in this dtype, as new memory."""
@@ -130,7 +125,7 @@ class PackedMatrix(nn.Module):
 
         if self.kind == "int8":
             return functional.int8_vectorwise_dequant(self.values, self.scales).to(dtype)  # type: ignore[no-any-return]
-        # The shape is flat, as blocks are: the kernel for CPUs begins a new block with each row.
+        # The flat shape lets blocks go on in the next row. The CPU kernel would begin a new block with each row.
         flat = torch.Size([self.rows * self.columns])
         state = functional.QuantState(  # type: ignore[no-untyped-call]
             self.scales, flat, blocksize=NF4_BLOCK, quant_type="nf4", dtype=dtype
@@ -153,9 +148,7 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantize(layers: nn.ModuleList, matrices: Sequence[Matrix], kind: Quantization) -> None:
-    """Replace the linear layers of each block, in place, on any device. The values of the packed matrices are not
-    defined yet.
-    """
+    """Replace the linear layers of each block by layers with undefined packed matrices, in place, on any device."""
     for layer in layers:
         for matrix in matrices:
             base = layer.get_submodule(matrix.path)
@@ -164,7 +157,7 @@ def quantize(layers: nn.ModuleList, matrices: Sequence[Matrix], kind: Quantizati
 
 
 def packed_of(linear: nn.Module) -> PackedMatrix | None:
-    """Return the packed matrix of a linear layer, with or without a LoRA; None if its matrix is not packed."""
+    """Return the packed matrix of a linear layer with or without a LoRA; None if the matrix is not packed."""
     return getattr(linear, "packed", None)
 
 
@@ -175,7 +168,7 @@ def frozen_product(x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: Pack
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product with a packed matrix. Neither the unpacked matrix nor the input is kept for the backward pass."""
+    """The product with a packed matrix. The backward pass keeps neither the unpacked matrix nor the input."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: PackedMatrix) -> torch.Tensor:
@@ -194,7 +187,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def check_quantization(device: torch.device) -> None:
-    """Raise `UsageError` on devices on which quantised matrices are not offered, and without bitsandbytes."""
+    """Raise `UsageError` if the device is no NVIDIA GPU, or if bitsandbytes is missing."""
     if device.type != "cuda":
         raise UsageError(
             f"model.quantize: is for NVIDIA GPUs, and this run is on {device.type}; pass model.quantize=null, or run "

@@ -1,4 +1,4 @@
-"""What the models of all families have in common: blocks over packed sequences, between an embedding and an LM head.
+"""`Trunk`, the common base of all models: an embedding, blocks over packed sequences, and an LM head.
 
 `esmshard.batch` explains the letters of tensor names.
 """
@@ -19,11 +19,11 @@ from esmshard.vocab import SEPARATOR, TOKENS, Chains
 
 GLYCINE = TOKENS.index("G")
 ABSENT = -1e4
-"""The logit of a token that a family lacks. Its probability is zero in every precision, and it is finite."""
+"""The logit of a token that a family lacks. The logit is finite, and the probability is zero in every precision."""
 
 
 class ContactRegression(nn.Module):
-    """The holder of `contact_head.regression`, fair-esm's name: one weight for each attention head of every layer."""
+    """Holds `contact_head.regression`, as fair-esm names it: one weight for each attention head of every layer."""
 
     def __init__(self, n_maps: int) -> None:
         super().__init__()
@@ -31,29 +31,25 @@ class ContactRegression(nn.Module):
 
 
 def embedding(rows: int, dim: int, padding_idx: int | None = None) -> nn.Embedding:
-    """Make a table. The normal draw of `nn.Embedding` is avoided: on the meta device it imports the compiler, two
-    seconds of every start.
-    """
+    """Make a table without the draw of `nn.Embedding`, which on the meta device imports the compiler (2 seconds)."""
     return nn.Embedding(rows, dim, padding_idx, _weight=torch.empty(rows, dim).uniform_(-1, 1))
 
 
 class TrunkOutput(NamedTuple):
-    """The requested results of one forward pass. A tuple, so that FSDP finds the tensors in it."""
+    """The requested results of one forward pass. FSDP finds the tensors in a tuple."""
 
     representations: dict[int, torch.Tensor]
-    """Representations x_TD by layer. Layer 0 is the scaled embedding; only the last layer includes the
-    LayerNorm after the blocks.
-    """
+    """Representations x_TD by layer. Layer 0 is the scaled embedding. Only the last layer has the final norm."""
     logits_PV: torch.Tensor | None
 
 
 class Pack:
-    """The part of a pack's tokens that the blocks of a trunk compute: all of them. Where ranks divide the tokens,
+    """The tokens of a pack that the blocks of a trunk compute: all tokens. If ranks divide the tokens,
     `esmshard.parallel` gives the trunk a subclass.
     """
 
     def own(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens [R, D] of a tensor that all ranks have computed alike."""
+        """Return this rank's tokens [R, D] of a tensor that all ranks have."""
         return x_TD
 
     def all(self, x_RD: torch.Tensor) -> torch.Tensor:
@@ -61,27 +57,23 @@ class Pack:
         return x_RD
 
     def positions(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch with the positions of the tokens whose queries a block computes."""
+        """Return the batch with the positions of this rank's tokens."""
         return batch
 
 
 class Trunk(nn.Module, ABC):
     """A language model with its LM head and its contact regression. A family has a subclass.
 
-    `layers` is a ModuleList of blocks `block(x_TD, batch, layer, on_attention) -> x_TD`, on which `esmshard.parallel`
-    relies. Under `torch.device("meta")` the model has shapes and takes no memory;
-    `esmshard.model.weights` fills it.
+    `esmshard.parallel` relies on blocks `block(x_TD, batch, layer, on_attention) -> x_TD` in `layers`. Under
+    `torch.device("meta")` the model has shapes and takes no memory. `esmshard.model.weights` fills the model.
     """
 
     tied: ClassVar[Mapping[str, str]] = {}
-    """Names that mean the tensor of another name, which alone is stored."""
+    """Names of tied tensors. The value is the name under which the same tensor is stored."""
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.",)
-    """Beginnings of the names of parameters that no fine-tuning changes, since no loss depends on them, or too little.
-    """
+    """Prefixes of parameters that no fine-tuning changes, since losses depend little or not at all on them."""
     learns_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """By the name of a track (`esmshard.vocab.Track`), beginnings of the names of parameters that `never_learns` names,
-    too, and that learn nevertheless where batches have this track.
-    """
+    """Exceptions from `never_learns`: prefixes of parameters that learn if batches have a track, by track name."""
 
     config: ModelConfig
     embed_tokens: nn.Embedding
@@ -89,25 +81,23 @@ class Trunk(nn.Module, ABC):
     lm_head: nn.Module
     contact_head: ContactRegression
     shared_on: torch.device | None = None
-    """The device of this process while several processes compute the model together, or in another precision than that
-    of its weights. Calls then come one after the other. None for a model that this process has for itself.
+    """The device of this process while several processes share the model, or while the arithmetic has another precision
+    than the weights. Calls then must follow each other. None otherwise.
     """
-
     called_through: Callable[..., TrunkOutput] | None = None
-    """A function that makes a call of the trunk one of all processes (`esmshard.parallel.shard.shared_calls`): its
-    arguments are the call of the module and what the trunk is called with.
+    """A function that makes a call of the trunk a call of all processes (`esmshard.parallel.shard.shared_calls`). Its
+    arguments are the module's own `__call__` and the arguments of the trunk.
     """
-
     pack = Pack()
 
-    def __call__(self, *given: Any, **options: Any) -> Any:
-        """Call the module, as torch does, or as `called_through` says."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module as torch does, or through `called_through`."""
         call = super().__call__
-        return call(*given, **options) if self.called_through is None else self.called_through(call, *given, **options)
+        return call(*args, **kwargs) if self.called_through is None else self.called_through(call, *args, **kwargs)
 
     @property
     def device(self) -> torch.device:
-        """The device that computes, which is that of the weights, unless these are kept elsewhere."""
+        """The device that computes: the device of the weights, unless the weights are kept on another device."""
         return self.shared_on or self.embed_tokens.weight.device
 
     @abstractmethod
@@ -125,7 +115,7 @@ class Trunk(nn.Module, ABC):
         return self.layers[index](x_TD, batch, index, on_attention)  # type: ignore[no-any-return]
 
     def tie_weights(self) -> None:
-        """Make the names in `tied` share their tensor again; `to_empty` gives each name a separate tensor."""
+        """Make tied names share a tensor again, after `to_empty` has given each name a separate tensor."""
 
     def forward(
         self,
@@ -134,17 +124,14 @@ class Trunk(nn.Module, ABC):
         logits_at: torch.Tensor | None = None,
         on_attention: OnAttention | None = None,
     ) -> TrunkOutput:
-        """Run the trunk over a packed batch.
+        """Run the trunk over a packed batch. Raises `InputError` for a sequence with too many learned positions.
 
         Args:
             batch: N sequences, T tokens in all.
-            layers: which representations to return, 0 (embedding) to `n_layers`; by default the last. Blocks after the
-                highest are not run, unless logits are asked for or `layers` is empty.
-            logits_at: int64 [P], places in the pack at which to compute LM logits. None computes none.
-            on_attention: called as `on_attention(layer, sequence, q_THK, k_THK)`; see `esmshard.model.attention`.
-
-        Raises:
-            InputError: a sequence is longer than a model with learned positions allows.
+            layers: representations to return, from 0 (embedding) to `n_layers`; by default the last. Blocks after the
+                highest requested layer are skipped, unless logits are requested or `layers` is empty.
+            logits_at: int64 [P], places in the pack at which to compute LM logits; None for no logits.
+            on_attention: see `esmshard.model.attention.OnAttention`.
         """
         wanted = {self.config.n_layers} if layers is None else set(layers)
         if wanted - set(range(self.config.n_layers + 1)):
@@ -154,7 +141,7 @@ class Trunk(nn.Module, ABC):
         representations = {0: x_TD} if 0 in wanted else {}
         needed = self.config.n_layers
         if logits_at is None and wanted:
-            needed = max(wanted)  # Layers that no result needs are not computed.
+            needed = max(wanted)
         x_TD = self.pack.own(x_TD)
         batch = self.pack.positions(batch)
         for index in range(len(self.layers)):
@@ -176,8 +163,8 @@ class Trunk(nn.Module, ABC):
 
 
 def as_read(batch: TokenBatch, chains: Chains) -> TokenBatch:
-    """Return a batch with the linkers between chains as a model reads them: glycines, or tokens of a chain break, and
-    positions with a gap. Heads and losses get the batch with `SEPARATOR` tokens.
+    """Return the batch that the embedding reads: linkers between chains become glycines or chain breaks, and positions
+    get gaps. Heads and losses see the batch with `SEPARATOR` tokens.
     """
     if not batch.linked_N:
         return batch
@@ -186,7 +173,7 @@ def as_read(batch: TokenBatch, chains: Chains) -> TokenBatch:
     if chains.linker != "break":
         tokens_T = tokens_T.masked_fill(between_T, GLYCINE)
     if chains.gap:
-        # The chains before each token, counted by the ends of linkers over the pack, less those of earlier sequences.
+        # Linkers before each token in the pack, minus the linkers of earlier sequences.
         ends_T = F.pad(between_T[:-1] & ~between_T[1:], (1, 0)).long().cumsum(0)
         before_N = ends_T[batch.cu_seqlens[:-1].long()]
         lengths_N = batch.cu_seqlens.diff().long()

@@ -1,4 +1,4 @@
-"""Opens weight files without running code from them, and describes what is wrong with other files."""
+"""Opens weight files without running code from them, and describes errors in files."""
 
 import argparse
 import re
@@ -16,40 +16,36 @@ from esmshard.io import paths as files
 
 ALL = slice(None)
 REPLACED = "copy or download it again; a git-LFS pointer needs `git lfs pull`, and a web page a new download"
-"""What to do about a file that cannot be read, for messages."""
+"""The advice in messages about unreadable files."""
 
 
 @dataclass(frozen=True)
 class WeightReader:
-    """A reader of one tensor, or of some rows of it, so that no second copy of a model is needed in memory."""
+    """Reads one tensor or some of its rows, so that no second copy of a model is needed in memory."""
 
     shape: torch.Size
     """Shape of the whole tensor."""
     rows: Callable[[slice], torch.Tensor]
 
     def __call__(self, rows: slice = ALL) -> torch.Tensor:
-        """Read the tensor, or these rows of it."""
+        """Read the tensor or some of its rows."""
         return self.rows(rows)
 
     def part(self, part: slice) -> "WeightReader":
         """Return a reader of some rows of the tensor, for a file that joins several tensors in one."""
         if part == ALL:
             return self
-        inside = range(self.shape[0])[part]
+        part_rows = range(self.shape[0])[part]
 
         def read(rows: slice) -> torch.Tensor:
-            these = inside[rows]
-            return self.rows(slice(these.start, these.stop, these.step))
+            chosen = part_rows[rows]
+            return self.rows(slice(chosen.start, chosen.stop, chosen.step))
 
-        return WeightReader(torch.Size((len(inside), *self.shape[1:])), read)
+        return WeightReader(torch.Size((len(part_rows), *self.shape[1:])), read)
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a model directory.
-
-    Raises:
-        InputError: the file is missing or is not JSON.
-    """
+    """Read a JSON file of a model directory. Raises `InputError` if the file is missing or is not JSON."""
     try:
         return files.read_json(path)
     except FileNotFoundError:
@@ -59,7 +55,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_safetensors(path: Path) -> dict[str, WeightReader]:
-    """Return readers of the tensors of a safetensors file, by key. Only the header is read now."""
+    """Return readers of the tensors of a safetensors file, by key. This call reads the header only."""
 
     def rows(key: str, rows: slice) -> torch.Tensor:
         with safe_open(path, framework="pt") as file:
@@ -75,9 +71,7 @@ def read_safetensors(path: Path) -> dict[str, WeightReader]:
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """Read the dictionary in a torch file. Only tensors, containers and `argparse.Namespace` may
-    occur; no code is run.
-    """
+    """Read the dictionary in a torch file. No code is run: it may hold tensors, containers and `argparse.Namespace`."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             try:
@@ -91,7 +85,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
                 f"{path}: holds code ({code[1]}), and none of it was run; weights are tensors only, so get the model "
                 "from its publisher, best as safetensors"
             ) from None
-        # The message of torch is left out: it goes on to advise loading with code.
+        # The message of torch is left out, since it advises loading with code.
         raise InputError(f"{path}: cannot be read as torch weights ({type(error).__name__}); {REPLACED}") from None
     if not isinstance(data, dict):
         raise InputError(f"{path}: holds a {type(data).__name__}, not a dictionary of weights")
@@ -99,7 +93,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, WeightReader]:
-    """Return readers of the tensors of a safetensors file, or of a torch file that holds nothing else, by key."""
+    """Return readers of the tensors of a safetensors file, or of a torch file that holds only tensors, by key."""
     return read_safetensors(path) if path.suffix == ".safetensors" else tensors(read_pickle(path))
 
 

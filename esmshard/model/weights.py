@@ -1,8 +1,8 @@
-"""Weights of models from files, directories, the Hugging Face hub or random draws, and models made of them.
+"""Weights from files, directories, the Hugging Face hub or random draws; models with these weights; and the identity of
+models, which `esmshard.json` and checkpoints record as sha256.
 
-All functions use `Weights`: tensors by our names, read one at a time, so that no second copy of the model is needed.
-Every key of a file must be known. What a file of a family looks like is in `esmshard.model.families`. The end of this
-file is about identity: the sha256 that `esmshard.json` records of weight files, and that of the base of an adapter.
+`Weights` holds tensors by our names and reads one tensor at a time, so that no second copy of a model is needed. Every
+key of a file must be known to the family (`esmshard.model.families`).
 """
 
 import hashlib
@@ -35,47 +35,43 @@ from esmshard.progress import say
 from esmshard.vocab import Chains
 
 ABOUT = "esmshard.json"
-"""The file beside weights that esmshard wrote: their sha256, and for a fine-tuned model its recipe, data and base."""
+"""The file in a directory of esmshard's weights: their sha256, and recipe, data and base of a fine-tuned model."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors of one model. Each tensor is read from disk when it is used."""
+    """The tensors of one model. A tensor is read from disk when it is used."""
 
     config: ModelConfig
     source: str
     """Source of the weights, for messages."""
     read: Mapping[str, WeightReader]
-    """By our names; those of a fine-tuned task head begin with `head.`."""
+    """Readers by our names. The names of a fine-tuned task head begin with `head.`."""
     absent: tuple[str, ...] = ()
-    """Parts that the file does not have and that were drawn at random: `lm_head`, `contact_head`."""
+    """Parts that the file lacks and that were drawn at random: `lm_head`, `contact_head`."""
     notices: tuple[str, ...] = ()
-    """Sentences on what the files hold and nothing here reads, such as `classifier`, a head of `transformers`."""
+    """Sentences about parts of the files that are ignored, such as the head `classifier` of `transformers`."""
     files: tuple[Path, ...] = ()
     """The weight files, for `identity` and `altered`; none for fresh weights."""
     seed: int | None = None
     """Seed of fresh weights; None for weights from files."""
     made: str = ""
-    """For an adapter, a digest of the inputs of its values other than files: scales, and the seed of a random base."""
+    """Digest of the inputs of an adapter that are not in files: the scales, and the seed of a random base."""
 
     @property
     def unlearned(self) -> tuple[str, ...]:
-        """Parts that no training has changed: parts drawn at random or, for fresh weights, parts that most tasks do not
-        train.
-        """
+        """Parts with random values; of fresh weights, the parts that most tasks do not train."""
         return self.absent if self.seed is None else ("lm_head", "contact_head")
 
     def lacking(self, *parts: str) -> list[str]:
-        """Return sentences about those of these parts that the file does not have, for a caller that uses them."""
-        return [f"{self.source}: has no {part}; what it says is random" for part in self.absent if part in parts]
+        """Return a sentence about each of these parts that the file lacks, for a caller that uses the parts."""
+        return [f"{self.source}: has no {part}; its output is random" for part in self.absent if part in parts]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.rows(name, ALL)
 
     def rows(self, name: str, rows: slice) -> torch.Tensor:
-        """Read some rows of a tensor. From a safetensors file only these rows are read. `InputError` if one of their
-        values is not finite.
-        """
+        """Read some rows of a tensor. Raises `InputError` if a value is not finite."""
         tensor = self.read[tied(self.config).get(name, name)](rows)
         if not torch.isfinite(tensor).all():
             raise InputError(
@@ -86,7 +82,7 @@ class Weights:
 
     @property
     def head(self) -> dict[str, WeightReader]:
-        """Readers of a fine-tuned task head, without the prefix `head.`; empty if there is none."""
+        """Readers of a fine-tuned task head, without the prefix `head.`; empty without a head."""
         return {name.removeprefix("head."): reader for name, reader in self.read.items() if name.startswith("head.")}
 
     def head_state(self) -> dict[str, torch.Tensor]:
@@ -94,26 +90,26 @@ class Weights:
         return {name: self[f"head.{name}"] for name in self.head}
 
 
-@lru_cache(maxsize=8)  # A large model takes tenths of a second, and a directory of it is opened again and again.
+@lru_cache(maxsize=8)  # A large model takes tenths of a second, and the same directory is opened many times.
 def shapes(config: ModelConfig) -> Mapping[str, torch.Size]:
-    """Return the shape of every tensor of a model by name, buffers included. No memory is used."""
+    """Return the shapes of all tensors and buffers of a model by name, without memory for them."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in family_registry.build(config).state_dict().items()}
 
 
 def tied(config: ModelConfig) -> Mapping[str, str]:
-    """Return the names that mean the tensor of another name, with this other name."""
+    """Return the names of tied tensors, each with the name under which the tensor is stored."""
     return family_registry.family_of(config).trunk.tied
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Return the shape of every tensor that files and checkpoints hold: a tied tensor once, under its first name."""
+    """Return the shapes of the tensors that files and checkpoints hold. A tied tensor is stored once."""
     return {name: shape for name, shape in shapes(config).items() if name not in tied(config)}
 
 
 def fresh(config: ModelConfig, seed: int) -> Weights:
-    """Make new random weights. Each tensor depends on the seed and its name only, so that every rank can draw its own
-    part. The distributions are those of the family (`esmshard.model.families.family.Family.initial`).
+    """Make new random weights, with the distributions of `Family.initial`. Each tensor depends only on the seed and the
+    name, so that every rank can draw its part.
     """
     return Weights(config, f"fresh weights, seed {seed}", drawn(config, shapes(config), seed), seed=seed)
 
@@ -121,8 +117,7 @@ def fresh(config: ModelConfig, seed: int) -> Weights:
 def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> dict[str, WeightReader]:
     """Return readers of random values, as in `fresh`. In a LoRA, A is Kaiming-uniform as in PEFT and B is 0."""
 
-    # Rows are taken from the whole tensor, which is drawn once for successive calls.
-    @lru_cache(maxsize=1)
+    @lru_cache(maxsize=1)  # Successive calls read rows of the same tensor.
     def draw(name: str, shape: torch.Size) -> torch.Tensor:
         if name.endswith("lora_B.weight"):
             return torch.zeros(shape)
@@ -140,51 +135,44 @@ def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> d
 
 
 def place(model: str | Path) -> Path:
-    """Return the file or directory that a model's name means: a shipped model's, the model of a run, the copy of one in
-    a bucket, else the path itself.
-    """
+    """Return the path of a shipped model, of the model of a run, of a copy from a bucket, or else this path."""
     path = _copy_of(url) if (url := remote.address(model)) is not None else Path(model).expanduser()
     if str(model) in SHIPPED and not path.exists():
         return shipped("data") / str(model) / "model"
-    of_run = path / "model"
-    return of_run if not _has_config(path) and _has_config(of_run) else path
+    model_of_run = path / "model"
+    return model_of_run if not _has_config(path) and _has_config(model_of_run) else path
 
 
 @cache
 def _copy_of(url: str) -> Path:
-    """Return the copy of a model in a bucket. Of a run only its model is copied."""
-    of_run = f"{url}/model"
-    is_run = not remote.exists(f"{url}/config.json") and remote.exists(f"{of_run}/config.json")
-    return remote.local(of_run if is_run else url)
+    """Return the local copy of a model in a bucket. Of a run only the model is copied."""
+    model_of_run = f"{url}/model"
+    is_run = not remote.exists(f"{url}/config.json") and remote.exists(f"{model_of_run}/config.json")
+    return remote.local(model_of_run if is_run else url)
 
 
 def directory(model: str | Path) -> Path:
-    """Return what `place` returns; for a repository of the hub its copy in the cache, which is downloaded if need be.
-
-    Raises:
-        InputError: the repository cannot be downloaded.
+    """Return the result of `place`, or for a repository of the hub the copy in the cache. Downloads a missing copy.
+    Raises `InputError` if the download fails.
     """
     path = place(model)
     return hub.fetch(str(model)) if not path.exists() and hub.is_name(str(model)) else path
 
 
 def is_far(model: str) -> bool:
-    """Return whether a model would be read from a bucket or downloaded from the hub. Nothing is asked for."""
+    """Return whether `read` would use the network for this model. This function does not use the network."""
     if remote.address(model) is not None:
         return True
     return hub.is_name(model) and not place(model).exists() and hub.find(model) is None
 
 
 def read(model: str) -> Weights:
-    """Open the weights of a model.
+    """Open the weights of a model. Raises `InputError` if the model cannot be read.
 
     Args:
-        model: a file of the authors' own code; a directory in `transformers`' layout, a run, or an adapter's directory;
-            a released name, or OWNER/NAME of the Hugging Face hub; the address of a file or directory in a bucket; or
+        model: a file of the authors' code; a directory in `transformers`' layout, of a run, or of an adapter; a
+            released name, or OWNER/NAME of the Hugging Face hub; the address of a file or directory in a bucket;
             `starter` or `demo`. See docs/models.md.
-
-    Raises:
-        InputError: the model cannot be read; the message names the file and what is wrong.
     """
     path = place(model)
     if path.is_dir():
@@ -192,19 +180,19 @@ def read(model: str) -> Weights:
     if path.is_file():
         return _read_file(path)
     if hub.is_name(model):
-        opened = read(str(hub.fetch(model)))
+        fetched = read(str(hub.fetch(model)))
         name = family_registry.released_name(model)
         if name is None:
-            return opened
-        if opened.config != SIZES[name]:
-            raise InputError(f"{opened.source}: not {name}, whose shape is another; download it again")
-        return replace(opened, config=SIZES[name])  # The name says the window, too.
+            return fetched
+        if fetched.config != SIZES[name]:
+            raise InputError(f"{fetched.source}: has not the shape of {name}; download it again")
+        return replace(fetched, config=SIZES[name])  # The files do not tell the window.
     if model in SIZES:
         raise InputError(f"{model}: a size without trained weights; give a trained model's path, or init: random")
     nearest = ", ".join(get_close_matches(model, SIZES, n=5, cutoff=0.0))
     raise InputError(
-        f"{model}: no such file or directory, and no name of a model, of which {nearest} are the nearest, or "
-        "OWNER/NAME on the Hugging Face hub; `esmshard finetune` writes the model of a run to OUT/model"
+        f"{model}: no such file or directory, no OWNER/NAME on the Hugging Face hub, and no name of a model (the "
+        f"nearest are {nearest}); `esmshard finetune` writes the model of a run to OUT/model"
     )
 
 
@@ -215,24 +203,23 @@ def _has_config(path: Path) -> bool:
 def _read_directory(path: Path) -> Weights:
     if adapters.is_adapter(path):
         return _read_adapter(path)
-    if not _has_config(path) and ((path / "checkpoints").is_dir() or re.fullmatch(r"step_\d+", path.name)):
-        made = (path if (path / "checkpoints").is_dir() else path.absolute().parents[1]) / "model"
-        command = shlex.join(["esmshard", "consolidate", str(path), "-o", str(made)])
-        raise InputError(f"{path}: holds no model yet; make a model of it with `{command}`, and give {made}")
+    is_run = (path / "checkpoints").is_dir()
+    if not _has_config(path) and (is_run or re.fullmatch(r"step_\d+", path.name)):
+        out = (path if is_run else path.absolute().parents[1]) / "model"
+        command = shlex.join(["esmshard", "consolidate", str(path), "-o", str(out)])
+        raise InputError(f"{path}: holds no model yet; make a model of it with `{command}`, and give {out}")
     published = path / "data" / "weights"
     if published.is_dir() and (not _has_config(path) or weight_reader.read_json(path / "config.json") == {}):
-        # An ESM3 or an ESM-C of 2024-12, beside models that decode structures.
+        # An ESM3 or an ESM-C of 2024-12.
         file = hub.authors_weights([f"data/weights/{file.name}" for file in published.iterdir()])
         if file is None:
-            raise InputError(f"{published}: does not hold one language model alone; give the path of its .pth file")
+            raise InputError(f"{published}: holds no or several language models; give the path of a .pth file")
         return _read_file(path / file)
     return _read_transformers(path)
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Return the files of one model, safetensors before pickles. The 3B and 15B models were released as several
-    pickles.
-    """
+    """Return the files of one model, safetensors before pickles. Large models were released in several files."""
     for file in (path / name for name in hub.LAYOUTS):
         if file.is_file() and file.name.endswith(".index.json"):
             with reading(f"{file}", "copy or download the model again"):
@@ -243,7 +230,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _read_transformers(path: Path, single: Path | None = None) -> Weights:
-    """Read a directory, or a single one of its files."""
+    """Read a directory, or a single file of the directory."""
     try:
         config = family_registry.transformers_config(weight_reader.read_json(path / "config.json"))
     except ValueError as error:
@@ -251,14 +238,14 @@ def _read_transformers(path: Path, single: Path | None = None) -> Weights:
     files = _weight_files(path) if single is None else [single]
     source = str(single or path)
     readers = {key: reader for file in files for key, reader in weight_reader.read_tensors(file).items()}
-    known = {key: reader for key, reader in readers.items() if not key.startswith("classifier.")}
-    notices = (f"{source}: its classifier is of another task and left out",) if len(known) < len(readers) else ()
-    tensors = family_registry.family_of(config).tensors(known, config)
+    used = {key: reader for key, reader in readers.items() if not key.startswith("classifier.")}
+    notices = (f"{source}: its classifier is of another task and left out",) if len(used) < len(readers) else ()
+    tensors = family_registry.family_of(config).tensors(used, config)
     return _complete(Opened(config, tensors, tuple(files)), source, notices)
 
 
 def _read_file(path: Path) -> Weights:
-    """Read one file: a part of a directory in `transformers`' layout, or a file of any authors' own code."""
+    """Read one file: a part of a directory in `transformers`' layout, or a file of any authors' code."""
     if path.suffix == ".safetensors" or (path.suffix == ".bin" and _has_config(path.parent)):
         return _read_transformers(path.parent, path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
@@ -267,7 +254,6 @@ def _read_file(path: Path) -> Weights:
             "or a directory in transformers' layout"
         )
     try:
-        # Files of the authors name their sizes beside the weights, or have names from which sizes follow.
         opened = family_registry.read_pickle(weight_reader.read_pickle(path), path)
     except InputError:
         raise
@@ -275,22 +261,20 @@ def _read_file(path: Path) -> Weights:
         raise InputError(f"{path}: not a model that can be read: {error}") from None
     if opened is None:
         raise InputError(
-            f"{path}: not a model file of any authors' code; a state dict does not say its sizes: load it into its "
-            "class of transformers, and give the directory that save_pretrained writes"
+            f"{path}: not a model file of any authors' code; a state dict has no sizes: load it into its class of "
+            "transformers, and give the directory that save_pretrained writes"
         )
     return _complete(opened, str(path))
 
 
 def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Weights:
-    """Check every key but those of a task head. An LM head or contact regression may be missing; it is listed and drawn
-    at random.
-    """
+    """Check all keys outside `head.`. A missing LM head or contact regression is listed and drawn at random."""
     config, readers, files = opened
     for name, first in tied(config).items():
-        its, shared = readers.pop(name, None), readers.get(first)
-        if its is None or shared is None or its.shape != shared.shape:
+        second, shared = readers.pop(name, None), readers.get(first)
+        if second is None or shared is None or second.shape != shared.shape:
             continue
-        if not torch.equal(its().nan_to_num(), shared().nan_to_num()):  # Its logits would be others than here.
+        if not torch.equal(second().nan_to_num(), shared().nan_to_num()):  # The logits would differ from the author's.
             raise InputError(f"{source}: {name} is not {first}, and the two are one tensor in such a model")
     wanted = stored_shapes(config)
     if unexpected := sorted(name for name in readers.keys() - wanted.keys() if not name.startswith("head.")):
@@ -298,8 +282,8 @@ def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Wei
     missing = sorted(wanted.keys() - readers.keys())
     parts = ("lm_head", "contact_head")
     absent = tuple(part for part in parts if not any(name.startswith(f"{part}.") for name in readers))
-    if lost := [name for name in missing if not is_computed(name) and name.split(".")[0] not in absent]:
-        raise InputError(f"{source}: {some(lost)} are missing; the file is not a complete model")
+    if needed := [name for name in missing if not is_computed(name) and name.split(".")[0] not in absent]:
+        raise InputError(f"{source}: {some(needed)} are missing; the file is not a complete model")
     for name, size in wanted.items():
         if name in readers and readers[name].shape != size:
             raise InputError(f"{source}: {name} is {list(readers[name].shape)}, {list(size)} was expected")
@@ -314,38 +298,38 @@ def some(names: Sequence[str]) -> str:
 
 
 def _read_adapter(path: Path) -> Weights:
-    """Open the base of an adapter with the trained tensors put in.
+    """Open the base of an adapter, with the trained tensors in place of the base's.
 
-    `adapter_config.json` names the base: any name that `read` takes; a path is relative to the working directory, as
-    for PEFT, or to the adapter. A base that was recorded in `esmshard.json` is compared by hash.
+    `adapter_config.json` has a name of the base for `read`. A path is relative to the working directory, as for PEFT,
+    or to the adapter. A base that `esmshard.json` records is compared by hash.
     """
     settings = adapters.read_settings(path)
     about = weight_reader.read_json(path / ABOUT) if (path / ABOUT).is_file() else {}
     name = settings["base_model_name_or_path"]
     with reading(f"{path / ABOUT}", "consolidate the run again"):
-        known, unlearned = about.get("base"), about.get("unlearned")
-        seed = known["seed"] if known else None
-        config = family_registry.recorded_config(known["config"]) if known else None
+        recorded, unlearned = about.get("base"), about.get("unlearned")
+        seed = recorded["seed"] if recorded else None
+        config = family_registry.recorded_config(recorded["config"]) if recorded else None
     if config is not None and seed is not None:
         base = fresh(config, seed)
     else:
-        fix = f"put it there, or write where it lies as base_model_name_or_path into {path / hub.ADAPTER_CONFIG}"
+        fix = f"put the base there, or write its place as base_model_name_or_path into {path / hub.ADAPTER_CONFIG}"
         places = (found_place(name, path), name, str(path / name))
-        base_name = next((each for each in places if place(each).exists()), family_registry.released_name(name) or name)
+        base_name = next((text for text in places if place(text).exists()), family_registry.released_name(name) or name)
         if not place(base_name).exists() and not hub.is_name(base_name):
-            raise InputError(f"{path}: adapts {name}, which is not there; {fix}")
+            raise InputError(f"{path}: adapts {name}, which does not exist; {fix}")
         if directory(base_name).resolve() == path.resolve():
             raise InputError(f"{path}: is named as its own base model; {fix}")
         base = read(base_name)
-        if known:
-            check(identity(base, name), known, str(path), fix)
+        if recorded:
+            check(identity(base, name), recorded, str(path), fix)
     return adapters.read(path, settings, base, base.unlearned if unlearned is None else unlearned)
 
 
 def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
-    """Let a model read several chains as is asked for; if it is not, as the model's file or its default says.
+    """Set how a model joins several chains. None keeps the setting of the model's file or family.
 
-    Raises `UsageError` if the model cannot read chains so; `where` is what asks for it.
+    Raises `UsageError` with `where`, the option or key, if the model cannot join chains like this.
     """
     if chains is None:
         return weights
@@ -356,7 +340,7 @@ def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
 
 
 def build(weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> Trunk:
-    """Build a model with these weights on one device. No warning is given about parts that the file does not have."""
+    """Build a model with these weights on one device, without a warning about missing parts."""
     with torch.device("meta"):
         trunk = family_registry.build(weights.config)
     trunk.to(dtype).to_empty(device=device)
@@ -368,15 +352,13 @@ def build(weights: Weights, device: torch.device, dtype: torch.dtype = torch.flo
 
 
 def load_model(model: str, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Trunk:
-    """Load a language model on one device, in evaluation mode.
+    """Load a language model on one device, in evaluation mode. Warns if the file has no LM head or no contact
+    regression, so that logits or contacts are random, and if a file is not the file that `esmshard.json` records.
 
     Args:
         model: see `read`.
         device: by default the first GPU, else the CPU.
         dtype: type of weights and arithmetic. Rotary angles and contact maps are always fp32.
-
-    Warns if the file has no LM head or no contact regression, so that logits or contacts are random, and if a file is
-    not the one that the `esmshard.json` beside it records.
     """
     weights = read(model)
     changed = altered(weights.files)
@@ -386,41 +368,39 @@ def load_model(model: str, device: torch.device | None = None, dtype: torch.dtyp
 
 
 def record(digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return the entries of `esmshard.json` about the weight files, of their sha256 in the order of writing."""
-    together = hashlib.sha256(b"".join(map(bytes.fromhex, digests.values()))).hexdigest()
-    return {"weights_sha256": together, "files": dict(digests)}
+    """Return the entries of `esmshard.json` about weight files, from their sha256 in the order of writing."""
+    joint_digest = hashlib.sha256(b"".join(map(bytes.fromhex, digests.values()))).hexdigest()
+    return {"weights_sha256": joint_digest, "files": dict(digests)}
 
 
 def altered(files: Sequence[Path]) -> str | None:
-    """Describe in one sentence which weight file is not the recorded one; None if all files are.
-
-    Files without a record beside them, such as released ones, are not checked. An adapter and its base lie in two
-    directories.
+    """Describe in one sentence a weight file that differs from the record; None if no file differs. Files without a
+    record in their directory, such as files of released models, are not checked.
     """
-    for folder, known in _records(files):
-        here = [file for file in files if file.parent == folder]
-        recorded = known.get("files", {})
-        if wrong := [file for file in here if recorded and recorded.get(file.name) != remembered_sha256(file)]:
-            return (
-                f"{wrong[0]}: is not the file that {folder / ABOUT} records (its sha256 is another), so that the model "
-                "may say something else than it did; copy it again, or consolidate the run again"
-            )
+    for folder, about in _records(files):
+        recorded = about.get("files", {})
+        for file in files if recorded else ():
+            if file.parent == folder and recorded.get(file.name) != remembered_sha256(file):
+                return (
+                    f"{file}: is not the file that {folder / ABOUT} records (its sha256 is another), and the model may "
+                    "have other outputs; copy it again, or consolidate the run again"
+                )
     return None
 
 
 def report_altered(files: Sequence[Path]) -> None:
-    """Write the sentence of `altered` to stderr, if there is one."""
+    """Write the sentence of `altered` to stderr."""
     if sentence := altered(files):
         say(sentence)
 
 
 def record_of(files: Sequence[Path]) -> dict[str, Any]:
-    """Return the `esmshard.json` beside the weight files of a fine-tuned model; empty for those of other programs."""
+    """Return the `esmshard.json` of the weight files of a fine-tuned model; empty for files of other programs."""
     return next((about for _, about in _records(files) if "recipe" in about), {})
 
 
 def _records(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield each directory of weight files with its record. A damaged record is reported where it is needed."""
+    """Yield each directory of weight files with its record. Damaged records are left out."""
     for folder in dict.fromkeys(file.parent for file in files):
         try:
             about = read_json(folder / ABOUT)
@@ -431,52 +411,42 @@ def _records(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def identity(weights: Weights, name: str) -> dict[str, Any]:
-    """Return the identity of a model, as a checkpoint records that of its base.
+    """Return the identity of a model, as checkpoints of `adapt.method` lora and head record it for their frozen base.
 
-    A checkpoint of `adapt.method` lora or head does not hold the frozen base, and a LoRA on another base is useless.
-    Fresh weights follow from architecture and seed. For other weights, each weight file is identified by size and
-    sha256. `name` is the one by which `read` finds them.
+    Fresh weights follow from architecture and seed. Other weights have the size and sha256 of each file. `name` is the
+    name of the model for `read`.
     """
-    known: dict[str, Any] = {"name": name, "config": weights.config.recorded(), "seed": weights.seed, "files": {}}
-    if weights.made:
-        known["made"] = weights.made
+    files: dict[str, Any] = {}
     for file in weights.files:
-        # An adapter on top of an adapter has two files of one name.
-        key = file.name if file.name not in known["files"] else f"{len(known['files'])}/{file.name}"
-        known["files"][key] = {"bytes": file.stat().st_size, "sha256": remembered_sha256(file)}
-    return known
+        # An adapter on an adapter has two files of the same name.
+        key = file.name if file.name not in files else f"{len(files)}/{file.name}"
+        files[key] = {"bytes": file.stat().st_size, "sha256": remembered_sha256(file)}
+    made = {"made": weights.made} if weights.made else {}
+    return {"name": name, "config": weights.config.recorded(), "seed": weights.seed, "files": files} | made
 
 
 def model_hash(weights: Weights) -> str:
-    """Return one sha256, in hexadecimal digits, of architecture and weights, whatever their files are called."""
+    """Return the sha256 of architecture and weights in hexadecimal digits. Names of files do not count."""
     return hashlib.sha256(json.dumps(_model_of(identity(weights, "")), sort_keys=True).encode()).hexdigest()
 
 
 def check(
     now: Mapping[str, Any], before: Mapping[str, Any], where: str, fix: str = "give the model that it was trained on"
 ) -> None:
-    """Check that two identities are of the same base model. Its name and place may differ.
-
-    Args:
-        now: identity of the weights at hand.
-        before: identity of the weights that the checkpoint was trained on.
-        where: the checkpoint, for the message.
-        fix: what to do, for the message.
-
-    Raises:
-        InputError: the two are different models.
+    """Raise `InputError` if the identity `now` is of another model than the recorded identity `before`. Name and place
+    of the model may differ. `where` is the checkpoint with the record, and `fix` the advice for the message.
     """
-    its, wanted = _model_of(now), _model_of(before)
-    if wrong := sorted(key for key in its.keys() | wanted.keys() if its.get(key) != wanted.get(key)):
+    present, expected = _model_of(now), _model_of(before)
+    if wrong := sorted(key for key in present.keys() | expected.keys() if present.get(key) != expected.get(key)):
         hashes = ", ".join(f"sha256 of {name}: {entry['sha256']}" for name, entry in before["files"].items())
         raise InputError(
-            f"{where}: holds what was trained on top of {before['name']}, and {now['name']} is another model (other "
+            f"{where}: was trained on top of {before['name']}, and {now['name']} is another model (other "
             f"{', '.join(wrong)}); {fix}{hashes and f' ({hashes})'}"
         )
 
 
 def _model_of(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what makes the model in an identity: not names of files, the window, or how chains are joined."""
-    same = {key: known[key] for key in ("seed", "made") if key in known}
-    same["files"] = sorted(str(entry["sha256"]) for entry in known["files"].values())
-    return same | {"config": {key: value for key, value in known["config"].items() if key not in ("window", "chains")}}
+    """Return an identity without names of files, window and chains, which do not change the model."""
+    model = {key: known[key] for key in ("seed", "made") if key in known}
+    model["files"] = sorted(str(entry["sha256"]) for entry in known["files"].values())
+    return model | {"config": {key: value for key, value in known["config"].items() if key not in ("window", "chains")}}

@@ -281,7 +281,7 @@ def shared_calls(model: nn.Module, ranks: World) -> Iterator[None]:
     calls. Every call runs all layers.
 
     Args:
-        model: a model that `shard` has divided, whose `forward(batch, instead)` calls `instead` if it is given.
+        model: a model that `shard` has divided, whose `forward(batch, substitute)` calls `substitute`.
         ranks: the ranks. A rank waits for the others as long as the time-out of `ranks`.
     """
     trunk, inside, idle = trunk_of(model), False, False

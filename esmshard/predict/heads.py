@@ -46,30 +46,28 @@ from esmshard.vocab import BETWEEN, Chains, chain_spans, decode
 Array = npt.NDArray[np.float32]
 
 TOKENS, GPU_TOKENS = 4096, 16_384
-"""The tokens computed at once, in one pack on a GPU, in one pack on each core of the CPU, and for pair maps always in
-one pack: TOKENS on the CPU and for pair maps, GPU_TOKENS for other tasks on a GPU. A longer record is computed alone.
+"""The tokens computed at once: TOKENS on the CPU and for pair maps, GPU_TOKENS for other tasks on a GPU. The cores of a
+CPU share them in one pack each, except for pair maps. A longer record is computed alone.
 """
 LEAST = 1024
 """The tokens of a pack below which smaller packs are only slower."""
 WINDOW, WINDOW_TOKENS = 2048, 1 << 18
-"""The most records that are sorted by length together, and the most tokens. Their predictions stay in memory until the
-window is done: those of pair maps, whose tokens are as for PAIR, are at most 256 MiB, but for a single longer record.
+"""The most records, and the most tokens, of a window. The records of a window are sorted by length, and their
+predictions stay in memory until the window is done: at most 256 MiB of pair maps, or one map of a longer record.
 """
 PAIR = 256
-"""The tokens of a record from which on the pair map uses more memory than the trunk. A pack of 4,096 tokens of shorter
-proteins is equivalent to a pack of at most 2^20 pairs of longer ones: one of 1,024 tokens, or four of 512.
+"""The tokens of a record above which its pair map uses more memory than the trunk. A pack of 4,096 tokens of shorter
+proteins corresponds to 2^20 pairs: one record of 1,024 tokens, or four records of 512 tokens.
 """
 FORMAT, VERSION = "esmshard-predictions", "1"
 PREDICTION = "prediction"
 NOT_FINITE = "the predictions are no finite numbers: the weights are damaged, or overflow"
 ARRAYS, TABLES = ("npz", "h5", "zarr", "safetensors"), ("csv", "parquet")
-"""The formats with an array for each record, and those with a line for each protein or residue."""
+"""The formats with an array for each record, and the formats with a line for each protein or residue."""
 
 
 class Prediction(Output):
-    """The array of predictions of a record, whose pool says its shape: `mean` [C] of a protein, `residue` [L, C] of its
-    residues, and `contacts` [L, L].
-    """
+    """The array of predictions of a record by pool: `mean` [C] of a protein, `residue` [L, C], `contacts` [L, L]."""
 
     @property
     def name(self) -> str:
@@ -88,24 +86,22 @@ def predict(
     device: DeviceName = None,
     overwrite: bool = False,
 ) -> tuple[int, list[tuple[str, int, str]]]:
-    """Write the head's predictions for each record, and return the number of records in the output, and of those that
-    failed id, residues and reason.
+    """Write the head's predictions for each record. Return the number of records in the output, and id, residues and
+    reason of each record that failed.
 
     An `.npz`, `.h5`, `.zarr` or `.safetensors` file has one array for each record under its id, as `embed` writes it:
     for contacts float32 [L, L], symmetric probabilities; for other tasks see their `predict`. A `.csv` or `.parquet`
-    has a line for each protein, or for each residue; contacts cannot be written so.
+    file has a line for each protein, or for each residue, and cannot hold contacts.
 
-    Linkers between the chains of a record are cut out: its residues are those of one chain after the other, a table
-    counts them in each chain, and `OUT.chains.tsv` lists the residues of each chain and how they were joined.
+    Linkers between the chains of a record are cut out, and the residues of all chains follow each other. A table counts
+    the residues of each chain from 1. `OUT.chains.tsv` lists the lengths of the chains, and how they were joined.
 
     A record that does not fit into memory, or is too long for a model with learned positions, is left out of the output
-    and listed in `OUT.failed.tsv`. `OUT.json` says how the output was made, and what was changed in the records or left
-    out of them.
+    and listed in `OUT.failed.tsv`. `OUT.json` records how the output was made, and all changes of the records.
 
     Args:
         model: a directory that `consolidate` wrote.
-        fasta: plain or compressed FASTA file, `-` for standard input, a token store, or structures whose sequences are
-            read: a PDB or mmCIF file, or a directory of them.
+        fasta: FASTA file, `-` for standard input, a token store, a PDB or mmCIF file, or a directory of structures.
         out: the file to write.
         png: directory for a picture of each pair map; see `esmshard.predict.pictures`.
         tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
@@ -122,25 +118,16 @@ def predict(
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
         examples, sentences = read_input(model, fasta, tracks or {}, Path(scratch), complexes=complexes)
-        store, found = examples.store, load_finetuned(model, computing)
-        task, failed, chains = found.task, list[tuple[str, int, str]](), dict[str, list[int]]()
+        store, finetuned = examples.store, load_finetuned(model, computing)
+        task, failed, chains = finetuned.task, list[tuple[str, int, str]](), dict[str, list[int]]()
         if png is not None and task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
-        facts = without_directories(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "model": model,
-                "weights_sha256": found.about.get("weights_sha256"),
-                "task": found.about["recipe"]["task"],
-                "test": found.about.get("test"),
-                "input": str(fasta),
-                "tracks": dict(tracks or {}),
-                "device": str(computing),
-                "versions": {name: version(name) for name in ("esmshard", "torch", "numpy")},
-                "notices": sentences,
-            }
-        )
+        about = finetuned.about
+        facts = {"format": FORMAT, "version": VERSION, "model": model, "weights_sha256": about.get("weights_sha256")}
+        facts |= {"task": about["recipe"]["task"], "test": about.get("test"), "input": str(fasta)}
+        facts |= {"tracks": dict(tracks or {}), "device": str(computing), "notices": sentences}
+        facts["versions"] = {name: version(name) for name in ("esmshard", "torch", "numpy")}
+        facts = without_directories(facts)
         began, residues = time.monotonic(), 0
         with (
             writing(out, "make room, or choose another place with -o; the unfinished file was removed"),
@@ -148,39 +135,39 @@ def predict(
             _writer(out, task, facts, store) as writer,
             Progress("predict", len(store)) as progress,
         ):
-            for n, values in enumerate(predictions(found, examples.tokens, lambda n: task.question(examples.get(n)))):
+            results = predictions(finetuned, examples.tokens, lambda n: task.question(examples.get(n)))
+            for n, values in enumerate(results):
                 record_id, sequence = store.id(n), store.residues(n)
-                each = [end - start for start, end in chain_spans(sequence)]
-                several = each if len(each) > 1 else []
-                chains |= {record_id: several} if several else {}
+                lengths = [end - start for start, end in chain_spans(sequence)]
+                chains |= {record_id: lengths} if len(lengths) > 1 else {}
                 if isinstance(values, str):
-                    failed.append((record_id, sum(each), values))
+                    failed.append((record_id, sum(lengths), values))
                 elif isinstance(writer, TableWriter):
                     writer.add(rows_of(task, record_id, values, decode(sequence)))
                 else:
-                    writer.add(Row(record_id, sum(each), {PREDICTION: values}, chains=tuple(several)))
+                    several = tuple(chains.get(record_id, ()))
+                    writer.add(Row(record_id, sum(lengths), {PREDICTION: values}, chains=several))
                     if add_picture is not None:
-                        add_picture(record_id, pictures.draw(values, record_id, chains=each))
-                residues += sum(each)
+                        add_picture(record_id, pictures.draw(values, record_id, chains=lengths))
+                residues += sum(lengths)
                 progress.update(n + 1, f"{rate(residues / (time.monotonic() - began))} residues/s")
             if len(failed) == len(store):
                 write_failures(failures_file(out), failed)
                 raise InputError(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0][2]}"
                 )
-            # These files get their names together with the output.
+            # The output and these files get their final names together.
             write_failures(failures_file(writer.work), failed)
-            write_chains(writer.work, chains, found.model.trunk.config.chains.text)
+            write_chains(writer.work, chains, finetuned.model.trunk.config.chains.text)
             replace_json(facts_file(writer.work), facts | {"records": len(store) - len(failed), "failed": len(failed)})
         return len(store) - len(failed), failed
 
 
 def _check_out(out: Path, png: Path | None, overwrite: bool) -> None:
-    """Refuse outputs that cannot be written, or are there already."""
-    form = out.suffix.removeprefix(".")
-    if form not in (*ARRAYS, *TABLES):
-        known = ", ".join(f".{one}" for one in (*ARRAYS, *TABLES))
-        raise UsageError(f"{out}: predictions are written as one of {known}; give the file such an ending")
+    """Refuse outputs that cannot be written, or exist already."""
+    form, known = out.suffix.removeprefix("."), (*ARRAYS, *TABLES)
+    if form not in known:
+        raise UsageError(f"{out}: predictions are written as .{', .'.join(known)}; give the file such an ending")
     if form == "parquet":
         library("pyarrow", "tables", out)
     if form in ARRAYS:
@@ -201,32 +188,22 @@ def read_input(
     chains: Chains | None = None,
     complexes: str | None = None,
 ) -> tuple[Examples, list[str]]:
-    """Return the records of an input with their tracks, and sentences on what was changed or left out, all of which
-    are printed.
+    """Read the records of an input with their tracks, and print sentences on all changes of the records. Return both.
 
-    Args:
-        model: the model that takes the tracks.
-        fasta: see `predict`.
-        tracks: see `predict`.
-        scratch: directory for a token store of the records.
-        chains: how the chains of a record are joined; by default as the model says.
-        complexes: see `predict`.
-
-    Raises:
-        InputError: the input or a track cannot be read.
-        UsageError: the model does not take such a track, or `complexes` is given for sequences.
+    `scratch` is a directory for a token store of the records, and `chains` is how the chains of a record are joined, by
+    default as the model does. The other arguments and the errors are as for `predict`.
     """
     structures = holds_structures(fasta)
     require_structures(fasta, complexes)
-    found = weights.read(model)
-    files = with_paths(fasta, track_files(tracks, family_of(found.config).tracks, model, "--track "))
+    opened = weights.read(model)
+    files = with_paths(fasta, track_files(tracks, family_of(opened.config).tracks, model, "--track "))
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
         read = cached_split(fasta, complexes) if structures else fasta
-        linker = (chains or found.config.chains).tokens
+        linker = (chains or opened.config.chains).tokens
         store = TokenStore(read) if is_store(read) else ingest([read], scratch / "store", Rules(linker=linker))
         store.check_linker(linker, read)
     with reading(f"{model}/{weights.ABOUT}", "consolidate the run again"):
-        about = weights.record_of(found.files)
+        about = weights.record_of(opened.files)
         apart = bool(about) and traits(about["recipe"]["task"]["name"]).pairs
     examples = Examples("input", fasta, store, None, apart=apart)
     sentences = [f"{fasta}: {notice}" for notice in (*(notices(read) if structures else ()), *examples.notices)]
@@ -254,10 +231,8 @@ def _writer(out: Path, task: Task, facts: Mapping[str, Any], store: Store) -> Fo
 
 
 def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
-    """Return the columns of a table of predictions and their types: those that identify a row, with the number of the
-    chain if a record has several, then the numbers.
-
-    A target with the name of one of the first columns becomes `NAME (predicted)`.
+    """Return the columns of a table of predictions and their types: the columns that identify a row, with `chain` if
+    `chains` is set, and then the numbers. A target that is named as one of the first columns gets ` (predicted)`.
     """
     first = {"id": "string"}
     if task.per_residue:
@@ -270,9 +245,8 @@ def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
 
 
 def rows_of(task: Task, record_id: str, values: Array, residues: str) -> dict[str, Sequence[Any]]:
-    """Return the cells of a record: one row, or one for each residue with its place in its chain, counted from 1.
-
-    The values are [C], or [L, C] for the L letters of `residues`, which has `:` between chains.
+    """Return the cells of a record: one row, or a row for each residue with its place in its chain, counted from 1.
+    `values` are [C], or [L, C] for L residues. `residues` has `:` between chains.
     """
     values_RC, chains = values.reshape(-1, len(task.names)), residues.split(BETWEEN)
     cells: dict[str, Sequence[Any]] = {"id": [record_id] * len(values_RC)}
@@ -289,32 +263,31 @@ def rows_of(task: Task, record_id: str, values: Array, residues: str) -> dict[st
 
 
 def predictions(
-    found: FineTuned,
+    finetuned: FineTuned,
     tokens_N: npt.NDArray[np.integer[Any]],
     question: Callable[[int], Inputs],
     least: int | None = None,
 ) -> Iterator[Array | str]:
-    """Yield one array for each record in order, or the reason why there is none. Within a window records are packed by
-    length, so that packs are evenly full.
+    """Yield one array for each record in order, or the reason why it failed.
 
     Args:
-        found: the model with its task.
+        finetuned: the model with its task.
         tokens_N: the number of tokens of each record.
         question: called with the number of a record; returns the inputs of the model (`Task.question`).
-        least: the least tokens of a pack, however many cores share TOKENS; by default LEAST.
+        least: the fewest tokens of a full pack, by default LEAST.
     """
-    task, device, limit = found.task, found.model.device, found.model.trunk.config.most_tokens
+    task, device, limit = finetuned.task, finetuned.model.device, finetuned.model.trunk.config.most_tokens
     pairs = not task.names
     most = GPU_TOKENS if device.type == "cuda" and not pairs else TOKENS
-    if not pairs:  # Of pair maps, one pack at a time is computed on all cores, since the maps fill the memory.
+    if not pairs:  # Pair maps fill the memory, so that all cores compute one pack of maps at a time.
         most = max(most // packs_at_once(device), least or LEAST)
     cost_N = tokens_N.astype(np.int64)
     cost_N = np.maximum(cost_N, cost_N**2 // PAIR) if pairs else cost_N
 
     def values(inputs: Sequence[Inputs]) -> list[Array] | str:
         try:
-            outputs = zip(found.model.outputs(inputs), inputs, strict=True)
-            return [of_residues(task, task.predict(output), one.tokens[1:-1]) for output, one in outputs]
+            outputs = zip(finetuned.model.outputs(inputs), inputs, strict=True)
+            return [of_residues(task, task.predict(output), record.tokens[1:-1]) for output, record in outputs]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -332,7 +305,7 @@ def predictions(
             if not isinstance(arrays, str):
                 done |= zip(members, arrays, strict=True)
                 continue
-            if len(members) > 1:  # Packs of the next window would be too large too.
+            if len(members) > 1:  # packs of the next window would not fit either
                 most = max(LEAST, min(most, int(cost_N[members].sum()) // 2))
             for n in members:  # Each record is computed alone, while nothing else is computed.
                 if device.type == "cuda":

@@ -18,15 +18,15 @@ LEAST_DPI = 140
 INCHES = 3.8
 """The approximate side of the map in a picture of 5.0 x 4.5 inches."""
 SIDE = 2400
-"""The most pixels along a map. For a longer protein, each pixel shows the highest probability in a square of pairs,
-since single contacts would otherwise be lost between pixels.
+"""The most pixels along a map. For a longer protein, each pixel shows the highest probability in a square of pairs, so
+that no contact is lost.
 """
 HIT, MISSED, WRONG = "#0072b2", "0.72", "#d55e00"
-"""Colours of contacts, distinguishable without red or green vision (Okabe and Ito)."""
+"""Colours of contacts for readers with any colour vision (Okabe and Ito)."""
 
 
 def check(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that is not empty, unless `overwrite` is set, and a machine without matplotlib."""
+    """Refuse a folder that is not empty, unless `overwrite` is set, and a Python without matplotlib."""
     matplotlib_figure()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; name a directory for the pictures")
@@ -35,12 +35,8 @@ def check(folder: Path, *, overwrite: bool) -> None:
 
 
 def matplotlib_figure() -> tuple[Any, Any]:
-    """Return matplotlib's class of figures, which needs no display, and a context with its settings.
-
-    Ids of records are plain text: matplotlib would otherwise read text between dollar signs as a formula.
-
-    Raises:
-        UsageError: matplotlib is not installed.
+    """Return matplotlib's class of figures, which needs no display, and a context with its settings: dollar signs in an
+    id do not begin a formula. `UsageError` if matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -80,10 +76,10 @@ def file_name(record_id: str, taken: set[str]) -> str:
 
 @contextmanager
 def collected(folder: Path) -> Iterator[Callable[[str, bytes], object]]:
-    """Provide a function that writes the picture of a record id. The pictures get their names in the folder when the
-    block ends, and none stays if it ends with an error.
+    """Provide a function that writes the picture of a record id. The pictures are moved to the folder when the block
+    ends, and removed if it ends with an error.
     """
-    # A directory that exists may be a disk of its own, into which no file can be renamed from outside.
+    # An existing directory may be a disk of its own. No file can be renamed into it from outside.
     with scratch_directory(folder / "pictures" if folder.is_dir() else folder) as work:
         taken = set[str]()
         yield lambda record_id, picture: (work / file_name(record_id, taken)).write_bytes(picture)
@@ -99,18 +95,17 @@ def draw(
     note: str = "",
     chains: Sequence[int] = (),
 ) -> bytes:
-    """Draw one map as a PNG: white at 0, dark blue at 1 for every protein, residues counted from 1, the id as its
-    title.
+    """Draw one map as a PNG: white at 0, dark blue at 1 for every protein, residues counted from 1, the id as title.
+    The metadata of the file have the full id as `Title`.
 
-    Pairs fewer than six residues apart in a chain are white, since contact heads learn nothing about them. The full id
-    is stored in the file's text as `Title`, where programs find it.
+    Pairs fewer than six residues apart in a chain are white, since contact heads learn nothing about them.
 
     Args:
         probability_LL: the predicted probability of each pair.
         record_id: the id of the protein.
-        labels_LL: true contacts, which are drawn below the diagonal; predictions are then above it only.
+        labels_LL: true contacts, which are drawn below the diagonal; predictions are then drawn above it only.
         note: a second line of the title.
-        chains: the residues of each chain. With several, lines divide them, and each is counted from 1.
+        chains: the number of residues of each chain. Lines divide several chains, and each is counted from 1.
     """
     figure_of, settings = matplotlib_figure()
     with settings:
@@ -133,10 +128,8 @@ def draw_map(
     labels_LL: npt.NDArray[np.int8] | None = None,
     chains: Sequence[int] = (),
 ) -> Any:
-    """Draw a map on empty axes, and return its image; see `draw`.
-
-    With true contacts the scale ends at the highest probability. Contacts are filled if they are among the L best
-    predictions. Pairs without coordinates have no rank, as in the scores.
+    """Draw a map on empty axes, and return its image; see `draw`. With true contacts the scale ends at the highest
+    probability, and colours show the L best predictions among the pairs with coordinates.
     """
     length = len(probability_LL)
     apart_LL = np.arange(length) - np.arange(length)[:, None]

@@ -14,26 +14,21 @@ from esmshard.vocab import STANDARD
 KAPPA = 1.0
 """The standard deviations that the upper confidence bound adds to a mean."""
 DIVERSITY = 0.15
-"""The cost of a shared position, wild-type residue or mutant residue for each chosen variant that has it, in standard
-deviations of the predictions. Measured on beta-lactamase: `benchmarks/results`.
+"""The cost of a position, wild-type residue or mutant residue that a chosen variant also has, in standard deviations of
+the predictions. It was measured on beta-lactamase: `benchmarks/results`.
 """
 MOST, MOST_PASSES = 160_000, 20_000
-"""The most combinations that are candidates: 20 to the power of 4; and where each takes a forward pass of its own."""
+"""The most combinations that are candidates, 20 to the power of 4, and the most if each takes a forward pass."""
 
 
 def candidates(
     protein: str, sites: Collection[int], measured: Sequence[tuple[Mutation, ...]], most: int
 ) -> tuple[list[tuple[Mutation, ...]], str]:
-    """Return variants that change some sites of a protein, and a sentence about what they are.
+    """Return variants that change some sites of a protein, and a sentence about them.
 
-    Of a combinatorial library (see `is_library`) they are the combinations of letters at the sites: all, or so many as
-    `most`, drawn with as many changes as measured variants have. Otherwise they are single substitutions.
-
-    Args:
-        protein: the wild type.
-        sites: the positions, from 0, that may change. Those without one of the 20 amino acids never do.
-        measured: the measured variants.
-        most: the most combinations.
+    For a combinatorial library (see `is_library`) they are combinations of letters at the sites: all of them, or `most`
+    of them, drawn with as many changes as measured variants have. Otherwise they are single substitutions. `sites` are
+    positions, from 0; positions without one of the 20 amino acids never change.
     """
     sites = sorted(site for site in sites if protein[site] in STANDARD)
     if not is_library(measured):
@@ -47,19 +42,19 @@ def candidates(
         return tuple(Mutation(n, protein[n], to) for n, to in zip(sites, letters, strict=True) if to != protein[n])
 
     if total <= most:
-        found = [variant(letters) for letters in itertools.product(STANDARD, repeat=len(sites))]
-        return found, f"the candidates are all {total:,} combinations of letters at {len(sites)} sites"
+        variants = [variant(letters) for letters in itertools.product(STANDARD, repeat=len(sites))]
+        return variants, f"the candidates are all {total:,} combinations of letters at {len(sites)} sites"
     rng = np.random.default_rng(0)
-    counts = np.array([min(len(one), len(sites)) for one in measured if one])
+    counts = np.array([min(len(changes), len(sites)) for changes in measured if changes])
     drawn: dict[tuple[Mutation, ...], None] = {}
     for count in rng.choice(counts, 2 * most).tolist():
         letters = [protein[n] for n in sites]
         for place in rng.choice(len(sites), count, replace=False).tolist():
             letters[place] = STANDARD[rng.integers(len(STANDARD))]
         drawn[variant(letters)] = None
-    found = list(drawn)[:most]
-    return found, (
-        f"the candidates are {len(found):,} of {total:,} combinations of letters at {len(sites)} sites, drawn at "
+    variants = list(drawn)[:most]
+    return variants, (
+        f"the candidates are {len(variants):,} of {total:,} combinations of letters at {len(sites)} sites, drawn at "
         "random with as many changes as measured variants have; a table, or --sites with fewer sites, names others"
     )
 
@@ -74,19 +69,19 @@ def choose(
     """Choose variants to measure together: one after the other, the variant with the highest
     mean + kappa x sd - diversity x spread x shared.
 
-    `sd` is the deviation of the models. It shrinks by what the measurement of each chosen variant would reveal about
-    the others: variants for which the models err together count as one question (GP-BUCB: Desautels et al. 2014, JMLR
-    15:3873, with the models in place of a Gaussian process). Half of each variance is the variant's own. The few models
-    of a cross-validation deviate by much less than their means, so that this alone hardly prevents a batch that
-    replaces one kind of residue by another everywhere. So a shared trait has a cost: `spread` is the standard deviation
-    of the predictions of all candidates, and `shared` counts the variants chosen before that have the same position,
-    plus those with the same wild-type residue, plus those with the same mutant residue (of several changes, the mean).
+    `sd` is the deviation of the models. It shrinks with each chosen variant by the information that a measurement of
+    this variant would give about the others (GP-BUCB: Desautels et al. 2014, JMLR 15:3873, with the models in place of
+    a Gaussian process). Half of each variance is not shared with other variants. The models of a cross-validation
+    deviate much less than the means of variants. Therefore a shared trait also has a cost, or a batch would replace one
+    kind of residue by another one everywhere: `spread` is the standard deviation of the predictions of all candidates,
+    and `shared` counts the chosen variants with the same position, plus the chosen variants with the same wild-type
+    residue, plus the chosen variants with the same mutant residue (the mean over several changes).
 
     Args:
-        values_MN: predictions of M models for N variants; higher is better. Of a single one, the means decide.
+        values_MN: predictions of M models for N variants; higher is better. With one model, the means decide.
         variants: mutations of the N variants.
         count: number of variants to choose, at most N.
-        kappa: standard deviations that are added to a mean.
+        kappa: see `KAPPA`.
         diversity: see `DIVERSITY`; with 0 the same change may be chosen at every position.
 
     Returns:
@@ -94,19 +89,19 @@ def choose(
     """
     mean_N = values_MN.mean(0, dtype=np.float64)
     spread_MN = (values_MN - mean_N) / np.sqrt(max(1, len(values_MN) - 1))
-    own_N = 0.5 * (spread_MN**2).sum(0)  # the own variance of each variant
+    unshared_N = 0.5 * (spread_MN**2).sum(0)
     shared_MN = np.sqrt(0.5) * spread_MN
     traits_NK, cost, shared_N = _traits(variants), diversity * mean_N.std(), np.zeros(len(variants))
-    changes_N = np.array([max(1, len(one)) for one in variants])
+    changes_N = np.array([max(1, len(variant)) for variant in variants])
     chosen: list[int] = []
     for _ in range(count):
-        bound_N = mean_N + kappa * np.sqrt(own_N + (shared_MN**2).sum(0)) - cost * shared_N
+        bound_N = mean_N + kappa * np.sqrt(unshared_N + (shared_MN**2).sum(0)) - cost * shared_N
         bound_N[chosen] = -np.inf
         best = int(bound_N.argmax())
         chosen.append(best)
         shared_N += (traits_NK @ traits_NK[best].T).toarray()[:, 0] / changes_N
         direction_M = shared_MN[:, best].copy()
-        total = direction_M @ direction_M + own_N[best]
+        total = direction_M @ direction_M + unshared_N[best]
         if total > 0:  # Conditioning is a rank-one update of the covariance in the space of the models.
             length = direction_M @ direction_M
             share = (1 - np.sqrt(max(0.0, 1 - length / total))) / length if length > 0 else 0.0
@@ -115,8 +110,9 @@ def choose(
 
 
 def _traits(variants: Sequence[tuple[Mutation, ...]]) -> Any:
-    """Return which variants have which position, wild-type residue and mutant residue, a sparse matrix [N, traits]."""
+    """Return which positions, wild-type residues and mutant residues each variant has, a sparse matrix [N, traits]."""
     traits = [
-        {trait for m in one for trait in (f"at {m.position}", f"from {m.wild}", f"to {m.mutant}")} for one in variants
+        {trait for m in variant for trait in (f"at {m.position}", f"from {m.wild}", f"to {m.mutant}")}
+        for variant in variants
     ]
     return MultiLabelBinarizer(sparse_output=True).fit_transform(traits)

@@ -20,18 +20,9 @@ from esmshard.progress import Progress, say
 def write_codes(
     track: str, structures: Path, weights: Path, out: Path, *, device: DeviceName = None, overwrite: bool = False
 ) -> str:
-    """Write the codes of every protein chain to an `.npz` file, an array [L] by the id of the chain.
-
-    Args:
-        track: name of the track.
-        structures: a directory of PDB or mmCIF files, or one file.
-        weights: file of the encoder's weights.
-        out: the file to write.
-        device: see `chosen_device`.
-        overwrite: replace `out` if it exists.
-
-    Returns:
-        A sentence on what was written.
+    """Write the codes of every protein chain to an `.npz` file, an array [L] by the id of the chain, and return a
+    sentence about the file. `structures` is a PDB or mmCIF file or a directory of them, and `weights` is the file of
+    the encoder's weights.
     """
     encode, computing, edits = encoder_of(track), chosen_device(device), Edits()
     if out.suffix != ".npz":

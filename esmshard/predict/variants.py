@@ -43,11 +43,11 @@ OUT_OF_FOLD, SEEN, VARIED = "out-of-fold prediction", "seen in training", "sites
 DISAGREEMENT = "disagreement of models"
 """The standard deviation over the models of folds and seeds, in the unit of the target. It is no error bar."""
 LEVEL, RESIDUALS = 0.9, 50
-"""The share of the values that an interval is to hold, and the least residuals that intervals are made of."""
+"""The share of the values that an interval should hold, and the fewest residuals for intervals."""
 LOW, HIGH = f"low {LEVEL:.0%}", f"high {LEVEL:.0%}"
 
 
-# Tables of variants, with a few more columns
+# Tables of variants
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,16 @@ class VariantRows:
 
     def leave_out(self, why: Callable[[Variant], str], what: str) -> "VariantRows":
         """Leave out the variants for which `why` gives a reason, with a notice that begins with `what`."""
-        reasons = {row: why(one) for row, one in zip(self.rows, self.mutations, strict=True)}
-        reasons = {row: reason for row, reason in reasons.items() if reason}
+        variant_of = dict(zip(self.rows, self.mutations, strict=True))
+        reasons = {row: reason for row, variant in variant_of.items() if (reason := why(variant))}
         if not reasons:
             return self
-        kept = [(row, one) for row, one in zip(self.rows, self.mutations, strict=True) if row not in reasons]
-        named = f" ({first_three(list(reasons), self.table.at)})" if self.table else ""
-        each = first_three(list(dict.fromkeys(reasons.values())), str)
-        notice = f"{what}: {counted(len(reasons), 'variant')}{named}, as {each}"
-        rows, mutations = [row for row, _ in kept], [one for _, one in kept]
-        left_out = self.left_out | reasons
-        return replace(self, rows=rows, mutations=mutations, left_out=left_out, notices=[*self.notices, notice])
+        kept = {row: variant for row, variant in variant_of.items() if row not in reasons}
+        places = f" ({first_three(list(reasons), self.table.at)})" if self.table else ""
+        because = first_three(list(dict.fromkeys(reasons.values())), str)
+        notices = [*self.notices, f"{what}: {counted(len(reasons), 'variant')}{places}, as {because}"]
+        rows, mutations, left_out = list(kept), list(kept.values()), self.left_out | reasons
+        return replace(self, rows=rows, mutations=mutations, left_out=left_out, notices=notices)
 
     def measured(self, column: str) -> Array:
         """Return the number that a column has for each variant, float64 [N]; NaN for none."""
@@ -89,52 +88,38 @@ class VariantRows:
 
 
 def listed(protein: str, variants: Sequence[Variant]) -> VariantRows:
-    """Return a table of variants that are in no file."""
-    columns = {"mutant": [name_of(one) for one in variants]}
+    """Return a table of variants that does not come from a file."""
+    columns = {"mutant": [name_of(variant) for variant in variants]}
     return VariantRows(protein, columns, list(variants), list(range(len(variants))), {}, [], 0)
 
 
 def read_rows(path: Path, protein: str | Path, mutant: str | None, offset: int | Literal["auto"]) -> VariantRows:
-    """Read the variants of a table, each row for itself; see `read_variants`. At most a tenth of the rows may be
-    unusable.
-    """
-    found = read_variants(
-        path,
-        wild_type=protein,
-        mutant=mutant,
-        targets=None,
-        offset=offset,
-        unusable="drop",
-        keep_synonymous=True,
-        replicates="keep",
-    )
-    mutations = [tuple(m for m in one if m.mutant != m.wild) for one in found.mutations]
-    rows, table = [row for (row,) in found.rows], found.table
-    columns = dict(table.columns)
-    return VariantRows(found.wild_type, columns, mutations, rows, found.left_out, found.notices, found.offset, table)
+    """Read the variants of a table, each row for itself (`read_variants`). A tenth of the rows may be unusable."""
+    rules: Any = {"unusable": "drop", "keep_synonymous": True, "replicates": "keep"}
+    read = read_variants(path, wild_type=protein, mutant=mutant, targets=None, offset=offset, **rules)
+    mutations = [tuple(m for m in variant if m.mutant != m.wild) for variant in read.mutations]
+    rows, columns = [row for (row,) in read.rows], dict(read.table.columns)
+    return VariantRows(read.wild_type, columns, mutations, rows, read.left_out, read.notices, read.offset, read.table)
 
 
 def single_substitutions(protein: str) -> list[Variant]:
-    """Return every substitution of every residue by another of the 20, by position and letter: 19 L variants, and one
-    more for each residue that is none of the 20 (X, U, O, B, Z).
-    """
+    """Return every substitution of every residue by one of the 20 amino acids, by position and letter."""
     return [(Mutation(n, wild, to),) for n, wild in enumerate(protein) for to in STANDARD if to != wild]
 
 
 def not_of_the_20(variant: Variant) -> str:
-    """Explain why a variant has no score; empty if it has one.
-
-    A language model was hardly trained on letters other than the 20, so that every other residue is far more likely:
-    log p(mutant) - log p(X) says nothing about the mutant.
+    """Explain why a variant has no score; empty if it has a score. A language model was hardly trained on letters other
+    than the 20, so that log p(mutant) - log p(X) is high for every mutant.
 
     >>> not_of_the_20((Mutation(10, "X", "L"),))
     'the wild type has X at residue 11, which is none of the 20 amino acids'
     """
-    for one in variant:
-        if one.wild not in STANDARD:
-            return f"the wild type has {one.wild} at residue {one.position + 1}, which is none of the 20 amino acids"
-        if one.mutant not in STANDARD:
-            return f"{one} puts {one.mutant} there, which is none of the 20 amino acids"
+    for mutation in variant:
+        if mutation.wild not in STANDARD:
+            site = f"{mutation.wild} at residue {mutation.position + 1}"
+            return f"the wild type has {site}, which is none of the 20 amino acids"
+        if mutation.mutant not in STANDARD:
+            return f"{mutation} puts {mutation.mutant} at the site, which is none of the 20 amino acids"
     return ""
 
 
@@ -147,16 +132,16 @@ def check_new(out: Path, columns: Mapping[str, object], new: Collection[str]) ->
 def write_table(
     out: Path, columns: dict[str, list[str]], new: Mapping[str, Sequence[str]], facts: Mapping[str, Any]
 ) -> None:
-    """Write a table with new columns at its end, and beside it how it was made (`facts_file`)."""
+    """Write a table with new columns at its end, and `facts` about it to `facts_file`."""
     check_new(out, columns, new)
     cells = {**columns, **new}
     quoted = any("\r" in cell for name, column in cells.items() for cell in (name, *column))
     with writing(out), TableWriter(out, dict.fromkeys(cells, "string"), quoted=quoted) as writer:
         writer.add(cells)
-        replace_json(facts_file(writer.work), without_directories(facts))  # It gets its name together with the table.
+        replace_json(facts_file(writer.work), without_directories(facts))
 
 
-# What a run knows of variants
+# The records of a run about variants
 
 
 @dataclass(frozen=True)
@@ -168,11 +153,11 @@ class Known:
     out_of_fold: Mapping[str, Sequence[float]]
     """The predictions of the T targets by the models that were not trained on the variant."""
     fold: Mapping[str, int]
-    """The fold of each variant with such a prediction."""
+    """The fold of each variant in `out_of_fold`."""
     seen: frozenset[str] | None
-    """The variants that at least one model was trained on or selected by; None if this is not recorded."""
+    """The variants on which at least one model was trained or selected; None if this is not recorded."""
     verdict: str | None
-    """Whether fine-tuning was better than the best baseline, in the sentence of the run."""
+    """The sentence of the run on whether fine-tuning was better than the best baseline."""
 
     @cached_property
     def variants(self) -> list[Variant]:
@@ -182,19 +167,11 @@ class Known:
     @cached_property
     def sites(self) -> frozenset[int]:
         """The positions that these variants change, from 0."""
-        return frozenset(mutation.position for one in self.variants for mutation in one)
-
-    def varied(self, variant: Variant) -> bool:
-        """Whether these variants change all sites of a variant."""
-        return all(mutation.position in self.sites for mutation in variant)
+        return frozenset(mutation.position for variant in self.variants for mutation in variant)
 
 
 def models_of(run: str) -> list[Path]:
-    """Return the models of a cross-validation of variants, of a single run, or the model itself; none for another task.
-
-    Raises:
-        InputError: runs of the cross-validation have no model yet, or the `esmshard.json` of a model is damaged.
-    """
+    """Return the models of a cross-validation of variants, of a single run, or the model itself; or none."""
     path = Path(run)
     if traits((summary := _summary(path)).get("task")).reads_table:
         models = [path / name / "model" for name in summary["runs"]]
@@ -210,19 +187,14 @@ def models_of(run: str) -> list[Path]:
 
 
 def _summary(run: Path) -> dict[str, Any]:
-    """Return the content of `summary.json` of a cross-validation; empty if there is none."""
+    """Return the content of `summary.json` of a cross-validation; empty if it does not exist."""
     summary: dict[str, Any] = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}
     return summary
 
 
 def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method: str = "predicted") -> Known:
-    """Read what a run and its models have recorded of variants.
-
-    Args:
-        run: the directory of a cross-validation, of a single run, or of a model.
-        models: the models of the run.
-        targets: names of the targets.
-        method: whose predictions out of fold are read: the models', or those of a baseline for the first target.
+    """Read the records of a run and of its models about variants. `method` is `predicted` for the out-of-fold
+    predictions of the models, or the name of a baseline, which predicts the first target alone.
     """
     files = [model / SEEN_FILE for model in models]
     seen = None
@@ -242,10 +214,8 @@ def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method
 
 
 def rows_of_run(run: Path) -> list[dict[str, str]]:
-    """Read the columns of `variants.csv` that a run added, of the rows with a variant; none if there is no such file.
-
-    The columns of the user's table come first. If one of them has the name of an added column, all added columns have a
-    prefix.
+    """Read the columns that a run added to its `variants.csv`, for the rows with a variant; none without this file. The
+    columns of the user's table come first. All added columns have a prefix if a column of the table has the same name.
     """
     if not (path := run / OUT_OF_FOLD_FILE).is_file():
         return []
@@ -260,8 +230,8 @@ def rows_of_run(run: Path) -> list[dict[str, str]]:
 
 
 def better_baseline(summary: Mapping[str, Any]) -> str | None:
-    """Return the short name of the best baseline that was better than the fine-tuned model, by the `summary.json` of a
-    cross-validation; None if none was. Without intervals, the difference in the sample decides.
+    """Return the short name of the best baseline that was better than the fine-tuned model in a `summary.json`; None
+    without such a baseline. Without intervals, the difference in the sample decides.
     """
     scores = summary.get("joint", {})
     better = {
@@ -292,11 +262,11 @@ def rank(
     device: DeviceName = None,
     overwrite: bool = False,
 ) -> int:
-    """Rank variants, best first, write a CSV file, and return the number of rows. `OUT.json` records how it was made,
-    and how far it can be trusted.
+    """Rank variants, best first, write a CSV file, and return the number of rows. `OUT.json` records how the file was
+    made, and how far the ranking can be trusted.
 
-    The first columns are those of `table`, or `mutant` and `measured`; then the names in the other numbering, if table
-    and wild type are numbered differently; then those of `_columns`; for a table also `not ranked because`.
+    The first columns are the columns of `table`, or `mutant` and `measured`; then the names in the other numbering, if
+    table and wild type are numbered differently; then the columns of `_columns`; for a table also `not ranked because`.
     Rows of the table that cannot be used are at the end, without these values. If the wild type was measured, a row
     that is the wild type (`WT`, or a synonymous change) is not predicted, since its value is known.
 
@@ -305,15 +275,14 @@ def rank(
         table: table of variants to rank; None for all single substitutions.
         out: a `.csv` file.
         mutant: column of the mutations.
-        offset: number added to the positions of `table`; by default the offset of the run's own table.
-        propose: write only so many rows, chosen by `proposals.choose` among variants that were not measured.
+        offset: number added to the positions of `table`; by default the offset of the table of the run.
+        propose: the number of rows to write, chosen by `proposals.choose` among variants that were not measured.
         kappa: see `proposals.choose`.
         diversity: see `proposals.choose`.
         sites: the sites that proposals may change: positions in the numbering of the table, divided by commas, or
-            `all`; by default those that the training has varied.
+            `all`; by default the sites that the training has varied.
         baseline: rank by this baseline (a name in `SHORT`, or its long name), fitted to all measured variants.
-        all_singles: without a table, rank all single substitutions; otherwise the candidates of
-            `proposals.candidates`.
+        all_singles: without a table, rank all single substitutions; False for `proposals.candidates`.
         device: see `chosen_device`.
         overwrite: replace `out`.
 
@@ -345,9 +314,7 @@ def rank(
     elif all_singles:
         rows = _of_protein(task, known, single_substitutions(task.facts["protein"]))
     else:
-        candidates, notice = _candidates(task, known, sites, method)
-        rows = _of_protein(task, known, candidates)
-        rows.notices.append(notice)
+        rows = _of_candidates(task, known, sites, method)
     for notice in rows.notices:
         say(notice)
     if method is None:
@@ -355,48 +322,40 @@ def rank(
     else:
         values_MNT = _by_baseline(method, models[0], known, [*rows.mutations, ()], device)[None, :, None]
     values_MNT, wild_type = values_MNT[:, :-1], float(values_MNT[:, -1, 0].mean())
-    mean_N = np.asarray(values_MNT.mean(0)[:, 0], np.float64)
-    sign = -1.0 if task.names[0] in task.facts["lower_is_better"] else 1.0
-    best_first: list[int] = np.argsort(-sign * mean_N, kind="stable").tolist()
+    mean_N, target = np.asarray(values_MNT.mean(0)[:, 0], np.float64), task.names[0]
+    sign = -1.0 if target in task.facts["lower_is_better"] else 1.0
+    order: list[int] = np.argsort(-sign * mean_N, kind="stable").tolist()
+    rank_of = {n: str(place) for place, n in enumerate(order, 1)}
     limits, interval, coverage = interval_of(known)
-    facts: dict[str, Any] = {"run": run, "models": len(models), "target": task.names[0], "lower_is_better": sign < 0}
+    facts: dict[str, Any] = {"run": run, "models": len(models), "target": target, "lower_is_better": sign < 0}
     facts |= {"table": None if table is None else str(table), "offset": rows.offset, "verdict": known.verdict}
     facts |= {"device": str(models[0].model.device), "ranked_by": method or "fine-tuned models", "interval": interval}
-    measured = float(known.measured.get(name_of(()), "nan"))
-    facts["wild_type"] = {"measured": measured, "predicted": wild_type}
-    if propose is None:
-        order, left, messages = best_first, sorted(rows.left_out), list[str]()
-        if rows.table is not None and (target := task.names[0]) in rows.columns:
-            names = [name_of(one) for one in rows.mutations]
-            facts["compared"], messages = compared(known, names, mean_N, rows.measured(target), target)
-    else:
+    facts["wild_type"] = {"measured": float(known.measured.get(name_of(()), "nan")), "predicted": wild_type}
+    not_ranked, messages = sorted(rows.left_out) if propose is None else [], list[str]()
+    if propose is not None:
         allowed = _allowed(task, known, sites, rows.offset)
         free = _proposable(known, rows, propose, allowed)
-        chosen = proposals.choose(
-            sign * values_MNT[:, free, 0], [rows.mutations[n] for n in free], propose, kappa, diversity
-        )
+        free_variants = [rows.mutations[n] for n in free]
+        chosen = proposals.choose(sign * values_MNT[:, free, 0], free_variants, propose, kappa, diversity)
         order = [free[k] for k in chosen]
-        left = []
         facts["proposed"] = {"count": propose, "kappa": kappa, "diversity": diversity, "candidates": len(free)}
         facts["proposed"]["sites"] = [place + 1 - rows.offset for place in sorted(allowed)]
-        trust = known.verdict or "not known, as the run has not been concluded"
-        messages = [f"how far to trust these proposals: {trust}"]
-        if method is not None:
-            messages.append(f"these proposals are by {method}, a single model, so that --kappa has no effect")
-    places = [*(rows.rows[n] for n in order), *left]
-    rank_of = {n: str(place) for place, n in enumerate(best_first, 1)}
+        messages = [f"how far to trust these proposals: {known.verdict or 'not known, as the run is not finished'}"]
+    elif rows.table is not None and target in rows.columns:
+        names = [name_of(variant) for variant in rows.mutations]
+        facts["compared"], messages = compared(known, names, mean_N, rows.measured(target), target)
+    places = [*(rows.rows[n] for n in order), *not_ranked]
     variants, values = [rows.mutations[n] for n in order], values_MNT[:, order]
     new = _columns(known, variants, [rank_of[n] for n in order], task.names, values, limits)
-    new = {name: [*cells, *[""] * len(left)] for name, cells in new.items()}
+    new = {name: [*cells, *[""] * len(not_ranked)] for name, cells in new.items()}
     if table is not None:
         new[NOT_RANKED] = [rows.left_out.get(row, "") for row in places]
     facts |= {"rows": len(places), "ranked": len(order), "notices": rows.notices}
     write_table(out, {name: [cells[row] for row in places] for name, cells in rows.columns.items()}, new, facts)
     messages.append(coverage)
     if method is None and (short := better_baseline(_summary(Path(run)))):
-        name = SHORT[short]
         messages.append(
-            f"{name} was better than the fine-tuned models on the test folds: add --with {short} to rank by it"
+            f"{SHORT[short]} was better than the fine-tuned models on the test folds: add --with {short} to rank by it"
         )
     for sentence in messages:
         say(sentence)
@@ -404,42 +363,40 @@ def rank(
 
 
 def _of_protein(task: VariantTask, known: Known, variants: Sequence[Variant]) -> VariantRows:
-    """Return a table of those variants that are in the part of the protein that the model sees."""
+    """Return a table of the variants that are in the part of the protein that the model sees."""
     offset = int(task.facts["offset"])
-    rows = listed(task.facts["protein"], [one for one in variants if _inside(task, one)])
+    rows = listed(task.facts["protein"], [variant for variant in variants if _inside(task, variant)])
     rows = rows.leave_out(not_of_the_20, "not ranked")
     kept = rows.mutations
-    columns = {"mutant": [name_of(one) for one in kept]}
+    columns = {"mutant": [name_of(variant) for variant in kept]}
     if offset:
-        columns[IN_TABLE] = [name_of(renumbered(one, -offset)) for one in kept]
+        columns[IN_TABLE] = [name_of(renumbered(variant, -offset)) for variant in kept]
     columns["measured"] = [known.measured.get(name, "") for name in columns["mutant"]]
     return replace(rows, columns=columns, rows=list(range(len(kept))), left_out={}, offset=offset)
 
 
 def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, offset: int | None) -> VariantRows:
-    """Read the variants of a table, numbered as the run's own table unless an offset is passed."""
+    """Read the variants of a table, numbered as the table of the run unless an offset is passed."""
     of_run = int(task.facts["offset"])
     try:
         rows = read_rows(path, task.facts["protein"], mutant, of_run if offset is None else offset)
     except UsageError:
         if offset is not None:
             raise
-        rows = read_rows(path, task.facts["protein"], mutant, 0)  # Whole sequences have no numbering to shift.
-    if offset not in (None, of_run):
+        rows = read_rows(path, task.facts["protein"], mutant, 0)  # whole sequences have no positions to shift
+    if rows.offset or offset not in (None, of_run):
         rows.notices.append(
-            f"{path}: positions were shifted by {rows.offset:+d}, and those of the run's own table by {of_run:+d}"
+            f"{path}: positions were shifted by {rows.offset:+d}, and the positions of the run's table by {of_run:+d}"
         )
-    elif rows.offset:
-        rows.notices.append(f"{path}: positions were shifted by {rows.offset:+d}, as those of the run's own table were")
     if rows.offset:
-        names = {row: name_of(one) for row, one in zip(rows.rows, rows.mutations, strict=True)}
+        names = dict(zip(rows.rows, map(name_of, rows.mutations), strict=True))
         rows.columns[IN_WILD_TYPE] = [names.get(row, "") for row in range(len(names) + len(rows.left_out))]
     wild_type = known.measured.get(name_of(()))
 
-    def why(one: Variant) -> str:
-        if not one and wild_type is not None:
+    def why(variant: Variant) -> str:
+        if not variant and wild_type is not None:
             return f"it is the wild type, whose measured value is {wild_type}"
-        return "" if _inside(task, one) else "the model does not see the residue that it changes"
+        return "" if _inside(task, variant) else "the model does not see the residue that it changes"
 
     rows = rows.leave_out(why, f"{path}: not ranked")
     if not rows.mutations:
@@ -448,14 +405,16 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
     return rows
 
 
-def _candidates(task: VariantTask, known: Known, sites: str | None, method: str | None) -> tuple[list[Variant], str]:
-    """Return the candidates for proposals of a run, and a sentence about them; see `proposals.candidates`."""
+def _of_candidates(task: VariantTask, known: Known, sites: str | None, method: str | None) -> VariantRows:
+    """Return a table of the candidates for proposals of a run; see `proposals.candidates`."""
     if sites == "all" and is_library(known.variants):
         raise UsageError("--sites all: too many combinations; name the sites, or add --all-singles")
     passes = method == FROZEN or (method is None and task.settings.pool != "wild_type")
     most = proposals.MOST_PASSES if passes else proposals.MOST
     allowed = _allowed(task, known, sites, int(task.facts["offset"]))
-    return proposals.candidates(task.facts["protein"], allowed, known.variants, most)
+    variants, notice = proposals.candidates(task.facts["protein"], allowed, known.variants, most)
+    rows = _of_protein(task, known, variants)
+    return replace(rows, notices=[*rows.notices, notice])
 
 
 def _allowed(task: VariantTask, known: Known, sites: str | None, offset: int) -> Collection[int]:
@@ -469,11 +428,9 @@ def _allowed(task: VariantTask, known: Known, sites: str | None, offset: int) ->
         places = {int(word) - 1 + offset for word in sites.split(",")}
     except ValueError:
         raise UsageError(f"--sites {sites}: positions are expected, as 39,40,41, or all") from None
-    if outside := [place + 1 - offset for place in sorted(places) if not 0 <= place < length]:
-        raise UsageError(
-            f"--sites {sites}: {outside[0]} is outside of the wild type, whose {length:,} residues have the numbers "
-            f"{1 - offset} to {length - offset}"
-        )
+    if missing := [place + 1 - offset for place in sorted(places) if not 0 <= place < length]:
+        numbers = f"{1 - offset} to {length - offset}"
+        raise UsageError(f"--sites {sites}: {missing[0]} is no residue of the wild type, which has {numbers}")
     return places
 
 
@@ -496,12 +453,12 @@ def _columns(
     They are `prediction` (mean over the models, in the unit of the target), the limits of its interval, `disagreement
     of models` and `rank`; then `out-of-fold prediction` (by the models that had not seen the variant), `seen in
     training` and `sites varied in training` (yes or no). With several targets, the names of prediction columns end with
-    the target's, and rank and interval are those of the first. `values_MNT` are predictions of M models, or of one
-    baseline, which predicts the first target alone. `limits` are those of `interval_of`.
+    the target's name, and rank and interval are about the first target, the only target of a baseline.
     """
-    names, varied = [name_of(one) for one in variants], [known.varied(one) for one in variants]
+    names = [name_of(variant) for variant in variants]
+    varied = [all(mutation.position in known.sites for mutation in variant) for variant in variants]
     most = max(map(len, known.variants), default=0)
-    like = [is_varied and len(one) <= most for is_varied, one in zip(varied, variants, strict=True)]
+    like = [is_varied and len(variant) <= most for is_varied, variant in zip(varied, variants, strict=True)]
     mean_NT = values_MNT.mean(0)
     sd_NT = values_MNT.std(0, ddof=1) if len(values_MNT) > 1 else np.full_like(mean_NT, np.nan)
     new: dict[str, list[str]] = {}
@@ -522,13 +479,12 @@ def _columns(
 
 
 def _proposable(known: Known, rows: VariantRows, count: int, allowed: Collection[int]) -> list[int]:
-    """Return the numbers of the variants that were not measured and change the `allowed` positions only.
-
-    `UsageError` if there are fewer than `count`.
+    """Return the numbers of the variants that were not measured and change `allowed` positions only. `UsageError` for
+    fewer than `count` variants.
     """
-    numbers = {one: n for n, one in reversed(list(enumerate(rows.mutations)))}  # Rows may have equal variants.
-    new = [one for one in numbers if one and name_of(one) not in known.measured]
-    free = sorted(numbers[one] for one in new if all(mutation.position in allowed for mutation in one))
+    number_of = {variant: n for n, variant in reversed(list(enumerate(rows.mutations)))}  # rows may have equal variants
+    new = [variant for variant in number_of if variant and name_of(variant) not in known.measured]
+    free = sorted(number_of[variant] for variant in new if all(mutation.position in allowed for mutation in variant))
     if len(free) < count:
         raise UsageError(
             f"--propose {count}: only {len(free):,} of the variants at these sites have not been measured; pass "
@@ -540,13 +496,12 @@ def _proposable(known: Known, rows: VariantRows, count: int, allowed: Collection
 
 
 def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]:
-    """Return what is added to a prediction of the first target to get the limits of its interval, facts about them, and
-    what they are worth in a sentence: NaN if there are too few predictions out of fold (split conformal; Vovk et al.
-    2005, Algorithmic Learning in a Random World).
+    """Return two numbers that are added to a prediction of the first target to get its interval, facts about them, and
+    a sentence about their coverage. Both are NaN if there are too few predictions out of fold.
 
-    The limits are the 5% and 95% quantiles of the errors out of fold, with the correction for their number. They are
-    meant for variants like the measured ones. Their coverage is measured: the limits of each fold are made of the
-    errors of the other folds.
+    They are the 5% and 95% quantiles of the errors out of fold, corrected for the number of errors (split conformal;
+    Vovk et al. 2005, Algorithmic Learning in a Random World), for variants like the measured variants. The coverage is
+    measured in each fold, with the quantiles of the errors of the other folds.
     """
     names = [name for name in known.out_of_fold if name in known.measured and name in known.fold]
     error_N = np.array([float(known.measured[name]) - known.out_of_fold[name][0] for name in names])
@@ -555,9 +510,9 @@ def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]
     facts: dict[str, Any] = {"level": LEVEL, "predictions_out_of_fold": len(error_N), "coverage": None}
     folds = np.unique(fold_N).tolist()
     if len(folds) < 2 or len(error_N) < RESIDUALS:
+        size = f"{counted(len(error_N), 'variant')} in {counted(len(folds), 'fold')}"
         facts["why"] = (
-            f"intervals take {RESIDUALS} measured variants that were predicted out of fold, in two folds or more; "
-            f"there are {counted(len(error_N), 'variant')} in {counted(len(folds), 'fold')}"
+            f"intervals take {RESIDUALS} measured variants out of fold in two folds or more, and there are {size}"
         )
         return (np.nan, np.nan), facts, f"no {LOW} and {HIGH}: {facts['why']}"
     held_N = np.zeros(len(error_N), dtype=bool)
@@ -574,7 +529,7 @@ def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]
 
 
 def _error_limits(error_N: Array) -> tuple[float, float]:
-    """Return the limits between which LEVEL of further errors lie, if these are exchangeable with N known ones."""
+    """Return the limits between which LEVEL of further errors lie, if they are exchangeable with the N known errors."""
     count = len(error_N)
     above = min(int(np.ceil((count + 1) * (1 + LEVEL) / 2)), count)
     sorted_N = np.sort(error_N)
@@ -584,16 +539,16 @@ def _error_limits(error_N: Array) -> tuple[float, float]:
 # Predictions
 
 
-def predictions(found: FineTuned, mutations: Sequence[Variant]) -> npt.NDArray[np.float32]:
+def predictions(finetuned: FineTuned, mutations: Sequence[Variant]) -> npt.NDArray[np.float32]:
     """Predict the targets of variants with one model, float32 [N, T]. `InputError` if one cannot be predicted."""
-    task, values = found.task, list[npt.NDArray[np.float32]]()
+    task, values = finetuned.task, list[npt.NDArray[np.float32]]()
     assert isinstance(task, VariantTask)
     examples = _examples(task, mutations)
-    # With each pack the wild type is computed, so packs are large. Where it is all that is computed, the variants of a
-    # pack take the room of a token each.
+    # Each pack also computes the wild type, so packs are large. With pool wild_type nothing else is computed, and a
+    # variant counts as one token.
     tokens_N = np.ones_like(examples.tokens) if task.settings.wild_type_alone else examples.tokens
     with Progress("predict", len(examples)) as progress:
-        for value in heads.predictions(found, tokens_N, lambda n: task.question(examples.get(n)), heads.TOKENS):
+        for value in heads.predictions(finetuned, tokens_N, lambda n: task.question(examples.get(n)), heads.TOKENS):
             if isinstance(value, str):
                 raise InputError(f"{name_of(mutations[len(values)])}: {value}")
             values.append(value)
@@ -602,23 +557,17 @@ def predictions(found: FineTuned, mutations: Sequence[Variant]) -> npt.NDArray[n
 
 
 def _by_baseline(
-    name: str, found: FineTuned, known: Known, variants: Sequence[Variant], device: DeviceName
+    name: str, finetuned: FineTuned, known: Known, variants: Sequence[Variant], device: DeviceName
 ) -> npt.NDArray[np.float32]:
-    """Fit a baseline to measured variants (`VariantTask.baseline_records` at most), as those of the folds are fitted,
-    and predict N variants of the part of the protein that the model sees, float32 [N].
-
-    `found` is a model of the run, for its task and its recipe. `InputError` if nothing was measured, or the run has no
-    such baseline.
+    """Fit a baseline to measured variants (`VariantTask.baseline_records` at most), as in the folds, and predict N
+    variants, float32 [N]. `finetuned` is a model of the run.
     """
-    task, target = found.task, found.task.names[0]
+    task, target = finetuned.task, finetuned.task.names[0]
     assert isinstance(task, VariantTask)
     measured = {parse_variant(variant): float(value) for variant, value in known.measured.items()}
     measured = {variant: value for variant, value in measured.items() if _inside(task, variant)}
     if len(set(measured.values())) < 2:
-        raise InputError(
-            f"--with {name}: the run has no measured variants, which variants.csv of a cross-validation lists; name "
-            "the directory of a cross-validation"
-        )
+        raise InputError(f"--with {name}: the run has no measured variants; name the directory of a cross-validation")
     if name not in (ONE_HOT, FROZEN) and not task.settings.zero_shot:
         raise InputError(f"--with {name}: the run has no zero-shot scores (task.zero_shot is false); choose another")
     values = list(measured.values())
@@ -626,10 +575,10 @@ def _by_baseline(
     facts = {"targets": [target], "scales": [asdict(scale)]}
     facts |= {"lower_is_better": [target] if target in task.facts["lower_is_better"] else []}
     task = VariantTask(task.settings, dict(task.facts) | facts)
-    base = None if name == ONE_HOT else load_base(Recipe.model_validate(found.about["recipe"]), task, device)
+    base = None if name == ONE_HOT else load_base(Recipe.model_validate(finetuned.about["recipe"]), task, device)
     train, examples = _examples(task, list(measured)), _examples(task, variants)
-    some = range(0, len(train), -(-len(train) // task.baseline_records))
-    labelled = [replace(train.get(n), labels={"target": np.array([values[n]], np.float32)}) for n in some]
+    sampled = range(0, len(train), -(-len(train) // task.baseline_records))
+    labelled = [replace(train.get(n), labels={"target": np.array([values[n]], np.float32)}) for n in sampled]
     fitted = task.baselines(labelled, base, name)
     predicted = list[np.float32]()
     with Progress("predict", len(examples)) as progress:
@@ -646,33 +595,18 @@ def _examples(task: VariantTask, variants: Sequence[Variant]) -> Examples:
     return Examples("input", records.path, records, None)
 
 
-# The comparison with measured values
-
-
 def compared(
     known: Known, names: Sequence[str], predicted_N: Array, measured_N: Array, target: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Compare predictions with the measured values of a table. Variants that training has seen are compared by their
-    out-of-fold predictions, within folds, since each fold is predicted by models of its own.
-
-    Args:
-        known: the facts of the run.
-        names: names of the variants in the N rows of the table.
-        predicted_N: predictions by the mean of all models, which are no test for variants that these were trained on.
-        measured_N: measured values; NaN where the table has none.
-        target: name of the values.
-
-    Returns:
-        Facts for a JSON file, and messages for the user.
+    """Compare the predictions of N variants with measured values of a table, in which NaN is no value. Variants that
+    training has seen are compared by their out-of-fold predictions, within folds, and other variants by the mean of all
+    models, `predicted_N`. Return facts for a JSON file, and messages for the user.
     """
     has_N = ~np.isnan(measured_N)
-    rows = counted(int(has_N.sum()), "row")
     facts: dict[str, Any] = {"target": target, "rows_with_values": int(has_N.sum())}
     facts |= {"seen_in_training": None, "unseen": None}
     if known.seen is None:
-        facts["why"] = (
-            f"Spearman with {target}: not given, as it is not recorded which of the {rows} trained the models"
-        )
+        facts["why"] = f"Spearman with {target}: not given, as it is not recorded which rows trained the models"
         return facts, [facts["why"]]
 
     def spearman(rows_K: list[int], values_K: Array, fold_K: npt.NDArray[np.int64] | None) -> tuple[Any, str]:
@@ -700,9 +634,7 @@ def compared(
 
 
 def spearman_sentence(rho: Interval, target: str, unit: str) -> str:
-    """Say a correlation with a column of measured values, and over which units its interval is (`variant_spearman`); or
-    why there is none.
-    """
+    """Write a correlation with measured values and its interval over units, or the reason why it is undefined."""
     if np.isnan(rho.value):
         return f"Spearman with {target} undefined: it takes two different values and two different predictions"
     of = f"no interval, for an interval takes {LEAST} {unit}s" if np.isnan(rho.low) else f"95% over {unit}s"

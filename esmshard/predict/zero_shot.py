@@ -6,6 +6,7 @@ Of variants: Meier et al. 2021 (doi:10.1101/2021.07.09.450648). Of sequences: th
 
 import json
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -51,7 +52,7 @@ METHODS = get_args(Method)
 SequenceMethod = Literal["pseudo-perplexity", "one-pass"]
 MASKED, ONE_PASS = get_args(SequenceMethod)
 NOT_SCORED = "not scored because"
-"""The last column of a table of variants: why a row has no score."""
+"""The name of the last column of a table of variants, with the reason why a row has no score."""
 
 Array = npt.NDArray[np.float64]
 
@@ -66,25 +67,20 @@ def score(
 ) -> Array:
     """Score each variant, float64 [N]. A higher score means that the model finds the variant more natural.
 
-    `masked-marginals` is the sum over the mutated sites of log p(mutant) - log p(wild type), where p is what the model
-    expects at the masked site of the wild type. This takes one forward pass for each site, for any number of variants.
-    `wild-type-marginals` is the same from one pass in which nothing is masked. `pseudo-perplexity` is the mean of log p
-    over the residues of the variant that are among the 20, each masked in turn: minus the logarithm of the
-    pseudo-perplexity. This takes a pass for each residue of each variant. (fair-esm's script for it reads the wrong
-    site and skips the last.) The wild type's score is 0 with the first two methods. NaN: see `not_of_the_20`.
+    `masked-marginals` is the sum over the mutated sites of log p(mutant) - log p(wild type), where p is the model's
+    probability at the masked site of the wild type. This takes one forward pass for each site, for any number of
+    variants. `wild-type-marginals` is the same from one pass in which nothing is masked. `pseudo-perplexity` is the
+    mean of log p over the residues of the variant that are among the 20, each masked in turn: minus the logarithm of
+    the pseudo-perplexity. This takes a pass for each residue of each variant. (fair-esm's script reads the wrong site
+    and skips the last.) The wild type's score is 0 with the first two methods. NaN: see `not_of_the_20`.
 
     Args:
         model: a model with a trained LM head.
         wild_type: residues of the wild type.
         variants: mutations of each variant; empty for the wild type.
         method: see above.
-        window: residues of a longer protein that the model sees, with the site in their middle unless an end of the
-            protein is near; by default as many as it saw in training. In a pass that masks nothing,
-            each site is read where it is nearest to the middle of a window.
-        tracks: of the wild type, [L + 2, ...] by name; the variants have them too.
-
-    Raises:
-        UsageError: the method is not known, or the window has less than one residue.
+        window: residues of a longer protein that the model sees around a site; by default as many as in training.
+        tracks: tracks of the wild type and of each variant, [L + 2, ...] by name.
     """
     if method not in METHODS:
         raise UsageError(f"method is {method!r}; it is one of {', '.join(METHODS)}")
@@ -92,7 +88,7 @@ def score(
     if window < 1:
         raise UsageError(f"a window of {window} residues: give at least 1")
     score_N = np.full(len(variants), np.nan)
-    known = [n for n, one in enumerate(variants) if not not_of_the_20(one)]
+    known = [n for n, variant in enumerate(variants) if not not_of_the_20(variant)]
     if method == "pseudo-perplexity":
         tokens_KL = np.tile(encode(wild_type), (len(known), 1))
         for tokens_L, n in zip(tokens_KL, known, strict=True):
@@ -103,17 +99,14 @@ def score(
         sum_K = pseudo_log_likelihoods(model, proteins, count_K, window=window)
         score_N[known] = sum_K / np.where(count_K, count_K, np.nan)
         return score_N
-    sites = sorted({mutation.position for n in known for mutation in variants[n]})
-    hidden = method == "masked-marginals"
-    log_p_SA = log_probabilities(model, wild_type, sites, hidden=hidden, window=window, tracks=tracks).astype(
-        np.float64
-    )
-    row, letter = {site: n for n, site in enumerate(sites)}, {aa: n for n, aa in enumerate(RESIDUES)}
+    sites, hidden = sorted({m.position for n in known for m in variants[n]}), method == "masked-marginals"
+    log_p_SA = log_probabilities(model, wild_type, sites, hidden=hidden, window=window, tracks=tracks)
+    log_p_of = dict(zip(sites, log_p_SA.astype(np.float64), strict=True))
     for n in known:
-        effects = (
-            log_p_SA[row[m.position], letter[m.mutant]] - log_p_SA[row[m.position], letter[m.wild]] for m in variants[n]
+        score_N[n] = sum(
+            log_p_of[m.position][RESIDUES.index(m.mutant)] - log_p_of[m.position][RESIDUES.index(m.wild)]
+            for m in variants[n]
         )
-        score_N[n] = sum(effects)
     return score_N
 
 
@@ -134,13 +127,12 @@ def score_table(
     overwrite: bool = False,
 ) -> str:
     """Write a CSV file: the columns of the table, the score in a column named after the method, and for each row
-    without a score the reason (`not scored because`). Several models give their mean score, and in a further column,
-    `METHOD_sd`, its standard deviation over them. Return a message for the user.
+    without a score the reason (`not scored because`). Several models give their mean score, and its standard deviation
+    over the models in a column `METHOD_sd`. Return a message for the user.
 
     Rows that cannot be scored (a stop codon, a blank cell, a residue that is none of the 20 amino acids) keep their
-    place with an empty score. If the table has measured values, the message has Spearman's correlation with them over
-    the variants that have one, and its interval, or why it is undefined. `OUT.json` records how the table was made:
-    method, numbering, and what was left out.
+    place with an empty score. If the table has measured values, the message has Spearman's correlation with its
+    interval, or the reason why it is undefined. `OUT.json` records method, numbering, and all rows that were left out.
 
     Args:
         model: see `weights.read`.
@@ -149,11 +141,11 @@ def score_table(
         out: a `.csv` file.
         method: see `score`.
         mutant: see `read_variants`.
-        target: column of measured values; by default the one with a usual name, if there is one.
+        target: column of measured values; by default the only column with a usual name.
         offset: see `read_variants`.
         ensemble: further models.
-        window: see `score`; for several models by default that of the model that saw the fewest residues.
-        tracks: a path, or `inside`, by the name of each track of the wild type, which its variants have too.
+        window: see `score`; for several models by default the smallest window.
+        tracks: a path, or `inside`, by the name of each track of the wild type and of its variants.
         device: see `chosen_device`.
         overwrite: replace `out`.
     """
@@ -161,12 +153,11 @@ def score_table(
         raise UsageError(f"{out}: scores are written as .csv; give the file that ending")
     check(out, facts_file(out), overwrite=overwrite)
     names, column, tracks = [model, *ensemble], method.replace("-", "_"), tracks or {}
-    if table is None:
-        protein = protein_of(wild_type)
-        rows = listed(protein, single_substitutions(protein))
-    else:
+    if table is not None:
         rows = read_rows(table, wild_type, mutant, offset)
-    rows.columns.pop(NOT_SCORED, None)  # A table may have the scores of another method already.
+    else:
+        rows = listed(protein := protein_of(wild_type), single_substitutions(protein))
+    rows.columns.pop(NOT_SCORED, None)  # a table may already have the scores of another method
     check_new(out, rows.columns, [column, *([f"{column}_sd"] if ensemble else [])])
     rows = rows.leave_out(not_of_the_20, "not scored")
     measured = None if rows.table is None else _measured(rows.table, target)
@@ -199,14 +190,14 @@ def score_table(
 
 
 def _measured(table: Table, target: str | None) -> str | None:
-    """Return the column of measured values: the only one with a usual name, if it has numbers, unless one is named."""
+    """Return the column `target`, or else the only column with a usual name, if it has numbers."""
     usual = {name.lower() for name in TARGET_COLUMNS}
     names = [target] if target else [name for name in table.columns if name.lower() in usual]
     if len(names) != 1:
         return None
     try:
         table.numbers(names[0])
-    except InputError:  # The column `effect` may also have `pathogenic`.
+    except InputError:  # a column `effect` may also have the value `pathogenic`
         if target:
             raise
         return None
@@ -214,7 +205,7 @@ def _measured(table: Table, target: str | None) -> str | None:
 
 
 def _cells(rows: VariantRows, value_N: Array) -> list[str]:
-    """Return a column with a value for each variant, and empty cells in the other rows."""
+    """Return a column with the values of the variants, and empty cells in the other rows."""
     cells = [""] * len(next(iter(rows.columns.values())))
     for row, value in zip(rows.rows, value_N.tolist(), strict=True):
         cells[row] = text(value)
@@ -222,12 +213,10 @@ def _cells(rows: VariantRows, value_N: Array) -> list[str]:
 
 
 def _agreement(rows: VariantRows, score_N: Array, measured: str, value_N: Array) -> str:
-    """Say how the scores of variants agree with their measured values. The values of a variant in several rows are
-    averaged.
-    """
-    rows_of: dict[Variant, list[int]] = {}
+    """Write the correlation of scores with measured values. Values of a variant in several rows are averaged."""
+    rows_of = defaultdict[Variant, list[int]](list)
     for n in np.flatnonzero(~np.isnan(value_N)).tolist():
-        rows_of.setdefault(rows.mutations[n], []).append(n)
+        rows_of[rows.mutations[n]].append(n)
     score_V = np.array([score_N[members[0]] for members in rows_of.values()])
     value_V = np.array([value_N[members].mean() for members in rows_of.values()])
     rho, unit = variant_spearman(score_V, value_V, list(rows_of))
@@ -240,47 +229,43 @@ def _agreement(rows: VariantRows, score_N: Array, measured: str, value_N: Array)
 def _open(
     names: Sequence[str], window: int | None, tracks: Mapping[str, str], chains: Chains | None = None
 ) -> tuple[list[Weights], int]:
-    """Find models, and check all of them before the first computes anything. Also return how many residues of a long
-    protein each of them sees at once: by default as many as in training, the fewest of all. All get the same tracks,
-    and join chains as the first model says by default.
-
-    Raises:
-        UsageError: a model is named twice, does not take a track, or has no positions for the window.
-        InputError: a model cannot be read, or has no trained LM head.
+    """Open models, and check all of them before any of them computes. Also return the residues of a long protein that
+    each of them sees at once: by default the smallest window of their trainings. All models get the same tracks, and by
+    default join chains as the first model does.
     """
     if len(set(names)) < len(names):
         raise UsageError(f"--ensemble: a model is named twice ({', '.join(names)}); name each model once")
     opened = []
     for name in names:
-        one = weights.joining(weights.read(name), chains, f"--join: {name}")
-        chains = one.config.chains
-        if "lm_head" in one.unlearned:
+        language_model = weights.joining(weights.read(name), chains, f"--join: {name}")
+        chains = language_model.config.chains
+        if "lm_head" in language_model.unlearned:
             raise InputError(f"{name}: has no trained LM head, which scores are read from; take another model")
-        track_files(tracks, family_of(one.config).tracks, name, "--track ")
-        most = one.config.most_tokens
+        track_files(tracks, family_of(language_model.config).tracks, name, "--track ")
+        most = language_model.config.most_tokens
         if window is not None and most is not None and window + 2 > most:
             raise UsageError(
                 f"--window {window}: {name} has learned positions for {most - 2}; pass at most this number"
             )
-        opened.append(one)
-    return opened, min(window_of(one.config) for one in opened) if window is None else window
+        opened.append(language_model)
+    return opened, min(window_of(language_model.config) for language_model in opened) if window is None else window
 
 
 def _of_each(opened: Sequence[Weights], device: torch.device, compute: Callable[[Trunk], Any]) -> Array:
-    """Return what `compute` makes of each model, [M, ...]. One model at a time is in memory."""
+    """Return the results of `compute` for each model, [M, ...]. One model at a time is in memory."""
     values = []
-    for one in opened:
-        weights.report_altered(one.files)
-        values.append(compute(weights.build(one, device).eval()))
+    for language_model in opened:
+        weights.report_altered(language_model.files)
+        values.append(compute(weights.build(language_model, device).eval()))
     return np.stack(values)
 
 
-def check_finite(score_XN: npt.NDArray[np.floating], model: str) -> None:
-    """Refuse scores, [..., N], that are no finite numbers. `InputError` with their number."""
-    if wrong := int((~np.isfinite(score_XN)).any(tuple(range(score_XN.ndim - 1))).sum()):
+def check_finite(score_MN: npt.NDArray[np.floating], model: str) -> None:
+    """Refuse scores, [M, N], that are no finite numbers."""
+    if wrong := int((~np.isfinite(score_MN)).any(0).sum()):
         raise InputError(
-            f"{model}: {wrong:,} of {score_XN.shape[-1]:,} scores are no finite numbers: its weights are damaged, or "
-            "so large that what it computes overflows; take another model or an earlier checkpoint"
+            f"{model}: {wrong:,} of {score_MN.shape[-1]:,} scores are no finite numbers, since its weights are damaged "
+            "or overflow; take another model or an earlier checkpoint"
         )
 
 
@@ -302,12 +287,12 @@ def score_sequences(
 ) -> str:
     """Write a table with a row for each record, in input order. Return a message for the user.
 
-    The columns are `id`; `length`; `not_scored`, the residues that are none of the 20 amino acids and are in no sum;
-    `window`, the residues that the model saw at once, linkers between chains included; `pseudo_log_likelihood`, the sum
-    of log p over the residues; `mean_log_p`, this sum divided by their number; and `pseudo_perplexity`,
-    exp(-mean_log_p). The columns of `one-pass` begin with `one_pass_`. Several models give the means of the first two
-    over the models, the pseudo-perplexity of this mean, and in `mean_log_p_sd` the standard deviation of `mean_log_p`
-    over them. Numbers are missing if no residue is scored. `OUT.json` records how the table was made.
+    The columns are `id`; `length`; `not_scored`, the number of residues that are none of the 20 amino acids and not in
+    the sum; `window`, the residues that the model saw at once, with linkers between chains; `pseudo_log_likelihood`,
+    the sum of log p over the residues; `mean_log_p`, this sum divided by their number; and `pseudo_perplexity`,
+    exp(-mean_log_p). The columns of `one-pass` begin with `one_pass_`. Several models give the means of the sum and of
+    `mean_log_p`, the pseudo-perplexity of the mean, and `mean_log_p_sd`, the standard deviation over the models.
+    Numbers are missing if no residue is scored. `OUT.json` records how the table was made.
 
     Args:
         model: see `weights.read`.
@@ -316,22 +301,15 @@ def score_sequences(
         method: `pseudo-perplexity` masks each residue in turn, in a pass of its own; `one-pass` estimates the same from
             one pass for each window (`marginals.as_masked`).
         ensemble: further models.
-        window: residues of a longer record that the model sees at once; by default as many as the models saw in
-            training, the fewest of all.
+        window: residues of a longer record that the model sees at once; by default the smallest window of the models'
+            trainings.
         tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
-        join: how the chains of a record are joined (docs/chains.md); by default as the model says.
+        join: how the chains of a record are joined (docs/chains.md); by default as the model does.
         device: see `chosen_device`.
         overwrite: replace `out`.
-
-    Raises:
-        InputError: input or a model cannot be used.
-        UsageError: an option does not fit, `out` exists already, or Parquet needs a package that is not installed.
     """
     if method not in get_args(SequenceMethod):
-        raise UsageError(
-            f"--method {method}: sequences without variants are scored by {MASKED} or {ONE_PASS}; for variants of one "
-            "protein give a table, or --all-singles"
-        )
+        raise UsageError(f"--method {method}: is for a table or --all-singles; choose {MASKED} or {ONE_PASS}")
     if out.suffix not in (".csv", ".parquet"):
         raise UsageError(f"{out}: scores of sequences are written as .csv or .parquet; give the file that ending")
     if out.suffix == ".parquet":
@@ -339,12 +317,12 @@ def score_sequences(
     check(out, facts_file(out), overwrite=overwrite)
     names, tracks, computing = [model, *ensemble], tracks or {}, chosen_device(device)
     opened, window = _open(names, window, tracks, join_option(join))
-    for name, one in zip(names, opened, strict=True) if method == ONE_PASS else ():
-        if family_of(one.config).corruption is None:  # Its training does not say what it makes of visible residues.
-            known = ", ".join(family.title for family in FAMILIES.values() if family.corruption)
+    for name, language_model in zip(names, opened, strict=True) if method == ONE_PASS else ():
+        if (family := family_of(language_model.config)).corruption is None:
+            known = ", ".join(other.title for other in FAMILIES.values() if other.corruption)
             raise UsageError(
                 f"--method {method}: the estimate from one pass holds for the training of {known} only, and {name} is "
-                f"of {family_of(one.config).title}; pass --method {MASKED}"
+                f"of {family.title}; pass --method {MASKED}"
             )
     with tempfile.TemporaryDirectory(prefix="esmshard-score-") as scratch:
         # The whole input is read before it is scored, so that a bad record at the end costs seconds, not a night.
@@ -370,7 +348,7 @@ def score_sequences(
                 rows = range(start, min(start + GROUP_ROWS, len(examples)))
                 numbers = {name: values_N[start : rows.stop] for name, values_N in columns.items()}
                 writer.add({"id": [examples.id(n) for n in rows], **numbers})
-            replace_json(facts_file(writer.work), facts)  # It gets its name together with the table.
+            replace_json(facts_file(writer.work), facts)
     return f"{out}: {counted(len(examples), 'record')}"
 
 
@@ -379,15 +357,15 @@ def _columns(
 ) -> dict[str, npt.NDArray[Any]]:
     """Compute all columns of numbers, int64 or float64 [N] each."""
     records = map(examples.store.residues, range(len(examples)))
-    length_N, scored_N = np.array([(is_residue(one).sum(), len(scored_residues(one))) for one in records]).T
+    length_N, scored_N = np.array([(is_residue(tokens).sum(), len(scored_residues(tokens))) for tokens in records]).T
 
     def sums(esm: Trunk) -> Array:
         visible = family_of(esm.config).corruption if method == ONE_PASS else None
-        proteins = ((one.tokens, one.tracks) for one in map(examples.get, range(len(examples))))
+        proteins = ((example.tokens, example.tracks) for example in map(examples.get, range(len(examples))))
         return pseudo_log_likelihoods(esm, proteins, scored_N, window=window, visible=visible)
 
     sum_MN = _of_each(opened, device, sums)
-    check_finite(sum_MN, ", ".join(one.source for one in opened))
+    check_finite(sum_MN, ", ".join(language_model.source for language_model in opened))
     sum_MN = np.where(scored_N, sum_MN, np.nan)
     mean_MN, prefix = sum_MN / np.maximum(scored_N, 1), "one_pass_" if method == ONE_PASS else ""
     columns: dict[str, npt.NDArray[Any]] = {"length": length_N, "not_scored": length_N - scored_N}

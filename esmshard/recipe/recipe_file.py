@@ -1,12 +1,11 @@
 """The typed recipe: load, override, validate, dump, schema. No torch.
 
-A recipe is one YAML file. Unknown keys and wrong types are refused, all problems of a file at once, each with its line
-and column. `resolve` finds the file by path or by the name of a shipped recipe; `load` reads it, applies `key=value`
-overrides with the same checks, and makes every path absolute.
+A recipe is one YAML file. `resolve` finds the file by its path or by the name of a shipped recipe. `load` reads the
+file, applies `key=value` overrides, makes paths absolute and reports all problems at once, each with line and column.
 
-Paths: `sample:NAME` is data shipped with the package, and `s3://` and `gs://` are addresses in buckets; other data and
-model paths are relative to the recipe file, those given as an override and `out` to the working directory. `~` expands,
-and so does `${VAR}` for the variables of HARMLESS.
+Paths: `sample:NAME` is data shipped with the package, and `s3://` and `gs://` are addresses in buckets. Other paths are
+relative to the recipe file. Paths in overrides, and `out`, are relative to the working directory. `~` expands, and so
+does `${VAR}` for the variables of HARMLESS.
 """
 
 import os
@@ -36,22 +35,22 @@ PATH_KEYS = (
 """The keys that are paths, like the members of `data.tracks`."""
 
 TWO_WAYS = (("train", "steps", "epochs"), ("batch", "sequences", "global_tokens"))
-"""A section, and two of its keys that say the same thing in two ways."""
+"""A section, and two of its keys of which a recipe has only one."""
 
 HARMLESS = r"HOME|USER|SCRATCH|TMPDIR|WORK|SLURM_(?!JWT)\w+"  # SLURM_JWT is a password for Slurm's server
-"""The environment variables that a recipe reads. A stranger may have written it, so none of them is a secret."""
+"""The environment variables that a recipe may read. A stranger may have written the recipe, so these hold no secret."""
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
 """The beginning of the first line of a recipe, which names the schema for editors."""
 
 
 def names() -> list[str]:
-    """The shipped recipes, by name."""
+    """Return the names of the shipped recipes."""
     return sorted(p.stem for p in shipped("recipes").glob("*.yaml"))
 
 
 def resolve(name: str) -> Path:
-    """The file that `finetune NAME` means: a path, or the name of a shipped recipe."""
+    """Return the file of a recipe. `name` is its path, or the name of a shipped recipe."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -85,8 +84,8 @@ def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
 
 
 def _make_room(tree: Tree, path: Path) -> None:
-    """Remove what the file says where an override takes its place: the other of two ways to say the same, and the
-    sample or placeholder of a validation and test set beside a training set of the user's own.
+    """Remove keys of the file that an override replaces: the other one of TWO_WAYS, and with an override of
+    `data.train` the sample or placeholder of validation and test set.
     """
     for section, *keys in TWO_WAYS:
         node = tree.node.get(section)
@@ -120,12 +119,12 @@ def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
 
 
 def checked(tree: Tree) -> Recipe:
-    """Check a recipe that was opened. Errors are those of `load`."""
+    """Check a recipe that was opened. The errors are the same as of `load`."""
     return tree.checked(Recipe, sections())
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, every key written out."""
+    """Return the resolved recipe as YAML, with all keys."""
     out = StringIO()
     yaml = YAML()
     yaml.width = 1000
@@ -134,11 +133,8 @@ def dump(recipe: Recipe) -> str:
 
 
 def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """A resolved recipe for a file that is shared: data and `out` by their names, a model by where it lies from there.
-
-    Args:
-        recipe: as `model_dump` makes it.
-        directory: of that file.
+    """Return a dumped recipe for a shared file in a directory: data and `out` have only their names, and the model has
+    its path as seen from the directory.
     """
     shared = deepcopy(dict(recipe))
     for section, keys in _paths(shared):
@@ -150,12 +146,12 @@ def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of a recipe, for editors. `recipes/schema.json` holds it."""
+    """Return the JSON schema of a recipe, for editors. It is shipped as `recipes/schema.json`."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
 
 
 def description(name: str) -> str:
-    """Return the purpose of a shipped recipe, which is its first comment that is not for an editor."""
+    """Return the purpose of a shipped recipe: its first comment after the schema line."""
     lines = (shipped("recipes") / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     return next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith(SCHEMA_LINE)), "")
 
@@ -169,7 +165,7 @@ def copy_of(path: Path) -> str:
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
-    """Dotted keys whose values differ, as `optim.lr (0.001, was 0.002)`."""
+    """Return the dotted keys with different values, such as `optim.lr (0.001, was 0.002)`."""
     a, b = dict(_leaves(old.model_dump(mode="json"))), dict(_leaves(new.model_dump(mode="json")))
     return [
         f"{key} ({b.get(key)}, was {a.get(key)})" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
@@ -185,9 +181,7 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path) -> None:
-    """Expand `${VAR}` and `~`, and make a path absolute. Names of samples, model sizes and repositories of the hub stay
-    as they are.
-    """
+    """Expand `${VAR}` and `~`, and make a path absolute. Names of samples and models stay unchanged."""
     text, key, problem = str(node[keys[-1]]), ".".join(keys), None
     for name in re.findall(r"\$\{(\w+)\}", text):
         if not re.fullmatch(HARMLESS, name):
@@ -215,5 +209,5 @@ def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path)
         or (keys == ("data", "complexes") and text == EVERY)
     )
     if url is None and not is_name:
-        url = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # links stay what they are
+        url = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # does not resolve links
     node[keys[-1]] = url or text

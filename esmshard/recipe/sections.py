@@ -1,8 +1,8 @@
 """The sections of a recipe: typed, frozen, with a description of every field. No torch.
 
 `esmshard.recipe.recipe_file` reads them from files; `esmshard recipes schema` prints them. The settings of a task are
-in the module of the task, in `esmshard/tasks/` or in another installed package. `esmshard.tasks.registry` imports them
-when a recipe is read, and not before: they import torch.
+in the module of the task, in `esmshard/tasks/` or in another package. These modules import torch, so
+`esmshard.tasks.registry` imports them only when a recipe is read.
 """
 
 import re
@@ -26,9 +26,7 @@ from esmshard.vocab import LONGEST_LINKER, WIDEST_GAP, Chains
 
 
 class Settings(BaseModel):
-    """The base of all sections. They are frozen, refuse unknown keys, convert nothing silently, and have the docstrings
-    of their fields in the schema.
-    """
+    """The base of all sections, which are frozen, refuse unknown keys and convert nothing silently."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -73,40 +71,38 @@ OPTIONAL = (
 """Keys that only some tasks read. These tasks name them in `TaskSettings.data_keys`."""
 
 INSIDE = "inside"
-"""The word for a track that the file of the sequences has, in place of a path."""
+"""This word replaces the path of a track that the file of the sequences has."""
 EVERY = "all"
-"""The word for all chains of a structure file in `data.complexes`, in place of a path."""
+"""This word replaces a path in `data.complexes`, for all chains of a structure file."""
 
 
 class JoinSettings(Settings):
-    """How the chains of a record `A:B` become one sequence for the model (docs/chains.md). By default as the model was
-    trained, or with a linker of 25 glycines and no gap.
+    """How the chains of a record `A:B` become one sequence for the model (docs/chains.md). The default is that of the
+    model's training, or a linker of 25 glycines and no gap.
     """
 
     linker: Annotated[int, Field(ge=1, le=LONGEST_LINKER)] | Literal["break"] | None = None
-    """Number of glycines between two chains; `break` for the one token of a chain break that ESM-C and ESM3 have."""
+    """Number of glycines between two chains; `break` for the single chain-break token of ESM-C and ESM3."""
     gap: int | None = Field(None, ge=0, le=WIDEST_GAP)
-    """Number that is added to the positions of a chain for every chain before it, besides the linker. For models with
-    rotary positions."""
+    """Number that is added to the positions of a chain for every chain before it, in addition to the linker. For models
+    with rotary positions."""
 
     def over(self, usual: Chains) -> Chains:
-        """Return how a model joins chains that usually does so in another way."""
+        """Return the joining of a model, with the keys that are set here in place of its `usual` ones."""
         return Chains(usual.linker if self.linker is None else self.linker, usual.gap if self.gap is None else self.gap)
 
 
 class DataSettings(Settings):
     """The training, validation and test records: FASTA files, token stores, or tables with sequences and labels
-    (docs/labels.md). For contacts each is a directory of PDB or mmCIF files (docs/structures.md), or a FASTA file or
-    token store with the coordinates beside it as `.npz` (data/README.md). Task `variant` has `table` and `wild_type`
-    instead.
+    (docs/labels.md). For contacts they are directories of PDB or mmCIF files (docs/structures.md), or FASTA files or
+    token stores with the coordinates as `.npz` (data/README.md). Task `variant` has `table` and `wild_type` instead.
     """
 
     train: str | None = None
     """The training records: a path, or `sample:contact/train`. If several splits name the same file, the file is
     divided by `SET=` in its headers, or by the column `set` of the table or of its labels (docs/labels.md)."""
     valid: str | None = None
-    """The validation records, which are scored during training. The model is never trained on them. By default they are
-    in the file of `train`."""
+    """The validation records, which are scored during training. By default they are in the file of `train`."""
     test: str | None = None
     """The test records, which are scored once at the end. By default they are in the file of `train`."""
     table: str | None = None
@@ -121,8 +117,8 @@ class DataSettings(Settings):
     type."""
     unusable: Literal["drop", "error"] | None = None
     """How unusable rows are treated: rows without a substitution, with a stop codon, with a synonymous change, or with
-    a residue that the wild type does not have. `drop`, the default, leaves them out and names them. Unreadable rows may
-    be a tenth of the table at most, and so may rows that do not fit the wild type."""
+    a residue that the wild type does not have. `drop`, the default, leaves them out and names them. At most a tenth of
+    the rows may be unreadable, and at most a tenth may not fit the wild type."""
     replicates: Literal["mean", "keep", "error"] | None = None
     """How several rows of the same variant are treated; `mean` by default."""
     transform: Literal["none", "log", "rank"] | None = None
@@ -133,22 +129,20 @@ class DataSettings(Settings):
     are reversed."""
     split: Literal["position", "contiguous", "modulo", "random", "mutations", "given"] | None = None
     """How variants are divided into folds. `position`, the default, keeps the variants of one position together, so
-    that every test is on positions that training has not seen. `contiguous` and `modulo` are the schemes of ProteinGym.
+    that tests are on positions that training has not seen. `contiguous` and `modulo` are the schemes of ProteinGym.
     `random` gives scores that are too high. `mutations` and `given` make one split of the table without folds:
     `mutations` trains on variants with up to `train_max` mutations and tests on the others, `given` follows the column
     `set` (or `split`) of the table."""
     train_max: int | None = Field(None, ge=1, le=10**6)
     """For split `mutations`, the most mutations of a training variant; 1 by default."""
     train_share: float | None = Field(None, gt=0, le=1)
-    """The share of the training variants that is used, for learning curves. A smaller share is a subset of a larger
-    one. All are used by default."""
+    """The share of the training variants that is used, for learning curves; 1 by default. A smaller share is a subset
+    of a larger one."""
     labels: str | None = None
     """One file with the labels of all three splits: a table, a label FASTA, or an `.npz` (docs/labels.md). By default
-    labels are read from the table that has the sequences, from the headers of the FASTA files, or from the `.npz`
-    beside each of them."""
+    labels are read from the table of the sequences, from the headers of the FASTA files, or from their `.npz` files."""
     target: Names | None = Field(None, strict=False)
-    """The columns of the table, the keys of the headers, or the array of the `.npz` with the labels: one name, or a
-    list."""
+    """The columns of the table, the keys of the headers, or the array of the `.npz` with the labels; one or several."""
     sequence_column: str | None = None
     """The column with the sequences, if `train` is a table. By default it is found by its name (docs/ingest.md)."""
     id_column: str | None = None
@@ -156,28 +150,28 @@ class DataSettings(Settings):
     mask: str | None = None
     """A FASTA file of 0 and 1 for task `residue`. A residue with 0 has no label."""
     complexes: str | None = None
-    """The chains of a structure file that become one record (docs/structures.md). By default each chain is a record of
-    its own. `all`: all protein chains of a file are one record, in the order of the file. Or the path of a list with a
-    record on each line, such as `1abc_A:B` for chain A followed by chain B of the file `1abc.cif`."""
+    """The chains of a structure file that become one record (docs/structures.md). By default each chain is a record.
+    `all`: all protein chains of a file are one record, in the order of the file. Or the path of a list with a record on
+    each line, such as `1abc_A:B` for chain A followed by chain B of the file `1abc.cif`."""
     join: JoinSettings = JoinSettings()  # type: ignore[call-arg]  # see Recipe
     tracks: dict[str, str] | None = None
-    """What the model reads of each residue besides the amino acid, if it is of a family that does (docs/tracks.md): a
-    path by the name of the track, such as {3di: letters.fasta}, or `inside` for the coordinates of structures that
-    are the data themselves."""
+    """What some families of models read of each residue in addition to the amino acid (docs/tracks.md): a path by the
+    name of the track, such as {3di: letters.fasta}, or `inside` for coordinates if the data are structures."""
     folds: int | None = Field(None, ge=3, le=10**4)
-    """The number of parts into which `train`, or `table`, is divided for cross-validation. One part is the test set;
-    the next part is the validation set of a table, or if `valid` names the same file as `train`. `--folds` sets this
-    key and `fold` for each run. If this key is set without `--folds`, `fold` must be set, too."""
+    """The number of parts into which `train`, or `table`, is divided for cross-validation. One part is the test set.
+    The next part is the validation set of a table, or if `valid` names the same file as `train`. `--folds` sets this
+    key and `fold` for each run. Without `--folds`, both keys must be set."""
     fold: int = Field(0, ge=0)
     """The number of the part that is the test set, counted from 0."""
     clusters: str | None = None
-    """The `_cluster.tsv` of MMseqs2 for the training records. `folds` then keep clusters together; without this key
-    they keep only equal sequences together."""
+    """The `_cluster.tsv` of MMseqs2 for the training records. `folds` then keep clusters together, and otherwise only
+    equal sequences."""
     long: Literal["crop", "window", "full", "skip", "error"] = "crop"
     """How a training record over `max_length` is treated. `crop` cuts a random window, another one in each epoch;
-    `window` makes as few windows as cover the record, each of them an example; `full` uses the whole record; `skip`
-    leaves the record out and counts it; `error` refuses it. Validation, test and prediction always use whole chains.
-    For task `sequence`, `full` is the default, and `crop` is refused because it may remove the cause of the label."""
+    `window` covers the record by as few windows as possible, each of them an example; `full` uses the whole record;
+    `skip` leaves the record out and counts it; `error` refuses it. Validation, test and prediction always use whole
+    chains. For task `sequence`, `full` is the default, and `crop` is refused as it may remove the cause of the label.
+    """
     max_length: int = Field(1022, ge=8, le=10**6)
     """The most residues of a training record."""
 
@@ -190,21 +184,19 @@ class DataSettings(Settings):
         if fold and folds is None:
             raise ValueError("is one of data.folds, and the recipe has none; add data.folds, or remove it")
         if folds is not None and fold >= folds:
-            raise ValueError(f"is counted from 0, and of {folds} folds the last one is {folds - 1}, not {fold}")
+            raise ValueError(f"is counted from 0, so the last of {folds} folds is {folds - 1}, not {fold}")
         return fold
 
 
 class TaskSettings(Settings):
-    """The settings of one task, and facts about the task for the rest of the program. Each default is the safe
-    choice.
-    """
+    """The settings of one task, and facts about the task for the rest of the program. Defaults are the safe choice."""
 
     name: str
 
     data_keys: ClassVar[tuple[str, ...]] = ()
     """The keys of OPTIONAL that the task reads from the data section. Its recipes may not have the others."""
     may_crop: ClassVar[bool] = False
-    """Whether the label of a protein is also right for a random part of it. If not, `data.long: crop` is refused, and
+    """Whether the label of a protein is also correct for a random part of it. If not, `data.long: crop` is refused, and
     `full` is the default."""
     instead_of_crop: ClassVar[str] = "full or skip"
     """The values of `data.long` that the message about a refused `crop` proposes."""
@@ -212,7 +204,7 @@ class TaskSettings(Settings):
     """Whether the data are one table of measured variants of one protein (`data.table`), which is cross-validated
     unless `data.folds` is set. For subclasses of `VariantSettings` only."""
     trains_lm_head: ClassVar[bool] = False
-    """Whether the head is the language model's own, so that the LM head is trained and used."""
+    """Whether the LM head of the language model is the head, which is trained and used."""
     pairs: ClassVar[bool] = False
     """Whether a record is two chains, `A:B`, which the model reads as two sequences."""
     predicts_contacts: ClassVar[bool] = False
@@ -228,31 +220,23 @@ class TaskSettings(Settings):
         return f"probe is not offered by task {self.name}; choose full, lora or head"
 
     def suit(self, data: DataSettings) -> DataSettings:
-        """Return the data section with the defaults of this task.
-
-        Raises:
-            Clash: if a key contradicts the task, or is missing.
-        """
+        """Return the data section with the defaults of this task. `Clash` if a key does not fit or is missing."""
         if data.train is None:
             raise Clash("train", "this key is required")
         return data.model_copy(update={key: data.train for key in ("valid", "test") if getattr(data, key) is None})
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Estimate the bytes that the head keeps for the backward pass of a record of this many tokens, in fp32.
+        """Estimate the bytes that the head keeps for the backward pass of a record, in fp32.
 
         Args:
-            tokens: of the record.
-            n_logits: columns of the logits of the language model, of which a head may keep some.
+            tokens: the tokens of the record.
+            n_logits: the columns of the logits of the language model. A head may keep some of them.
         """
         return 0
 
 
 def suiting(data: DataSettings, task: TaskSettings) -> DataSettings:
-    """Return the data section with the defaults of a task.
-
-    Raises:
-        Clash: if the task does not read a key, or if a key is missing.
-    """
+    """Return the data section with the defaults of a task. `Clash` if a key is missing or not for the task."""
     for key in OPTIONAL:
         if getattr(data, key) is not None and key not in task.data_keys:
             owners = [name for name, settings in sections().items() if key in settings.data_keys]
@@ -267,7 +251,7 @@ def suiting(data: DataSettings, task: TaskSettings) -> DataSettings:
         raise Clash(
             "folds",
             f"makes {data.folds} parts, and a run is tested on one of them; to train all {data.folds} runs, remove it "
-            f"and pass --folds {data.folds}; to train one, add data.fold, from 0 to {data.folds - 1}",
+            f"and pass --folds {data.folds}; to train one run, add data.fold, from 0 to {data.folds - 1}",
         )
     return data
 
@@ -299,9 +283,7 @@ AnyTask = Annotated[TaskSettings, _AnyRegistered()]
 
 
 MOST_STEPS, MOST_TOKENS, MOST_PROCESSES, MOST_SECONDS = 10**8, 10**9, 10**6, 10**8
-"""Limits far above any run. A number with a few digits too many is refused here instead of after days, or when memory
-is full.
-"""
+"""Limits far above any run, so that a number with some digits too many is refused before training."""
 
 
 class ModelSettings(Settings):
@@ -313,9 +295,9 @@ class ModelSettings(Settings):
     fair-esm `.pt` file, or a directory in the layout of `transformers`. With `init: random`, any of these names, and
     `mini`, gives the shape only."""
     quantize: Literal["nf4", "int8"] | None = None
-    """How the frozen matrices of the layers are kept in the memory of an NVIDIA GPU, for `adapt.method` lora, head and
-    probe: in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314) or in 8 bits a number, by bitsandbytes. By default
-    in 32 bits. The consolidated model is made of the weights of `name` as they are."""
+    """How bitsandbytes keeps the frozen matrices of the layers in the memory of an NVIDIA GPU, for `adapt.method` lora,
+    head and probe: in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314) or in 8 bits a number. By default in 32
+    bits. The consolidated model has the unchanged weights of `name`."""
 
 
 LoraTarget = Literal["q", "k", "v", "out", "fc1", "fc2"]
@@ -345,8 +327,7 @@ class AdaptSettings(Settings):
     optimizer steps."""
     freeze: Names = Field((), strict=False)
     """For `full`: parts that are not trained, such as [embedding, layers.0-10]: `embedding`, `norms`, `biases`, layers
-    counted from 0, or `tracks`, the parts of ESM3 that read tracks: geometric attention and the table of structure
-    tokens."""
+    counted from 0, or `tracks`, which are geometric attention and the table of structure tokens of ESM3."""
     rank: int | None = Field(None, ge=1, le=1024, validate_default=True)
     """Rank of the LoRA matrices; 4 by default. For `lora` only, like the keys below."""
     alpha: float | None = Field(None, gt=0, le=1e6, validate_default=True)
@@ -403,7 +384,7 @@ class BatchSettings(Settings):
     """Records of a step. Sets `global_tokens` to this number times the tokens of the longest training record."""
     tokens_per_rank: Annotated[int, Field(ge=3, le=MOST_TOKENS)] | Literal["auto"] = "auto"
     """Most tokens that one process computes at once; a larger share is divided into micro-batches whose gradients are
-    added. `auto` estimates what the free memory allows and takes the least over all processes."""
+    added. `auto` estimates what the free memory of every process allows."""
 
     @field_validator("sequences")
     @classmethod
@@ -459,8 +440,7 @@ class TrainSettings(Settings):
     eval_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] | Literal["epoch"] = 50
     """Steps between two validations, or `epoch`."""
     early_stop: int | None = Field(None, ge=1, le=MOST_STEPS)
-    """Stop after so many successive validations without a better headline metric, and keep the
-    model of the best one."""
+    """Stop after so many validations in a row without a better headline metric, and keep the best model."""
 
 
 class ParallelSettings(Settings):
@@ -475,7 +455,7 @@ class ParallelSettings(Settings):
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Neighbouring processes of one machine that compute each layer together: they share the attention heads and the
     columns of the feed-forward part, see the same records, and hold 1/N of the layers' weights and activations. The
-    strategy divides what is left over the other processes."""
+    strategy divides each of these parts over the other processes."""
     context: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Neighbouring processes of one machine that divide the tokens of each micro-batch, attention included, for single
     proteins that are too long for one GPU. Weights are divided by the strategy alone."""
@@ -491,17 +471,15 @@ class ParallelSettings(Settings):
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in the machine's memory, and gather each layer from there."""
     accumulate: Literal["sharded", "unsharded"] = "sharded"
-    """Gradients between the micro-batches of a step. `sharded` adds them over processes after each micro-batch;
-    `unsharded` keeps all of them in every process and adds them once: less traffic, as much memory as the whole model.
-    """
+    """Gradients between the micro-batches of a step. `sharded` adds them over processes after each micro-batch.
+    `unsharded` keeps all gradients in every process and adds them once: less traffic, and memory of the whole model."""
     compile: bool = False
     """Compile each layer, once for all lengths. This takes a minute at the start, and does not make a CPU faster
     (docs/devices.md)."""
     start_timeout: int = Field(1800, ge=1, le=MOST_SECONDS)
     """Seconds that a process waits for the others until the first step is done, for example while weights are read."""
     step_timeout: int = Field(600, ge=1, le=MOST_SECONDS)
-    """Seconds that a process waits for the others in later steps. Then the run ends and names the process that did not
-    respond."""
+    """Seconds that a process waits for the others in later steps. Then the run ends and names the silent process."""
 
 
 class CheckpointSettings(Settings):
@@ -512,11 +490,10 @@ class CheckpointSettings(Settings):
     keep: int = Field(3, ge=1, le=MOST_STEPS)
     """Number of newest checkpoints that are kept."""
     keep_best: bool = False
-    """Save a checkpoint after every validation that is the best so far, and keep it for `esmshard
-    consolidate --best`."""
+    """Save a checkpoint after every validation that is the best so far, and keep the best model."""
     async_save: Literal["auto"] | bool = "auto"
     """Write in the background while training continues, from a copy in host memory: 12 bytes for each trained
-    parameter, over all processes together. `auto`: with GPUs."""
+    parameter, summed over all processes. `auto`: with GPUs."""
 
 
 class Recipe(Settings):
@@ -539,7 +516,7 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
     track: Trackers = Field((), strict=False)
     """The trackers that show metrics in addition to metrics.jsonl: `tensorboard` (files in `out`/tensorboard), `wandb`
-    (Weights & Biases, configured by its own environment variables). See docs/watching.md."""
+    (Weights & Biases, configured by its environment variables). See docs/watching.md."""
     out: str
     """Directory of the run, relative to the working directory."""
 
@@ -548,8 +525,7 @@ class Recipe(Settings):
     def _no_device(cls, out: str) -> str:
         if re.match(r"/(dev(?!/shm/.)|proc|sys)(/|$)", out):
             raise ValueError(
-                f"{out} belongs to the system and is no place for a run; write out: runs/NAME, or another "
-                "directory of yours"
+                f"{out} belongs to the system and is no place for a run; write out: runs/NAME, or another directory"
             )
         return out
 
@@ -563,9 +539,7 @@ class Recipe(Settings):
                 f"full trains the weights that model.quantize={model.quantize} freezes; set adapt.method=lora, or pass "
                 "model.quantize=null",
             )
-        if adapt.method != "probe" or task is None:
-            return adapt
-        if reason := task.no_probe():
+        if adapt.method == "probe" and task is not None and (reason := task.no_probe()):
             raise Clash("method", reason)
         return adapt
 

@@ -1,11 +1,11 @@
-"""The file of a search over settings of a recipe: which keys have which values, and how they are chosen. No torch.
+"""The file of a search over settings of a recipe: which values each key may have, and how they are chosen. No torch.
 
     space:
       optim.lr: {low: 1.0e-5, high: 1.0e-3, log: true}
       adapt.rank: {choices: [4, 8, 16]}
 
-Its errors are reported as those of a recipe. Every end of a range and every choice is put into the recipe and checked
-before anything is trained.
+Errors are reported like those of a recipe. Before training, the recipe is checked with every end of a range and every
+choice.
 """
 
 import json
@@ -25,8 +25,8 @@ REFUSED = (
     *("out", "data", "task.name", "train.seed", "train.eval_every", "track", "checkpoint", "parallel"),
     "batch.tokens_per_rank",
 )
-"""The keys, and sections, that are not searched: trials have the same task, data and validations, and a directory of
-their own; the best seed is luck, and not a setting.
+"""The keys and sections that are not searched. All trials have the same task, data and validations, and each trial has
+a directory. The best seed is luck, and not a setting.
 """
 
 MOST_CELLS = 10_000
@@ -69,12 +69,12 @@ class SearchSpace(Settings):
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """The values that are checked beforehand: all choices, or both ends of the range."""
+        """The values that are checked before training: all choices, or both ends of the range."""
         return (self.low, self.high) if self.choices is None else self.choices
 
     @property
     def cells(self) -> tuple[Any, ...] | None:
-        """All values in their order; None if there is no end of them."""
+        """All values in their order; None if they are infinitely many."""
         if self.choices is not None:
             return self.choices
         step = self.step or (1 if self.is_whole and not self.log else None)
@@ -93,7 +93,7 @@ class SweepSettings(Settings):
     """How values are chosen. `tpe`: near values of good trials (Bergstra et al. 2011), after 10 random trials;
     `random`: without regard to earlier trials; `grid`: every combination once."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """The seed of the choices. That of the training is the recipe's."""
+    """The seed of the choices. The recipe has the seed of the training."""
     pruner: Literal["median", "none"] = "median"
     """`median` stops a trial whose best validation so far is worse than the median of the other trials at the same
     step. `none` trains every trial to its end."""
@@ -147,13 +147,13 @@ def load(path: Path, recipe: Path, overrides: Sequence[str]) -> SweepSettings:
 
 
 def override(key: str, value: Any) -> str:
-    """Return a setting of a trial as it is typed, such as `optim.lr=0.0001`."""
+    """Return a setting of a trial as an override, such as `optim.lr=0.0001`."""
     return f"{key}={json.dumps(value)}"
 
 
 def _fitting(key: str, tree: Tree, sweep: SweepSettings, base: Tree) -> SearchSpace:
-    """Return the values of a key, in the type that the key has. The recipe is checked with each of them, beside the
-    first value of each other key; what it refuses is added to the problems of the sweep.
+    """Return the values of a key, in the type of the key. The recipe is checked with each of these values, together
+    with the first value of every other key. The problems are added to those of the sweep.
     """
     space = sweep.space[key]
     for value in space.ends:
@@ -168,12 +168,10 @@ def _fitting(key: str, tree: Tree, sweep: SweepSettings, base: Tree) -> SearchSp
             continue
         for part in key.split("."):
             section = getattr(section, part)
-    is_range = space.choices is None and not tree.problems
-    if not is_range or not isinstance(section, float):
+    if space.choices is not None or tree.problems or not isinstance(section, float):
         return space
-    return space.model_copy(
-        update={name: float(end) for name in ("low", "high", "step") if (end := getattr(space, name)) is not None}
-    )
+    numbers = {name: getattr(space, name) for name in ("low", "high", "step")}
+    return space.model_copy(update={name: float(value) for name, value in numbers.items() if value is not None})
 
 
 def shown(values: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""Reads a YAML file of keys into typed settings. No torch.
+"""Read a YAML file of keys into typed settings, such as a recipe or a site profile. No torch.
 
-Recipes and site profiles are such files. Unknown keys and wrong types are refused. All problems of a file are reported
-at once, each with its line and column, or with the override that caused it.
+Unknown keys and wrong types are refused. All problems of a file are reported at once, each with its line and column, or
+with the override that caused it.
 """
 
 import difflib
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass
 class Tree:
-    """The content of a file with overrides, the place of each key, and in `problems` the problems found so far."""
+    """The content of a file with overrides, the place of each key, and the problems so far."""
 
     node: CommentedMap
     file: str
@@ -33,8 +33,8 @@ class Tree:
 
     def override_of(self, keys: tuple[str, ...]) -> str | None:
         """Return the override that set a key, or a section around it."""
-        typed = (self.overrides[keys[:depth]] for depth in range(len(keys), 0, -1) if keys[:depth] in self.overrides)
-        return next(typed, None)
+        sections = (keys[:depth] for depth in range(len(keys), 0, -1))
+        return next((self.overrides[section] for section in sections if section in self.overrides), None)
 
     def where(self, keys: tuple[str, ...], on_value: bool = False) -> str:
         """Return where a key was written, as `my.yaml:4:3`, or the override that set the key."""
@@ -47,10 +47,10 @@ class Tree:
                 line, column = node.lc.item(int(key))
             if not isinstance(node, CommentedMap) or key not in node:
                 break
-            if key in (node.lc.data or {}):  # A key from an override has no place in the file.
-                # For a key with nothing after it, YAML puts the value on the next line.
-                of_value = on_value and key == keys[-1] and node[key] is not None
-                line, column = node.lc.value(key) if of_value else node.lc.key(key)
+            if key in (node.lc.data or {}):  # a key from an override has no place in the file
+                # YAML puts an empty value on the next line.
+                is_value = on_value and key == keys[-1] and node[key] is not None
+                line, column = node.lc.value(key) if is_value else node.lc.key(key)
             node = node[key]
         return f"{self.file}:{line + 1}:{column + 1}"
 
@@ -82,22 +82,22 @@ class Tree:
         node[keys[-1]] = value
 
     def checked(self, root: type[M], named: Mapping[str, type[BaseModel]] | None = None) -> M:
-        """Validate the settings. `named` has the sections that are told apart by their `name`.
+        """Validate the settings. `named` has the sections that are chosen by their `name`.
 
         Raises:
             UsageError: with one sentence for each key, as `my.yaml:4:3: optim.lrr: unknown key; did you mean 'lr'?`.
         """
         try:
-            made = root.model_validate(_plain(self.node))
+            settings = root.model_validate(_plain(self.node))
         except ValidationError as error:
             messages: dict[str, list[str]] = {}
             for problem in error.errors():  # a key that takes values of several types has an error for each type
-                at, message = self._described(problem, root, named or {})
-                messages.setdefault(at, []).append(message)
-            self.problems += [f"{at}: {' or '.join(dict.fromkeys(texts))}" for at, texts in messages.items()]
+                place, message = self._described(problem, root, named or {})
+                messages.setdefault(place, []).append(message)
+            self.problems += [f"{place}: {' or '.join(dict.fromkeys(texts))}" for place, texts in messages.items()]
         if self.problems:
             raise UsageError(*self.problems)
-        return made
+        return settings
 
     def _described(
         self, error: ErrorDetails, root: type[BaseModel], named: Mapping[str, type[BaseModel]]
@@ -109,12 +109,12 @@ class Tree:
         keys: list[str] = []
         node: Any = self.node
         for part in loc:  # pydantic's place also has names of types and sections, which the file does not have
-            of_list = isinstance(node, list) and isinstance(part, int)
-            left_out = isinstance(clash, Clash) and part not in named  # a key, or section, that has its default
+            is_item = isinstance(node, list) and isinstance(part, int)
+            has_default = isinstance(clash, Clash) and part not in named  # such a key or section is not in the file
             if isinstance(node, dict) and part in node:
                 node = node[part]
                 keys.append(str(part))
-            elif of_list or left_out:
+            elif is_item or has_default:
                 keys.append(str(part))
         if absent and keys[-1:] != [str(loc[-1])]:
             keys.append(str(loc[-1]))
@@ -129,7 +129,7 @@ def _keys_of(root: type[BaseModel], loc: Sequence[int | str], named: Mapping[str
     """Return the keys of the section at a place."""
     kind: Any = root
     for part in loc:
-        if get_origin(kind) is dict:  # whose keys are the user's own
+        if get_origin(kind) is dict:  # the user chooses these keys
             kind = get_args(kind)[1]
         elif part in getattr(kind, "model_fields", ()):
             kind = kind.model_fields[part].annotation
@@ -139,24 +139,19 @@ def _keys_of(root: type[BaseModel], loc: Sequence[int | str], named: Mapping[str
 
 
 def read(path: Path, called: str, root: type[BaseModel]) -> Tree:
-    """Read a file.
-
-    Args:
-        path: path of the file.
-        called: the kind of file in messages, such as `a recipe`.
-        root: the settings that the file is for.
+    """Read a file of the settings `root`. `called` is the kind of file in messages, such as `a recipe`.
 
     Raises:
         UsageError: the file cannot be read, is not YAML, or is no mapping.
     """
     try:
         node = parse_yaml(path.read_text(encoding="utf-8"))
-    except MarkedYAMLError as error:  # a key that is given twice, too
+    except MarkedYAMLError as error:  # also for a key that is given twice
         mark = error.problem_mark
         raise UsageError(f"{path}:{mark.line + 1}:{mark.column + 1}: not YAML: {error.problem}") from None
     except (OSError, ValueError, YAMLError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
-    if node is None:  # a file of comments alone
+    if node is None:  # a file with comments only
         node = CommentedMap()
     if not isinstance(node, CommentedMap):
         raise UsageError(f"{path}:1:1: {called} is a YAML mapping with the keys {', '.join(root.model_fields)}")
@@ -164,7 +159,7 @@ def read(path: Path, called: str, root: type[BaseModel]) -> Tree:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a text of YAML, and return it as `ruamel.yaml` does. YAML is parsed nowhere else.
+    """Parse YAML as `ruamel.yaml` does, with comments and places.
 
     Raises:
         YAMLError: the text is not YAML.
@@ -185,7 +180,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def _plain(node: Any) -> Any:
-    """Convert YAML containers and scalars with comments to plain ones, since strict validation needs exact types."""
+    """Convert YAML containers and scalars to plain Python ones, since strict validation needs exact types."""
     if isinstance(node, dict):
         return {str(k): _plain(v) for k, v in node.items()}
     if isinstance(node, list):

@@ -23,22 +23,22 @@ from esmshard.vocab import chain_spans, is_residue
 Values = npt.NDArray[np.float64]
 
 BLUE, ORANGE, GREY = "#3b82c4", "#d9772b", "#8a8f98"
-"""Colours that are distinguishable without red or green vision."""
+"""Colours that people without red or green vision can distinguish."""
 METHODS = ((BLUE, "o"), (ORANGE, "s"), (GREY, "^"), ("#009e73", "D"), ("#b8579a", "v"), ("#b59410", "P"))
-"""Colour and marker of each line where several methods are compared. The first is for the fine-tuned model."""
+"""Colour and marker of each line in a comparison of methods. The first is for the fine-tuned model."""
 STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
 POINTS = 400
-"""The most points of a curve, which is what the width of a chart can show."""
+"""The most points of a curve. The width of a chart shows no more."""
 RASTER = 1500
-"""The number of dots from which they become pixels, since each dot as SVG takes a hundred bytes."""
+"""The most dots that are drawn as SVG, where each dot takes a hundred bytes. More dots become pixels."""
 BLOCK = 100
 """The most positions in a row of a map of substitutions."""
 LONGEST_MAP = 512
-"""The longest protein whose contact map is drawn for a report, in residues: larger maps are unreadable there."""
+"""The longest protein, in residues, whose contact map is drawn for a report. Larger maps are unreadable."""
 
 
 def data_uri(picture: bytes, kind: str) -> str:
-    """Return a picture as the source of an `<img>`, which neither loads anything nor runs scripts."""
+    """Return a picture as the source of an `<img>`. Such a picture neither loads anything nor runs scripts."""
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
@@ -69,15 +69,15 @@ def curves(
     from_zero: bool = False,
     x_name: str = "optimizer step",
 ) -> None:
-    """Draw lines over optimizer steps through their finite values. Of many values draw means of neighbours, and a band
-    of their range, so that a spike stays visible.
+    """Draw lines over optimizer steps through their finite values. Many values are drawn as means of neighbours, with a
+    band of their range, so that a spike stays visible.
 
     Args:
         axes: empty axes.
         name: the label of the y axis.
         lines: steps and values by label; training first, validation second.
         star: step and value of a marked point.
-        from_zero: let the axis begin at 0, for amounts whose heights are compared.
+        from_zero: begin the axis at 0, so that heights can be compared.
         x_name: the label of the x axis.
     """
     for colour, (label, (step, value)) in zip((BLUE, ORANGE), lines.items(), strict=False):
@@ -168,7 +168,7 @@ def learning_curve(axes: Any, sizes: Sequence[int], methods: Mapping[str, Mappin
         if not defined:
             continue
         x = np.array(list(defined)) + apart * (n - (len(methods) - 1) / 2)
-        y, low, high = np.array([(one.value, one.low, one.high) for one in defined.values()]).T
+        y, low, high = np.array([(point.value, point.low, point.high) for point in defined.values()]).T
         colour, marker = METHODS[n % len(METHODS)]
         axes.vlines(x, low, high, color=colour, linewidth=1)
         axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=1.3, label=_short(method, 26))
@@ -181,12 +181,12 @@ def learning_curve(axes: Any, sizes: Sequence[int], methods: Mapping[str, Mappin
 def heat_map(
     value_AP: Values, first: int, wild_P: npt.NDArray[np.int64], letters: str, limits: tuple[float, float], label: str
 ) -> str:
-    """Return a map of substitutions as a data URI: a row for each letter, in blocks of positions.
+    """Return a map of substitutions as a data URI: a row for each letter, and blocks of positions below each other.
 
     Args:
         value_AP: the values; NaN where there is none.
         first: the number of the first position.
-        wild_P: the index of the wild type's letter, which gets a dot; -1 where it is not known.
+        wild_P: the index of the wild type's letter, which gets a dot; -1 where it is unknown.
         letters: the A letters.
         limits: the values at the ends of the colour scale.
         label: the label of the scale.
@@ -211,7 +211,7 @@ def heat_map(
             axes.set_xlim(begin - 0.5, begin + max(width, BLOCK // 3) - 0.5)  # few positions must not get giant cells
             axes.set_yticks(range(len(letters)), list(letters))
             axes.grid(visible=False)
-            axes.set_facecolor("0.8")  # that of a substitution without a value
+            axes.set_facecolor("0.8")  # the colour of a substitution without a value
             axes.tick_params(length=0, labelsize=6.5)
         bar = figure.colorbar(image, ax=blocks, extend="both", pad=0.01, fraction=0.02, label=_short(label))
         bar.solids.set_rasterized(True)
@@ -227,16 +227,14 @@ def _short(text: str, most: int = 50) -> str:
 
 
 def contact_figures(run: Path, data: Examples, device: str | None = None) -> list[Path]:
-    """Draw predicted against true contacts of the test proteins of up to LONGEST_MAP residues with the best, the median
-    and the worst long-range P@L: `figures/contacts_best_ID.png` and so on.
+    """Draw predicted against true contacts of three test proteins, of up to LONGEST_MAP residues: those with the best,
+    the median and the worst long-range P@L. The files are `figures/contacts_best_ID.png` and so on.
     """
     with open(run / "per_protein.csv", encoding="utf-8", newline="") as file:
-        rows = [
-            (float(row["long P@L"]), row["id"], int(row["length"])) for row in csv.DictReader(file) if row["long P@L"]
-        ]
-    ranked = sorted(row for row in rows if row[2] <= LONGEST_MAP)
+        scored = [row for row in csv.DictReader(file) if row["long P@L"] and int(row["length"]) <= LONGEST_MAP]
+    ranked = sorted((float(row["long P@L"]), row["id"], int(row["length"])) for row in scored)
     if not ranked:
-        raise InputError(f"{run}: no protein of up to {LONGEST_MAP} residues has a long P@L, so there is none to draw")
+        raise InputError(f"{run}: no protein of up to {LONGEST_MAP} residues has a long P@L")
     (run / "figures").mkdir(exist_ok=True)
     model, places = load_finetuned(str(run / "model"), device), {data.id(n): n for n in range(len(data))}
     chosen = {"best": ranked[-1], "median": ranked[len(ranked) // 2], "worst": ranked[0]}
@@ -250,7 +248,7 @@ def contact_figures(run: Path, data: Examples, device: str | None = None) -> lis
 
 
 def draw_maps(model: FineTuned, data: Examples, folder: Path) -> None:
-    """Write `ID.png` for each record: its predicted map beside its true contacts; see `contact_map`."""
+    """Write `ID.png` for each record; see `contact_map`."""
     with pictures.collected(folder) as add, Progress("draw", len(data)) as progress:
         for n in range(len(data)):
             example = data.get(n)
@@ -259,9 +257,9 @@ def draw_maps(model: FineTuned, data: Examples, folder: Path) -> None:
 
 
 def contact_map(model: FineTuned, example: Example, note: str = "") -> bytes:
-    """Return a PNG of a model's predicted contacts of one protein, beside its true contacts."""
+    """Return a PNG of the predicted and the true contacts of one protein."""
     inputs, residues = model.task.inputs(example), example.tokens[1:-1]
     probability_LL = model.task.predict(model.model.outputs([inputs])[0])
-    maps = [of_residues(model.task, one_LL, residues) for one_LL in (probability_LL, inputs.target)]
+    maps = [of_residues(model.task, map_LL, residues) for map_LL in (probability_LL, inputs.target)]
     chains = [end - start for start, end in chain_spans(residues)]
     return pictures.draw(maps[0], example.id, maps[1], note, chains)

@@ -1,7 +1,7 @@
-"""`esmshard report RUN`: one HTML page on a run, for people. It needs no network, script or server.
+"""`esmshard report RUN`: one HTML page on a run. It needs no network, script or server.
 
-A page is a template of `templates/` and a dictionary, which `run_page`, `variants_page` or `sweep_page` makes of the
-files of a run. The texts are in the templates; every number comes from the files.
+`run_page`, `variants_page` or `sweep_page` makes a dictionary from the files of a run, and a template of `templates/`
+makes a page from the dictionary. The texts are in the templates; every number comes from the files.
 """
 
 import csv
@@ -35,7 +35,7 @@ from esmshard.train.run_dir import METRICS, SWEEP, goodput, is_step, metrics_of,
 
 RANKED = "ranked.csv"
 MOST_TARGETS = 6
-"""The most numbers of a protein that get a chart each."""
+"""The most targets that get a chart each."""
 LETTERS = "GAVLIMCFYWPSTNQHKRDE"
 """The rows of a map, with similar amino acids together: aliphatic, aromatic, proline, polar, positive, negative."""
 MOST_POSITIONS = 1000
@@ -43,11 +43,11 @@ MOST_POSITIONS = 1000
 BEST = 20
 """The number of rows of the table of ranked variants."""
 MOST_TRIALS = 50
-"""The most rows of the table of trials. sweep.json has all of them."""
+"""The most rows of the table of trials. sweep.json has all trials."""
 
 
 def report(run: Path, out: Path | None = None) -> Path:
-    """Write a page about a run, whether it is done, running, preempted or failed. The file appears complete.
+    """Write a page about a run, which may be done, running, preempted or failed. The file appears complete.
 
     Args:
         run: the directory of the run, of a cross-validated run of variants, or of a sweep.
@@ -67,8 +67,8 @@ def report(run: Path, out: Path | None = None) -> Path:
     known = {f"{run.absolute().parent}/", f"{run.resolve().parent}/"}
 
     def shared(value: Any) -> Any:
-        """Name files without their directories, since a page is made to be shared. The directories of a path in a
-        sentence may contain blanks, so that the sentence does not show where they end.
+        """Return a text without the directories of paths, since users share pages. A path in a sentence may contain
+        blanks, so known directories are removed first.
         """
         if type(value) is not str:
             return value
@@ -112,13 +112,13 @@ def _directories(node: Any) -> Iterator[str]:
 
 
 def run_page(run: Path) -> dict[str, Any]:
-    """Return the values of `run.html.jinja`, from the files of one run. A run that is not done has fewer files."""
+    """Return the values of `run.html.jinja`, from the files of one run. An unfinished run has fewer files."""
     known = ("recipe.yaml", "status.json", METRICS, "evaluation.json")
     if not any((run / name).is_file() for name in known):
-        raise InputError(f"{run}: holds no run ({', '.join(known)} are missing); give the directory of one")
+        raise InputError(f"{run}: holds no run ({', '.join(known)} are missing); give the directory of a run")
     recipe = recipe_file.load(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else None
     versions, tested = _json(run / "versions.json"), _evaluation(run / "evaluation.json")
-    # The values of single ranks, which are dictionaries, would take gigabytes of a long run.
+    # Dictionaries hold the values of single ranks, which would take gigabytes of a long run.
     lines = [{key: value for key, value in line.items() if not isinstance(value, dict)} for line in metrics_of(run)]
     steps, valid = [line for line in lines if is_step(line)], [line for line in lines if line.get("split") == "valid"]
     headline = next((key for line in valid for key in line if key not in ("step", "split", "loss", "time")), "")
@@ -183,7 +183,7 @@ def _curves(
     headline: str,
     best: tuple[float, int] | None,
 ) -> dict[str, str]:
-    """Draw the course of a training: charts by the name of what they show."""
+    """Draw the course of a training; charts by the name of their values."""
     step_S, step_V = _column(steps, "step"), _column(valid, "step")
     lines = {"loss": {"training": (step_S, _column(steps, "loss")), "validation": (step_V, _column(valid, "loss"))}}
     if headline:
@@ -205,7 +205,7 @@ def _curves(
 
 
 def _results(run: Path, tested: Mapping[str, Any]) -> dict[str, Any]:
-    """Draw the predictions of a tested model in the form of its task."""
+    """Draw the predictions of a tested model. Tasks have different files and charts."""
     proteins: dict[str, Values] = {}
     if (run / "per_protein.csv").is_file():
         head, *body = _rows(run / "per_protein.csv")
@@ -297,7 +297,7 @@ def variants_page(run: Path) -> dict[str, Any]:
             for method, of_method in metrics.items()
         ],
         "over_runs": {
-            method: {column: _mean(found) for column, found in row.items()}
+            method: {column: _mean(spread) for column, spread in row.items()}
             for method, row in summary["metrics"].items()
         },
         "measured": _measured(pairs),
@@ -309,19 +309,19 @@ def variants_page(run: Path) -> dict[str, Any]:
         "better": better_baseline(summary),
         "run": shlex.quote(run.resolve().name),
         "recipe_text": _recipe_text(summary["recipe_yaml"]),
-        # The recipe of a run names one fold; without this key the recipe covers all folds.
+        # The recipe of a run names one fold; `data.folds=null` removes it.
         "command": _command(run, f"{summary['runs'][0]}/recipe.yaml", 1, "data.folds=null", "data.fold=0", *options),
     }
 
 
 def _out_of_fold(run: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Values, Values, Any]:
-    """Read `variants.csv`: names of several targets, and of each variant with a prediction, once, its mutations,
-    measured and predicted values, and its fold.
+    """Read `variants.csv`. Return the names of targets, if there are several, and for each variant with a prediction
+    its mutations, measured and predicted values, and fold.
     """
     rows = rows_of_run(run)
     targets = [name.removeprefix("predicted ") for name in rows[0] if name.startswith("predicted ")] if rows else []
     of = [f" {name}" for name in targets] or [""]
-    # A variant that was measured in several rows has the same values in each of them.
+    # All rows of a variant have the same values.
     once = {row["variant"]: row for row in rows if any(row[f"predicted{name}"] for name in of)}
     measured_NT, predicted_NT = (
         np.array([[number(row[f"{what}{name}"]) for name in of] for row in once.values()]).reshape(-1, len(of))
@@ -332,7 +332,7 @@ def _out_of_fold(run: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Valu
 
 
 def _ranked(path: Path) -> dict[str, Any] | None:
-    """Read `ranked.csv`: mutations and values of all single substitutions, and the first rows, the best first."""
+    """Read `ranked.csv`: mutations and values of all single substitutions, and the best rows."""
     if not path.is_file():
         return None
     head, *body = _rows(path)
@@ -357,17 +357,18 @@ def _maps(
     measured_NT: Values,
     ranked: Mapping[str, Any] | None,
 ) -> dict[str, Any] | None:
-    """Draw measured and predicted values of single substitutions, of each target on one scale. Of a long protein only
-    the measured region is drawn, since predictions far from it are unreliable.
+    """Draw measured and predicted values of single substitutions, with one scale for each target. Only the measured
+    region of a protein is drawn, since predictions far from it are unreliable.
     """
-    every = [mutation for one in mutations for mutation in one] + (ranked["mutations"] if ranked else [])
-    changed = {m.position for one in mutations for m in one} or {m.position for m in every}
+    measured = [mutation for variant in mutations for mutation in variant]
+    every = measured + (ranked["mutations"] if ranked else [])
+    changed = {mutation.position for mutation in measured or every}
     if not changed:
         return None
     first, last = min(changed), min(max(changed), min(changed) + MOST_POSITIONS - 1)
     wild = {mutation.position: mutation.wild for mutation in every}
     wild_P = np.array([LETTERS.find(wild.get(p, "?")) for p in range(first, last + 1)])
-    singles = [n for n, one in enumerate(mutations) if len(one) == 1]
+    singles = [n for n, variant in enumerate(mutations) if len(variant) == 1]
     figures = []
     for t, name in enumerate(targets[:MOST_TARGETS]):
         grids = {"measured": _grid([mutations[n][0] for n in singles], measured_NT[singles, t], first, last)}
@@ -383,7 +384,7 @@ def _maps(
 
 
 def _grid(mutations: Sequence[Mutation], values: Sequence[float] | Values, first: int, last: int) -> Values:
-    """Return the values of single substitutions, [letters, positions]; NaN where there is none."""
+    """Return the values of single substitutions, [letters, positions]; NaN for missing values."""
     grid_AP = np.full((len(LETTERS), last - first + 1), np.nan)
     for mutation, value in zip(mutations, values, strict=True):
         if first <= mutation.position <= last and mutation.mutant in LETTERS:
@@ -430,7 +431,7 @@ def sweep_page(out: Path) -> dict[str, Any]:
         "verdict": tested.get("verdict", "The best settings are not tested yet."),
         "best": best and best | {"settings": sweep_file.shown(best["values"])},
         "counts": {state: sum(trial["state"] == state for trial in trials) for state in order},
-        "tested": {m: {c: _mean(found) for c, found in row.items()} for m, row in summary.get("metrics", {}).items()},
+        "tested": {m: {c: _mean(spread) for c, spread in row.items()} for m, row in summary.get("metrics", {}).items()},
         "history": chart(charts.curves, f"valid {sweep['metric']}", lines, x_name="trial") if complete else None,
         "head": ["trial", "state", f"valid {sweep['metric']}", "steps", *keys, ""],
         "rows": [
@@ -449,7 +450,7 @@ def sweep_page(out: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if there is no such file."""
+    """Read a JSON object; an empty dictionary if the file does not exist."""
     return read_json(path) if path.is_file() else {}
 
 
@@ -462,8 +463,8 @@ def _column(lines: Sequence[Mapping[str, Any]], key: str) -> Values:
     return np.array([number(line.get(key)) for line in lines], dtype=np.float64)
 
 
-def _numbers(found: Mapping[str, Sequence[Any]], *keys: str) -> tuple[Values, ...]:
-    return tuple(np.array([number(value) for value in found[key]]) for key in keys)
+def _numbers(lists: Mapping[str, Sequence[Any]], *keys: str) -> tuple[Values, ...]:
+    return tuple(np.array([number(value) for value in lists[key]]) for key in keys)
 
 
 def _recipe_text(text: str) -> str:
@@ -472,7 +473,7 @@ def _recipe_text(text: str) -> str:
 
 
 def _command(run: Path, recipe: str, processes: int, *options: str) -> str:
-    """Return the command that repeats a run, from the directory in which that of the run lies."""
+    """Return the command that repeats a run. Its paths start from the parent of the run's directory."""
     name = run.resolve().name
     nproc = ["--nproc", str(processes)] if processes > 1 else []
     return shlex.join(["esmshard", "finetune", f"{name}/{recipe}", *nproc, *options, f"out={name}-again"])
@@ -492,12 +493,12 @@ def number(value: object) -> float:
 
 def intervals(row: Mapping[str, Mapping[str, Any]]) -> dict[str, Interval]:
     """Read intervals from `value`, `low` and `high`, each a number or null."""
-    return {name: Interval(*(number(one[key]) for key in ("value", "low", "high"))) for name, one in row.items()}
+    return {name: Interval(*(number(raw[key]) for key in ("value", "low", "high"))) for name, raw in row.items()}
 
 
-def _mean(found: Mapping[str, Any]) -> Interval:
+def _mean(spread: Mapping[str, Any]) -> Interval:
     """Read the mean over runs, with its interval."""
-    return Interval(*(number(found[key]) for key in ("mean", "low", "high")))
+    return Interval(*(number(spread[key]) for key in ("mean", "low", "high")))
 
 
 def number_text(value: float, sign: str = "") -> str:
@@ -512,30 +513,30 @@ def number_text(value: float, sign: str = "") -> str:
 
 
 def unit_text(value: float) -> str:
-    """Format a value of any unit with four digits; `-` for none."""
+    """Format a value of any unit with four digits; `-` for a missing value."""
     return f"{value:.4g}" if math.isfinite(value) else "-"
 
 
-def range_text(found: Interval) -> str:
+def range_text(interval: Interval) -> str:
     """Format an interval without its value.
 
     >>> range_text(Interval(0.1, 0.08, 0.125))
     '[0.080, 0.125]'
     """
-    if not math.isfinite(found.low) or not math.isfinite(found.high):
+    if not math.isfinite(interval.low) or not math.isfinite(interval.high):
         return "no interval"
-    return f"[{number_text(found.low)}, {number_text(found.high)}]"
+    return f"[{number_text(interval.low)}, {number_text(interval.high)}]"
 
 
-def cell(found: Interval | None, sign: str = "") -> str:
-    r"""Format a value with its interval below. A difference has the sign `+`, and a star if its interval is without 0.
+def cell(interval: Interval | None, sign: str = "") -> str:
+    r"""Format a value with its interval below. A difference has the sign `+`, and a star if its interval excludes 0.
 
     >>> cell(Interval(0.056, 0.046, 0.067)), cell(Interval(0.056, 0.046, 0.067), "+"), cell(None)
     ('0.056\n[0.046, 0.067]', '+0.056*\n[0.046, 0.067]', '-')
     """
-    if found is None:
+    if interval is None:
         return "-"
-    if not math.isfinite(found.value):
+    if not math.isfinite(interval.value):
         return "undefined"
-    star = "*" if sign and (found.low > 0 or found.high < 0) else ""
-    return f"{number_text(found.value, sign)}{star}\n{range_text(found)}"
+    star = "*" if sign and (interval.low > 0 or interval.high < 0) else ""
+    return f"{number_text(interval.value, sign)}{star}\n{range_text(interval)}"

@@ -30,10 +30,9 @@ BEFORE = "before fine-tuning"
 
 Facts = Mapping[str, Any]
 """The facts of a task about its training labels, as JSON: names of classes, means. They are kept with the model."""
-
-
 Outputs = dict[str, Sequence[npt.NDArray[np.float32] | Row]]
-"""What each baseline says of some records: for each an array like an output of the head, or the row itself."""
+"""The outputs of each baseline by its name: for each record an array like an output of the head, or its row of metrics.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,14 @@ class LossSum:
 
 
 class Task(ABC):
-    """One kind of fine-tuning: what the head computes, how its output is scored, and the facts about the labels.
+    """One kind of fine-tuning: its head, its scores, and the facts about the labels.
 
-    A task must have `columns`, `head`, `inputs`, `loss` and `score`; the rest has defaults, which suit a task that
-    needs no labels and says one number of each protein. Objects hold settings and facts, and nothing else.
+    A task must have `columns`, `head`, `inputs`, `loss` and `score`. The defaults of the rest suit a task that needs no
+    labels and predicts one number for each protein. Objects hold settings and facts, and nothing else.
 
     Args:
         settings: the task section of a recipe.
-        facts: what an earlier `learn` found in the training labels; empty before it.
+        facts: the facts that `learn` has found in the training labels; empty before `learn`.
     """
 
     Settings: ClassVar[type[TaskSettings]]
@@ -64,8 +63,7 @@ class Task(ABC):
     per_residue: ClassVar[bool] = False
     """Whether `predict` has a row for each residue."""
     baseline_records: ClassVar[int] = 2000
-    """Training records, evenly spread, that the baselines learn from: enough for a histogram or a linear fit, and
-    minutes at any size."""
+    """The most training records that the baselines learn from. They are spread evenly over the training split."""
     of_base: ClassVar[tuple[str, ...]] = ()
     """Names of the baselines that use the model before the first step."""
 
@@ -80,14 +78,12 @@ class Task(ABC):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the numbers that `predict` gives for a protein or residue: targets, classes, amino acids. Empty for
-        pair maps.
-        """
+        """Names of the numbers of a prediction: targets, classes, amino acids. Empty for pair maps."""
         return ("value",)
 
     @property
     def one_of_names(self) -> bool:
-        """Whether the numbers are probabilities of classes of which one is right."""
+        """Whether the numbers are probabilities of classes that exclude each other."""
         return False
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> Labels | None:
@@ -98,31 +94,26 @@ class Task(ABC):
         return None
 
     def learn(self, train: Examples) -> Self:
-        """Return this task with the facts of the training labels. `InputError` if nothing can be learned from the
-        labels.
-        """
+        """Return this task with the facts of the training labels. `InputError` if the labels teach nothing."""
         return self
 
     @abstractmethod
     def head(self, config: ModelConfig) -> nn.Module:
         """Make a new head: `head(x_TD, batch)` returns a list of N outputs, one tensor a record, on any device.
 
-        A head with a method `attention(batch)` gets what that returns, an object with a method
-        `add(layer, sequence, q_THK, k_THK)`, as a third argument, after each layer has called `add`; see
-        `esmshard.model.attention` for what is given to it. A head with `reads_logits` gets the logits of the language
-        model that the batch names (`TokenBatch.logits_at_P`), float [P, V]. A method `start(weights)` gives a new head
-        the values that the language model has for it, if any, and returns a sentence about them, or None.
+        A head may have a method `attention(batch)`. It returns an object whose method `add(layer, sequence, q_THK,
+        k_THK)` is called in each layer (see `esmshard.model.attention`), and which is then the third argument of
+        `head`. A head with `reads_logits` gets the logits of the language model at `TokenBatch.logits_at_P`, float
+        [P, V]. A method `start(weights)` gives a new head the values that the language model has for it, if any, and
+        returns a sentence about them, or None.
         """
 
     @abstractmethod
     def inputs(self, example: Example) -> Inputs:
-        """Return what the model sees of one example, and the target of the head.
-
-        Random choices are drawn from `example.draw`.
-        """
+        """Return the input of the model for one example, and the target. Random choices follow from `example.draw`."""
 
     def question(self, example: Example) -> Inputs:
-        """Return what the model sees of a record without labels: its sequence."""
+        """Return the input of the model for a record without labels: its sequence."""
         return Inputs(example.tokens, tracks=example.tracks)
 
     @abstractmethod
@@ -131,17 +122,15 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
-        """Return what a record adds to the metrics, which never depends on other records.
+        """Return the row of a record, from which the metrics are computed. It never depends on other records.
 
         Three keys have a meaning: `log losses`, to which a temperature is fitted (`esmshard.tasks.labels`);
-        `profile`, observed and predicted values along the sequence, [2, L], which a report draws; and those that begin
+        `profile`, observed and predicted values along the sequence, [2, L], which a report draws; and keys that begin
         with `ranked ` (`metrics.ranked`).
         """
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Return the metrics of a set of records, `columns` among them; NaN where undefined. The default is means of
-        rows.
-        """
+        """Return the metrics of some records, `columns` among them; NaN if undefined. By default the means of rows."""
         return means(rows, self.columns)
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -149,48 +138,36 @@ class Task(ABC):
         return output
 
     def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
-        """Return what an interval over a split resamples: the block of each record, int64 [N], or None for single
-        records; and the noun for one of them.
+        """Return the units that an interval over a split resamples: the block of each record, int64 [N], or None for
+        single records. Also return the noun for a unit.
         """
         return data.blocks(), "record"
 
     def groups(self, data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-        """Return the group of each record whose metrics an evaluation gives apart, besides those of all; '' for none.
-        An empty list is no groups. `known` is of `baselines`.
+        """Return the group of each record, '' for none; an empty list if there are no groups. An evaluation also gives
+        the metrics of each group. `known` is the result of `baselines`.
         """
         return []
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
-        """Keep in `base.remembered` what `baselines` will ask of the base model about some of the training examples.
+        """Store outputs of the base model that `baselines` needs in `base.remembered`.
 
-        The ranks of a run divide the examples, and `baselines`, which the first rank alone calls, finds what all of
-        them have kept. What is not there it may compute, while the other ranks wait.
-
-        Args:
-            train: the examples that `baselines` will get.
-            mine: which of them are this rank's.
-            base: the model before the first step.
+        The ranks of a run divide the examples `train`: `mine` are the numbers of this rank's examples. Then the first
+        rank alone calls `baselines`, with the outputs that all ranks have stored. `base` is as for `baselines`.
         """
         return
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
         """Fit the baselines to training examples, and return them as arrays by name, which are kept with the model.
-
-        Args:
-            train: some examples of the training split.
-            base: the model before the first step.
+        `base` is the model before the first step.
         """
         return {}
 
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """Return what each baseline says of each record.
-
-        Args:
-            examples: some records.
-            known: of `baselines`.
-            base: the model before the first step; without it, baselines that ask it are left out.
+        """Return the outputs of each baseline for each record. `known` is the result of `baselines`. None for `base`
+        leaves out the baselines that use the model before the first step.
         """
         return {}
 
@@ -202,23 +179,19 @@ class Task(ABC):
 
 
 def of_residues(task: Task, values: npt.NDArray[Any], residues: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """Return outputs, predictions or targets of one record without the linkers between its chains.
-
-    Args:
-        task: the task, which says what the values are about: pairs, residues or the whole protein.
-        values: of the record.
-        residues: the tokens of the record without `<cls>` and `<eos>`, uint8 [L].
+    """Return outputs, predictions or targets of one record without the linkers between its chains. `residues` are the
+    tokens of the record without `<cls>` and `<eos>`, uint8 [L].
     """
-    own_L = is_residue(residues)
-    if own_L.all() or (task.names and not task.per_residue):
+    is_residue_L = is_residue(residues)
+    if is_residue_L.all() or (task.names and not task.per_residue):
         return values
-    return values[own_L] if task.names else values[own_L][:, own_L]
+    return values[is_residue_L] if task.names else values[is_residue_L][:, is_residue_L]
 
 
 def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[torch.Tensor]]:
     """Pack examples, and make their targets. Examples of an epoch have draws for dropout (`TokenBatch.draw_N`)."""
     inputs = [task.inputs(example) for example in examples]
-    if any(one.tracks.keys() != example.tracks.keys() for one, example in zip(inputs, examples, strict=True)):
+    if any(seen.tracks.keys() != example.tracks.keys() for seen, example in zip(inputs, examples, strict=True)):
         raise UsageError(
             f"task {task.settings.name}: its method inputs leaves out the tracks of records; pass "
             "tracks=example.tracks to Inputs"
@@ -238,13 +211,8 @@ def regression_loss(output: torch.Tensor, target: torch.Tensor, loss: str) -> Lo
 
 
 def require_two_values(path: Path, target: str, values: npt.NDArray[Any], unit: str) -> None:
-    """Refuse a target that has one value, or none, in training.
-
-    Args:
-        path: the training data.
-        target: the target as a message names it.
-        values: the values of the target that are known.
-        unit: what has a value: `record`, `residue` or `variant`.
+    """Refuse a target whose known `values` in training are all the same, or none. `unit` is the noun for the place of a
+    value, such as `residue`.
     """
     distinct = np.unique(values)
     if len(distinct) < 2:
@@ -256,7 +224,7 @@ def require_two_values(path: Path, target: str, values: npt.NDArray[Any], unit: 
 
 
 def _draw(example: Example) -> int:
-    """Return a number that follows from seed, epoch and id, and differs from those of crops and hidden residues."""
+    """Return a number that follows from seed, epoch and id, and not from the draws of crops and hidden residues."""
     digest = hashlib.sha256(f"dropout:{example.draw}:{example.id}".encode()).digest()
     return int.from_bytes(digest[:4], "little", signed=True)
 
@@ -264,7 +232,7 @@ def _draw(example: Example) -> int:
 def on_device_of(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Move targets or weights from the host to the device of a head's output.
 
-    The host does not wait for a GPU that is still busy with the forward pass: CUDA has taken the numbers out of
-    ordinary memory when the call returns. Other devices do not promise that, so that there it waits.
+    On CUDA the host does not wait for the forward pass, since CUDA has copied the numbers when the call returns. Other
+    devices do not promise this, so that the host waits.
     """
     return tensor.to(output.device, non_blocking=output.device.type == "cuda")

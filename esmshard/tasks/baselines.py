@@ -1,8 +1,8 @@
 """Linear models on fixed features, fitted by scikit-learn: for baselines and probes.
 
 A model is one array [O, F + 1]: the weights of F features for each of O outputs, and the bias in the last column.
-Features are standardised, and the fitted model is folded back, so that it takes them as they are. The penalty is
-chosen on a part of the examples and holds for all: as the strength of a prior, it does not grow with their number.
+Models are fitted to standardised features, and then converted to models of the features themselves. The penalty is
+chosen on a part of the examples. It holds for all examples, since it is the strength of a prior.
 """
 
 import warnings
@@ -19,15 +19,15 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 RIDGE_ROWS, LOGISTIC_ROWS = 1000, 3000
-"""Examples on which a penalty is chosen: more make it hardly better, and slow. With 1,280 features, so many examples
-take a second, and leave-one-out of twice as many takes ten."""
+"""The most examples on which a penalty is chosen. With 1,280 features, leave-one-out of 1,000 examples takes a second,
+and of 2,000 ten seconds."""
 ALPHAS = np.logspace(-1, 5, 13)
 """Penalties of ridge regression."""
 CS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Inverse penalties of logistic regression."""
 FOLDS = 3
 ABSENT = -30.0
-"""Logit of a class without an example, which cannot be fitted."""
+"""Logit of a class without an example."""
 
 Floats = npt.NDArray[np.floating]
 Array = npt.NDArray[np.float32]
@@ -52,8 +52,8 @@ def fit_numbers(x_NF: Floats, y_NT: Floats, light_F: Floats | None = None) -> Ar
 
     Args:
         x_NF: features.
-        y_NT: targets, NaN where there is none.
-        light_F: what each standardised feature is multiplied by: the penalty on it falls with the square.
+        y_NT: targets; NaN for a missing target.
+        light_F: a factor for each standardised feature. The penalty on the feature falls with the square of the factor.
     """
     scaled_NF, fold = _standardise(x_NF, light_F)
     weight_TF, bias_T = np.zeros((y_NT.shape[1], x_NF.shape[1])), np.zeros(y_NT.shape[1])
@@ -63,8 +63,8 @@ def fit_numbers(x_NF: Floats, y_NT: Floats, light_F: Floats | None = None) -> Ar
         if len(np.unique(y_M)) < 2:
             bias_T[t] = y_M[0] if len(y_M) else 0
             continue
-        some = np.linspace(0, len(x_MF) - 1, min(len(x_MF), RIDGE_ROWS)).astype(np.int64)
-        alpha = RidgeCV(ALPHAS).fit(x_MF[some], y_M[some]).alpha_
+        sampled = np.linspace(0, len(x_MF) - 1, min(len(x_MF), RIDGE_ROWS)).astype(np.int64)
+        alpha = RidgeCV(ALPHAS).fit(x_MF[sampled], y_M[sampled]).alpha_
         model = Ridge(alpha, solver="cholesky").fit(x_MF, y_M)
         weight_TF[t], bias_T[t] = model.coef_, model.intercept_
     return fold(weight_TF, bias_T)
@@ -79,8 +79,8 @@ def fit_classes(
         x_NF: features.
         y_N: class of each example.
         n_classes: C; a class without an example gets the logit ABSENT.
-        weight_C: of each class in the loss.
-        seed: of the folds on which the penalty is chosen.
+        weight_C: the weight of each class in the loss.
+        seed: seed of the folds on which the penalty is chosen.
     """
     scaled_NF, fold = _standardise(x_NF)
     weight_CF, bias_C = np.zeros((n_classes, x_NF.shape[1])), np.full(n_classes, ABSENT)
@@ -95,14 +95,14 @@ def fit_classes(
 
 
 def fit_labels(x_NF: Floats, y_NC: Floats, weight_C: Floats | None = None, seed: int = 0) -> Array:
-    """Fit logistic regression for each of C labels. All labels have the penalty that is best for the label nearest to
-    one half.
+    """Fit logistic regression for each of C labels. All labels get the penalty that is best for the label whose share
+    is nearest to one half.
 
     Args:
         x_NF: features.
         y_NC: 0 and 1. A label that all examples have, or none, is predicted by its smoothed share.
-        weight_C: of the examples that have a label, in the loss.
-        seed: of the folds on which the penalty is chosen.
+        weight_C: for each label, the weight in the loss of the examples that have it.
+        seed: seed of the folds on which the penalty is chosen.
     """
     scaled_NF, fold = _standardise(x_NF)
     share_C = (y_NC.sum(0, dtype=np.float64) + 0.5) / (len(y_NC) + 1)
@@ -119,8 +119,8 @@ def fit_labels(x_NF: Floats, y_NC: Floats, weight_C: Floats | None = None, seed:
 
 
 def _standardise(x_NF: Floats, light_F: Floats | None = None) -> tuple[Array, Callable[..., Array]]:
-    """Scale features to mean 0 and deviation 1 (times `light_F`). Also return a function that makes a model of the
-    features themselves from weights [O, F] and biases [O] for the scaled ones.
+    """Scale features to mean 0 and deviation 1 (times `light_F`). Also return a function that converts weights [O, F]
+    and biases [O] for scaled features to a model of the features themselves.
     """
     scaler = StandardScaler().fit(x_NF.astype(np.float64))
     mean_F, scale_F = scaler.mean_, scaler.scale_ / (1 if light_F is None else light_F)
@@ -133,20 +133,20 @@ def _standardise(x_NF: Floats, light_F: Floats | None = None) -> tuple[Array, Ca
 
 
 def _logistic(c: float, x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: Floats) -> Any:
-    with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):  # nearly there is good enough
+    with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):  # 300 iterations are close enough
         return LogisticRegression(C=c, max_iter=300).fit(x_NF, y_N, sample_weight=weight_N)
 
 
 def _choose(x_NF: Array, y_N: npt.NDArray[np.integer], seed: int) -> float:
-    """Return the C of the lowest log loss under cross-validation, without weights, among the classes that all folds can
-    have; the smallest C if there are not two such classes.
+    """Return the C of the lowest log loss, without weights, under cross-validation. Classes with fewer examples than
+    folds are left out; if fewer than two classes remain, return the smallest C.
     """
-    some = np.random.default_rng(seed).permutation(len(y_N))[:LOGISTIC_ROWS]
-    classes, counts = np.unique(y_N[some], return_counts=True)
-    some = some[np.isin(y_N[some], classes[counts >= FOLDS])]
+    sampled = np.random.default_rng(seed).permutation(len(y_N))[:LOGISTIC_ROWS]
+    classes, counts = np.unique(y_N[sampled], return_counts=True)
+    sampled = sampled[np.isin(y_N[sampled], classes[counts >= FOLDS])]
     if (counts >= FOLDS).sum() < 2:
         return CS[0]
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
     search = GridSearchCV(LogisticRegression(max_iter=300), {"C": CS}, scoring="neg_log_loss", cv=folds, refit=False)
     with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
-        return float(search.fit(x_NF[some], y_N[some]).best_params_["C"])
+        return float(search.fit(x_NF[sampled], y_N[sampled]).best_params_["C"])

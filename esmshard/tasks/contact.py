@@ -1,5 +1,5 @@
-"""Task `contact`: residue-residue contacts from Cb coordinates, with the precision of ranked contacts as the ESM papers
-report it, and the regression over attention maps to which every model is compared.
+"""Task `contact`: residue-residue contacts from Cb coordinates. The metric is the precision of ranked contacts of the
+ESM papers, and the main baseline is the regression over attention maps.
 
 Precision: for one protein of L resolved residues and one range of separations, the floor(L/k) highest-scored valid
 pairs are taken; P@L/k is the share of them that are contacts. The reported number is the mean over proteins. It equals
@@ -9,20 +9,21 @@ pairs are taken; P@L/k is the share of them that are contacts. The reported numb
 - pairs without a label are never ranked, so the value cannot become negative;
 - a protein with fewer valid pairs than floor(L/k) has no value (NaN) and is left out of the mean;
 - only the upper triangle is scored: symmetrise first;
-- scores of which one is not finite, as those of a model that has diverged, have no order: no metric has a value;
+- if one score is not finite, as in a model that has diverged, no metric has a value;
 - of equal scores the pair that comes first (lower i, then lower j) ranks first.
 
-In a record of several chains these metrics are about the pairs within its chains, which are ranked together. Pairs of
-two chains have metrics of their own, `interchain P@L/k`, at any separation. There L is the number of resolved residues
-of the shortest chain, as for the top Ls/k of a heterodimer in Guo et al. 2022 (CDPred, doi:10.1038/s41467-022-34600-2);
-of three and more chains, all pairs of two of them are ranked together.
+In a record of several chains these metrics are about the pairs within chains, and the pairs of all chains are ranked
+together. The metrics `interchain P@L/k` are about all pairs of residues in two chains, at any separation. Their L is
+the number of resolved residues of the shortest chain, as for the top Ls/k of a heterodimer in Guo et al. 2022 (CDPred,
+doi:10.1038/s41467-022-34600-2).
 
-The regression is the protocol of Rao et al. 2021 (doi:10.1101/2020.12.15.422761), with which contacts of all ESM models
-are reported: an L1 logistic regression with C = 0.15 from the symmetrised and corrected maps of all heads of all layers
-to the contacts of pairs at least six apart, fitted on 20 proteins, which are drawn from the training split.
+The regression is the protocol of Rao et al. 2021 (doi:10.1101/2020.12.15.422761) for all ESM models: an L1 logistic
+regression with C = 0.15 from the symmetrised and corrected maps of all heads of all layers to the contacts of pairs at
+least six apart, fitted on 20 proteins of the training split.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -69,16 +70,16 @@ RANGES: dict[str, tuple[int, float]] = {
 
 CUTS = {"P@L": 1, "P@L/2": 2, "P@L/5": 5}
 INTERCHAIN = "interchain"
-"""The name of the pairs of two chains, beside RANGES."""
+"""The name of the pairs of residues in two chains."""
 INTERCHAIN_CUTS = {**CUTS, "P@L/10": 10}
 OF_CHAINS = tuple(f"{INTERCHAIN} {name}" for name in ("P@L/5", "P@L/10", "AUPRC"))
-"""The further metrics of the table if a record has several chains."""
+"""The columns that the table has in addition if a record has several chains."""
 
 PROTEINS = 20
 C = 0.15
 """Inverse strength of the L1 penalty; chosen by the authors on 20 further proteins."""
 PREFERRED = 256
-"""Residues. A longer protein is used only if there are too few others, because pairs grow with the square."""
+"""The most residues of a protein for the regression, unless there are too few shorter proteins."""
 MOST_NUMBERS = 40_000_000
 """The most numbers of features. liblinear needs about 36 bytes for each (fp32, then two copies of 16 bytes): 1.4 GB."""
 
@@ -102,16 +103,13 @@ class ContactSettings(TaskSettings):
     4."""
 
     def no_probe(self) -> str | None:
-        """A probe can fit a regression only."""
-        return (
-            None
-            if self.head == "attention"
-            else "probe fits a regression over attention maps; set task.head: attention"
-        )
+        reason = "probe fits a regression over attention maps; set task.head: attention"
+        return None if self.head == "attention" else reason
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Count pair maps: six for each block and four others. Of a large map, one is kept for each block, and those of
-        one block are computed again. The last maps have one number for each pair. Queries and keys belong to the model.
+        """Count pair maps: four, and six for each block. With large maps, each block keeps one map, and one block at a
+        time computes its six maps again. The last maps have one number for each pair. Queries and keys belong to the
+        model.
         """
         attended = {"attention": 4, "pairwise": 0, "both": 4 * (MAPS + 1)}[self.head]
         blocks, maps = self.blocks, 0
@@ -130,11 +128,9 @@ class ContactTask(Task):
     of_base = ("unsupervised head", BEFORE)
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> CoordinateLabels:
-        """Read coordinates from the `.npz` beside the FASTA file."""
         return CoordinateLabels(fasta, store)
 
     def learn(self, train: Examples) -> Self:
-        """Check that there is something to learn. `InputError` if no record has a contact."""
         for n in range(len(train)):
             target_LL = self.inputs(train.get(n)).target
             if any((target_LL[valid_pairs(target_LL, name)] == 1).any() for name in ("all", INTERCHAIN)):
@@ -145,7 +141,6 @@ class ContactTask(Task):
         )
 
     def head(self, config: ModelConfig) -> nn.Module:
-        """Make the head that the recipe names."""
         n_maps, size = config.n_layers * config.n_heads, (config.dim, self.settings.channels, self.settings.blocks)
         if self.settings.head == "pairwise":
             return PairwiseHead(*size)
@@ -165,45 +160,41 @@ class ContactTask(Task):
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
         """Compute binary cross-entropy, averaged over the valid pairs of each protein and summed over proteins.
 
-        The mean within a protein keeps long ones, whose pairs grow with the square, from deciding everything. The count
-        is the number of proteins that have a valid pair.
+        The number of pairs grows with the square of the length. The mean within a protein keeps long proteins from
+        deciding everything. The count is the number of proteins that have a valid pair.
         """
         total = torch.stack([o.sum() for o in outputs]).sum() * 0.0  # keeps the graph when no pair is valid
         count = torch.zeros((), device=total.device)
         for logits_LL, target_LL in zip(outputs, targets, strict=True):
             labels_LL = on_device_of(target_LL, logits_LL)
-            chain_L = (labels_LL.diagonal() == LINKER).cumsum(0)  # another number in each chain, as `chain_numbers`
+            chain_L = (labels_LL.diagonal() == LINKER).cumsum(0)  # a different number in each chain
             near_LL = (chain_L[:, None] == chain_L).triu(1 - MIN_SEPARATION).tril(MIN_SEPARATION - 1)
             valid_LL = (labels_LL >= 0).triu(1) & ~near_LL
             n_valid = valid_LL.sum()
             losses_LL = F.binary_cross_entropy_with_logits(logits_LL, labels_LL.clamp(min=0).float(), reduction="none")
-            # Masked products and not indexing: no size that the host must wait for.
+            # A masked product, since the host would have to wait for the size of an indexed tensor.
             total = total + (losses_LL * valid_LL).sum() / n_valid.clamp(min=1)
             count = count + (n_valid > 0)
         return LossSum(total, count)
 
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[np.int8]) -> Row:
-        """Compute `contact_precision`, and `calibration` of the probabilities of the valid pairs."""
         return {**contact_precision(output, target), "calibration": calibration(output, target)}
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Compute means over proteins, and if there are probabilities `ECE`, the expected calibration error over all
-        pairs.
-        """
         columns = dict.fromkeys(column for row in rows for column in row if column != "calibration")
-        found = metrics.means(rows, list(columns))
+        values = metrics.means(rows, list(columns))
         if "calibration" in rows[0]:
-            found["ECE"] = metrics.calibration_error(metrics.total(rows, "calibration"))
-        return found
+            values["ECE"] = metrics.calibration_error(metrics.total(rows, "calibration"))
+        return values
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return symmetric probabilities, float32 [L, L]."""
         return np.asarray(expit(output.astype(np.float64)), dtype=np.float32)
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """`separation prior` [S]: log odds of a contact at each separation, smoothed by one contact in a hundred pairs;
-        the first are those of any pair of two chains.
-        `unsupervised head` [C + 1]: weights and bias of `fit_regression`, where a record has a contact.
+        """`separation prior` [S]: log odds of a contact at each separation, smoothed by one contact in a hundred pairs.
+        The value at separation 0 is that of pairs of two chains.
+        `unsupervised head` [C + 1]: weights and bias of `fit_regression`, if a record has a contact.
         """
         targets = [self.inputs(example).target for example in train]
         longest = max(len(labels_LL) for labels_LL in targets)
@@ -214,28 +205,27 @@ class ContactTask(Task):
                 place = j - i if name == "all" else 0 * i
                 pairs += np.bincount(place, minlength=longest)
                 contacts += np.bincount(place[labels_LL[i, j] == 1], minlength=longest)
-        found = {"separation prior": np.log(contacts / (pairs - contacts)).astype(np.float32)}
+        fitted = {"separation prior": np.log(contacts / (pairs - contacts)).astype(np.float32)}
         if contacts[MIN_SEPARATION:].sum() > longest - MIN_SEPARATION:
-            found["unsupervised head"] = fit_regression(base.trunk, train, targets, seed=0)
-        return found
+            fitted["unsupervised head"] = fit_regression(base.trunk, train, targets, seed=0)
+        return fitted
 
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """`base rate`: a random order. `separation prior`: the same score for every pair at one separation, whatever
-        the sequence. `unsupervised head`: a regression over the attention maps of the model before the first step.
-        `before fine-tuning`: that model with its new head.
+        """`base rate`: a random order. `separation prior`: a score that depends on the separation alone. `unsupervised
+        head`: a regression over the attention maps of the model before the first step. `before fine-tuning`: this model
+        with its new head.
         """
         inputs = [self.inputs(example) for example in examples]
-        found: Outputs
-        found = {"base rate": [contact_precision(None, one.target) for one in inputs]}
+        outputs: Outputs = {"base rate": [contact_precision(None, record.target) for record in inputs]}
         if (prior := known.get("separation prior")) is not None:
-            found["separation prior"] = [self._of_separation(prior, one.target) for one in inputs]
+            outputs["separation prior"] = [self._of_separation(prior, record.target) for record in inputs]
         if base is not None:
             if (fitted := known.get("unsupervised head")) is not None:
-                found["unsupervised head"] = [regression_logits(base.trunk, one, fitted) for one in examples]
-            found[BEFORE] = base.outputs(inputs)
-        return found
+                outputs["unsupervised head"] = [regression_logits(base.trunk, record, fitted) for record in examples]
+            outputs[BEFORE] = base.outputs(inputs)
+        return outputs
 
     def _of_separation(
         self, prior: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]
@@ -246,23 +236,17 @@ class ContactTask(Task):
         scores_LL: npt.NDArray[np.float32] = prior[separation_LL]
         if not chain_L[-1]:
             return scores_LL
-        # Between chains all pairs have one score, and no order.
+        # All pairs of two chains have the same score, and no order.
         return {name: value for name, value in self.score(scores_LL, labels_LL).items() if INTERCHAIN not in name}
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
-        """Fit the attention head as `fit_regression` does."""
         assert isinstance(head, AttentionHead)
         targets = [self.inputs(example).target for example in train]
         copy_to(head.regression, fit_regression(base.trunk, train, targets, seed)[None])
 
 
-def resolved(labels_LL: npt.NDArray[np.int8]) -> int:
-    """Count the residues with coordinates."""
-    return int((labels_LL.diagonal() >= 0).sum())
-
-
 def valid_pairs(labels_LL: npt.NDArray[np.int8], name: str) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Return (i, j) of the labelled pairs i < j: those of a chain in one of RANGES, or INTERCHAIN ones."""
+    """Return (i, j) of the labelled pairs i < j: pairs within chains in one of RANGES, or INTERCHAIN pairs."""
     low, high = (1, np.inf) if name == INTERCHAIN else RANGES[name]
     chain_L = chain_numbers(labels_LL)
     i, j = np.triu_indices(len(labels_LL), low)
@@ -275,17 +259,18 @@ def contact_precision(scores_LL: npt.NDArray[np.float32] | None, labels_LL: npt.
     pairs of a chain. Only a record of several chains has `interchain P@L`, ..., and `interchain AUPRC`.
 
     Args:
-        scores_LL: any score, higher is more likely a contact; the upper triangle is read. None for what a random order
-            is expected to reach: the share of contacts among the pairs.
+        scores_LL: any score, higher is more likely a contact; the upper triangle is read. None for the expected metrics
+            of a random order, which are the share of contacts among the pairs.
         labels_LL: 1, 0, or -1 where undefined (see `contact_labels`). L is the number of resolved residues.
     """
     row, usable, shortest = dict[str, float](), True, shortest_chain(labels_LL)
-    lengths = dict.fromkeys(RANGES, resolved(labels_LL)) | ({} if shortest is None else {INTERCHAIN: shortest})
+    lengths = dict.fromkeys(RANGES, int((labels_LL.diagonal() >= 0).sum()))
+    lengths |= {} if shortest is None else {INTERCHAIN: shortest}
     for name, length in lengths.items():
         i, j = valid_pairs(labels_LL, name)
         contact_P = labels_LL[i, j] == 1
         scores_P = None if scores_LL is None else scores_LL[i, j]
-        if name in ("all", INTERCHAIN):  # pairs of the other ranges are among those of `all`
+        if name in ("all", INTERCHAIN):  # `all` includes the pairs of the other ranges
             usable = scores_P is None or bool(np.isfinite(scores_P).all())
             auprc = float(contact_P.mean()) if contact_P.any() else np.nan
             if scores_P is not None:
@@ -301,9 +286,8 @@ def contact_precision(scores_LL: npt.NDArray[np.float32] | None, labels_LL: npt.
 
 
 def shortest_chain(labels_LL: npt.NDArray[np.int8]) -> int | None:
-    """Return the number of resolved residues of the shortest chain; None for a record of one chain.
-
-    Chains without coordinates are passed over, unless no two others are left: then it is 0.
+    """Return the number of resolved residues of the shortest chain that has coordinates; None for a record of one
+    chain, 0 if fewer than two chains have coordinates.
     """
     chain_L = chain_numbers(labels_LL)
     if chain_L[-1] == 0:
@@ -313,8 +297,8 @@ def shortest_chain(labels_LL: npt.NDArray[np.int8]) -> int | None:
 
 
 def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
-    """Count the valid pairs, within chains and of two chains, by their predicted probability of a contact (see
-    `metrics.calibration`). No pair is counted if a logit is NaN.
+    """Count all valid pairs by their predicted probability of a contact (see `metrics.calibration`). No pair is counted
+    if a logit is NaN.
     """
     i, j = np.concatenate([valid_pairs(labels_LL, name) for name in ("all", INTERCHAIN)], axis=1)
     if np.isnan(logits_LL[i, j]).any():
@@ -327,18 +311,15 @@ def fit_regression(
 ) -> npt.NDArray[np.float32]:
     """Fit the weight of each map, layer-major, and the bias, in the order of `contact_head.regression`, [C + 1].
 
-    Where all pairs of the 20 proteins are more than MOST_NUMBERS features, all contacts are taken and as many of the
-    other pairs, at random, as there is room for; each of these then counts for several, so that the expected loss, and
-    with it the meaning of C, stays the same.
+    If the pairs of the 20 proteins have more than MOST_NUMBERS features, all contacts and a random part of the other
+    pairs are used. Each pair of this part then counts for several pairs, so that the expected loss, and with it the
+    meaning of C, stays the same.
 
     Args:
-        trunk: on any device, in evaluation mode.
-        examples: from which 20 are drawn.
-        labels: of each example, int8 [L, L]: 1 contact, 0 none, -1 undefined.
-        seed: of the choice of proteins and pairs.
-
-    Raises:
-        InputError: no example has a contact.
+        trunk: a model in evaluation mode.
+        examples: examples from which 20 are drawn.
+        labels: for each example, int8 [L, L]: 1 contact, 0 none, -1 undefined.
+        seed: seed of the choice of proteins and pairs.
     """
     rng = np.random.default_rng(seed)
     chosen = choose(labels, rng)
@@ -350,7 +331,7 @@ def fit_regression(
         kept = keep[start : start + len(i)]
         features.append(pair_features(trunk, examples[n], i[kept], j[kept]))
         start += len(i)
-    # Both say L1; scikit-learn 1.8 renamed it.
+    # Both select L1; scikit-learn 1.8 renamed the argument.
     l1 = {"l1_ratio": 1.0} if LogisticRegression().penalty == "deprecated" else {"penalty": "l1"}
     regression = LogisticRegression(C=C, solver="liblinear", max_iter=1000, random_state=seed, **l1)
     regression.fit(np.concatenate(features), np.concatenate(contacts)[keep], weights[keep])
@@ -358,14 +339,12 @@ def fit_regression(
 
 
 def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> list[int]:
-    """Choose at most 20 examples with both contacts and other pairs, in random order. Those of at most PREFERRED
-    residues come before longer ones. `InputError` if there is none.
+    """Choose at most 20 examples with contacts and other pairs, in random order. Examples of at most PREFERRED residues
+    come before longer examples. `InputError` if no example has both.
     """
     order = sorted(rng.permutation(len(labels)), key=lambda n: len(labels[n]) > PREFERRED)
-    chosen: list[int] = []
-    for n in order:
-        if len(chosen) < PROTEINS and len(np.unique(labels[n][valid_pairs(labels[n], "all")])) == 2:
-            chosen.append(int(n))
+    usable = (int(n) for n in order if len(np.unique(labels[n][valid_pairs(labels[n], "all")])) == 2)
+    chosen = list(islice(usable, PROTEINS))
     if not chosen:
         raise InputError(
             "no training record has contacts between residues at least six apart, and a regression needs some; give "
@@ -377,7 +356,7 @@ def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> 
 def thin(
     contacts_P: npt.NDArray[np.bool_], n_maps: int, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-    """Choose the pairs to fit, bool [P], and the number of pairs that each of them stands for, fp64 [P]."""
+    """Return which pairs are fitted, bool [P], and the number of pairs that each pair counts for, fp64 [P]."""
     keep, weights = np.ones(len(contacts_P), dtype=bool), np.ones(len(contacts_P))
     room = max(MOST_NUMBERS // n_maps - int(contacts_P.sum()), int(contacts_P.sum()))
     others = np.flatnonzero(~contacts_P)
@@ -391,21 +370,21 @@ def thin(
 def pair_features(
     trunk: Trunk, example: Example, i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.float32]:
-    """Return the features of some pairs of one protein, fp32 [P, C]. Maps of one layer are in memory at a time."""
+    """Return the features of pairs (i, j) of one protein, fp32 [P, C]. One layer's maps are in memory at a time."""
     device = trunk.device
     rows, columns = torch.from_numpy(i).to(device), torch.from_numpy(j).to(device)
-    found: list[npt.NDArray[np.float32]] = []
+    features: list[npt.NDArray[np.float32]] = []
 
     def add(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
-        found.append(corrected_maps(q_THK, k_THK)[:, rows, columns].T.cpu().numpy())
+        features.append(corrected_maps(q_THK, k_THK)[:, rows, columns].T.cpu().numpy())
 
     trunk(pack([example.tokens], tracks=[example.tracks]).to(device), layers=(), on_attention=add)
-    return np.concatenate(found, axis=1)
+    return np.concatenate(features, axis=1)
 
 
 @torch.no_grad()
 def regression_logits(trunk: Trunk, example: Example, regression: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the logits of a regression of `fit_regression` for one protein, fp32 [L, L]."""
+    """Return the logits of one protein by the result of `fit_regression`, fp32 [L, L]."""
     weight_1C, bias_1 = torch.from_numpy(regression).to(trunk.device).tensor_split([-1])
     sums = ContactAccumulators(1, weight_1C[None], bias_1)
     trunk(pack([example.tokens], tracks=[example.tracks]).to(trunk.device), layers=(), on_attention=sums.add)

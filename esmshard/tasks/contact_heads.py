@@ -18,12 +18,11 @@ MAX_SEPARATION = 64
 DILATIONS = (1, 2, 4)
 """The dilation of the first convolution of a block; the blocks cycle through these values."""
 MAPS = 8
-"""The number of mixtures of attention maps that the network of head `both` gets, besides the attention head's
-logits."""
+"""The number of mixtures of attention maps that the network of head `both` reads."""
 KEPT_PAIRS = 256**2
-"""For maps with more pairs, blocks are computed again in the backward pass."""
+"""The most pairs of a map whose blocks are not computed again in the backward pass."""
 PRIOR = 0.03
-"""About the share of contacts among pairs six or more apart: where a new head's output starts."""
+"""The approximate share of contacts among pairs six or more apart. The output of a new head starts at this value."""
 PRIOR_LOGIT = math.log(PRIOR / (1 - PRIOR))
 
 
@@ -38,25 +37,23 @@ class AttentionHead(nn.Module):
         self.regression = nn.Linear(n_maps, 1)
         nn.init.constant_(self.regression.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
-    def start(self, found: Weights) -> str | None:
-        """Copy the contact regression of the model, if it has one, and say so."""
-        if "contact_head" in found.absent or found.seed is not None:
+    def start(self, weights: Weights) -> str | None:
+        """Copy the contact regression of the model, if it has one, and return a sentence about it."""
+        if "contact_head" in weights.absent or weights.seed is not None:
             return None
         for name, parameter in self.regression.named_parameters():
-            parameter.data.copy_(found[f"contact_head.regression.{name}"])
-        return f"the head starts from the contact regression of {found.source}"
+            parameter.data.copy_(weights[f"contact_head.regression.{name}"])
+        return f"the head starts from the contact regression of {weights.source}"
 
     def attention(self, batch: TokenBatch) -> ContactAccumulators:
-        """Return the object that takes the queries and keys of a batch."""
         return ContactAccumulators(len(batch), self.regression.weight, self.regression.bias)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch, given: ContactAccumulators) -> list[torch.Tensor]:
-        """Return symmetric logits [L, L] of each record."""
-        # Zero, with a gradient of zeros for all of x_TD: the regression reads the last layer's queries and keys and not
-        # its output. Without a gradient there, FSDP would not gather that layer for the backward pass, and its last
-        # matrices would have no optimizer state.
-        nothing = x_TD[:0].sum()
-        return [logits_1LL[0] + nothing for logits_1LL in given.logits()]
+        # The regression reads the last layer's queries and keys, and not its output. This zero gives the output a
+        # gradient of zeros. Without a gradient, FSDP would not gather the last layer for the backward pass, and its
+        # last matrices would have no optimizer state.
+        zero = x_TD[:0].sum()
+        return [logits_1LL[0] + zero for logits_1LL in given.logits()]
 
 
 class PairBlock(nn.Module):
@@ -65,13 +62,12 @@ class PairBlock(nn.Module):
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
         self.norm1 = nn.InstanceNorm2d(channels, affine=True)
-        # No bias: the normalisation after it would take it away again.
+        # No bias, since the normalisation after the convolution would subtract it.
         self.conv1 = nn.Conv2d(channels, channels, 3, padding=dilation, dilation=dilation, bias=False)
         self.norm2 = nn.InstanceNorm2d(channels, affine=True)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, z_1CLL: torch.Tensor) -> torch.Tensor:
-        """Return a map of the same shape, [1, C, L, L]."""
         h_1CLL = self.conv1(F.gelu(self.norm1(z_1CLL)))
         return z_1CLL + self.conv2(F.gelu(self.norm2(h_1CLL)))  # type: ignore[no-any-return]
 
@@ -79,22 +75,15 @@ class PairBlock(nn.Module):
 class PairwiseHead(nn.Module):
     """Contact logits from pairs of representations.
 
-    Two projections of x_LD to C channels are multiplied for each pair (i, j), both ways round, and an embedding of
-    |i - j| is added, for residues of two chains that of the largest separations. A small dilated residual network and
-    a linear layer follow; logits of (i, j) and (j, i) are averaged. Each record goes through alone: its borders are the
-    map's borders, and no padding enters a statistic.
+    Two projections of x_LD to C channels are multiplied for each pair (i, j) and (j, i), and an embedding of |i - j| is
+    added. Residues of two chains have the embedding of the largest separations. A small dilated residual network and a
+    linear layer follow; logits of (i, j) and (j, i) are averaged. Each record is computed alone: its borders are the
+    borders of the map, and no padding enters a statistic.
 
-    Pair maps are what memory goes to: C x L x L numbers each. Without gradients four of them are there at a time. In
-    training, the blocks of a large map are computed again in the backward pass: one map is kept for each block, and
-    those within a block for one at a time.
-    A LayerNorm over the channels of each pair would allow tiles, and less memory; with it the head learned markedly
-    less in as many steps (docs/tasks.md).
-
-    Args:
-        dim: width of the model.
-        channels: C.
-        blocks: of the network, their dilations cycling through DILATIONS.
-        maps: further maps [maps, L, L] that `forward` gets of each record.
+    Pair maps of C x L x L numbers take most of the memory. Without gradients four of them exist at a time. In training,
+    the blocks of a large map are computed again in the backward pass: each block keeps one map, and one block at a time
+    has its inner maps. A LayerNorm over the channels of each pair would need less memory, but the head learned markedly
+    less in as many steps (docs/tasks.md). `maps` is the number of maps [maps, L, L] of each record in `forward`.
     """
 
     def __init__(self, dim: int, channels: int, blocks: int, maps: int = 0) -> None:
@@ -102,12 +91,12 @@ class PairwiseHead(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.left = nn.Linear(dim, channels)
         self.right = nn.Linear(dim, channels)
-        table = torch.empty(MAX_SEPARATION + 1, channels).uniform_(-1, 1)  # see ESM2 for why not nn.Embedding's own
+        table = torch.empty(MAX_SEPARATION + 1, channels).uniform_(-1, 1)  # see ESM2 for the reason
         self.separation = nn.Embedding(MAX_SEPARATION + 1, channels, _weight=table)
         self.widen = nn.Linear(maps, channels, bias=False) if maps else None
         self.blocks = nn.ModuleList(PairBlock(channels, DILATIONS[n % len(DILATIONS)]) for n in range(blocks))
         self.out = nn.Conv2d(channels, 1, 1)
-        # Nearly zero: the first loss is that of the prior. Not zero: an untrained head would score all pairs alike.
+        # Nearly zero, for the loss of the prior at first. Not zero, or an untrained head would score all pairs alike.
         nn.init.uniform_(self.out.weight, -0.02, 0.02)
         nn.init.constant_(self.out.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
@@ -117,7 +106,7 @@ class PairwiseHead(nn.Module):
         """Return symmetric logits [L, L] of each record."""
         x_TD = self.norm(x_TD)
         left, right = batch.residues(self.left(x_TD)), batch.residues(self.right(x_TD))
-        chain = batch.residues((batch.tokens_T == SEPARATOR).cumsum(0))  # another number in each chain of a record
+        chain = batch.residues((batch.tokens_T == SEPARATOR).cumsum(0))  # a different number in each chain of a record
         return [
             self._logits(left[n].T, right[n].T, chain[n], None if maps is None else maps[n].to(x_TD.dtype))
             for n in range(len(batch))
@@ -127,7 +116,7 @@ class PairwiseHead(nn.Module):
         self, left_CL: torch.Tensor, right_CL: torch.Tensor, chain_L: torch.Tensor, maps_ALL: torch.Tensor | None
     ) -> torch.Tensor:
         length = left_CL.shape[1]
-        if length == 1:  # one residue has no pair, and a map of one pixel no variance to normalise by
+        if length == 1:  # a map of one pixel has no variance to normalise by
             maps_ALL = None if maps_ALL is None else maps_ALL.expand(-1, 2, 2)
             left_CL, right_CL, chain_L = left_CL.expand(-1, 2), right_CL.expand(-1, 2), chain_L.expand(2)
             return self._logits(left_CL, right_CL, chain_L, maps_ALL)[:1, :1]
@@ -150,24 +139,22 @@ class PairwiseHead(nn.Module):
 class BothHead(AttentionHead):
     """The pairwise network over products and attention maps, added to the attention head's logits.
 
-    MAPS further regressions over the attention maps, without a target of their own, and the attention head's logits are
-    what the network sees of them. Its own output starts near zero, so that all starts where the attention head does.
+    The network reads the attention head's logits and MAPS mixtures of attention maps. Its output starts near zero, so
+    that a new head starts with the attention head's logits.
     """
 
     def __init__(self, n_maps: int, dim: int, channels: int, blocks: int) -> None:
         super().__init__(n_maps)
-        # Corrected maps are small numbers, about 1 / L: weights of about 1 bring them to the size of the products.
+        # Corrected maps are about 1 / L. Weights of about 1 make the mixtures as large as the products.
         self.mix = nn.Parameter(torch.empty(MAPS, n_maps).uniform_(-1, 1))
         self.pairwise = PairwiseHead(dim, channels, blocks, maps=MAPS + 1)
         nn.init.zeros_(self.pairwise.out.bias)  # type: ignore[arg-type]
 
     def attention(self, batch: TokenBatch) -> ContactAccumulators:
-        """Return the object that takes the queries and keys of a batch."""
         weight_AC = torch.cat([self.regression.weight, self.mix])
         return ContactAccumulators(len(batch), weight_AC, F.pad(self.regression.bias, (0, MAPS)))
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch, given: ContactAccumulators) -> list[torch.Tensor]:
-        """Return symmetric logits [L, L] of each record."""
         maps = given.logits()
         products = self.pairwise(x_TD, batch, maps)
         return [maps_ALL[0] + logits_LL for maps_ALL, logits_LL in zip(maps, products, strict=True)]

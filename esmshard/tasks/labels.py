@@ -1,4 +1,4 @@
-"""What the tasks of labels share: settings, heads, losses, linear baselines, and calibrated probabilities.
+"""The common parts of the tasks of labels: settings, heads, losses, linear baselines, and calibrated probabilities.
 
 A label is a number, one of several classes, or (`multilabel`) any of several classes.
 """
@@ -18,7 +18,7 @@ from torch import nn
 from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError
-from esmshard.io.tables import shown
+from esmshard.io.tables import first_three, shown
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner, RecordDropout
 from esmshard.recipe.sections import TaskSettings
@@ -41,7 +41,7 @@ class LabelSettings(TaskSettings):
     """The settings that tasks of labels share."""
 
     kind: str
-    """Overridden by each task with the kinds of labels that it has."""
+    """The kind of the labels. Each task overrides this field with its kinds."""
     balance: float = Field(0.0, ge=0, le=1)
     """The weight of a class in the loss is its frequency to the power of minus this number. With 0 all labels count the
     same, with 1 all classes. For `multilabel`, the weight of the proteins with a label is the odds of this label to the
@@ -59,44 +59,36 @@ class LabelSettings(TaskSettings):
         return balance
 
     def no_probe(self) -> str | None:
-        """A probe can fit a linear head only."""
         return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
 
 
 class LabelHead(nn.Module):
-    """The parts of a head of one or two layers: LayerNorm `norm`, `dropout`, the layer `hidden` or None,
-    `hidden_dropout`, and the last layer `out`.
-
-    Args:
-        dim: width of the model.
-        seen: width of what the first layer reads.
-        hidden: width of the hidden layer; 0 for none.
-        outputs: number of outputs.
-        dropout: share that is dropped.
+    """The parts of a head of one or two layers: LayerNorm `norm` of width `dim`, `dropout`, the layer `hidden` or None,
+    `hidden_dropout`, and the last layer `out`. `inputs` is the width of the input of the first layer, and 0 for
+    `hidden` makes a linear head.
     """
 
-    def __init__(self, dim: int, seen: int, hidden: int, outputs: int, dropout: float) -> None:
+    def __init__(self, dim: int, inputs: int, hidden: int, outputs: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
         self.dropout = RecordDropout(dropout)
         self.hidden_dropout = RecordDropout(dropout, layer=1)
-        self.hidden = self.new_hidden(seen, hidden) if hidden else None
-        self.out = nn.Linear(hidden or seen, outputs)
-        nn.init.normal_(self.out.weight, std=0.02)  # nearly zero: a new head says what the bias says, whatever it sees
+        self.hidden = self.new_hidden(inputs, hidden) if hidden else None
+        self.out = nn.Linear(hidden or inputs, outputs)
+        nn.init.normal_(self.out.weight, std=0.02)  # nearly zero, so that the bias decides the output of a new head
         nn.init.zeros_(self.out.bias)
 
-    def new_hidden(self, seen: int, hidden: int) -> nn.Module:
-        """Make the hidden layer."""
-        return nn.Linear(seen, hidden)
+    def new_hidden(self, inputs: int, hidden: int) -> nn.Module:
+        return nn.Linear(inputs, hidden)
 
     def combined(self, x_SD: torch.Tensor) -> torch.Tensor:
-        """Convert the representations of S residues, or the means of S sequences, to what the first layer reads."""
+        """Convert the representations of S residues, or the means of S sequences, to inputs of the first layer."""
         normed_SD: torch.Tensor = self.norm(x_SD)
         return normed_SD
 
 
 class LabelTask(Task):
-    """What tasks of labels share. Outputs: standardised numbers [T], or logits [C]; or those of each residue.
+    """The base of the tasks of labels. Outputs: standardised numbers [T] or logits [C], of a record or of each residue.
 
     Facts, of `number`: `targets` (names), `mean` and `std` of the training labels; of classes: `classes` (names),
     `counts` of the training labels, `records` of the training split, and `temperature` (see `fit_temperature`).
@@ -110,12 +102,10 @@ class LabelTask(Task):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the targets, or of the classes."""
         return tuple(self.facts.get("targets" if self.settings.kind == "number" else "classes", ()))
 
     @property
     def one_of_names(self) -> bool:
-        """Whether the numbers are probabilities of classes of which one is right."""
         return self.settings.kind == "class"
 
     def learn(self, train: Examples) -> Self:
@@ -125,8 +115,8 @@ class LabelTask(Task):
             raise InputError(f"{train.path}: no training record has a label; give labels, or another file")
         names = self.names or tuple(labels.names)  # type: ignore[union-attr]
         if self.settings.kind == "number":
-            every = [train.get(n).labels["target"] for n in range(len(train))]
-            values_MT = np.concatenate(every).reshape(-1, len(names)).astype(np.float64)
+            targets = [train.get(n).labels["target"] for n in range(len(train))]
+            values_MT = np.concatenate(targets).reshape(-1, len(names)).astype(np.float64)
             known = [y_M[~np.isnan(y_M)] for y_M in values_MT.T]
             for name, y_M in zip(names, known, strict=True):
                 what = "the label" if self.per_residue else f"the target {shown(name)}"
@@ -143,25 +133,23 @@ class LabelTask(Task):
         return type(self)(self.settings, {"classes": list(names), "counts": counts.tolist(), "records": len(train)})
 
     def _check_counts(self, train: Examples, names: Sequence[str], counts: npt.NDArray[np.int64], unit: str) -> None:
-        """Refuse training labels that nothing, or nothing of some class, can be learned from."""
-        never = [shown(name) for name, count in zip(names, counts, strict=True) if not count]
+        """Refuse training labels that are all the same, and classes without an example."""
+        absent = [shown(name) for name, count in zip(names, counts, strict=True) if not count]
+        several, problem = self.settings.kind == "multilabel", ""
         if not counts.any():
-            raise InputError(f"{train.path}: no training {unit} has a label; look at labels and masks")
-        several = self.settings.kind == "multilabel"
-        if several and (counts == len(train)).all():
-            raise InputError(f"{train.path}: every training record has the same labels; give others")
-        if not several and len(never) == len(names) - 1:
-            raise InputError(
-                f"{train.path}: every training {unit} has the class {shown(names[int(counts.argmax())])}; give labels "
-                "of two classes or more"
+            problem = f"no training {unit} has a label; look at labels and masks"
+        elif several and (counts == len(train)).all():
+            problem = "every training record has the same labels; give others"
+        elif not several and len(absent) == len(names) - 1:
+            name = shown(names[int(counts.argmax())])
+            problem = f"every training {unit} has the class {name}; give labels of two classes or more"
+        elif absent:
+            problem = (
+                f"no training {unit} has the {'label' if several else 'class'} {first_three(absent, str)}, so that it "
+                "cannot be learned; divide the records in another way, join it with another, or leave it out"
             )
-        if never:
-            more = ", ..." if len(never) > 3 else ""
-            raise InputError(
-                f"{train.path}: no training {unit} has the {'label' if several else 'class'} {', '.join(never[:3])}"
-                f"{more}, so that it cannot be learned; divide the records in another way, join it with another, or "
-                "leave it out"
-            )
+        if problem:
+            raise InputError(f"{train.path}: {problem}")
 
     def head(self, config: ModelConfig) -> nn.Module:
         """Make a head of `head_class`. It starts at the mean, or the shares, of the training labels."""
@@ -173,7 +161,7 @@ class LabelTask(Task):
         return head
 
     def target(self, label: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the numbers [..., T], the class, or 0 and 1 for each class [C], of a record as its labels give it."""
+        """Convert the label of a record to numbers [..., T], classes [...], or 0 and 1 for each class [C]."""
         return label
 
     def inputs(self, example: Example) -> Inputs:
@@ -183,15 +171,14 @@ class LabelTask(Task):
         target = self.target(example.labels["target"])
         if self.settings.kind == "number":
             target = ((target - np.array(self.facts["mean"])) / np.array(self.facts["std"])).astype(np.float32)
-        # A copy, which may be written to, as torch wants it.
+        # A copy, since torch wants an array that can be written to.
         return Inputs(example.tokens, np.array(target), tracks=example.tracks)
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
         """Compute squared errors or Huber losses of the known values, in standard deviations; weighted cross-entropy
         over the weights of the labels; or binary cross-entropy over all labels.
 
-        Residues are not averaged within proteins first: the metrics are pooled over residues, as the field reports
-        them, and each residue of a long protein says as much as one of a short one.
+        Residues are not averaged within proteins first, since the metrics are pooled over all residues, too.
         """
         join = torch.cat if self.per_residue else torch.stack
         output = join(list(outputs))
@@ -217,12 +204,12 @@ class LabelTask(Task):
     def probabilities(self, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
         """Return the probabilities of the classes, along the last dimension."""
         logits = logits.astype(np.float64)
-        one = self.settings.kind == "class"
-        return np.asarray(special.softmax(logits, axis=-1) if one else special.expit(logits), dtype=np.float32)
+        is_class = self.settings.kind == "class"
+        return np.asarray(special.softmax(logits, axis=-1) if is_class else special.expit(logits), dtype=np.float32)
 
     def prior(self) -> npt.NDArray[np.float32]:
-        """Return the output that predicts the mean, or the frequencies, of the training labels, [O]. Without facts, it
-        has OUTPUTS zeros for classes that no setting names.
+        """Return the output that predicts the mean, or the frequencies, of the training labels, [O]. Without facts, the
+        output is zeros, OUTPUTS of them for classes that no setting names.
         """
         if self.settings.kind == "number":
             return np.zeros(len(self.names) or 1, dtype=np.float32)
@@ -233,9 +220,7 @@ class LabelTask(Task):
         return np.asarray(np.log(odds), dtype=np.float32)
 
     def _shares(self) -> npt.NDArray[np.float64]:
-        """Return the share of each class among the training labels, or the smoothed share of the records with each
-        label, [C].
-        """
+        """Return the share of each class in the training labels, or the smoothed share of records with a label, [C]."""
         counts = np.array(self.facts["counts"])
         several = self.settings.kind == "multilabel"
         return np.asarray((counts + 0.5) / (self.facts["records"] + 1) if several else counts / counts.sum())
@@ -254,15 +239,15 @@ class LabelTask(Task):
 
     @abstractmethod
     def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
-        """Return what a baseline of `fitted` sees of each residue [L, F], or of a record [1, F]."""
+        """Return the features of each residue [L, F], or of a record [1, F], for a baseline of `fitted`."""
 
     @abstractmethod
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.floating]:
-        """Return the base model's representation of each residue [L, D], or the mean of each sequence of a record."""
+        """Return the base model's representation of each residue [L, D], or the means of S sequences [S, D]."""
 
     def _chosen(self, train: Sequence[Example]) -> tuple[list[npt.NDArray[np.intp]], npt.NDArray[Any]]:
-        """Choose at most MOST_ROWS labelled residues of some examples, evenly spread; or whole records. Return the
-        places in each example, and the targets of all, [M] or [M, O].
+        """Choose at most MOST_ROWS labelled residues, evenly spread, or all records. Return the places in each example,
+        and the targets of all places, [M] or [M, O].
         """
         targets = [self.inputs(example).target for example in train]
         targets = targets if self.per_residue else [target[None] for target in targets]
@@ -283,31 +268,24 @@ class LabelTask(Task):
         return fit_labels(x_MF, target_M, self._weights(), seed)
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
-        """Keep the base model's representations of what the linear models are fitted to."""
         taken, _ = self._chosen(train)
         for n in mine:
             if len(taken[n]):
                 base.remembered[FROZEN][n] = self.features(FROZEN, train[n], base)[taken[n]]
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Fit linear models to the features of each baseline of `fitted`."""
-        (taken, target_M), found = self._chosen(train), dict[str, npt.NDArray[Any]]()
+        (taken, target_M), models = self._chosen(train), dict[str, npt.NDArray[Any]]()
         for name in self.fitted if len(target_M) else ():
             kept = base.remembered[FROZEN] if name == FROZEN else {}
-            x_MF = np.concatenate(
-                [
-                    kept[n] if n in kept else self.features(name, train[n], base)[places]
-                    for n, places in enumerate(taken)
-                    if len(places)
-                ]
-            )
-            found[name] = self._fit(x_MF, target_M, 0)
-        return found
+            pairs = [(n, places) for n, places in enumerate(taken) if len(places)]
+            x = [kept[n] if n in kept else self.features(name, train[n], base)[places] for n, places in pairs]
+            models[name] = self._fit(np.concatenate(x), target_M, 0)
+        return models
 
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """`mean` or `majority`: what the training labels say of everything. Of `fitted`: linear models."""
+        """`mean` or `majority`: the same output for all records. Names of `fitted`: linear models."""
         prior = self.prior()
         outputs: Outputs = {
             "majority" if self.settings.kind == "class" else "mean": [
@@ -316,41 +294,40 @@ class LabelTask(Task):
         }
         for name in self.fitted:
             if name in known and (base is not None or name not in self.of_base):
-                found = [apply(known[name], self.features(name, example, base)) for example in examples]
-                outputs[name] = found if self.per_residue else [output_1O[0] for output_1O in found]
+                predicted = [apply(known[name], self.features(name, example, base)) for example in examples]
+                outputs[name] = predicted if self.per_residue else [output_1O[0] for output_1O in predicted]
         return outputs
 
     @torch.no_grad()
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
-        """Fit ridge or logistic regression to what the last layer reads of the frozen model."""
+        """Fit ridge or logistic regression to the inputs of the last layer, from the frozen model."""
         assert isinstance(head, LabelHead)
         taken, target_M = self._chosen(train)
-
-        def seen(example: Example, places: npt.NDArray[np.intp]) -> npt.NDArray[np.floating]:
-            x_SD = torch.from_numpy(self.represented(example, base)).to(head.norm.weight)
-            return np.asarray(head.combined(x_SD).cpu().numpy())[places]
-
-        x_MF = np.concatenate([seen(*pair) for pair in zip(train, taken, strict=True) if len(pair[1])])
-        copy_to(head.out, self._fit(x_MF, target_M, seed))
+        x = []
+        for example, places in zip(train, taken, strict=True):
+            if len(places):
+                x_SD = torch.from_numpy(self.represented(example, base)).to(head.norm.weight)
+                x.append(head.combined(x_SD).cpu().numpy()[places])
+        copy_to(head.out, self._fit(np.concatenate(x), target_M, seed))
 
 
 # Probabilities
 
 
 def temperature_of(facts: Mapping[str, Any]) -> float:
-    """Return the number that logits are divided by before they become probabilities; 1 if none was fitted."""
+    """Return the divisor of logits before they become probabilities; 1 if no temperature was fitted."""
     return float(facts.get("temperature") or 1.0)
 
 
 def probability_row(
     logits_MC: npt.NDArray[np.float32], truth: npt.NDArray[np.integer | np.bool_], facts: Mapping[str, Any]
 ) -> dict[str, float | npt.NDArray[Any]]:
-    """Return what M predictions of a record add to ECE, log loss and the fit of the temperature.
+    """Return the part of a record's row for ECE, log loss and the fit of the temperature.
 
     Args:
-        logits_MC: the logits of C classes, or of C labels.
+        logits_MC: the logits of C classes, or of C labels, for M predictions.
         truth: the right class of each prediction, integers [M]; or whether each label is right, bool [M, C].
-        facts: of the task. With a fitted temperature the row holds ECE and log loss before the scaling, too.
+        facts: facts of the task. With a fitted temperature the row also has the values before the scaling.
     """
     several = truth.dtype == np.bool_
 
@@ -363,7 +340,7 @@ def probability_row(
 
     def log_losses(temperature_K: Sequence[float] | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         z_KMC = logits_MC.astype(np.float64) / np.asarray(temperature_K)[:, None, None]
-        with np.errstate(invalid="ignore"):  # of a model whose weights are lost
+        with np.errstate(invalid="ignore"):  # a diverged model has NaN
             if several:
                 return np.asarray((np.logaddexp(0, z_KMC) - z_KMC * truth).sum((1, 2)))
             right_KM = z_KMC[:, np.arange(len(truth)), truth.astype(np.int64)]
@@ -380,11 +357,11 @@ def probability_row(
 
 
 def of_probabilities(rows: Sequence[Row], predictions: npt.NDArray[np.float64] | None = None) -> dict[str, float]:
-    """Compute ECE and log loss of all predictions, and both before temperature scaling if there was one.
+    """Compute ECE and log loss of all predictions; after a temperature scaling also both values before the scaling.
 
     Args:
-        rows: of `probability_row`.
-        predictions: the number of predictions of each row; by default all rows have the same.
+        rows: results of `probability_row`.
+        predictions: the number of predictions of each row; by default all rows have the same number.
     """
     loss_N = np.array([row["log loss"] for row in rows], dtype=np.float64)
     weight_N = np.ones(len(rows)) if predictions is None else predictions
@@ -403,11 +380,11 @@ def of_probabilities(rows: Sequence[Row], predictions: npt.NDArray[np.float64] |
 def fit_temperature(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the facts `temperature` and `validation_records`; nothing for rows without `log losses`.
 
-    The temperature is the one of TEMPERATURES whose probabilities have the highest likelihood (Guo et al. 2017,
-    arXiv:1706.04599); None for fewer than LEAST records, and for outputs that are not finite.
+    The temperature is the value of TEMPERATURES with the highest likelihood (Guo et al. 2017, arXiv:1706.04599); None
+    for fewer than LEAST records, and for outputs that are not finite.
 
     Args:
-        rows: of the validation split, by a task that has no temperature yet.
+        rows: rows of the validation split, by a task that has no temperature yet.
     """
     if "log losses" not in rows[0]:
         return {}

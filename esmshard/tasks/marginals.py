@@ -24,21 +24,22 @@ _COLUMN = np.zeros(VOCAB_SIZE, np.int64)
 _COLUMN[_LETTERS.numpy()] = np.arange(len(RESIDUES))
 
 Tracks = Mapping[str, npt.NDArray[Any]]
-"""What a model reads of each token besides, [L + 2, ...] by the name of the track."""
+"""The tracks of a protein by name, [L + 2, ...]."""
 Protein = tuple[npt.NDArray[np.uint8], Tracks]
 """The tokens of a protein, uint8 [L + 2], and its tracks."""
 
 
 class View(NamedTuple):
-    """What a model gets of a protein, of the protein of number `protein`, to predict some of its residues."""
+    """A part of a protein as the model reads it, and the residues that are predicted in it."""
 
     protein: int
+    """The number of the protein."""
     tokens: npt.NDArray[np.uint8]
     tracks: Tracks
     places: npt.NDArray[np.int64]
-    """The tokens that are predicted, int64 [P]."""
+    """The places of the predicted tokens, int64 [P]."""
     residues: npt.NDArray[np.uint8]
-    """The tokens that the protein has there, uint8 [P]."""
+    """The tokens of the protein at these places, uint8 [P]."""
 
 
 def log_probabilities(
@@ -53,30 +54,27 @@ def log_probabilities(
     """Compute the logarithms of the probabilities of the residues, in the order of `vocab.RESIDUES`, float32 [S, A].
 
     Args:
-        model: with an LM head.
+        model: a model with an LM head.
         sequence: residues.
         sites: places in `sequence`, from 0.
-        hidden: the model sees `<mask>` at the site that is predicted, in a pass of its own; else the residue, all sites
-            of a window in one pass.
+        hidden: predict each site in a pass of its own, with `<mask>` at the site; else all sites of a window in one
+            pass, with nothing masked.
         window: residues of a longer sequence that the model sees at once; by default as many as in training.
-        tracks: of the sequence.
+        tracks: tracks of the sequence.
     """
     if window is None:
         window = window_of(model.config)
     protein = encode(sequence), tracks or {}
-    if not sites:
-        views = list[View]()
-    elif hidden or len(sequence) > window:
-        views = [_around(0, protein, site, window, hidden) for site in sites]
-    else:
+    views = [_around(0, protein, site, window, hidden) for site in sites]
+    if sites and not hidden and len(sequence) <= window:
         views = [_part(0, protein, 0, window, np.array(sites))]
-    found_SA, done = np.empty((len(sites), len(RESIDUES)), np.float32), 0
+    log_p_SA, done = np.empty((len(sites), len(RESIDUES)), np.float32), 0
     with Progress("score", len(sites)) as progress:
         for _, log_p_PA in _predicted(model, views):
-            found_SA[done : done + len(log_p_PA)] = log_p_PA
+            log_p_SA[done : done + len(log_p_PA)] = log_p_PA
             done += len(log_p_PA)
             progress.update(done, "sites")
-    return found_SA
+    return log_p_SA
 
 
 def pseudo_log_likelihoods(
@@ -89,16 +87,16 @@ def pseudo_log_likelihoods(
 ) -> npt.NDArray[np.float64]:
     """Sum log p over the residues of each protein that are among the 20 amino acids, float64 [N].
 
-    p is the probability of the residue when it alone is masked. This takes a pass for each residue. With `visible` p is
-    estimated by `as_masked`, from a pass in which nothing is masked. A longer protein is then covered by windows of
-    which each shares half with the next, and a residue is predicted where it is nearest to the middle of a window.
+    p is the probability of the residue when it alone is masked. This takes a pass for each residue. With `visible`, p
+    is estimated by `as_masked` from a pass in which nothing is masked. Windows then cover a longer protein, each shares
+    half with the next, and a residue is predicted in the window whose middle is nearest.
 
     Args:
-        model: with an LM head.
+        model: a model with an LM head.
         proteins: N proteins.
-        scored_N: for each how many of its residues are among the 20; see `scored_residues`.
+        scored_N: the number of `scored_residues` in each protein.
         window: residues of a longer protein that the model sees at once.
-        visible: what the model saw in training; None masks each residue.
+        visible: how the model's training changed residues; None masks each residue.
     """
     sum_N, done = np.zeros(len(scored_N)), 0
     with Progress("score", int(scored_N.sum())) as progress:
@@ -108,16 +106,15 @@ def pseudo_log_likelihoods(
             for view in (_hidden(n, protein, window) if visible is None else _visible(n, protein, window))
         )
         for view, log_p_PA in _predicted(model, views):
-            own_P = log_p_PA[np.arange(len(view.places)), _COLUMN[view.residues]].astype(np.float64)
-            sum_N[view.protein] += (own_P if visible is None else as_masked(own_P, visible)).sum()
-            done += len(own_P)
+            log_p_P = log_p_PA[np.arange(len(view.places)), _COLUMN[view.residues]].astype(np.float64)
+            sum_N[view.protein] += (log_p_P if visible is None else as_masked(log_p_P, visible)).sum()
+            done += len(log_p_P)
             progress.update(done, "residues")
     return sum_N
 
 
 def scored_residues(tokens: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Return the places of the tokens that are among the 20 amino acids, int64 [S]. Models have hardly seen the other
-    letters.
+    """Return the places of the tokens that are among the 20 amino acids, int64 [S]. Models hardly know other letters.
 
     >>> scored_residues(encode("MXK")).tolist()
     [1, 3]
@@ -128,13 +125,13 @@ def scored_residues(tokens: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
 def as_masked(log_p_P: npt.NDArray[np.float64], seen: Corruption) -> npt.NDArray[np.float64]:
     """Estimate log p of residues that are masked from log p of the same residues when they are visible, float64 [P].
 
-    In training a visible residue x, where the model was asked for one, was the true one with the share `unchanged`, and
-    with the share `random` one of `letters` letters, whatever the true one was. If m is the probability of x at a mask,
-    a model that learned this says, by Bayes' rule, p = m (u + r) / (m u + r), where u is `unchanged`, and r is `random`
-    divided by `letters`. Hence m = p r / (u + r - u p).
+    In training, a visible residue x that the model had to predict was the true residue with the share `unchanged`, and
+    a random one of `letters` letters with the share `random`. If m is the probability of x at a mask, Bayes' rule gives
+    p = m (u + r) / (m u + r), where u is `unchanged`, and r is `random` divided by `letters`. Hence
+    m = p r / (u + r - u p).
 
-    Gordon et al. 2024 (doi:10.1101/2024.10.03.616542) estimate a pseudo-log-likelihood from one pass, too. This formula
-    was derived here, and was not compared with theirs.
+    Gordon et al. 2024 (doi:10.1101/2024.10.03.616542) also estimate a pseudo-log-likelihood from one pass. This formula
+    was derived for esmshard, and was not compared with theirs.
 
     >>> seen = Corruption(random=0.1, unchanged=0.1, letters=20)
     >>> np.exp(as_masked(np.log([1.0, 0.525, 0.1]), seen)).round(4).tolist()
@@ -144,7 +141,7 @@ def as_masked(log_p_P: npt.NDArray[np.float64], seen: Corruption) -> npt.NDArray
 
 
 def _part(n: int, protein: Protein, start: int, window: int, sites: npt.NDArray[np.int64]) -> View:
-    """Return what a model sees in the window at residue `start`, with nothing masked."""
+    """Return the view of the window at residue `start`, with nothing masked."""
     tokens, tracks = protein
     seen = piece(tokens, start, window)
     tracks = {name: piece(values, start, window) for name, values in tracks.items()}
@@ -152,7 +149,7 @@ def _part(n: int, protein: Protein, start: int, window: int, sites: npt.NDArray[
 
 
 def _around(n: int, protein: Protein, site: int, window: int, hidden: bool) -> View:
-    """Return what a model sees of a protein around a site. The tracks of a hidden site are not hidden."""
+    """Return the view of a window around a site. The tracks of a hidden site stay visible."""
     start = min(max(site - window // 2, 0), max(len(protein[0]) - 2 - window, 0))
     view = _part(n, protein, start, window, np.array([site]))
     if hidden:
@@ -161,13 +158,13 @@ def _around(n: int, protein: Protein, site: int, window: int, hidden: bool) -> V
 
 
 def _hidden(n: int, protein: Protein, window: int) -> Iterator[View]:
-    """Yield a view for each residue that is scored, in which it is masked."""
+    """Yield a view for each scored residue, which is masked."""
     for place in scored_residues(protein[0]).tolist():
         yield _around(n, protein, place - 1, window, hidden=True)
 
 
 def _visible(n: int, protein: Protein, window: int) -> Iterator[View]:
-    """Yield the fewest views of at most `window` residues of which neighbours share half, with nothing masked."""
+    """Yield the fewest views of at most `window` residues whose neighbours share half, with nothing masked."""
     sites = scored_residues(protein[0]) - 1
     room = max(len(protein[0]) - 2 - window, 0)
     steps = -(-room // max(window // 2, 1))
@@ -179,18 +176,24 @@ def _visible(n: int, protein: Protein, window: int) -> Iterator[View]:
 
 
 def _predicted(model: Trunk, views: Iterable[View]) -> Iterator[tuple[View, npt.NDArray[np.float32]]]:
-    """Yield each view with its log p, float32 [P, A], computed in packs of about TOKENS, side by side on a CPU. Views
-    are made when their packs are computed, since all views of a long protein would fill the memory.
+    """Yield each view with its log p, float32 [P, A], computed in packs of about TOKENS. Views are made shortly before
+    they are computed, since all views of a long protein would fill the memory.
     """
     device, threads = model.device, model.shared_on is None
 
-    def one(views: Sequence[View]) -> npt.NDArray[np.float32]:
+    @torch.no_grad()
+    def compute(views: Sequence[View]) -> npt.NDArray[np.float32]:
         _, tokens, tracks, places, _ = zip(*views, strict=True)
-        return _log_p(model, tokens, tracks, places)
+        batch = pack(tokens, logits_at=places, tracks=tracks).to(device)
+        logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
+        assert logits_PV is not None
+        log_p_PV = logits_PV.float().log_softmax(-1)
+        log_p_PA: npt.NDArray[np.float32] = log_p_PV[:, _LETTERS.to(device)].cpu().numpy()
+        return log_p_PA
 
     packs = _packs(views)
-    while some := list(islice(packs, 8 * packs_at_once(device))):
-        for members, log_p_PA in zip(some, side_by_side(one, some, device, threads=threads), strict=True):
+    while group := list(islice(packs, 8 * packs_at_once(device))):
+        for members, log_p_PA in zip(group, side_by_side(compute, group, device, threads=threads), strict=True):
             ends = np.cumsum([len(view.places) for view in members])[:-1]
             yield from zip(members, np.split(log_p_PA, ends), strict=True)
 
@@ -205,19 +208,3 @@ def _packs(views: Iterable[View]) -> Iterator[list[View]]:
         tokens += len(view.tokens)
     if members:
         yield members
-
-
-@torch.no_grad()
-def _log_p(
-    model: Trunk,
-    tokens: Sequence[npt.NDArray[np.uint8]],
-    tracks: Sequence[Tracks],
-    places: Sequence[npt.NDArray[np.int64]],
-) -> npt.NDArray[np.float32]:
-    device = model.device
-    batch = pack(tokens, logits_at=[np.asarray(place, np.int64) for place in places], tracks=tracks).to(device)
-    logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
-    assert logits_PV is not None
-    log_p_PV = logits_PV.float().log_softmax(-1)
-    log_p_PA: npt.NDArray[np.float32] = log_p_PV[:, _LETTERS.to(device)].cpu().numpy()
-    return log_p_PA

@@ -1,8 +1,7 @@
 """Metrics that several tasks share, and their bootstrap intervals. Undefined is NaN, never 0.
 
-A bootstrap computes metrics thousands of times, for which those of scikit-learn and scipy are too slow. They are
-therefore pooled from counts in the rows of the records (confusion matrices, calibration bins), and from ranks among all
-records (`ranked`).
+A bootstrap computes metrics thousands of times, and scikit-learn and scipy are too slow for this. Metrics are therefore
+pooled from counts in the rows of the records (confusion matrices, calibration bins), and from ranks (`ranked`).
 """
 
 import math
@@ -31,15 +30,14 @@ BEST_SHARE = 0.01
 RESAMPLES = 2000
 """The number of resamples of the records, with replacement."""
 LEAST = 10
-"""Records, or blocks of them, from which on there is an interval. Resamples of fewer repeat the same few values, and
-their percentiles are too narrow (Hesterberg 2015, doi:10.1080/00031305.2015.1089789): of two records they may have no
-width at all.
+"""The fewest records, or blocks of records, for an interval. Percentiles of fewer are too narrow (Hesterberg 2015,
+doi:10.1080/00031305.2015.1089789).
 """
 BIASED = frozenset({"ECE", "ECE before scaling"})
-"""Metrics that are 0 at best and that noise only raises, so that a sample's is too high and that of its resamples is
-higher still (Kumar et al. 2019, arXiv:1909.10155). See `interval`."""
+"""Metrics that are 0 at best and that noise only raises. The value of a sample is too high, and the values of its
+resamples are even higher (Kumar et al. 2019, arXiv:1909.10155). See `interval`."""
 MOST_ROWS = 10_000_000
-"""Rows that all resamples have together at most; of many records there are fewer resamples, 200 at least."""
+"""The most rows of all resamples together. Many records have fewer resamples, but at least 200."""
 
 
 def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
@@ -52,8 +50,8 @@ def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
 
 
 def records_with(rows: Sequence[Row], column: str) -> npt.NDArray[np.bool_]:
-    """Return the records that a column of the final table comes from, bool [N]: those that have a value of it, or of
-    the target that it is about. All records are returned if nothing in a row says so.
+    """Return the records that a column of the final table is computed from, bool [N]: the records with a value of the
+    column or of its target. If the rows have neither, return all records.
     """
     keys = (column, column.removesuffix(" per protein"), f"target{column.removeprefix('Spearman')}", "target")
     key = next((key for key in keys if any(isinstance(row.get(key), float) for row in rows)), None)
@@ -70,25 +68,25 @@ def mean(values: npt.NDArray[np.float64]) -> float:
 
 def total(rows: Sequence[Row], key: str) -> npt.NDArray[np.float64]:
     """Sum an array over the rows."""
-    every = np.concatenate([np.asarray(row[key]) for row in rows])  # three times as fast as stacking
-    return np.asarray(every.reshape(len(rows), *np.shape(rows[0][key])).sum(0, dtype=np.float64))
+    values = np.concatenate([np.asarray(row[key]) for row in rows])  # three times as fast as stacking
+    return np.asarray(values.reshape(len(rows), *np.shape(rows[0][key])).sum(0, dtype=np.float64))
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Replace the values of each array whose key begins with `ranked ` by int32 places among the different values of
-    all the rows, from 0. Metrics of ranks are the same for places, and nothing has to be sorted for a resample.
+    """Replace the values of each array whose key begins with `ranked ` by int32 places among the distinct values of all
+    rows, from 0. Metrics of ranks are the same for places, and a resample does not have to be sorted.
 
-    An array in which a value is NaN, as a model says that has diverged, stays.
+    An array with a NaN, as from a diverged model, stays.
     """
-    found = [dict(row) for row in rows]
+    copies = [dict(row) for row in rows]
     for key in (key for key in rows[0] if key.startswith("ranked ")):
-        every = joined(rows, key)
-        if not np.isnan(every).any():
-            sizes = [np.size(row[key]) for row in rows]
-            places = np.split(np.unique(every, return_inverse=True)[1].astype(np.int32), np.cumsum(sizes)[:-1])
-            for row, part in zip(found, places, strict=True):
+        values = joined(rows, key)
+        if not np.isnan(values).any():
+            ends = np.cumsum([np.size(row[key]) for row in rows])[:-1]
+            places = np.split(np.unique(values, return_inverse=True)[1].astype(np.int32), ends)
+            for row, part in zip(copies, places, strict=True):
                 row[key] = part
-    return list(found)
+    return list(copies)
 
 
 def joined(rows: Sequence[Row], key: str) -> npt.NDArray[Any]:
@@ -97,7 +95,7 @@ def joined(rows: Sequence[Row], key: str) -> npt.NDArray[Any]:
 
 
 def _places(x_N: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the place of each value among the different ones; those of `ranked` as they are."""
+    """Return the place of each value among the distinct values. Places of `ranked` are returned unchanged."""
     return x_N if x_N.dtype == np.int32 else np.unique(x_N, return_inverse=True)[1]
 
 
@@ -105,7 +103,7 @@ def _places(x_N: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def pearson(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float:
-    """Compute the correlation; NaN for fewer than two values, or if all values of one are the same."""
+    """Compute the correlation; NaN for fewer than two values, or if `a_N` or `b_N` has one distinct value."""
     if len(a_N) < 2 or a_N.min() == a_N.max() or b_N.min() == b_N.max():
         return np.nan
     a_N, b_N = a_N - a_N.mean(), b_N - b_N.mean()
@@ -115,7 +113,7 @@ def pearson(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float
 
 def spearman(a_N: npt.NDArray[Any], b_N: npt.NDArray[Any]) -> float:
     """Compute the correlation of ranks; equal values share the mean of their ranks. NaN as for `pearson`, and if a
-    value is NaN. Of places (see `ranked`) in linear time.
+    value is NaN. Takes linear time for places (see `ranked`).
     """
     return np.nan if np.isnan(a_N).any() or np.isnan(b_N).any() else pearson(_mean_ranks(a_N), _mean_ranks(b_N))
 
@@ -131,13 +129,8 @@ def spearman_within(
 ) -> float:
     """Compute `spearman` in each fold, and the mean over the folds that have it, weighted by their measured values.
 
-    Each fold is predicted by a model of its own, and the predictions of two models may differ by an offset. One
-    correlation over all folds would compare these offsets, too.
-
-    Args:
-        predicted_N: predictions.
-        measured_N: measured values; NaN for none.
-        fold_N: the fold of each variant.
+    Each fold has another model, and the predictions of two models may differ by an offset. A correlation over all folds
+    would compare these offsets, too. Measured values may be NaN.
     """
     rho, weight = 0.0, 0
     for fold in np.unique(fold_N):
@@ -149,7 +142,7 @@ def spearman_within(
 
 
 def best_count(measured_N: npt.NDArray[np.float64]) -> int:
-    """Count the best variants of a fold: BEST_SHARE of those with a measured value, and one at least; 0 without any."""
+    """Count the best variants of a fold: BEST_SHARE of the measured variants, at least one; 0 if none is measured."""
     known = int((~np.isnan(measured_N)).sum())
     return min(known, max(1, round(BEST_SHARE * known)))
 
@@ -157,18 +150,14 @@ def best_count(measured_N: npt.NDArray[np.float64]) -> int:
 def top_of_list(
     predicted_N: npt.NDArray[np.float64], measured_N: npt.NDArray[np.float64], fold_N: npt.NDArray[np.int64]
 ) -> tuple[float, float]:
-    """Measure the variants with the highest predictions, `best_count` of each fold (see `spearman_within`).
+    """Score the choice of the variants with the highest predictions, `best_count` of each fold (`spearman_within`).
 
-    Of variants with the same prediction at the limit, each counts with the chance that it is chosen.
-
-    Args:
-        predicted_N: predictions; higher is better.
-        measured_N: measured values; NaN for none. Higher is better.
-        fold_N: the fold of each variant.
+    Higher predictions and measured values are better; the latter may be NaN. Variants with the same prediction at the
+    limit count with the chance that they are chosen.
 
     Returns:
-        The recall, which is the share of the chosen variants that are among as many best measured ones of their fold;
-        and the mean of the measured values of the chosen. NaN if nothing is measured or a prediction is NaN.
+        The recall, which is the share of the chosen variants that are also the best measured variants of their fold;
+        and the mean measured value of the chosen variants. NaN if nothing is measured or a prediction is NaN.
     """
     hits, total, chosen = 0.0, 0.0, 0
     for fold in np.unique(fold_N):
@@ -188,8 +177,7 @@ def top_of_list(
 def of_numbers(predicted_N: npt.NDArray[np.float64], target_N: npt.NDArray[np.float64]) -> dict[str, float]:
     """Compute Spearman, Pearson, RMSE and R2 of the values whose target is known.
 
-    R2 is 1 - sum of squared errors / sum of squared deviations from these targets' own mean, so that it may be
-    negative.
+    R2 is 1 - sum of squared errors / sum of squared deviations from the mean of these targets, and may be negative.
     """
     known = ~np.isnan(target_N)
     predicted_N, target_N = predicted_N[known], target_N[known]
@@ -207,14 +195,14 @@ NUMBER_COLUMNS = ("Spearman", "Pearson", "RMSE", "R2")
 
 
 def number_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns for targets of these names. Several targets have different units, and no common RMSE."""
+    """Return the columns for targets of these names. Several targets have no common unit, and no common RMSE."""
     return NUMBER_COLUMNS if len(names) < 2 else ("Spearman", "Pearson", "R2", *(f"Spearman {name}" for name in names))
 
 
 def number_row(
     predicted_T: npt.NDArray[np.floating], target_T: npt.NDArray[np.floating], names: Sequence[str]
 ) -> dict[str, float | npt.NDArray[np.float64]]:
-    """Return what a record adds to `number_summary`: predicted and true values, by name for several targets."""
+    """Return the row of a record for `number_summary`: predicted and true values, by name for several targets."""
     row: dict[str, float | npt.NDArray[np.float64]] = {}
     for t, name in enumerate(names):
         of = f" {name}" if len(names) > 1 else ""
@@ -224,28 +212,29 @@ def number_row(
 
 def number_summary(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float]:
     """Compute `of_numbers` over records; for several targets the mean, and the value of each."""
-    # Joining the rows [2, T] is faster than stacking them.
     values_2NT = np.concatenate([np.asarray(row["values"]) for row in rows], axis=1).reshape(2, len(rows), len(names))
     each = [of_numbers(values_2NT[0, :, t], values_2NT[1, :, t]) for t in range(len(names))]
     if len(names) == 1:
         return each[0]
-    found = {c: mean(np.array([one[c] for one in each])) for c in NUMBER_COLUMNS if c != "RMSE"}
-    return found | {f"{c} {name}": one[c] for name, one in zip(names, each, strict=True) for c in NUMBER_COLUMNS}
+    summary = {c: mean(np.array([scores[c] for scores in each])) for c in NUMBER_COLUMNS if c != "RMSE"}
+    return summary | {
+        f"{c} {name}": scores[c] for name, scores in zip(names, each, strict=True) for c in NUMBER_COLUMNS
+    }
 
 
 # Classes
 
 
 def confusion(target_M: npt.NDArray[np.int64], predicted_M: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
-    """Count how often class i was taken for class j, [n, n]."""
+    """Count how often class j was predicted for class i, [n, n]."""
     return np.bincount(target_M * n + predicted_M, minlength=n * n).reshape(n, n)
 
 
 def of_confusion(counts_CC: npt.NDArray[np.float64]) -> dict[str, float]:
     """Compute accuracy, MCC and macro-F1 from counts of (target, predicted).
 
-    MCC is that of several classes (Gorodkin 2004, doi:10.1016/j.compbiolchem.2004.09.006), and 0 where all targets or
-    all predictions are of one class. Macro-F1 is the mean over the classes that occur among either.
+    MCC is the version for several classes (Gorodkin 2004, doi:10.1016/j.compbiolchem.2004.09.006), and 0 if all targets
+    or all predictions are of one class. Macro-F1 is the mean over the classes among targets and predictions.
     """
     samples, right_C = counts_CC.sum(), counts_CC.diagonal()
     if not samples:
@@ -270,19 +259,17 @@ def f1(
 
 
 def calibration(confidence_M: npt.NDArray[np.floating], correct_M: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Count predictions for `calibration_error`: for each bin their number, the sum of their confidence, and how many
-    are right.
+    """Count predictions for `calibration_error`: for each bin the number of predictions, the sum of their confidences,
+    and the number of right predictions.
     """
-    confidence_M = np.nan_to_num(confidence_M)  # of a model whose weights are lost
+    confidence_M = np.nan_to_num(confidence_M)  # a diverged model has NaN
     bin_M = np.minimum((confidence_M * CALIBRATION_BINS).astype(np.int64), CALIBRATION_BINS - 1)
     weights = (None, confidence_M, correct_M)
     return np.stack([np.bincount(bin_M, w, minlength=CALIBRATION_BINS) for w in weights]).astype(np.float64)
 
 
 def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
-    """Compute the expected calibration error (ECE): the distance of confidence and accuracy, over bins weighted by
-    their predictions.
-    """
+    """Compute the expected calibration error (ECE): the mean difference of confidence and accuracy over predictions."""
     count_B, confidence_B, right_B = bins_3B
     return float(np.abs(confidence_B - right_B).sum() / count_B.sum()) if count_B.any() else np.nan
 
@@ -291,9 +278,9 @@ def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
 
 
 def ranking(score_N: npt.NDArray[Any], truth_N: npt.NDArray[np.bool_]) -> dict[str, float]:
-    """Compute AUROC and AUPRC (average precision). Of places (see `ranked`) in linear time.
+    """Compute AUROC and AUPRC (average precision). Takes linear time for places (see `ranked`).
 
-    NaN without positives, AUROC without negatives, and if a score is NaN, because such scores have no order.
+    Both are NaN without positives or if a score is NaN, and AUROC without negatives.
     """
     if not truth_N.any() or np.isnan(score_N).any():
         return {"AUROC": np.nan, "AUPRC": np.nan}
@@ -313,16 +300,15 @@ def ranking(score_N: npt.NDArray[Any], truth_N: npt.NDArray[np.bool_]) -> dict[s
 
 
 def fmax_terms(probability_C: npt.NDArray[np.floating], truth_C: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Return what one protein adds to `fmax`, [4, thresholds]: its precision, 1 if it has one, its recall, and 1.
+    """Return the terms of one protein in `fmax`, [4, thresholds]: precision, 1 if it has a precision, recall, and 1.
 
-    Labels from the threshold on are predicted. A protein without any prediction has no precision, and one that has no
-    label at all adds nothing: CAFA scores annotated proteins.
+    A label is predicted if its probability is at least the threshold. A protein without predictions has no precision.
+    A protein without labels has zeros, since CAFA scores annotated proteins.
     """
     terms = np.zeros((4, len(THRESHOLDS)))
     if truth_C.any():
-        # Both in order: those at or above a threshold are those not below it.
-        every, true = np.sort(probability_C), np.sort(probability_C[truth_C])
-        predicted = len(every) - np.searchsorted(every, THRESHOLDS)
+        ordered, true = np.sort(probability_C), np.sort(probability_C[truth_C])
+        predicted = len(ordered) - np.searchsorted(ordered, THRESHOLDS)
         right = len(true) - np.searchsorted(true, THRESHOLDS)
         terms[0], terms[1] = right / np.maximum(predicted, 1), predicted > 0
         terms[2], terms[3] = right / len(true), 1
@@ -347,7 +333,7 @@ def fmax(terms: npt.NDArray[np.float64]) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A metric with its 95% bootstrap interval over records; without one, `low` and `high` are NaN."""
+    """A metric with its 95% bootstrap interval over records. Without an interval, `low` and `high` are NaN."""
 
     value: float
     low: float
@@ -361,11 +347,9 @@ class Interval:
 
 def draws(n: int, block_N: npt.NDArray[np.int64] | None = None, seed: int = 0) -> Iterator[npt.NDArray[np.int64]]:
     """Yield resamples of n records, or of their whole blocks, drawn with replacement, int64 of about n; none for fewer
-    than LEAST of them. They are the same for the same records and seed, so that methods scored on the same records are
-    resampled alike and their differences are paired.
+    than LEAST units. The same records and seed give the same resamples, so that differences of methods are paired.
 
-    This, and the limits that follow from it, are no `scipy.stats.bootstrap`, which computes one number at a time from
-    one array: here one resample of rows gives all metrics.
+    `scipy.stats.bootstrap` computes one number at a time from one array. One of these resamples gives all metrics.
     """
     if count_units(n, block_N) < LEAST:
         return
@@ -385,44 +369,33 @@ def bootstrap(
     seed: int = 0,
     block_N: npt.NDArray[np.int64] | None = None,
 ) -> dict[str, list[float]]:
-    """Compute each metric of the rows themselves, first, and of each resample of them.
-
-    Args:
-        summary: metrics of some rows.
-        rows: N of them.
-        seed: see `draws`.
-        block_N: rows with the same number are drawn together; each alone by default.
+    """Compute each metric of the rows, and then of each resample of the rows (see `draws`). Rows with the same number
+    in `block_N` are drawn together.
     """
     samples = [summary(rows), *(summary([rows[n] for n in draw]) for draw in draws(len(rows), block_N, seed))]
     return {name: [sample.get(name, np.nan) for sample in samples] for name in samples[0]}
 
 
 def count_units(n: int, block_N: npt.NDArray[np.int64] | None) -> int:
-    """Count the independent observations among n records: the records, or their blocks without block -1, which is a
-    wild type.
-    """
+    """Count the independent observations: n records, or their blocks without block -1, which is a wild type."""
     return n if block_N is None else len(np.unique(block_N[block_N >= 0]))
 
 
 def interval(values: Sequence[float], metric: str = "") -> Interval:
     """Compute the interval of a metric from the values of `bootstrap`. Resamples without a value are left out.
 
-    The percentile interval. Of a metric in BIASED, and of any whose own value lies outside its percentile interval, the
-    basic bootstrap interval: the percentiles reflected at the value, which corrects the bias of the resamples (Davison
-    and Hinkley 1997, Bootstrap Methods and their Application, section 5.2). As the value itself is not corrected, that
-    interval is widened to it where it would leave it out.
-
-    Args:
-        values: of all records, then of each resample.
-        metric: its name; one in BIASED is never below 0.
+    This is the percentile interval. For a metric in BIASED, or if the percentile interval does not hold the value, it
+    is the basic bootstrap interval, which reflects the percentiles at the value and so corrects the bias of the
+    resamples (Davison and Hinkley 1997, Bootstrap Methods and their Application, section 5.2). The basic interval is
+    widened to hold the value, which is not corrected. The interval of a metric in BIASED is never below 0.
     """
-    found = difference(values, [0.0] * len(values), metric)
-    return Interval(found.value, max(found.low, 0.0), found.high) if metric in BIASED else found
+    plain = difference(values, [0.0] * len(values), metric)
+    return Interval(plain.value, max(plain.low, 0.0), plain.high) if metric in BIASED else plain
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float], metric: str = "") -> Interval:
-    """Compute the interval of a paired difference of two results of `bootstrap` over the same records with the same
-    seed. There is no interval if one of them has none.
+    """Compute the interval of the difference of two results of `bootstrap` over the same records with the same seed.
+    There is no interval if one of the results has none.
     """
     value, *resampled = (a - b for a, b in zip(ours, theirs, strict=False))
     known = [v for v in resampled if not np.isnan(v)]
@@ -435,19 +408,17 @@ def difference(ours: Sequence[float], theirs: Sequence[float], metric: str = "")
 
 
 def variant_units(variants: Sequence[tuple[Mutation, ...]]) -> tuple[npt.NDArray[np.int64], str]:
-    """Decide what intervals over variants resample: blocks of variants that change the same sites, or single variants.
+    """Return the units that intervals over variants resample, int64 [N], and the noun for a unit: `position`,
+    `site combination` or `variant`.
 
-    Variants of the same sites are not independent, so that they are resampled together. This needs LEAST blocks, of
-    which none has more than half of the variants. A library of few sites has not, and its variants are resampled.
-
-    Returns:
-        The unit of each variant, int64 [N], and the noun for a unit: `position`, `site combination` or `variant`. The
-        rows of a variant with replicates are one unit.
+    Variants of the same sites are not independent, and are resampled together, if there are LEAST blocks of such
+    variants and no block has more than half of the variants. Otherwise, as in a library of few sites, single variants
+    are resampled. Replicates of a variant are one unit.
     """
     block_N = site_blocks(variants)
     if count_units(len(variants), block_N) >= LEAST and np.bincount(block_N + 1).max() <= len(variants) / 2:
-        return block_N, "position" if all(len(one) < 2 for one in variants) else "site combination"
-    names = [name_of(one) for one in variants]
+        return block_N, "position" if all(len(variant) < 2 for variant in variants) else "site combination"
+    names = [name_of(variant) for variant in variants]
     return np.unique(names, return_inverse=True)[1].astype(np.int64), "variant"
 
 
@@ -457,14 +428,8 @@ def variant_spearman(
     variants: Sequence[tuple[Mutation, ...]],
     fold_N: npt.NDArray[np.int64] | None = None,
 ) -> tuple[Interval, str]:
-    """Compute Spearman's correlation within folds (`spearman_within`) with its interval, and the noun for what
-    was resampled.
-
-    Args:
-        predicted_N: predictions.
-        measured_N: measured values.
-        variants: the mutations of each row.
-        fold_N: the fold of each row; by default all rows are of one.
+    """Compute Spearman's correlation within folds (`spearman_within`) with its interval, and the noun for its units. By
+    default all rows are of one fold.
     """
     fold_N = np.zeros(len(variants), dtype=np.int64) if fold_N is None else fold_N
     block_N, unit = variant_units(variants)

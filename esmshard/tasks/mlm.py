@@ -25,38 +25,38 @@ AMINO_ACIDS: npt.NDArray[np.uint8] = np.frombuffer(encode_residues(STANDARD), np
 """Tokens of the 20 standard amino acids, in the order of their letters."""
 _IS_AMINO_ACID = np.isin(np.arange(256), AMINO_ACIDS)
 NEVER = -100.0
-"""Log frequency of a token that the frequencies baseline never says."""
+"""The logit of a token that is no amino acid in the baseline of frequencies."""
 
 
 def corrupt(
     tokens: npt.NDArray[np.uint8], share: float, key: str
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Choose residues that are to be predicted, and hide them.
+    """Choose the residues to predict, and hide them.
 
-    Of the residues chosen 80% become `<mask>`, 10% a random one of the 20 standard amino acids (now and then the same),
-    and 10% stay (Devlin et al. 2019, as in ESM). Only standard amino acids are chosen: `<cls>` and `<eos>` are no
-    residues, what an X stands for cannot be known, and of B, U, Z and O there are too few to learn or to be scored on.
+    Of the chosen residues 80% become `<mask>`, 10% a random one of the 20 standard amino acids, and 10% stay (Devlin et
+    al. 2019, as in ESM). Only standard amino acids are chosen: nobody knows what an X stands for, and B, U, Z and O are
+    too rare to learn.
 
-    As many are chosen as `share` of them makes, rounded up or down at random so that the mean is exact (as fairseq, in
-    which ESM was trained, does), but at least one: a short peptide would often have none, and nothing to be scored on.
+    The number of chosen residues is rounded up or down at random so that the mean is exact, as in fairseq, with which
+    ESM was trained. At least one residue is chosen, so that a short peptide has a score.
 
     Args:
         tokens: `<cls> ... <eos>`, uint8 [L + 2].
-        share: of the standard residues.
-        key: what the choice follows from. The same key and tokens give the same choice.
+        share: share of the standard residues that is chosen.
+        key: the same key and tokens give the same choice.
 
     Returns:
-        The tokens as the model sees them, and the places chosen, ascending, int64 [P].
+        The tokens as the model sees them, and the chosen places, ascending, int64 [P].
     """
     eligible = np.flatnonzero(_IS_AMINO_ACID[tokens])
     n = len(eligible)
     if not n:
         return tokens, eligible
-    # SHAKE-128 as the source of random words: faster than seeding a generator, and the same with every NumPy.
+    # SHAKE-128 is faster than seeding a generator, and gives the same words with every NumPy.
     words = np.frombuffer(hashlib.shake_128(key.encode()).digest(4 * (2 * n + 1)), "<u4")
     count = max(1, int(share * n + words[-1] / 2**32))
     chosen_P = np.sort(eligible[np.argpartition(words[:n], count - 1)[:count]])
-    die_P = words[n : n + count] % 200  # 160 faces say `<mask>`, 20 an amino acid each, and 20 nothing
+    die_P = words[n : n + count] % 200  # 160 faces are `<mask>`, 20 faces one amino acid each, and 20 faces no change
     corrupted = tokens.copy()
     corrupted[chosen_P[die_P < 160]] = MASK
     at_random_P = (die_P >= 160) & (die_P < 180)
@@ -78,14 +78,12 @@ class MlmSettings(TaskSettings):
     20 amino acids, and 10% stay unchanged."""
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Count logits, their log-softmax and its gradient at the predicted residues. Tensors as wide as the model are
-        small compared with its layers.
-        """
+        """Count logits, their log-softmax and its gradient at the predicted residues."""
         return round(4 * 3 * n_logits * self.mask * tokens)
 
 
 class MlmTask(Task):
-    """Predict hidden residues from those around them."""
+    """Predict hidden residues from their neighbours."""
 
     Settings = MlmSettings
     settings: MlmSettings
@@ -97,54 +95,48 @@ class MlmTask(Task):
     of_base = (BEFORE,)
 
     def head(self, config: ModelConfig) -> nn.Module:
-        """Make no head of its own: the matrix of the language model's head is the token embedding's."""
+        """Return a head without parameters: the LM head is a part of the trunk and shares the token embedding."""
         return LanguageModelHead()
 
     def inputs(self, example: Example) -> Inputs:
-        """Hide residues (see `corrupt`). The target is the residues that were chosen, int64 [P].
+        """Hide residues (see `corrupt`). The target is the chosen residues, int64 [P].
 
-        Another choice each epoch; outside training always the same one, whatever the recipe's seed.
+        The choice is another one in each epoch. In an evaluation it is always the same, whatever the recipe's seed.
         """
         tokens, chosen_P = corrupt(example.tokens, self.settings.mask, f"mask:{example.draw}:{example.id}")
         return Inputs(tokens, example.tokens[chosen_P].astype(np.int64), chosen_P, tracks=example.tracks)
 
     def question(self, example: Example) -> Inputs:
-        """Return the whole sequence with nothing hidden; logits are computed for every residue."""
+        """Return the whole sequence with nothing hidden, for logits at every residue."""
         places_P = np.arange(1, len(example.tokens) - 1)
         return Inputs(example.tokens, np.empty(0, np.int64), places_P, tracks=example.tracks)
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Compute cross-entropy over the 33 tokens, summed over the residues chosen, and their number."""
+        """Compute cross-entropy over the 33 tokens, summed over the chosen residues, and their number."""
         logits_PV = torch.cat(list(outputs))
         target_P = on_device_of(torch.cat(list(targets)), logits_PV)
-        # Of no residue the sum is 0 and still has its graph.
-        return LossSum(
-            F.cross_entropy(logits_PV, target_P, reduction="sum"),
-            torch.full((), float(len(target_P)), device=logits_PV.device),
-        )
+        count = torch.full((), float(len(target_P)), device=logits_PV.device)
+        return LossSum(F.cross_entropy(logits_PV, target_P, reduction="sum"), count)
 
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[np.int64]) -> Row:
-        """Compute perplexity and accuracy, NaN if no residue is chosen, and the sums that they come from."""
         nll_P = -log_softmax(output.astype(np.float64), axis=1)[np.arange(len(target)), target]
         sums = {"nll": float(nll_P.sum()), "masked": len(target), "correct": int((output.argmax(1) == target).sum())}
         return {**_metrics(**sums), **sums}
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Compute metrics over all residues chosen, so that a long protein counts for more: perplexity is e to the
-        power of their mean loss.
-        """
+        """Compute metrics over all chosen residues. Perplexity is e to the power of their mean loss."""
         sums_N3 = np.array([[row[key] for key in ("nll", "masked", "correct")] for row in rows], dtype=np.float64)
         return _metrics(*sums_N3.sum(0).tolist())
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return the probability of each of the 20 standard amino acids, of all tokens only these, at each residue:
-        float32 [L, 20], columns in the order of `vocab.STANDARD`. The sequence is seen as it is, with nothing hidden:
-        the "wild-type marginals" of Meier et al. 2021 (doi:10.1101/2021.07.09.450648).
+        """Return the probabilities of the 20 standard amino acids at each residue, which add up to 1: float32 [L, 20],
+        columns in the order of `vocab.STANDARD`. Nothing is hidden: these are the "wild-type marginals" of Meier et al.
+        2021 (doi:10.1101/2021.07.09.450648).
         """
         return np.asarray(softmax(output[:, AMINO_ACIDS].astype(np.float64), axis=1), dtype=np.float32)
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Compute log frequencies of the amino acids in the training records, with each count raised by one."""
+        """Compute log frequencies of the amino acids in the training records. Each count is raised by one."""
         tokens = np.concatenate([example.tokens for example in train])
         counts = np.bincount(tokens, minlength=VOCAB_SIZE)[AMINO_ACIDS] + 1
         logits_V = np.full(VOCAB_SIZE, NEVER, np.float32)
@@ -154,14 +146,14 @@ class MlmTask(Task):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """`amino-acid frequencies`: the same guess for every residue. `before fine-tuning`: the model before the first
+        """`amino-acid frequencies`: the same logits for every residue. `before fine-tuning`: the model before the first
         step, on the same hidden residues.
         """
         inputs = [self.inputs(example) for example in examples]
-        found: Outputs = {
-            name: [np.tile(logits_V, (len(one.target), 1)) for one in inputs] for name, logits_V in known.items()
+        outputs: Outputs = {
+            name: [np.tile(logits_V, (len(record.target), 1)) for record in inputs] for name, logits_V in known.items()
         }
-        return found if base is None else found | {BEFORE: base.outputs(inputs)}
+        return outputs if base is None else outputs | {BEFORE: base.outputs(inputs)}
 
 
 def _metrics(nll: float, masked: float, correct: float) -> dict[str, float]:

@@ -23,11 +23,11 @@ from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask
 from esmshard.vocab import chain_spans
 
 SINGLE, MEMORY = "single sequences", "labels of each sequence"
-"""Names of baselines. Neither can know which two sequences belong together: they add up what is known of each."""
+"""Names of baselines that know about each sequence alone, and not which two sequences belong together."""
 TRAINED_CHAINS = f"{MEMORY}.key"
-"""The name of the hashes of the sequences of the training pairs, in order, among the arrays of the baselines."""
+"""The name of the array of the baselines with the sorted hashes of the sequences of the training pairs."""
 MOST_PAIRS = 1_000_000
-"""The most training pairs whose sequences are kept, as hashes, with the model."""
+"""The most training pairs whose hashes are kept with the model."""
 
 _Vectors = TypeVar("_Vectors", torch.Tensor, npt.NDArray[np.floating])
 
@@ -37,43 +37,42 @@ class PairLabels(ProteinLabels):
     """Labels of N pairs."""
 
     block_N: npt.NDArray[np.int64]
-    """For each pair, the number of that one of its sequences that is in most pairs of the file, int64 [N]."""
+    """The block of each pair, int64 [N]: the number of the one of its two sequences that is in more pairs."""
 
 
 class PairSettings(SequenceSettings):
-    """Numbers, a class or several classes for two proteins together, whatever their order."""
+    """Numbers, a class or several classes for two proteins together, in any order."""
 
     name: Literal["pair"]  # type: ignore[assignment]  # a task has one name
 
     pairs: ClassVar[bool] = True
 
     def suit(self, data: DataSettings) -> DataSettings:
-        """Refuse windows, which would be of one chain or of both, and linkers, as the chains are not joined."""
+        """Refuse windows, and linkers between chains, since the chains are not joined."""
         if data.join != JoinSettings():  # type: ignore[call-arg]  # all keys have defaults
-            raise Clash("join", "makes the chains of a record one sequence, and those of a pair stay two; remove it")
+            raise Clash("join", "joins the chains of a record, and the chains of a pair stay two; remove it")
         if data.long == "window":
             raise Clash("long", "window cuts a record, and a pair has two chains; choose full, skip or error")
         return super().suit(data)
 
 
 class PairHead(SequenceHead):
-    """The mean over the residues of each chain and LayerNorm; sum, product and difference of the two, which do not
-    depend on their order; dropout, and one or two linear layers.
+    """The mean over the residues of each chain and LayerNorm; sum, product and absolute difference of both chains,
+    which do not depend on the order; dropout, and one or two linear layers.
     """
 
     parts = 3
 
     def combined(self, x_SD: torch.Tensor) -> torch.Tensor:
-        """Convert the means of 2N chains, those of a pair beside each other, to one vector for each pair, [N, 3D]."""
+        """Convert the means of 2N chains, in the order of the pairs, to one vector for each pair, [N, 3D]."""
         normed_SD = super().combined(x_SD)
         return torch.cat(_symmetric(normed_SD[0::2], normed_SD[1::2]), -1)
 
 
 class PairTask(SequenceTask):
-    """The numbers, class or labels of two proteins. Outputs and facts are those of `SequenceTask`.
+    """The numbers, class or labels of two proteins. Outputs and facts are as in `SequenceTask`.
 
-    A record is two chains, `A:B`. The model reads each as a sequence of its own: nothing of one is seen by the other
-    before the head.
+    A record is two chains, `A:B`. The model reads each chain as a sequence of its own, and the head combines them.
     """
 
     Settings = PairSettings
@@ -84,8 +83,7 @@ class PairTask(SequenceTask):
     baseline_records = MOST_PAIRS
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> PairLabels:
-        """Read labels as `SequenceTask` does, of records that all have two chains."""
-        found = super().labels(fasta, store, data)
+        labels = super().labels(fasta, store, data)
         key_N2 = np.empty((len(store), 2), dtype=np.uint64)
         for n in range(len(store)):
             residues = store.residues(n)
@@ -93,18 +91,16 @@ class PairTask(SequenceTask):
         _, number_2N, count = np.unique(key_N2.T, return_inverse=True, return_counts=True)
         number_N2 = number_2N.reshape(2, -1).T.astype(np.int64)
         more_N = count[number_N2].argmax(1)
-        return PairLabels(**vars(found), block_N=number_N2[np.arange(len(store)), more_N])
+        return PairLabels(**vars(labels), block_N=number_N2[np.arange(len(store)), more_N])
 
     def inputs(self, example: Example) -> Inputs:
-        """Return both chains, and the target of `SequenceTask.inputs`."""
         return self._chains(example, super().inputs(example).target)
 
     def question(self, example: Example) -> Inputs:
-        """Return both chains of a record without labels."""
         return self._chains(example, super().question(example).target)
 
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.float64]:
-        """Return the mean representation of each chain, [2, D]. They are kept: a protein may be in many pairs."""
+        """Return the mean representation of each chain, [2, D]. It is kept, since a protein may be in many pairs."""
         kept = base.remembered["chains"]
         for chain in (chains := chains_of(example)):
             if (name := _digest(chain)) not in kept:
@@ -112,22 +108,21 @@ class PairTask(SequenceTask):
         return np.concatenate([kept[_digest(chain)] for chain in chains])
 
     def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
-        """Return what a baseline sees of both chains: what a linear head would see, or, of `SINGLE`, their sum."""
+        """Return the features of both chains, combined as in `PairHead`; for `SINGLE` their sum."""
         if name in self.of_base:
             assert base is not None
             both_2F: npt.NDArray[np.floating] = self.represented(example, base)
         else:
             each = [super(PairTask, self).features(name, chain, base) for chain in chains_of(example)]
             both_2F = np.concatenate(each)
-        one, other = np.split(both_2F, 2)
-        return one + other if name == SINGLE else np.concatenate(_symmetric(one, other), axis=1)
+        first, second = np.split(both_2F, 2)
+        return first + second if name == SINGLE else np.concatenate(_symmetric(first, second), axis=1)
 
     def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
-        """Return the block of each pair: of its two sequences, that one which is in most pairs."""
         return data.blocks(), "sequence"
 
     def groups(self, data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-        """Return the class of each pair by its sequences that training pairs have (`leakage.CLASSES`)."""
+        """Return the class of each pair by the number of its sequences in training pairs (`leakage.CLASSES`)."""
         if (trained := known.get(TRAINED_CHAINS)) is None:
             return []
         whole = map(data.whole, range(len(data)))
@@ -135,38 +130,37 @@ class PairTask(SequenceTask):
         return [CLASSES[count] for count in np.isin(key_N2, trained).sum(1)]
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
-        """Keep the mean representations of the pairs that the linear models are fitted to."""
         for n in mine:
             if n % _step(train) == 0:
                 self.represented(train[n], base)
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Fit linear models to some pairs, and keep the mean label of the pairs of each training sequence."""
-        found = super().baselines(train[:: _step(train)], base)
+        """Fit linear models to some pairs, and compute the mean label of the pairs of each training sequence."""
+        models = super().baselines(train[:: _step(train)], base)
         prior_O = self._averaged(self.prior())
         sums: dict[np.uint64, npt.NDArray[np.float64]] = {}
         for example in train:
             target = SequenceTask.inputs(self, example).target
             share_O = np.eye(len(prior_O))[target] if self.settings.kind == "class" else target
             known_O = ~np.isnan(share_O)
-            for one in _keys(example):
-                # One pair more, with the prior as label, so that one pair alone does not decide.
-                sum_2O = sums.setdefault(one, np.stack([prior_O, np.ones(len(prior_O))]))
+            for chain_key in _keys(example):
+                # Each sequence starts with one pair that has the prior as its label.
+                sum_2O = sums.setdefault(chain_key, np.stack([prior_O, np.ones(len(prior_O))]))
                 sum_2O += np.where(known_O, [np.nan_to_num(share_O), known_O], 0)
         keys = sorted(sums)
-        label_SO = np.stack([sums[one][0] / sums[one][1] for one in keys]).astype(np.float32)
-        return found | {TRAINED_CHAINS: np.array(keys, np.uint64), f"{MEMORY}.share": label_SO}
+        label_SO = np.stack([sums[chain_key][0] / sums[chain_key][1] for chain_key in keys]).astype(np.float32)
+        return models | {TRAINED_CHAINS: np.array(keys, np.uint64), f"{MEMORY}.share": label_SO}
 
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """Those of `SequenceTask`; `SINGLE`, a linear model of the sum of both frozen embeddings; and `MEMORY`, the
-        mean over both sequences of the labels of their training pairs.
+        """The baselines of `SequenceTask`; `SINGLE`, a linear model of the sum of both frozen embeddings; and `MEMORY`,
+        the mean over both sequences of the mean label of their training pairs.
         """
-        found = super().baseline_outputs(examples, known, base)
+        outputs = super().baseline_outputs(examples, known, base)
         if TRAINED_CHAINS in known:
-            found[MEMORY] = [self._remembered(example, known) for example in examples]
-        return found
+            outputs[MEMORY] = [self._remembered(example, known) for example in examples]
+        return outputs
 
     def _remembered(self, example: Example, known: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
         keys_S, keys_2 = known[TRAINED_CHAINS], np.array(_keys(example))
@@ -179,16 +173,18 @@ class PairTask(SequenceTask):
         return np.asarray(share_O if self.settings.kind == "number" else np.log(share_O), dtype=np.float32)
 
     def _chains(self, example: Example, target: npt.NDArray[Any]) -> Inputs:
-        one, other = chains_of(example)
-        return Inputs(one.tokens, target, tracks=one.tracks, partner=Inputs(other.tokens, target, tracks=other.tracks))
+        first, second = chains_of(example)
+        return Inputs(
+            first.tokens, target, tracks=first.tracks, partner=Inputs(second.tokens, target, tracks=second.tracks)
+        )
 
     def _averaged(self, output_O: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """Return an output as shares of labels, which can be averaged; of numbers as it is."""
+        """Convert logits to shares of labels, which can be averaged. Numbers stay."""
         return (output_O if self.settings.kind == "number" else self.probabilities(output_O)).astype(np.float64)
 
 
 def _step(train: Sequence[Example]) -> int:
-    """Return which of the training pairs the linear models are fitted to: every N-th."""
+    """Return the step between the training pairs to which the linear models are fitted."""
     return -(-len(train) // SequenceTask.baseline_records)
 
 
@@ -198,7 +194,7 @@ def chains_of(example: Example) -> tuple[Example, Example]:
     Raises:
         InputError: the record has one chain, or more than two.
     """
-    one, other = (
+    first, second = (
         replace(
             example,
             tokens=piece(example.tokens, start, end - start),
@@ -207,12 +203,12 @@ def chains_of(example: Example) -> tuple[Example, Example]:
         )
         for start, end in two_chains(example.tokens[1:-1], example.id)
     )
-    return one, other
+    return first, second
 
 
-def _symmetric(one: _Vectors, other: _Vectors) -> tuple[_Vectors, _Vectors, _Vectors]:
-    """Return three functions of two vectors that are the same, bit for bit, for the vectors in the other order."""
-    return one + other, one * other, abs(one - other)
+def _symmetric(a: _Vectors, b: _Vectors) -> tuple[_Vectors, _Vectors, _Vectors]:
+    """Return sum, product and absolute difference, which are equal, bit for bit, in both orders."""
+    return a + b, a * b, abs(a - b)
 
 
 def _keys(example: Example) -> list[np.uint64]:
@@ -220,7 +216,7 @@ def _keys(example: Example) -> list[np.uint64]:
 
 
 def _digest(chain: Example) -> str:
-    """Return a key of all that the model sees of a chain."""
+    """Return a key of the tokens and tracks of a chain."""
     digest = hashlib.sha256(chain.tokens.tobytes())
     for name, values in chain.tracks.items():
         digest.update(name.encode() + values.tobytes())

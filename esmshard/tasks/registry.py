@@ -1,4 +1,4 @@
-"""The registry of tasks: those of this package in TASKS, and those that other installed packages register.
+"""The registry of tasks: the tasks of this package, and tasks that other installed packages register.
 
 A task is registered as `module:Class`, a subclass of `esmshard.tasks.base.Task`. Its module is imported when a recipe
 is read. Another package registers its tasks as entry points of the group `esmshard.tasks` (docs/own-task.md).
@@ -31,11 +31,11 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Registered:
-    """All tasks that can be used, and why the others cannot."""
+    """All tasks that can be used, and the reasons why other tasks cannot."""
 
     tasks: "Mapping[str, type[Task]]"
     unusable: Mapping[str, str]
-    """A sentence for each name."""
+    """The reason for each name, a sentence."""
 
     @property
     def settings(self) -> "Mapping[str, type[TaskSettings]]":
@@ -45,10 +45,9 @@ class Registered:
 
 @cache
 def registered() -> Registered:
-    """Import every registered task: first those of this package, then others by name.
+    """Import every registered task: first the tasks of this package, then others by name.
 
-    A task of another package that cannot be used disturbs no other task: it is refused where a recipe or a model names
-    it.
+    A task of another package that cannot be used is refused only if a recipe or a model names it.
     """
     tasks: dict[str, type[Task]] = {name: _load(name, value) for name, value in TASKS.items()}
     unusable: dict[str, str] = {}
@@ -63,7 +62,7 @@ def registered() -> Registered:
             continue
         try:
             tasks[entry.name] = _load(entry.name, entry.value)
-        except Exception as error:  # whatever a module of others raises when it is imported
+        except Exception as error:  # a module of another package may raise anything
             unusable[entry.name] = (
                 f"task {entry.name} of {package} cannot be imported from {entry.value} ({type(error).__name__}: "
                 f"{' '.join(str(error).split())}); correct or reinstall {package}"
@@ -72,9 +71,7 @@ def registered() -> Registered:
 
 
 def traits(name: object) -> "type[TaskSettings]":
-    """Return the settings class of a task that a file names. For a name that nothing registers here it is the base
-    class, whose traits are the cautious ones.
-    """
+    """Return the settings class of a task that a file names; the cautious base class for an unknown name."""
     from esmshard.recipe.sections import TaskSettings
 
     return registered().settings.get(str(name), TaskSettings)
@@ -84,7 +81,7 @@ def settings_of(section: Any) -> "TaskSettings":
     """Return the settings in the task section of a recorded recipe.
 
     Raises:
-        InputError: no installed package has the task, or what has it cannot be used.
+        InputError: no installed package has the task, or the task cannot be used.
         ValueError: the section does not fit the task.
     """
     name, known = section["name"], registered()
@@ -100,7 +97,7 @@ def new_task(settings: "TaskSettings", facts: "Facts") -> "Task":
 
 
 def _load(name: str, place: str) -> Any:
-    """Import the class that `module:Class` names, and refuse what cannot be a task of that name."""
+    """Import the class that `module:Class` names, and refuse a class that cannot be a task of that name."""
     from esmshard.recipe.sections import TaskSettings
 
     module, _, attribute = place.partition(":")

@@ -1,4 +1,4 @@
-"""Labels of residues: a class or a number for each, some of which may be undefined."""
+"""Labels of residues: a class or a number for each residue; some may be undefined."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues
 
 WINDOW = 7
-"""One-hot baseline: residues on either side."""
+"""The residues on either side that the one-hot baseline reads."""
 KERNEL = 7
 """The width of the head's convolution in residues."""
 _CODE = np.full(256, -1, dtype=np.int64)
@@ -78,7 +78,7 @@ class ResidueSettings(LabelSettings):
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
         """Count the hidden layer before and after gelu, a copy of it with all records end to end, and the probabilities
-        of the classes. Tensors as wide as the model are small compared with its layers.
+        of the classes.
         """
         return 4 * tokens * (3 * self.hidden + 2 * OUTPUTS)
 
@@ -92,9 +92,8 @@ class ResidueHead(LabelHead):
     def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:
         super().__init__(dim, dim, hidden, outputs, dropout)
 
-    def new_hidden(self, seen: int, hidden: int) -> nn.Module:
-        """Make the convolution."""
-        return nn.Conv1d(seen, hidden, KERNEL, padding=KERNEL // 2)
+    def new_hidden(self, inputs: int, hidden: int) -> nn.Module:
+        return nn.Conv1d(inputs, hidden, KERNEL, padding=KERNEL // 2)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
         """Return [L, O] for each record."""
@@ -121,13 +120,13 @@ class ResidueTask(LabelTask):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The letters of each class, as far as they are known, or `value` for a number."""
+        """The letters of each class, if they are known, or `value` for a number."""
         return ("value",) if self.settings.kind == "number" else super().names or self.settings.classes or ()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The metrics of the table. The first one is accuracy over residues, called Q3, Q8 and so on; for two classes,
-        one of which is mostly rare, MCC; for numbers, Spearman over residues.
+        """The metrics of the table. The first metric is accuracy over residues, called Q3, Q8 and so on; MCC for two
+        classes, since one class is often rare; Spearman over residues for numbers.
         """
         if self.settings.kind == "number":
             return ("Spearman", "Spearman per protein", "RMSE")
@@ -162,7 +161,7 @@ class ResidueTask(LabelTask):
         return np.where(label >= 0, class_of[label], -1)
 
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
-        """Compute the protein's own accuracy or Spearman, and counts for the metrics over all residues.
+        """Compute accuracy or Spearman of the protein, and counts for the metrics over all residues.
 
         `profile` [2, L] holds true and predicted classes, or numbers in the unit of the labels; NaN without a label.
         """
@@ -185,7 +184,7 @@ class ResidueTask(LabelTask):
         return row, (target_M, predicted_M)
 
     def _number_row(self, output_M1: npt.NDArray[np.float32], target_M1: npt.NDArray[np.float32]) -> tuple[Row, Any]:
-        # Ranks are those of the outputs: in the unit of the labels, values of a new head may be equal in fp32.
+        # The outputs are ranked. Converted to the unit of the labels, values of a new head may be equal in fp32.
         output_M, target_M = output_M1[:, 0], target_M1[:, 0]
         truth, predicted = (self.predict(x_M1).astype(np.float64) for x_M1 in (target_M1, output_M1))
         square = ((predicted - truth) ** 2).sum()
@@ -209,16 +208,15 @@ class ResidueTask(LabelTask):
                 "RMSE": float((square / count) ** 0.5) if count else np.nan,
             }
         accuracy = f"Q{len(self.names)}"
-        found = metrics.of_confusion(metrics.total(rows, "confusion"))
-        found = {accuracy: found.pop("accuracy"), **found}
-        found[f"{accuracy} per protein"] = metrics.means(rows, [accuracy])[accuracy]
-        found |= of_probabilities(rows, np.array([row["labelled"] for row in rows]))
+        values = metrics.of_confusion(metrics.total(rows, "confusion"))
+        values = {accuracy: values.pop("accuracy"), **values}
+        values[f"{accuracy} per protein"] = metrics.means(rows, [accuracy])[accuracy]
+        values |= of_probabilities(rows, np.array([row["labelled"] for row in rows]))
         if accuracy == "Q2":
-            found |= metrics.ranking(metrics.joined(rows, "ranked score"), metrics.joined(rows, "truth"))
-        return found
+            values |= metrics.ranking(metrics.joined(rows, "ranked score"), metrics.joined(rows, "truth"))
+        return values
 
     def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
-        """Return what a baseline sees of each residue, [L, F]."""
         residues = len(example.tokens) - 2
         if name == "length":
             return np.tile([residues, np.log(residues)], (residues, 1))
@@ -227,9 +225,8 @@ class ResidueTask(LabelTask):
             return self.represented(example, base)
         codes_L = np.pad(_CODE[example.tokens[1:-1]], WINDOW, constant_values=20)
         codes_LW = np.lib.stride_tricks.sliding_window_view(codes_L, 2 * WINDOW + 1)
-        # 20 amino acids, and one for what lies beyond the ends; other letters are none of these.
+        # 20 columns for the amino acids, and one for places beyond the ends. Other letters have zeros.
         return np.asarray((codes_LW[:, :, None] == np.arange(21)).reshape(len(codes_LW), -1), dtype=np.float32)
 
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.float32]:
-        """Return the representation of each residue, [L, D]."""
         return base.representations([Inputs(example.tokens, tracks=example.tracks)])[0]

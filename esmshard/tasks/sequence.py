@@ -27,7 +27,7 @@ from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues, is_residue
 
 MOST_SHOWN = 32
-"""Classes up to which a record's row has a confusion matrix."""
+"""The most classes for which a record's row has a confusion matrix."""
 _AMINO_ACIDS = np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)
 
 
@@ -55,9 +55,7 @@ class SequenceSettings(LabelSettings):
 
 class SequenceHead(LabelHead):
     """The mean over residues, without `<cls>`, `<eos>` and linkers between chains; LayerNorm, dropout, and one or two
-    linear layers.
-
-    `<cls>` is no summary: ESM-2 was trained without anything that would make it one.
+    linear layers. ESM-2 was not trained to summarise a protein in `<cls>`.
     """
 
     parts: ClassVar[int] = 1
@@ -84,8 +82,8 @@ class SequenceTask(LabelTask):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The metrics of the table. The first one is Spearman (of several targets their mean); for one class MCC, which
-        naming the most frequent class does not raise; for several labels Fmax.
+        """The metrics of the table. The first metric is Spearman (the mean over several targets); MCC for one class,
+        since it is 0 for the most frequent class; Fmax for several labels.
         """
         if self.settings.kind == "multilabel":
             return ("Fmax", "AUPRC", "macro-F1", "ECE", "log loss")
@@ -95,25 +93,23 @@ class SequenceTask(LabelTask):
         return metrics.number_columns(self.names)
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> ProteinLabels:
-        """Read labels from a table, or from the headers of the FASTA file; see `protein_labels`."""
         source = label_source(fasta, data)
         if isinstance(source, Path):
-            raise InputError(f"{source}: a label FASTA has labels of residues; give those of whole proteins in a table")
+            raise InputError(f"{source}: a label FASTA is for labels of residues; give labels of proteins in a table")
         kind, target = self.settings.kind, data.target or ()
         several = len(target) > 1
         if several and kind == "class":
             raise UsageError("data.target: a class comes from one column; name one, or set task.kind: multilabel")
-        found = protein_labels(
+        labels = protein_labels(
             store, fasta, kind, source, columns=target, id_column=data.id_column, required=not several
         )
         if kind != "number" and not several:
-            return _of_training(found, self.names, store, fasta)
-        if self.names and found.names != self.names:
+            return _of_training(labels, self.names, store, fasta)
+        if self.names and labels.names != self.names:
             raise UsageError(f"data.target: the model was trained on {', '.join(self.names)}; name these in this order")
-        return found
+        return labels
 
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
-        """Return predicted and true values, or what the metrics of classes need of a record."""
         if self.settings.kind == "number":
             return metrics.number_row(self.predict(output), self.predict(target), self.names)
         return self._class_row(output, target) if self.settings.kind == "class" else self._labels_row(output, target)
@@ -146,9 +142,6 @@ class SequenceTask(LabelTask):
         }
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Compute metrics over records. For several targets they are given for each target too, and the means are over
-        the known ones.
-        """
         if self.settings.kind == "number":
             return metrics.number_summary(rows, self.names)
         if self.settings.kind == "multilabel":
@@ -159,13 +152,12 @@ class SequenceTask(LabelTask):
                 **of_probabilities(rows),
             }
         target_N, predicted_N = (np.array([row[key] for row in rows], np.int64) for key in ("target", "prediction"))
-        found = metrics.of_confusion(metrics.confusion(target_N, predicted_N, len(self.names)).astype(np.float64))
+        values = metrics.of_confusion(metrics.confusion(target_N, predicted_N, len(self.names)).astype(np.float64))
         if len(self.names) == 2:
-            found |= metrics.ranking(np.array([row["logit"] for row in rows]), target_N == 1)
-        return found | of_probabilities(rows)
+            values |= metrics.ranking(np.array([row["logit"] for row in rows]), target_N == 1)
+        return values | of_probabilities(rows)
 
     def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
-        """Return what a baseline of `fitted` sees of a record, [1, F]."""
         residues = example.tokens[is_residue(example.tokens)]
         if name == "length":
             return np.array([[len(residues), np.log(len(residues))]])
@@ -175,16 +167,15 @@ class SequenceTask(LabelTask):
         return self.represented(example, base)
 
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.float64]:
-        """Return the mean representation of a record, [1, D]."""
         (x_LD,) = base.representations([Inputs(example.tokens, tracks=example.tracks)])
         return np.asarray(x_LD[is_residue(example.tokens[1:-1])].mean(0, dtype=np.float64))[None]
 
 
 def _of_training(labels: ProteinLabels, known: Sequence[str], store: TokenStore, fasta: Path) -> ProteinLabels:
-    """Return the same labels with the classes of the training split. For the training split itself, for which none are
-    known, these are the classes of its records.
+    """Return the labels with the classes `known` of the training split as names. For the training split itself, `known`
+    is empty, and the names are the classes of its records.
 
-    A table may hold other proteins, whose classes do not matter. `InputError` for a record with another class.
+    A table may also hold other proteins with other classes. `InputError` for a record with another class.
     """
     labelled = np.flatnonzero(labels.labelled_N)
     if labels.kind == "multilabel":
@@ -201,7 +192,7 @@ def _of_training(labels: ProteinLabels, known: Sequence[str], store: TokenStore,
                 "record has; fix the label, or leave the record out"
             )
     place = {name: number for number, name in enumerate(names)}
-    number_of = np.array([place.get(name, -1) for name in labels.names])  # -1 for classes of other proteins alone
+    number_of = np.array([place.get(name, -1) for name in labels.names])  # -1 for classes that no record has
     if labels.kind == "multilabel":
         ones = labels.values.tocoo()
         known_E = number_of[ones.col] >= 0

@@ -38,29 +38,26 @@ from esmshard.vocab import RESIDUES, STANDARD, VOCAB_SIZE, decode, encode
 Pool = Literal["wild_type", "sites", "difference", "mean"]
 
 KNOTS = 200
-"""The number of pairs of value and normal score that a rank scale keeps. It interpolates between them."""
+"""The number of pairs of value and normal score that a rank scale keeps, and between which it interpolates."""
 FAR = 1000.0
-"""The deviations that a rank scale continues beyond the training values."""
+"""The number of deviations by which a rank scale continues beyond the training values."""
 THRESHOLDS, SHARPNESS = 15, 2.0
 """For the ranking loss, the number of quantiles that divide the training values, and the slope of the logistic function
 at each quantile, in standard deviations of normal scores."""
 ONE_HOT, SCORE, AUGMENTED, FROZEN = "one-hot ridge", "zero-shot", "one-hot + zero-shot ridge", "frozen embedding ridge"
 """The baselines."""
 SHORT = {"one-hot": ONE_HOT, "zero-shot": SCORE, "augmented": AUGMENTED, "embedding": FROZEN}
-"""Names of the baselines that are quick to type."""
+"""Short names of the baselines."""
 LIGHT = 10.0
-"""The zero-shot score as a feature beside one-hot letters is scaled up so much that the penalty hardly touches it, as
-in Hsu et al. 2022."""
+"""The factor of the zero-shot score beside one-hot letters, with which the penalty hardly affects it, as in Hsu et al.
+2022."""
 AMINO_ACIDS = encode(STANDARD)[1:-1].tolist()
-"""Tokens of the 20."""
-
+"""The tokens of the 20 amino acids."""
 PACKED, LONG = 4096, 64
-"""Tokens that go through the model at once, and the variants from which on it shows its progress."""
+"""The most tokens in one pass, and the fewest variants for a progress bar."""
 ZERO_SHOT = 0.1
-"""Weight that a new head gives to a unit of the zero-shot score, in standard deviations of the target: scores of single
-substitutions deviate by 2 to 4 and explain a part of it, so that a new head ranks as the language model does."""
-
-
+"""The weight of a unit of the zero-shot score in a new head, in standard deviations of the target. Scores of single
+substitutions deviate by 2 to 4, so that a new head ranks as the language model does."""
 DEFAULTS: dict[str, Any] = {
     "table": None,
     "wild_type": None,
@@ -104,12 +101,10 @@ class VariantSettings(TaskSettings):
     """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
 
     def no_probe(self) -> str | None:
-        """A probe can fit a linear head only."""
         return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
 
     @property
     def wild_type_alone(self) -> bool:
-        """Whether the pool is `wild_type`."""
         return self.pool == "wild_type"
 
     def suit(self, data: DataSettings) -> DataSettings:
@@ -139,18 +134,15 @@ class VariantSettings(TaskSettings):
 
 @dataclass(frozen=True)
 class Scale:
-    """A scale of mean 0 and deviation 1 over the training values themselves (`none`), their logarithms (`log`), or the
-    normal scores of their ranks (`rank`).
-
-    Beyond the training values a rank scale continues as a straight line, so that the best of a list do not all get the
-    same value.
+    """A scale of mean 0 and deviation 1 over the training values (`none`), their logarithms (`log`), or the normal
+    scores of their ranks (`rank`). A rank scale continues as a straight line beyond the training values.
     """
 
     kind: str
     mean: float
     deviation: float
     values: tuple[float, ...] = ()
-    """For `rank`, some training values in ascending order, after and before one that is FAR beyond them."""
+    """For `rank`, some training values in ascending order, between two values that are FAR beyond them."""
     scores: tuple[float, ...] = ()
     """The normal scores of these values."""
 
@@ -169,7 +161,7 @@ class Scale:
 
 
 def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
-    """Fit a scale to training values, which are all known and at least two of which differ.
+    """Fit a scale to training values without NaN. At least two of them must differ.
 
     >>> fit_scale(np.array([1.0, 3.0]), "none").to(5.0)
     3.0
@@ -189,39 +181,37 @@ def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
 
 
 class VariantHead(LabelHead):
-    """A head that makes a vector of each changed residue, applies one or two linear layers, and sums over the changes
-    of a variant.
+    """A head that makes a vector of each changed residue, applies a hidden layer, sums over the changes of a variant,
+    and applies the last layer.
 
-    The sum makes changes additive as far as the trunk, which sees all of them at once (but for `wild_type`), has not
-    changed their vectors; the wild type is where the sum is empty. The vector, by `pool`:
+    With pool `wild_type` the vectors of two changes do not depend on each other, so that their effects before the last
+    layer add up. The sum of the wild type is empty. The vector depends on `pool`:
 
-    - `wild_type`: LayerNorm of the wild type's representation, which knows what the site is like; both letters; and
-      with `zero_shot` the probabilities of the 20 amino acids there.
-    - `sites`: what the variant's own representation there differs by, and the same.
-    - `difference`: the first of these alone.
-    - `mean`: no changes, but the mean over all residues of the variant.
+    - `wild_type`: LayerNorm of the wild type's representation at the site; both letters; and with `zero_shot` the
+      probabilities of the 20 amino acids at the site.
+    - `sites`: the difference of the variant's and the wild type's representations at the site, and the same parts.
+    - `difference`: this difference alone.
+    - `mean`: the mean over all residues of the variant; no vectors of changes.
 
-    Args:
-        dim: width of the model.
-        hidden: of the layer before the last; 0 for none.
-        sign_T: of each target, 1, or -1 if lower is better.
-        pool: see above.
-        dropout: share that is dropped.
-        zero_shot: add the language model's score of the changes, read from the wild type's logits.
+    `zero_shot` also adds the language model's score of the changes, from the wild type's logits. `sign_T` is 1 for each
+    target, or -1 if lower is better.
     """
 
     def __init__(
         self, dim: int, hidden: int, sign_T: npt.NDArray[np.float32], pool: Pool, dropout: float, *, zero_shot: bool
     ) -> None:
-        super().__init__(dim, width(dim, pool, zero_shot=zero_shot), hidden, len(sign_T), dropout)
+        width = dim
+        if pool in ("wild_type", "sites"):
+            width = dim * (1 if pool == "wild_type" else 2) + 2 * VOCAB_SIZE + (len(STANDARD) if zero_shot else 0)
+        super().__init__(dim, width, hidden, len(sign_T), dropout)
         self.pool, self.reads_logits = pool, zero_shot
         self.zero_shot = nn.Parameter(ZERO_SHOT * torch.from_numpy(sign_T)) if zero_shot else None
 
-    def start(self, found: Weights) -> None:
-        """Check that the model has an LM head, if its zero-shot score is a part of the head."""
-        if self.reads_logits and "lm_head" in found.unlearned:
+    def start(self, weights: Weights) -> None:
+        """Refuse a model without an LM head if the zero-shot score is a part of the head."""
+        if self.reads_logits and "lm_head" in weights.unlearned:
             raise InputError(
-                f"{found.source}: has no trained LM head, whose zero-shot score is a part of the head for variants; "
+                f"{weights.source}: has no trained LM head, whose zero-shot score is a part of the head for variants; "
                 "set task.zero_shot=false, or train it first (task mlm, adapt.method head)"
             )
 
@@ -247,9 +237,7 @@ class VariantHead(LabelHead):
         logits_MV: torch.Tensor | None,
         each: Callable[[torch.Tensor], torch.Tensor] = lambda x_MF: x_MF,
     ) -> torch.Tensor:
-        """Return what is seen of each variant, [N, F]. `each` is applied to the vector of a change before these are
-        summed.
-        """
+        """Return the features of each variant, [N, F]. `each` is applied to the vectors of changes before their sum."""
         if self.pool == "mean":
             residues = batch.residues(x_TD)[: batch.n_records]
             return each(torch.stack([x_LD.mean(0) for x_LD in residues]))
@@ -266,17 +254,10 @@ class VariantHead(LabelHead):
         return seen_MF.new_zeros(batch.n_records, seen_MF.shape[1]).index_add(0, record_M, seen_MF)
 
 
-def width(dim: int, pool: Pool, *, zero_shot: bool) -> int:
-    """Return the width of the vector of a change."""
-    if pool in ("difference", "mean"):
-        return dim
-    return dim * (1 if pool == "wild_type" else 2) + 2 * VOCAB_SIZE + (len(STANDARD) if zero_shot else 0)
-
-
 def log_odds(logits_MV: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """Sum log p(mutant) - log p(wild type) over the changes of each variant, float32 [N]: wild-type marginals.
 
-    Only of changes between two of the 20 amino acids: any of them is far likelier than X or U, whatever it does there.
+    Only changes between two of the 20 amino acids count, since models give other letters hardly any probability.
     """
     assert batch.changes_4M is not None
     record_M, letter_M, _, wild_M = batch.changes_4M
@@ -294,16 +275,9 @@ def frozen(
     pool: Pool,
     tracks: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Compute the vectors of `VariantHead` without its LayerNorm and without probabilities, float32 [N, F].
-
-    They are kept in `base.remembered`, by pool and tokens.
-
-    Args:
-        base: the model before the first step.
-        wild_type: tokens of the protein, `<cls> ... <eos>`.
-        variants: of each variant.
-        pool: `sites` or `mean`.
-        tracks: of the wild type and of each variant, [L + 2, ...] by name.
+    """Compute the vectors of `VariantHead` without its LayerNorm and without probabilities, float32 [N, F], for pool
+    `sites` or `mean`. They are kept in `base.remembered`, by pool and tokens. `variants` are tokens `<cls> ... <eos>`,
+    and `tracks` belong to the wild type and each variant.
     """
     known, alone = base.remembered[pool], base.trunk.shared_on is None
     names = [variant.tobytes() for variant in variants]
@@ -312,7 +286,7 @@ def frozen(
     each = max(1, PACKED // len(wild_type))
     parts = [new[n : n + each] for n in range(0, len(new), each)]
 
-    def one(part: list[int]) -> npt.NDArray[np.float32]:
+    def compute(part: list[int]) -> npt.NDArray[np.float32]:
         batch = pack_variants([variants[n] for n in part], wild_type, tracks=tracks).to(base.device)
         x_TD = base.trunk(batch).representations[base.trunk.config.n_layers].float()
         x_NF: npt.NDArray[np.float32] = head.features(x_TD, batch, None).cpu().numpy()
@@ -321,40 +295,24 @@ def frozen(
     at_once = max(1, 4 * packs_at_once(base.device))
     with Progress("frozen model", len(new), show=alone and len(new) >= LONG) as progress:
         for first in range(0, len(parts), at_once):
-            some = parts[first : first + at_once]
-            for part, x_NF in zip(some, side_by_side(one, some, base.device, threads=alone), strict=True):
+            group = parts[first : first + at_once]
+            for part, x_NF in zip(group, side_by_side(compute, group, base.device, threads=alone), strict=True):
                 known |= {names[n]: x_F for n, x_F in zip(part, x_NF, strict=True)}
             progress.update(min(len(new), (first + at_once) * each), "")
     return np.stack([known[name] for name in names])
 
 
-def seen_by(head: VariantHead, base: FineTuner, inputs: Sequence[Inputs]) -> npt.NDArray[np.float32]:
-    """Compute what the layers of a linear head see of some variants, [N, F], with the zero-shot score as the last
-    column.
-    """
-    with torch.no_grad():
-        batch = batch_of(inputs).to(base.device)
-        said = base.trunk(batch, logits_at=batch.logits_at_P)
-        x_TD = head.norm(said.representations[base.trunk.config.n_layers].float())
-        x_NF = head.features(x_TD, batch, said.logits_PV)
-        if said.logits_PV is not None:
-            x_NF = torch.cat([x_NF, log_odds(said.logits_PV, batch)[:, None]], 1)
-        found: npt.NDArray[np.float32] = x_NF.cpu().numpy()
-    return found
-
-
 class VariantTask(Task):
     """Values of variants. Outputs: standardised numbers [T].
 
-    Facts: `targets` (names), `lower_is_better` (some of them), `scales` (arguments of `Scale`),
-    `protein` (the wild type), `first` and `length` of the part of it that the model sees, from residue 0, `offset`,
-    which was added to the positions of the table, and `tracks` of that part, if there are any.
+    Facts: `targets` (names), `lower_is_better` (names of targets), `scales` (arguments of `Scale`), `protein` (the wild
+    type), `first` and `length` of the part of the protein that the model sees, `offset`, which was added to the
+    positions of the table, and `tracks` of this part, if there are any.
     """
 
     Settings = VariantSettings
     settings: VariantSettings
     baseline_records = 10_000
-    """Training variants that the baselines learn from at most: as the model does, from all but the largest tables."""
     of_base = (FROZEN,)
 
     def __init__(self, settings: VariantSettings, facts: Facts) -> None:
@@ -366,29 +324,25 @@ class VariantTask(Task):
             self._scales = [Scale(**scale) for scale in facts["scales"]]
             lower = set(facts["lower_is_better"])
             self._tracks = {
-                name: np.array(one["values"], dtype=one["dtype"]) for name, one in facts.get("tracks", {}).items()
+                name: np.array(track["values"], dtype=track["dtype"]) for name, track in facts.get("tracks", {}).items()
             }
             self._sign_T = np.array([-1 if name in lower else 1 for name in facts["targets"]], dtype=np.float32)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The metrics of the table. The first one is Spearman, of several targets their mean."""
         return metrics.number_columns(self.names)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the targets."""
         return tuple(self.facts.get("targets", ()))
 
     def labels(self, fasta: Path, _store: TokenStore, _data: DataSettings) -> VariantLabels:
-        """Refuse a FASTA file, because the values of variants stand in a table."""
         raise InputError(
             f"{fasta}: the model is of variants, whose values stand in a table; `esmshard predict MODEL TABLE` "
             "predicts them, and finetune tests on folds of its own table"
         )
 
     def learn(self, train: Examples) -> Self:
-        """Fit the scale of each target to training variants."""
         assert isinstance(train.labels, VariantLabels)
         labels = train.labels
         y_NT = np.stack([train.get(n).labels["target"] for n in range(len(train))]).astype(np.float64)
@@ -412,7 +366,6 @@ class VariantTask(Task):
         return type(self)(self.settings, facts)
 
     def head(self, config: ModelConfig) -> nn.Module:
-        """Make a `VariantHead`."""
         s = self.settings
         return VariantHead(config.dim, s.hidden, self._sign_T, s.pool, s.dropout, zero_shot=s.zero_shot)
 
@@ -423,7 +376,6 @@ class VariantTask(Task):
         return self._seen(example, np.array([scaled, y_T], dtype=np.float32))
 
     def question(self, example: Example) -> Inputs:
-        """Return the variant and the wild type, without values."""
         if len(example.tokens) != len(self._tokens):
             raise InputError(
                 f"record {shown(example.id)} has {len(example.tokens) - 2:,} residues, and the wild type that the "
@@ -443,48 +395,39 @@ class VariantTask(Task):
         )
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Compute the loss over the targets that are known."""
         output = torch.stack(list(outputs))
-        target = on_device_of(torch.stack([one[0] for one in targets]), output)
+        target = on_device_of(torch.stack([target_2T[0] for target_2T in targets]), output)
         if self.settings.loss != "ranking":
             return regression_loss(output, target, self.settings.loss)
         known = ~target.isnan()
         return LossSum((_ordinal(output, target) * known).sum(), known.sum())
 
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[np.float32]) -> Row:
-        """Return predicted and measured values."""
         return metrics.number_row(self.predict(output), target[1], self.names)
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Compute metrics over variants. For several targets they are given for each target too, and the means are over
-        the known ones.
-        """
         return metrics.number_summary(rows, self.names)
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Convert to the unit of the targets, float32 [T]."""
         return np.array([scale.back(z) for scale, z in zip(self._scales, output, strict=True)], dtype=np.float32)
 
     def baselines(
         self, train: Sequence[Example], base: FineTuner | None, only: str | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """Fit ridge regressions, and compute what the base model expects at every residue of the wild type.
+        """Fit ridge regressions, and compute the base model's probabilities at every residue of the wild type.
 
-        Args:
-            train: training variants.
-            base: the model before the first step; ONE_HOT alone needs none.
-            only: the baseline that is wanted, if not all are.
+        `only` is the only baseline that is fitted; by default all are. ONE_HOT does not need `base`.
         """
         wanted = set(SHORT.values()) if only is None else {only}
         scaled_NT = np.stack([self.inputs(example).target[0] for example in train])
         tokens_NL = np.stack([example.tokens for example in train])
         seen = _letters_seen(tokens_NL)
         one_hot_NF = np.stack([_one_hot(tokens_L, seen) for tokens_L in tokens_NL])
-        found: dict[str, npt.NDArray[Any]] = {f"{ONE_HOT}.letters": seen}
+        fitted: dict[str, npt.NDArray[Any]] = {f"{ONE_HOT}.letters": seen}
         if ONE_HOT in wanted:
-            found[ONE_HOT] = fit_numbers(one_hot_NF, scaled_NT)
+            fitted[ONE_HOT] = fit_numbers(one_hot_NF, scaled_NT)
         if base is None:
-            return found
+            return fitted
         if self.settings.zero_shot and wanted & {SCORE, AUGMENTED}:
             sites = [n for n, letter in enumerate(self.wild_type) if letter in RESIDUES]
             log_p_LA = np.zeros((len(self.wild_type), len(RESIDUES)), np.float32)
@@ -493,79 +436,79 @@ class VariantTask(Task):
             )
             score_N = np.array([self._zero_shot(example, log_p_LA) for example in train])
             scale = np.array([score_N.mean(), score_N.std() or 1.0])
-            found |= {f"{SCORE}.log_p": log_p_LA, f"{SCORE}.scale": scale}
+            fitted |= {f"{SCORE}.log_p": log_p_LA, f"{SCORE}.scale": scale}
             if AUGMENTED in wanted:
                 both_NF = np.column_stack([one_hot_NF, (score_N - scale[0]) / scale[1]])
                 light_F = np.where(np.arange(both_NF.shape[1]) < one_hot_NF.shape[1], 1.0, LIGHT)
-                found[AUGMENTED] = fit_numbers(both_NF, scaled_NT, light_F)
+                fitted[AUGMENTED] = fit_numbers(both_NF, scaled_NT, light_F)
         if FROZEN in wanted:
-            found[FROZEN] = fit_numbers(self._frozen(train, base), scaled_NT)
-        return found
+            fitted[FROZEN] = fit_numbers(self._frozen(train, base), scaled_NT)
+        return fitted
 
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """See the names above. The zero-shot score is scaled to the mean and deviation of the training values, so that
-        it can be drawn beside them; where lower is better, turned round.
+        """The zero-shot score is scaled to the mean and deviation of the training values, with the opposite sign if
+        lower is better.
         """
-        found: Outputs = {}
+        outputs: Outputs = {}
         score_N = np.full(len(examples), np.nan)
         if f"{SCORE}.log_p" in known:
             mean, deviation = known[f"{SCORE}.scale"]
             raw_N = np.array([self._zero_shot(example, known[f"{SCORE}.log_p"]) for example in examples])
             score_N = (raw_N - mean) / deviation
-            found[SCORE] = list((score_N[:, None] * self._sign_T).astype(np.float32))
+            outputs[SCORE] = list((score_N[:, None] * self._sign_T).astype(np.float32))
         if (letters := known.get(f"{ONE_HOT}.letters")) is not None:
             one_hot_NF = np.stack([_one_hot(example.tokens, letters) for example in examples])
             for name, x_NF in ((ONE_HOT, one_hot_NF), (AUGMENTED, np.column_stack([one_hot_NF, score_N]))):
                 if name in known:
-                    found[name] = list(apply(known[name], x_NF))
+                    outputs[name] = list(apply(known[name], x_NF))
         if base is not None and FROZEN in known:
-            found[FROZEN] = list(apply(known[FROZEN], self._frozen(examples, base)))
-        return found
+            outputs[FROZEN] = list(apply(known[FROZEN], self._frozen(examples, base)))
+        return outputs
 
     def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
         """Return blocks of variants that change the same sites, or single variants."""
         return metrics.variant_units([parse_variant(data.id(n)) for n in range(len(data))])
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
-        """Keep the frozen model's vectors of variants."""
         if mine:
             self._frozen([train[n] for n in mine], base)
 
     @torch.no_grad()
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
-        """Fit ridge regression to what a linear head sees of the frozen model, its score included."""
+        """Fit ridge regression to the inputs of the last layer, from the frozen model, and to the zero-shot score."""
         assert isinstance(head, VariantHead)
-        inputs = [self.inputs(example) for example in train]
-        seen, each = head.out.in_features, max(1, PACKED // len(self._tokens))
-        found = [seen_by(head, base, inputs[n : n + each]) for n in range(0, len(inputs), each)]
-        model = fit_numbers(np.concatenate(found), np.stack([one.target[0] for one in inputs]))
-        copy_to(head.out, np.column_stack([model[:, :seen], model[:, -1]]))
+        inputs, x = [self.inputs(example) for example in train], list[npt.NDArray[np.float32]]()
+        width, each = head.out.in_features, max(1, PACKED // len(self._tokens))
+        for n in range(0, len(inputs), each):
+            batch = batch_of(inputs[n : n + each]).to(base.device)
+            output = base.trunk(batch, logits_at=batch.logits_at_P)
+            x_TD = head.norm(output.representations[base.trunk.config.n_layers].float())
+            x_NF = head.features(x_TD, batch, output.logits_PV)
+            score = () if output.logits_PV is None else (log_odds(output.logits_PV, batch)[:, None],)
+            x.append(torch.cat([x_NF, *score], 1).cpu().numpy())
+        model = fit_numbers(np.concatenate(x), np.stack([record.target[0] for record in inputs]))
+        copy_to(head.out, np.column_stack([model[:, :width], model[:, -1]]))
         if head.zero_shot is not None:
-            head.zero_shot.copy_(torch.from_numpy(model[:, seen]))
+            head.zero_shot.copy_(torch.from_numpy(model[:, width]))
 
     def _zero_shot(self, example: Example, log_p_LA: npt.NDArray[np.float32]) -> float:
-        """Sum log p(mutant) - log p(wild type) over the changes between two of the 20 amino acids (masked marginals).
-        For others, such as X, the model has no comparable probability.
-        """
+        """Sum log p(mutant) - log p(wild type) over the changes between two of the 20 amino acids."""
         mutant, wild = decode(example.tokens[1:-1]), self.wild_type
         changed = (np.flatnonzero(example.tokens != self._tokens) - 1).tolist()
         sites = [s for s in changed if mutant[s] in STANDARD and wild[s] in STANDARD]
         return float(sum(log_p_LA[s, RESIDUES.index(mutant[s])] - log_p_LA[s, RESIDUES.index(wild[s])] for s in sites))
 
     def _frozen(self, examples: Sequence[Example], base: FineTuner) -> npt.NDArray[np.float32]:
-        """Return the frozen model's vectors of variants, [N, F]: with pool `mean` the mean over residues, else the
-        vector of pool `sites` without probabilities, which is the best of them for a linear model.
-        """
+        """Return the frozen model's vectors of variants, [N, F], with pool `mean` or else `sites`."""
         pool: Pool = "mean" if self.settings.pool == "mean" else "sites"
-        return frozen(
-            base, self._tokens, [example.tokens for example in examples], pool, examples[0].tracks or self._tracks
-        )
+        tokens, tracks = [example.tokens for example in examples], examples[0].tracks or self._tracks
+        return frozen(base, self._tokens, tokens, pool, tracks)
 
 
 def _as_json(values: npt.NDArray[Any]) -> dict[str, Any]:
-    """Return a track for the facts. JSON has null and no NaN; numpy reads null as NaN."""
+    """Return a track for the facts, with null for NaN. Numpy reads null as NaN."""
     nullable = values.astype(object)
     if values.dtype.kind == "f":
         nullable[np.isnan(values)] = None
@@ -573,16 +516,14 @@ def _as_json(values: npt.NDArray[Any]) -> dict[str, Any]:
 
 
 def _letters_seen(tokens_NL: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Return the places and tokens, [F, 2], that some of the variants have and some have not. Nothing is learned from
-    all others.
-    """
+    """Return the places and tokens, [F, 2], that some variants have and other variants do not have."""
     places = np.flatnonzero((tokens_NL != tokens_NL[0]).any(0))
-    found = [(place, token) for place in places.tolist() for token in np.unique(tokens_NL[:, place]).tolist()]
-    return np.array(found, dtype=np.int64).reshape(-1, 2)
+    pairs = [(place, token) for place in places.tolist() for token in np.unique(tokens_NL[:, place]).tolist()]
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
 def _one_hot(tokens_L: npt.NDArray[np.uint8], seen_F2: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Return which of the letters stand in their places, float32 [F]."""
+    """Return 1 for each place and token that the variant has, float32 [F]."""
     return np.asarray(tokens_L[seen_F2[:, 0]] == seen_F2[:, 1], dtype=np.float32)
 
 
@@ -590,8 +531,8 @@ def _ordinal(output_NT: torch.Tensor, target_NT: torch.Tensor) -> torch.Tensor:
     """Compute the all-threshold loss of ordinal regression (Rennie and Srebro 2005), [N, T]: a logistic loss of the
     side of each of THRESHOLDS quantiles on which a value lies.
 
-    It sees the order of the values only, as losses over pairs do (Bradley-Terry, RankNet). Those depend on which
-    records share a micro-batch, so that a step would be another one on another number of processes.
+    It depends on the order of the values only, as losses over pairs do (Bradley-Terry, RankNet). Losses over pairs also
+    depend on which records share a micro-batch, and so on the number of processes.
 
     Args:
         output_NT: predicted normal scores.

@@ -1,7 +1,7 @@
 """Several runs of one recipe, over seeds and cross-validation folds, and their joint results.
 
-`summarise` takes the metrics of any runs together. `conclude` does more for the folds of a table of variants: every
-test variant is predicted once, and all methods are compared side by side.
+`summarise` averages the metrics of any runs. `conclude` does more for the folds of a table of variants: it compares all
+methods over all test variants, each of which one model has predicted.
 """
 
 import csv
@@ -30,8 +30,7 @@ from esmshard.tasks.metrics import LEAST, Interval, count_units, difference, int
 from esmshard.train.evaluate import Comparison, aligned, in_sample
 from esmshard.train.run_dir import read_status
 
-SUMMARY = "summary.json"
-CURVE = "learning_curve.json"
+SUMMARY, CURVE = "summary.json", "learning_curve.json"
 JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.csv.json", "report.html")
 """The files that are written beside the directories of several runs when all runs are done."""
 SHARES = (0.25, 0.5)
@@ -52,10 +51,10 @@ class Repeat:
 
 def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Repeat]:
     """Return one run for each seed and fold; none if the recipe is a single run. A table of variants has 5 folds by
-    default. Seeds count up from the recipe's seed. The folds are the same for each seed.
+    default. Seeds count up from the seed of the recipe. All seeds have the same folds.
 
     Raises:
-        UsageError: if the recipe already names one fold.
+        UsageError: the recipe already names one fold.
     """
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
         folds = folds or FOLDS
@@ -73,8 +72,8 @@ def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Re
 
 
 def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
-    """Return the runs of the learning curve of a table of variants: like the first run, each with a share of the
-    training variants. A probe and other recipes have none.
+    """Return the runs of the learning curve of a table of variants. They are like the first run, each with a share of
+    the training variants. A probe has no learning curve.
     """
     if not recipe.divides_table or recipe.adapt.method == "probe":
         return []
@@ -84,20 +83,21 @@ def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
 
 
 def is_done(run: Path, steps: int | None = None) -> bool:
-    """Whether a run of an earlier call has ended without an error, and had these steps, if they are given."""
+    """Whether a run of an earlier call is done, with at least these steps if `steps` is given."""
     status = read_status(run)
-    ended = status is not None and status["state"] == "done" and (run / "evaluation.json").is_file()
-    return ended and (steps is None or (status is not None and status["steps"] >= steps))
+    if status is None or status["state"] != "done" or not (run / "evaluation.json").is_file():
+        return False
+    return steps is None or status["steps"] >= steps
 
 
 def check_out(out: Path) -> None:
-    """Refuse to write the joint results of several runs over files that no such runs left. Nothing is changed."""
+    """Refuse to write the joint results of several runs over files of another origin. Nothing is changed."""
     names = [name for name in JOINT_FILES if os.path.lexists(out / name)]
     try:
-        is_left = "verdict" in read_json(out / SUMMARY)
+        are_joint_results = "verdict" in read_json(out / SUMMARY)
     except (OSError, ValueError, TypeError):
-        is_left = False
-    if names and not is_left:
+        are_joint_results = False
+    if names and not are_joint_results:
         raise UsageError(
             f"{out}: holds {', '.join(names)}, which no runs left there, and which their results would replace; "
             "choose another directory with out=DIR"
@@ -105,19 +105,17 @@ def check_out(out: Path) -> None:
 
 
 def summarise(out: Path, runs: Sequence[Repeat]) -> str:
-    """Write `summary.json` to `out`, and return its table as text: each metric of each run, mean, deviation and
-    interval.
+    """Write `summary.json` to `out`, and return its table as text: the mean of each metric over runs, with interval.
 
-    The 95% interval is Student's, over runs. The interval shows how much the mean would change with other seeds (and
-    folds). The interval does not show how it would change with other test proteins; `evaluation.json` of each run does.
-    Runs of different folds share training records, so their interval is somewhat too narrow (Bengio and Grandvalet
-    2004, JMLR 5:1089).
+    The 95% interval is Student's. It shows how much the mean would change with other seeds and folds. The intervals in
+    `evaluation.json` of each run show how much it would change with other test proteins. Runs of different folds share
+    training records, so their interval is somewhat too narrow (Bengio and Grandvalet 2004, JMLR 5:1089).
     """
     evaluations = {run.out.name: read_json(run.out / "evaluation.json") for run in runs}
     first = next(iter(evaluations.values()))
 
     def values(table: str, method: str, metric: str) -> dict[str, float]:
-        cells = {name: one[table].get(method, {}).get(metric) or {} for name, one in evaluations.items()}
+        cells = {name: scores[table].get(method, {}).get(metric) or {} for name, scores in evaluations.items()}
         return {name: cell["value"] for name, cell in cells.items() if cell.get("value") is not None}
 
     table: dict[str, dict[str, Any]] = {method: {} for method in first["metrics"]}
@@ -136,7 +134,7 @@ def summarise(out: Path, runs: Sequence[Repeat]) -> str:
     means, gains = (
         {method: _mean(values(key, method, headline)) for method in first[key]} for key in ("metrics", "differences")
     )
-    seen, records = (max(one.get(key, 0) for one in evaluations.values()) for key in ("in_sample", "records"))
+    seen, records = (max(scores.get(key, 0) for scores in evaluations.values()) for key in ("in_sample", "records"))
     comparison = Comparison(headline, means, gains, first["lower_is_better"])
     text = in_sample(seen, records) + comparison.verdict(f"Student's t, paired over {len(runs)} runs")
     summary = {
@@ -156,7 +154,7 @@ def summarise(out: Path, runs: Sequence[Repeat]) -> str:
 
 
 def _mean(of_runs: Mapping[str, float]) -> Interval:
-    """Return the mean over runs, with Student's 95% interval. Fewer than two runs have no interval."""
+    """Return the mean over runs, with Student's 95% interval. One run has no interval."""
     from scipy.special import stdtrit  # not from scipy.stats, whose import takes ten times as long
 
     x = np.array([*of_runs.values()], dtype=np.float64)
@@ -169,20 +167,15 @@ def _mean(of_runs: Mapping[str, float]) -> Interval:
 def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = ()) -> str:
     """Write the joint result of all runs of a table to the recipe's `out`, and return the result as text.
 
-    `variants.csv` holds the user's columns, and of each test variant its name, measured value, fold, the prediction of
-    the model that was tested on it (mean over seeds), the standard deviation over seeds, and the prediction of every
-    baseline. A row that was left out has the reason instead. `summary.json` gets three entries: `table` (what was
+    `variants.csv` holds the user's columns. For each test variant it adds its name, measured value, fold, the
+    prediction of the model that did not train on it (mean and standard deviation over seeds), and the prediction of
+    every baseline. For a row that was left out it adds the reason. `summary.json` gets three entries: `table` (what was
     changed in the user's table), `joint` (the scores of all methods on all test variants, with intervals) and
     `verdict`. `learning_curve.json` holds Spearman on the first test set by number of training variants.
 
-    Each fold is predicted by a model of its own. Variants are therefore compared within their fold only: Spearman is
-    the mean over folds (`metrics.spearman_within`), and the best variants are chosen within folds
-    (`metrics.top_of_list`). Predictions are averaged over seeds before.
-
-    Args:
-        recipe: the recipe of all runs.
-        runs: finished runs over folds and seeds.
-        curve: finished runs of `curve_runs`.
+    Each fold has another model, so variants are compared only within their fold: Spearman is the mean over folds
+    (`metrics.spearman_within`), and the best variants are chosen within folds (`metrics.top_of_list`). Predictions are
+    averaged over seeds before. `runs` are finished runs over folds and seeds, and `curve` those of `curve_runs`.
     """
     out = Path(recipe.out)
     tested = [_Predictions(run.out) for run in runs]
@@ -227,15 +220,15 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         "positions": len({mutation.position for variant in variants for mutation in variant}),
         "split": recipe.data.split,
         "seeds": list(by_seed),
-        "metrics": {method: asdict(one) for method, one in intervals.items()},
-        "differences": {method: asdict(one) for method, one in gains.items()},
+        "metrics": {method: asdict(value) for method, value in intervals.items()},
+        "differences": {method: asdict(gain) for method, gain in gains.items()},
         "of_each_seed": each,
         "best": {
             "target": names[0],
             "lower_is_better": lower,
             "count": best,
-            "recall": {method: asdict(one) for method, one in recall.items()},
-            "mean_of_chosen": {method: asdict(one) for method, one in chosen.items()},
+            "recall": {method: asdict(value) for method, value in recall.items()},
+            "mean_of_chosen": {method: asdict(value) for method, value in chosen.items()},
             "mean_of_all": metrics.mean(measured_NT[:, 0]),
         },
     }
@@ -254,7 +247,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         of = f" {name}" if len(names) > 1 else ""
         columns |= {f"measured{of}": measured_NT[:, t], f"predicted{of}": mean[MAIN][:, t], f"sd{of}": sd_NT[:, t]}
         columns |= {f"{method}{of}": mean_NT[:, t] for method, mean_NT in mean.items() if method != MAIN}
-    if len(names) > 1:  # `mean` is the target that variants are ranked by
+    if len(names) > 1:  # the first target is the mean, by which variants are ranked
         columns["measured"] = measured_NT[:, 0]
     _write_variants(out / OUT_OF_FOLD, recipe, ids, fold_N, columns)
     if curve:
@@ -263,7 +256,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
 
 
 def _table(data: DataSettings) -> dict[str, Any]:
-    """Describe what was read of the user's table and what was changed in it. `data` is that of the runs, with folds."""
+    """Describe what was read from the user's table and what was changed. `data` is the section of the runs."""
     variants = table_of(data)
     fold_N, left_out = divide(data)
     return {
@@ -279,7 +272,7 @@ def _table(data: DataSettings) -> dict[str, Any]:
 
 
 class _Predictions:
-    """The content of `per_protein.csv` of one run, with the run's fold and seed."""
+    """The content of `per_protein.csv` of one run, with its fold and seed."""
 
     def __init__(self, run: Path) -> None:
         evaluation, versions = read_json(run / "evaluation.json"), read_json(run / "versions.json")
@@ -314,8 +307,8 @@ def _samples(
     block_N: npt.NDArray[np.int64],
     lower_is_better: bool,
 ) -> dict[str, list[float]]:
-    """Compute Spearman, and of the first target recall and mean of the chosen: of all variants, and of each resample
-    (see `metrics.draws`).
+    """Compute Spearman, and for the first target recall and mean of the chosen variants. The first number of each is of
+    all variants, and the others are of resamples (`metrics.draws`).
     """
     sign = -1 if lower_is_better else 1
 
@@ -334,7 +327,7 @@ def _as_text(
     columns: Sequence[Mapping[str, Interval]],
     each: Mapping[str, Sequence[float]],
 ) -> str:
-    """Make the table for the terminal: a line for each method, and one for a choice without any method."""
+    """Make the table for the terminal: a line for each method, and a line for a choice without any method."""
     top = [f"recall of the best 1% ({best['count']:,})", f"mean {best['target']} of the chosen"]
     head = [metric, "fine-tuned is better by", *top, "of each seed"]
     lines = [["", *head]]
@@ -393,6 +386,6 @@ def _write_curve(path: Path, runs: Sequence[_Predictions]) -> None:
             method: interval(_samples(predicted_NT, run.measured_NT, fold_N, block_N, False)[SPEARMAN])
             for method, predicted_NT in run.predicted.items()
         }
-        points.append({"variants": run.trained, "metrics": {m: asdict(one) for m, one in samples.items()}})
+        points.append({"variants": run.trained, "metrics": {m: asdict(value) for m, value in samples.items()}})
     first = {"tested_on": len(runs[0].ids), "fold": runs[0].fold, "seed": runs[0].seed}
     replace_json(path, first | {"points": points})

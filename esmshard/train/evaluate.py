@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from esmshard.checkpoint.consolidate import BASELINES
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.batching.packing import SCORED_TOKENS, assign
 from esmshard.data.splits.leakage import ComparedRecords, hashes
@@ -44,16 +45,14 @@ from esmshard.vocab import chain_spans
 
 R = TypeVar("R")
 
-BASELINES = "baselines.npz"
 LOWER_IS_BETTER = ("RMSE", "log loss")
-"""The metrics besides a headline of which lower values are better."""
+"""The metrics with better lower values, apart from headlines."""
 LONGEST_PROFILE, MOST_RESIDUES = 1000, 2000
-"""The longest record whose profile a report draws, and the most residues that it draws as dots."""
+"""The longest record whose profile a report draws, and the most residues that a report draws as dots."""
 TRAINED_ON, MOST_TRAINED_ON = "training sequences", 1_000_000
-"""The name of the hashes of the training sequences among the arrays of BASELINES, and the most of them that are kept.
-"""
+"""The array of BASELINES with the hashes of the training sequences, and the most sequences for which it is kept."""
 ALONE = World(0, 1, torch.device("cpu"), None)
-"""The rank of a model that this process has for itself, undivided and in single precision."""
+"""The rank for an undivided model in single precision, in a single process."""
 
 
 def validate(
@@ -66,8 +65,8 @@ def validate(
 ) -> tuple[float, list[Row]] | None:
     """Compute the loss and one row of metrics for each record, in the order of the split, on every rank.
 
-    Records are taken whole, and no gradient is computed. `stop` is called before each micro-batch, and must return the
-    same on all ranks. The result is None if `stop` returned something true.
+    Records are whole, and no gradient is computed. `stop` is called before each micro-batch and must return the same
+    value on all ranks. If the value is true, the validation ends and the result is None.
     """
     model.eval()
     longest = max(tokens_per_rank, int(data.tokens.max()))
@@ -90,23 +89,17 @@ def validate(
         return None
     # Ranks that work together have scored the same records.
     loss, count = (sum(column) for column in zip(*world.rows(sums.tolist())[:: world.together], strict=True))
-    everyone = dict(pair for part in world.gather(mine) for pair in part)
-    assert sorted(everyone) == list(range(len(data))), "each record is scored once"
-    return loss / count if count else float("nan"), [everyone[n] for n in range(len(data))]
+    row_of = dict(pair for part in world.gather(mine) for pair in part)
+    assert sorted(row_of) == list(range(len(data))), "each record is scored once"
+    return loss / count if count else float("nan"), [row_of[n] for n in range(len(data))]
 
 
 def fit_baselines(task: Task, train: Examples, base: FineTuner, ranks: World) -> dict[str, npt.NDArray[Any]]:
-    """Fit the task's baselines on training records. The ranks divide the passes through the model, and the first rank
-    fits.
+    """Fit the baselines of a task on training records. The ranks divide the passes through the model, and the first
+    rank fits.
 
-    Args:
-        task: the task.
-        train: the training split.
-        base: the model before the first step.
-        ranks: the ranks that share the model, all of which call this, or ALONE.
-
-    Returns:
-        The arrays that the baselines have learned, by name, on every rank.
+    `base` is the model before the first step. `ranks` share the model, and all of them call this; or ALONE. Returns the
+    arrays that the baselines have learned, by name, on every rank.
     """
     examples = [train.get(n) for n in range(0, len(train), -(-len(train) // task.baseline_records))]
     with _together(base, ranks):
@@ -115,11 +108,11 @@ def fit_baselines(task: Task, train: Examples, base: FineTuner, ranks: World) ->
         for name, outputs in remembered.items():
             base.remembered[name].update(outputs)
     patient = ranks.patient()
-    with _together(base, patient):  # Ranks that compute a layer together with the first one must do the same.
+    with _together(base, patient):  # Ranks that compute a layer together with the first rank must do the same.
         known = task.baselines(examples, base) if ranks.data_rank == 0 else {}
     base.remembered.clear()
-    of_first: dict[str, npt.NDArray[Any]] = patient.gather(known if ranks.is_first else None)[0]
-    return of_first
+    learned: dict[str, npt.NDArray[Any]] = patient.gather(known if ranks.is_first else None)[0]
+    return learned
 
 
 def _together(model: FineTuner | None, ranks: World) -> AbstractContextManager[None]:
@@ -134,14 +127,11 @@ def sequence_hashes(data: Examples) -> npt.NDArray[np.uint64]:
 def seen_before(
     model: str, trained_on: Mapping[str, Any], trained: npt.NDArray[np.uint64] | None, data: Examples
 ) -> tuple[list[str], int]:
-    """Return a sentence on the records of a split that a model was trained on, and their number; nothing if its
-    training is unknown.
+    """Return a sentence on the records of a split that a model was trained on, and the number of these records. Without
+    facts on the training there is no sentence.
 
-    Args:
-        model: its name.
-        trained_on: what its `esmshard.json` says of the data of each split.
-        trained: the hashes of its training sequences, if they are kept.
-        data: the split.
+    `trained_on` is the entry `data` of the model's `esmshard.json`, and `trained` the hashes of its training sequences,
+    if they are kept.
     """
     digests = {split: facts.get("tokens_sha256") for split, facts in trained_on.items()}
     if data.digest in (digests.get("train"), digests.get("valid")):
@@ -167,18 +157,15 @@ def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def score(model: FineTuner, task: Task, data: Examples, ranks: World = ALONE) -> list[Row]:
-    """Compute a row of metrics for each record, in the order of the split.
+    """Compute a row of metrics of the fine-tuned model for each whole record, in the order of the split.
 
-    Args:
-        model: the fine-tuned model.
-        task: the task that the model was trained for.
-        data: the split. Its records are taken whole.
-        ranks: see `fit_baselines`. The result is the same on every rank, and for every number of ranks.
+    `ranks` is as in `fit_baselines`. The result is the same on every rank, and for every number of ranks.
     """
 
     def rows(examples: Sequence[Example]) -> list[Row]:
         inputs = [task.inputs(example) for example in examples]
-        return [task.score(output, one.target) for output, one in zip(model.outputs(inputs), inputs, strict=True)]
+        outputs = zip(model.outputs(inputs), inputs, strict=True)
+        return [task.score(output, task_input.target) for output, task_input in outputs]
 
     return _of_each_record("evaluate", model, task, data, ranks, rows)
 
@@ -190,25 +177,21 @@ def score_baselines(
     base: FineTuner | None,
     ranks: World = ALONE,
 ) -> dict[str, list[Row]]:
-    """Compute a row of metrics for each record and each baseline of the task.
+    """Compute a row of metrics for each whole record and each baseline of the task.
 
-    Args:
-        task: the task.
-        data: the split. Its records are taken whole.
-        known: the arrays that the baselines learned from the training split (`fit_baselines`).
-        base: the model before the first step. Without this model, baselines that need it are left out.
-        ranks: see `score`.
+    `known` are the arrays of `fit_baselines`. `base` is the model before the first step. Without this model, baselines
+    that need it are left out. `ranks` is as in `score`.
     """
-    # The temperature is of the fine-tuned model alone.
-    of_baselines = new_task(task.settings, {**task.facts, "temperature": None})
+    # Only the fine-tuned model has a temperature.
+    untempered = new_task(task.settings, {**task.facts, "temperature": None})
 
     def rows(examples: Sequence[Example]) -> list[dict[str, Row]]:
-        found: list[dict[str, Row]] = [{} for _ in examples]
+        of_records: list[dict[str, Row]] = [{} for _ in examples]
         targets = [task.inputs(example).target for example in examples]
         for name, outputs in task.baseline_outputs(examples, known, base).items():
-            for row, target, output in zip(found, targets, outputs, strict=True):
-                row[name] = of_baselines.score(output, target) if isinstance(output, np.ndarray) else output
-        return found
+            for of_record, target, output in zip(of_records, targets, outputs, strict=True):
+                of_record[name] = untempered.score(output, target) if isinstance(output, np.ndarray) else output
+        return of_records
 
     by_record = _of_each_record("baselines", base, task, data, ranks, rows)
     return {name: [of_record[name] for of_record in by_record] for name in by_record[0]}
@@ -222,7 +205,7 @@ def _of_each_record(
     ranks: World,
     compute: Callable[[Sequence[Example]], Sequence[R]],
 ) -> list[R]:
-    """Compute something for each record of a split, in packs that are the same for every number of ranks."""
+    """Call `compute` for all records of a split, in packs that are the same for every number of ranks."""
     each = max(1, SCORED_TOKENS // int(data.tokens.max())) if task.names else 1
     firsts = range(0, len(data), each)
     mine: dict[int, Sequence[R]] = {}
@@ -231,8 +214,8 @@ def _of_each_record(
             examples = [data.get(n) for n in range(first, min(first + each, len(data)))]
             mine[first] = compute(examples)
             progress.update(min(first + each * ranks.data_size, len(data)), "")
-    everyone = dict(pair for part in ranks.gather(mine) for pair in part.items())
-    return [of_record for first in firsts for of_record in everyone[first]]
+    packs = dict(pair for part in ranks.gather(mine) for pair in part.items())
+    return [result for first in firsts for result in packs[first]]
 
 
 def report(
@@ -244,30 +227,25 @@ def report(
     tracks: Mapping[str, str] | None = None,
     complexes: str | None = None,
 ) -> str:
-    """Score a consolidated model on a split, beside the model before fine-tuning and the task's baselines.
+    """Score a consolidated model on a split, beside the model before fine-tuning and the baselines of the task.
 
-    Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text of `write`. What is left out, and what
-    the model was trained on, is printed.
+    Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text of `write`. Prints what is left out,
+    and which of the records the model was trained on.
 
-    Args:
-        model: a directory that `consolidate` wrote.
-        tuned: the model in it.
-        data: the split.
-        out: the directory for the results.
-        labels: the file of the labels, for `evaluation.json`, if they do not lie beside the records.
-        tracks: the paths of the tracks of the split, for `evaluation.json`, if they are not those of the recipe.
-        complexes: which chains of structures were joined, for `evaluation.json`.
+    `model` is a directory that `consolidate` wrote, and `tuned` the model in it. `evaluation.json` names the file of
+    the labels, if they do not lie beside the records; the paths of the tracks, if they differ from the recipe's; and
+    the chains that were joined (`complexes`).
     """
     base, why = None, ""
-    shown_name = model if model in SHIPPED else Path(model).name  # without the directory, since results are shared
-    # Without `tracks` the data are a split of the model's own recipe, with the tracks of the recipe.
+    shown_name = model if model in SHIPPED else Path(model).name  # no directory, since results are shared
+    # Without `tracks` the data are a split of the model's recipe, and have the tracks of the recipe.
     left_out = [] if data.tracks and tracks is None else without_tracks(model, tracks or ())
     recipe = Recipe.model_validate(tuned.about["recipe"])
     name = Path(recipe.model.name)
     on_hub = is_hub_name(recipe.model.name) and not name.exists() and hub.find(recipe.model.name) is not None
     if not name.is_absolute() and len(name.parts) > 1 and not on_hub:
-        # The weights come from where their publisher has them, and not from a file of that name on this machine. What a
-        # stranger's file names is not downloaded.
+        # A relative path of the model's publisher is another file on this machine. Nothing is downloaded that a file of
+        # a stranger names.
         why = f"{shown_name} comes without the model that it was fine-tuned from"
     else:
         try:
@@ -277,11 +255,11 @@ def report(
     if why and tuned.task.of_base:
         left_out.append(f"baselines left out of the table: {listed(tuned.task.of_base)}, because {why}")
     file = weights.place(model) / BASELINES
-    known = read_baselines(file) if file.is_file() else {}
     if not file.is_file():
         left_out.append(
             f"baselines left out of the table: all that learn from training records; no {shown_name}/{BASELINES}"
         )
+    known = read_baselines(file) if file.is_file() else {}
     leakage, seen = seen_before(shown_name, tuned.about.get("data", {}), known.pop(TRAINED_ON, None), data)
     for sentence in [*left_out, *leakage]:
         say(sentence)
@@ -303,18 +281,13 @@ def report(
 
 
 def _place(path: str | Path, out: Path) -> str:
-    """Return a path from the directory of an evaluation, which may be shared; a name that is no path stays."""
+    """Return a path as seen from the directory of an evaluation, which may be shared. Other names stay unchanged."""
     return shared_place(str(Path(path).absolute()), out) if Path(path).exists() else str(path)
 
 
 def described(model: str, about: Mapping[str, Any], data: Examples, out: Path) -> dict[str, Any]:
-    """Return what `evaluation.json` says of a model and a split, whatever the way in which it was scored.
-
-    Args:
-        model: a directory that `consolidate` wrote.
-        about: its `esmshard.json`.
-        data: the split.
-        out: the directory of the evaluation.
+    """Return the facts on a model and a split for `evaluation.json` in `out`. `model` is a directory that `consolidate`
+    wrote, and `about` the content of its `esmshard.json`.
     """
     facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256")}
     base = about["recipe"]["model"]
@@ -332,20 +305,11 @@ def write(
     groups: Sequence[str] = (),
     name: str = MAIN,
 ) -> str:
-    """Write `evaluation.json` and `per_protein.csv`, and return a text: the table, what is missing, and the verdict.
+    """Write `evaluation.json` and `per_protein.csv`, and return a text: the table, missing intervals, and the verdict.
 
-    Contact maps of an earlier evaluation are removed.
-    `evaluation.json` holds the intervals of every method and of the model's gains over the baselines, and the verdict.
-    `per_protein.csv` holds every number of the model's rows.
-
-    Args:
-        directory: an existing directory.
-        data: the split.
-        task: the task.
-        table: the rows of every method.
-        about: more entries for `evaluation.json`.
-        groups: of each record (`Task.groups`); empty for no groups.
-        name: the name of the model in the results; a shipped model has not been fine-tuned by anybody.
+    Contact maps of an earlier evaluation are removed. `table` has the rows of every method, `about` has more entries
+    for `evaluation.json`, and `groups` has the group of each record (`Task.groups`), if there are groups. `name` is the
+    name of the model in the results. Only a shipped model has another name than MAIN.
     """
     block_N, unit = task.units(data)
     samples = {method: _resampled(task, rows, block_N) for method, rows in table.items()}
@@ -357,12 +321,12 @@ def write(
         if method != MAIN
     }
     counts = {metric: _units(table[MAIN], metric, block_N) for metric in columns}
-    without_interval = []
-    for few in dict.fromkeys(count for count in counts.values() if count < LEAST):
-        named = ", ".join(metric for metric in columns if counts[metric] == few)
-        without_interval.append(
-            f"No interval for {named}: {counted(few, unit)} with a value; an interval takes {LEAST}."
-        )
+    without_interval = [
+        f"No interval for {', '.join(metric for metric in columns if counts[metric] == count)}: {counted(count, unit)} "
+        f"with a value; an interval takes {LEAST}."
+        for count in dict.fromkeys(counts.values())
+        if count < LEAST
+    ]
     of_groups = _groups(task, table, block_N, groups)
     comparisons = []
     for metric in columns:
@@ -402,9 +366,9 @@ def write(
     replace_json(directory / "evaluation.json", evaluation)
     _write_rows(directory / "per_protein.csv", data, task, table, groups)
     rows = intervals | {
-        f"{MAIN}, {group}: {found['records']:,}": {m: Interval(**cell) for m, cell in found["metrics"][MAIN].items()}
-        for group, found in of_groups.items()
-        if found["metrics"]
+        f"{MAIN}, {group}: {entry['records']:,}": {m: Interval(**cell) for m, cell in entry["metrics"][MAIN].items()}
+        for group, entry in of_groups.items()
+        if entry["metrics"]
     }
     lines = [[method, *(str(row[c]) if c in row else "-" for c in columns)] for method, row in rows.items()]
     notes = [*without_interval, *([scaling] if scaling else [])]
@@ -414,7 +378,7 @@ def write(
 def _write_rows(
     path: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], groups: Sequence[str]
 ) -> None:
-    """Write a line for each record: id, lengths, block and group, if there are any, and the numbers of its row."""
+    """Write a line for each record: id, lengths, block and group if there are any, and all numbers of its row."""
     block_N, numbers, classes = data.blocks(), _numbers(table[MAIN]), task.facts.get("classes")
     head = ["id", "length", *(["length_a", "length_b"] if task.settings.pairs else [])]
     head += [*([] if block_N is None else ["block"]), *(["group"] if any(groups) else [])]
@@ -442,12 +406,12 @@ def _write_rows(
 
 
 def _numbers(rows: Sequence[Row]) -> list[str]:
-    """Return the keys of the numbers of the rows. Records of several chains have more of them than others."""
+    """Return the keys of all numbers in the rows. Records of several chains have more numbers than others."""
     return [*dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, np.ndarray))]
 
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
-    """Call `bootstrap`, without resamples for a metric that too few records have a value of."""
+    """Call `bootstrap`. A metric with a value for too few records has no resamples."""
     samples = bootstrap(task.summary, ranked(rows), block_N=block_N)
     return {m: values if _units(rows, m, block_N) >= LEAST else values[:1] for m, values in samples.items()}
 
@@ -455,7 +419,7 @@ def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] |
 def _groups(
     task: Task, table: Mapping[str, Sequence[Row]], block_N: npt.NDArray[np.int64] | None, groups: Sequence[str]
 ) -> dict[str, Any]:
-    """Count the records of each group, and compute the metrics of every method on them, unless they are all records."""
+    """Count the records of each group, and compute the metrics of every method on them, unless all are in one group."""
     of_groups: dict[str, Any] = {}
     for group in sorted(set(groups) - {""}):
         members = [n for n, name in enumerate(groups) if name == group]
@@ -475,18 +439,18 @@ def _units(rows: Sequence[Row], metric: str, block_N: npt.NDArray[np.int64] | No
     return count_units(int(with_value_N.sum()), None if block_N is None else block_N[with_value_N])
 
 
-def _method(unit: str, found: Mapping[str, Interval]) -> str:
-    """Describe in a phrase how the intervals were computed, if there are any."""
-    if all(math.isnan(one.low) for one in found.values()):
+def _method(unit: str, intervals: Mapping[str, Interval]) -> str:
+    """Describe in a phrase how the intervals were computed."""
+    if all(math.isnan(limits.low) for limits in intervals.values()):
         return "none"
-    biased = [metric for metric in found if metric in BIASED]
+    biased = [metric for metric in intervals if metric in BIASED]
     of_biased = f"; of {', '.join(biased)}, which noise raises, basic bootstrap, widened to its value" if biased else ""
     return f"95% percentile bootstrap over {unit}s{of_biased}; of differences, paired"
 
 
 def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]:
-    """Return what a report draws of tasks with a value for each residue: `profiles`, those of the records with the
-    best, the median and the worst score; and of numbers `residues`, observed and predicted values of an even sample.
+    """Return what a report draws for tasks with a value for each residue: `profiles` of the records with the best, the
+    median and the worst score; and for numbers `residues`, observed and predicted values of an even sample.
     """
     score = next((column for column in task.columns if column in rows[0]), None)
     if "profile" not in rows[0] or score is None:
@@ -500,10 +464,10 @@ def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]
         values = dict(zip(("observed", "predicted"), profile_of[n].tolist(), strict=True))
         drawn["profiles"].append({"id": data.id(n), "score": score, "value": value_N[n], **values})
     if not task.one_of_names:
-        every_2M = np.concatenate(profile_of, axis=1)
-        every_2M = every_2M[:, ~np.isnan(every_2M[0])]
-        some_2M = every_2M[:, :: max(1, -(-every_2M.shape[1] // MOST_RESIDUES))]
-        drawn["residues"] = dict(zip(("observed", "predicted"), some_2M.tolist(), strict=True))
+        all_2M = np.concatenate(profile_of, axis=1)
+        all_2M = all_2M[:, ~np.isnan(all_2M[0])]
+        sample_2M = all_2M[:, :: max(1, -(-all_2M.shape[1] // MOST_RESIDUES))]
+        drawn["residues"] = dict(zip(("observed", "predicted"), sample_2M.tolist(), strict=True))
     return drawn
 
 
@@ -519,9 +483,9 @@ def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | No
 
 
 def _summed(rows: Sequence[Row], task: Task, scaling: str | None) -> dict[str, Any]:
-    """Return what a report draws of tasks with classes: `confusion`, counts [C, C] with true classes on the first axis;
-    and `calibration`, for each bin of confidence the number of predictions, their mean confidence and the share that is
-    correct, and `scaling`, a sentence on the temperature.
+    """Return what a report draws for tasks with classes: `confusion`, counts [C, C] with true classes on the first
+    axis; and `calibration`, with the number of predictions, their mean confidence and the share of correct ones for
+    each bin of confidence, and `scaling`, a sentence on the temperature.
     """
     summed: dict[str, Any] = {}
     if "confusion" in rows[0]:
@@ -551,9 +515,9 @@ class Comparison:
 
     metric: str
     values: Mapping[str, Interval]
-    """The values by method, that of MAIN included."""
+    """The values of all methods, MAIN included."""
     gains: Mapping[str, Interval]
-    """The differences MAIN minus each baseline, paired."""
+    """The paired differences MAIN minus each baseline."""
     lower_is_better: bool = False
 
     @property
@@ -566,7 +530,7 @@ class Comparison:
     @property
     def how(self) -> str:
         """The relation of the model to the best baseline: `better than`, `worse than` or `not clearly apart from`.
-        Without an interval only the sample is described: `better in this sample than`. Empty without a baseline.
+        Without an interval it describes only the sample: `better in this sample than`. Empty without a baseline.
         """
         if self.best is None:
             return ""
@@ -580,8 +544,8 @@ class Comparison:
         return "better than" if low > 0 else "worse than" if high < 0 else "not clearly apart from"
 
     def verdict(self, basis: str) -> str:
-        """Return one sentence: whether fine-tuning was better than the best of the baselines, and so worth it. `basis`
-        names the units of the intervals, as `paired over 12 positions`.
+        """Return one sentence on whether fine-tuning was better than the best baseline. `basis` names the units of the
+        intervals, such as `paired over 12 positions`.
         """
         if not self.gains:
             return f"There is no baseline to compare the {self.metric} of the fine-tuned model with."
@@ -607,8 +571,8 @@ class Comparison:
 
 
 def _others(comparisons: Sequence[Comparison]) -> str:
-    """Return a sentence on the metrics in which the model clearly differs from the best baseline, where the first, the
-    headline, does not show it; empty if there are none. ECE is left out: predicting the frequencies has the best one.
+    """Return a sentence on the metrics in which the model clearly differs from the best baseline, if the first metric,
+    the headline, does not show this. ECE is left out, because predicting the frequencies has the best ECE.
     """
     clear: dict[str, list[str]] = {"better than": [], "worse than": []}
     for other in comparisons[1:]:
@@ -621,7 +585,7 @@ def _others(comparisons: Sequence[Comparison]) -> str:
 
 
 def in_sample(seen: int, records: int) -> str:
-    """Return the sentence that stands before a verdict if a model was trained on test records; else an empty text."""
+    """Return the sentence before a verdict for a model that was trained on test records; empty for other models."""
     if not seen:
         return ""
     return f"In sample: {seen:,} of {records:,} test records were in training, and the values count them. "

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from esmshard.checkpoint import card, manifest, sharded
-from esmshard.checkpoint.consolidate import consolidate
+from esmshard.checkpoint.consolidate import BASELINES, consolidate
 from esmshard.data.batching.loader import SEEN
 from esmshard.devices import DeviceName, exact_convolutions
 from esmshard.errors import LostProcess
@@ -44,9 +44,9 @@ def run(
     started: float | None = None,
     device: DeviceName = None,
 ) -> Path | None:
-    """Fine-tune in this process and those that were launched together with this one, then write the results.
+    """Fine-tune in all processes that were launched together, then write the results.
 
-    A trial of a sweep (`launch.TRIAL`) ends with its last validation, without a model and a test.
+    A trial of a sweep (`launch.TRIAL`) ends with its last validation. It writes no model and has no test.
 
     Args:
         recipe: the checked recipe; `out` names the run's directory.
@@ -56,38 +56,34 @@ def run(
         profile: number of steps to record with torch's profiler.
         take_over: see `esmshard.train.run_dir.Lock`.
         started: the time at which the command began, in seconds since 1970; the time of the call by default.
-        device: the device of each process, see `own_device`; by default its own GPU, else the CPU.
+        device: the device of each process, see `own_device`; by default a GPU for each process, else the CPU.
 
     Returns:
-        The run's directory on the first rank, which also consolidates and evaluates; None on the other ranks.
+        The directory of the run on the first rank, which also writes model and evaluation; None on the other ranks.
 
     Raises:
         InputError: for any mistake in recipe or data, on all ranks.
-        Preempted: on all ranks, after a signal or a time limit. The work done until then is saved.
+        Preempted: on all ranks, after a signal or a time limit. All work is saved.
     """
-    wait, dumps = recipe.parallel, Path(recipe.out) / "flight_recorder"
+    out, parallel, is_trial = Path(recipe.out), recipe.parallel, launch.TRIAL in os.environ
+    dumps, timeouts = out / "flight_recorder", (parallel.start_timeout, parallel.step_timeout)
     recorder = {name: os.environ.get(name, value) for name, value in recorder_settings(dumps).items()}
-    out, started, is_trial = Path(recipe.out), started or time.time(), launch.TRIAL in os.environ
     with (
         launch.environment(recorder),
         Preemption() as preemption,
-        Attempt(out, started, recipe.track) as attempt,
+        Attempt(out, started or time.time(), recipe.track) as attempt,
     ):
         try:
             with (
-                world(
-                    wait.start_timeout, wait.step_timeout, alone_too=recipe.parallel.cpu_offload, wanted=device
-                ) as ranks,
+                world(*timeouts, alone_too=parallel.cpu_offload, wanted=device) as ranks,
                 Control(ranks, dumps) as control,
                 exact_convolutions(ranks.device),
                 advice_if_out_of_memory(
-                    lambda: (
-                        f"weights and optimizer state of the model do not fit on {ranks.device}; set "
-                        "adapt.method=lora or parallel.cpu_offload=true, or share the model among more GPUs (--nproc)"
-                    )
+                    f"weights and optimizer state of the model do not fit on {ranks.device}; set adapt.method=lora or "
+                    "parallel.cpu_offload=true, or share the model among more GPUs (--nproc)"
                 ),
             ):
-                starting = ranks.patient(wait.start_timeout)
+                starting = ranks.patient(parallel.start_timeout)
                 machine = processes_per_machine(ranks.size)
                 job = starting.agree(lambda: prepare(recipe, ranks.size, machine, ranks.device))
                 starting.from_first(lambda: check_out(out, resume, overwrite))
@@ -97,14 +93,12 @@ def run(
                 if not is_trial:
                     attempt.report("running", "consolidating and evaluating")
                     with advice_if_out_of_memory(
-                        lambda: (
-                            f"the evaluation does not fit on {ranks.device}; the model is trained, and kept in "
-                            f"{out / 'checkpoints'}; give it more memory, and --resume auto does what is left"
-                        )
+                        f"the evaluation does not fit on {ranks.device}; the model is trained, and kept in "
+                        f"{out / 'checkpoints'}; give it more memory, and --resume auto does what is left"
                     ):
                         _evaluate(job, model, replace(ranks, together=job.layout.together), control)
         except (LostProcess, Preempted):
-            # A rank that was asked to stop may have left before training began. Once training runs, a rank that is gone
+            # Before training, a rank that was asked to stop may have left already. During training, a rank that is gone
             # was lost, and srun then sends SIGTERM to the other ranks.
             if asked := preemption.unsaved:
                 raise Preempted(f"stopped by {reason(asked)}; go on with --resume auto", asked) from None
@@ -112,28 +106,28 @@ def run(
         if not ranks.is_first:
             return None
     if not is_trial:
-        # The attempt has ended, so that its time includes the evaluation, as in the report.
+        # The attempt has ended, so its time includes the evaluation, as in the report.
         say(goodput_text(goodput(metrics_of(out))))
     return out
 
 
 def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) -> None:
-    """Score the trained model and its baselines on the test split, write the model as one directory, and its card.
+    """Score the trained model and its baselines on the test split, and write the model directory with its card.
 
-    All ranks call this. The model stays divided over them: no rank ever holds it whole. The base model, of which some
-    baselines ask outputs, takes its place in the same memory. Only the first rank writes.
+    All ranks call this. The model stays divided over the ranks, so no rank ever holds the whole model. Some baselines
+    need outputs of the base model, which then replaces the trained model in memory. Only the first rank writes.
     """
     recipe, out, layout = job.recipe, job.out, job.layout
-    kept = manifest.pointed(out / "checkpoints", "BEST") if recipe.keeps_best else None
-    checkpoint = kept or manifest.pointed(out / "checkpoints", "LATEST")
+    best = manifest.pointed(out / "checkpoints", "BEST") if recipe.keeps_best else None
+    checkpoint = best or manifest.pointed(out / "checkpoints", "LATEST")
     assert checkpoint is not None, "training ends with a checkpoint"
     sharing = ranks if layout.sharded or layout.precision != "fp32" else evaluate.ALONE
     if ranks.is_first:
         say(f"scoring {len(job.test)} test records with {checkpoint.name}, then the baselines")
     control.note("scoring the test set")
     free_layers(model.eval())
-    if kept is not None:
-        sharded.load(kept, model_tensors(model, trained_only=recipe.adapt.method != "full"))
+    if best is not None:
+        sharded.load(best, model_tensors(model, trained_only=recipe.adapt.method != "full"))
     task = new_task(recipe.task, sharded.read_state(checkpoint)["facts"])
     table = {MAIN: evaluate.score(model, task, job.test, sharing)}
     control.note("scoring the baselines")
@@ -145,9 +139,9 @@ def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) 
         groups = task.groups(job.test, known)
         if len(job.train) <= evaluate.MOST_TRAINED_ON:
             known[evaluate.TRAINED_ON] = np.unique(evaluate.sequence_hashes(job.train))
-        with replacing(out / evaluate.BASELINES, binary=True) as file:
+        with replacing(out / BASELINES, binary=True) as file:
             np.savez(file, **known)  # type: ignore[arg-type]
-        if recipe.task.reads_table:  # a user predicts the table of training as readily as another one
+        if recipe.task.reads_table:  # users also predict the table that they trained on
             ids = [split.id(n) for split in (job.train, job.valid) for n in range(len(split))]
             replace_text(out / SEEN, "".join(f"{name}\n" for name in ids))
         directory = consolidate(checkpoint, out / "model", overwrite=True, warn=say)

@@ -12,7 +12,7 @@ import torch
 
 from esmshard.data.batching.loader import SEEN, Examples
 from esmshard.data.batching.packing import StepPlan
-from esmshard.data.splits.leakage import ComparedRecords, check, first_identical, pair_notices, variant_notices
+from esmshard.data.splits.leakage import ComparedRecords, check, pair_notices, variant_notices
 from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.errors import InputError, UsageError
 from esmshard.io.store import linker_of
@@ -27,7 +27,7 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import Task
 from esmshard.tasks.finetuned import initial_weights, new_head, tracks_of
 from esmshard.tasks.registry import new_task
-from esmshard.train.evaluate import seen_before
+from esmshard.train.evaluate import seen_before, sequence_hashes
 from esmshard.train.run_dir import LOCK, holder, read_status
 from esmshard.train.tracking import TRACKED, check_installed
 
@@ -37,12 +37,10 @@ RUN_FILES = (
     *("status.json", "checkpoints", "model", "figures", "profile", "flight_recorder", "report.html"),
     *TRACKED,
 )
-"""The files that a run writes. `--overwrite` removes these files and nothing else from the directory of an earlier run.
-"""
+"""The files that a run writes. `--overwrite` removes only these files from the directory of an earlier run."""
 
 NOTICES_PRINTED = "ESMSHARD_NOTICES_PRINTED"
-"""An environment variable of later runs of one command: the first has printed what was changed or left out of the data.
-"""
+"""An environment variable for later runs of one command. The first run has printed the notices on the data."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +66,7 @@ class RunInputs:
 def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.device) -> RunInputs:
     """Open and check all files that a recipe names. Every mistake that can be seen before training is raised here.
 
-    Args:
-        recipe: the recipe as loaded.
-        processes: the number of processes that will train together.
-        per_machine: the number of processes on one machine.
-        device: the device of one of the processes.
+    `processes` train together, of which `per_machine` run on one machine, each on a device like `device`.
     """
     check_installed(recipe.track)
     if recipe.model.quantize is not None:
@@ -80,30 +74,30 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     probe = recipe.adapt.method == "probe"
     precision = "fp32" if probe else precision_on(device, recipe.parallel.precision)  # scikit-learn fits fp32 numbers
     laid_out = layout(recipe.parallel, processes, per_machine, precision)
-    as_written = recipe
-    recipe, task, (train, valid, test) = _open_splits(as_written, laid_out.data_size)
     if probe and (processes > 1 or recipe.parallel.cpu_offload):
         raise UsageError("adapt.method probe: is fitted in one process; run it with --nproc 1 and without cpu_offload")
-    found = initial_weights(recipe)  # after all that can be wrong with the data, since it may be a long download
-    quantize, config = recipe.model.quantize, found.config
+    as_written = recipe
+    recipe, task, (train, valid, test) = _open_splits(as_written, laid_out.data_size)
+    base = initial_weights(recipe)  # after all checks of the data, since this may be a long download
+    quantize, config = recipe.model.quantize, base.config
     check_tensor(laid_out.tensor, n_heads=config.n_heads, ffn_width=config.ffn_width, quantized=quantize is not None)
     if any(linker_of(split.store.manifest) is not None for split in (train, valid, test)):
-        recipe, task, (train, valid, test) = _open_splits(joined(as_written, found.config.chains), laid_out.data_size)
+        recipe, task, (train, valid, test) = _open_splits(joined(as_written, config.chains), laid_out.data_size)
     steps = 0 if probe else recipe.train.steps or 400
     per_epoch = StepPlan(train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
     if recipe.train.epochs is not None and not probe:
         steps = max(1, round(recipe.train.epochs * per_epoch))
     eval_every = per_epoch if recipe.train.eval_every == "epoch" else recipe.train.eval_every
     with torch.device("meta"):  # adapting raises for parts that the model lacks, before any weight is read
-        model = FineTuner(family_registry.build(found.config), task.head(found.config))
-        model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or (), recipe.model.quantize)
-    new_head(recipe, task, found)  # raises if the head's starting weights are missing
-    return RunInputs(recipe, task, train, valid, test, found, laid_out, steps, eval_every, Path(recipe.out))
+        model = FineTuner(family_registry.build(config), task.head(config))
+        model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or (), quantize)
+    new_head(recipe, task, base)  # raises if the starting weights of the head are missing
+    return RunInputs(recipe, task, train, valid, test, base, laid_out, steps, eval_every, Path(recipe.out))
 
 
 def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Examples, Examples, Examples]]:
-    """Open the three splits of a recipe and check them. Return the recipe with its batch in tokens, the task that has
-    learned from the labels, and the splits.
+    """Open and check the three splits of a recipe. Return the recipe with its batch in tokens, the task, which has read
+    the training labels, and the splits.
     """
     task = new_task(recipe.task, {})
     tracks = tracks_of(recipe)
@@ -126,15 +120,17 @@ def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Ex
 
 
 def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
-    """Refuse to write over an earlier run without `resume` or `overwrite`, and over files that no run left at all.
+    """Refuse to write over an earlier run without `resume` or `overwrite`, and over files that no run left.
 
-    A run left its files if `status.json` says so, or the lock that a killed run leaves. Nothing is changed.
+    Files are those of a run if a `status.json` or the lock of a killed run lies beside them. Nothing is changed.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file; choose another directory with out=DIR")
-    if resume not in (None, "auto") and not Path(str(resume)).is_dir():
-        raise UsageError(f"--resume {resume}: no such directory; give a run or a checkpoint, or auto, or never")
-    goes_on = resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(out.resolve()))
+    goes_on = resume == "auto"
+    if resume is not None and not goes_on:
+        if not Path(resume).is_dir():
+            raise UsageError(f"--resume {resume}: no such directory; give a run or a checkpoint, or auto, or never")
+        goes_on = Path(resume).resolve().is_relative_to(out.resolve())
     if not goes_on and not overwrite and out.is_dir() and any(path.name != LOCK for path in out.iterdir()):
         raise UsageError(f"{out}: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR")
     names = [name for name in RUN_FILES if os.path.lexists(out / name)]
@@ -177,9 +173,8 @@ def versions(recipe: Recipe, device: torch.device) -> dict[str, Any]:
 
 
 def provenance(job: RunInputs) -> dict[str, Any]:
-    """Describe the data of each split: path, number of records, sha256 of the residues and tracks, and notices.
-
-    The notices are sentences on records and labels that were changed, averaged or left out.
+    """Describe the data of each split: path, number of records, sha256 of the residues and tracks, and notices on
+    records and labels that were changed, averaged or left out.
     """
     return {
         split.name: {
@@ -198,23 +193,24 @@ def leakage_notices(job: RunInputs) -> list[str]:
     model that the run starts from. Large data are sampled.
     """
     try:
-        train, others = _compared(job.train), {split.name: _compared(split) for split in (job.valid, job.test)}
-        if job.recipe.task.pairs:
-            return pair_notices(train, others, most=20_000_000) + _of_base(job)
+        splits = (job.train, job.valid, job.test)
+        train, valid, test = (ComparedRecords(len(split), split.whole, split.id) for split in splits)
         if job.recipe.task.reads_table:
-            splits = (job.train, job.valid, job.test)
             names = [split.id(n) for split in splits for n in range(len(split))]  # such as A24G:V30L, or WT
             positions = [frozenset(int(m[1:-1]) for m in name.split(":") if name != "WT") for name in names]
             first = np.cumsum([0, *map(len, splits)])
             sets = {split.name: np.arange(first[k], first[k + 1]) for k, split in enumerate(splits)}
-            return variant_notices(names, positions, sets) + _of_base(job)
-        return check(train, others, most=20_000_000).notices() + _of_base(job)
+            shared = variant_notices(names, positions, sets)
+        elif job.recipe.task.pairs:
+            shared = pair_notices(train, {"valid": valid, "test": test}, most=20_000_000)
+        else:
+            shared = check(train, {"valid": valid, "test": test}, most=20_000_000).notices()
+        trained_on = weights.record_of(job.weights.files).get("data", {})
+        if trained_on.get("train", {}).get("tokens_sha256") == job.train.digest != job.test.digest:
+            return shared  # the base model was trained on the training set of this run
+        return shared + seen_before(str(job.weights.source), trained_on, None, job.test)[0]
     except Exception as error:  # the check only informs and must not end the run
         return [f"leakage: could not be checked ({error})"]
-
-
-def _compared(split: Examples) -> ComparedRecords:
-    return ComparedRecords(len(split), split.whole, split.id)
 
 
 def seen_in_training(job: RunInputs) -> int:
@@ -222,31 +218,22 @@ def seen_in_training(job: RunInputs) -> int:
     before = weights.record_of(job.weights.files).get("data", {})
     if job.test.digest == before.get("train", {}).get("tokens_sha256"):
         return len(job.test)
-    (partner_N,) = first_identical(_compared(job.train), [_compared(job.test)])
-    return int((partner_N >= 0).sum())
-
-
-def _of_base(job: RunInputs) -> list[str]:
-    """Return a sentence on what the base model was trained on, unless that is the training set of this run, too."""
-    trained_on = weights.record_of(job.weights.files).get("data", {})
-    if trained_on.get("train", {}).get("tokens_sha256") == job.train.digest != job.test.digest:
-        return []
-    return seen_before(str(job.weights.source), trained_on, None, job.test)[0]
+    return int(np.isin(sequence_hashes(job.test), sequence_hashes(job.train)).sum())
 
 
 def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
     """Return notices on data and weights: what was changed or left out and, if requested, what the splits share."""
-    found: dict[str, None] = {}
+    of_data: list[str] = []
     for split in (job.train, job.valid, job.test):
         for notice in split.notices if NOTICES_PRINTED not in os.environ else ():
-            found[notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}"] = None
-    longer = int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0
-    if longer:
-        found[
+            of_data.append(notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}")
+    if longer := int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0:
+        of_data.append(
             f"{job.train.path}: {counted(longer, 'record')} longer than batch.global_tokens "
             f"({job.recipe.batch.global_tokens:,}): each has a step to itself, which is as large as the record"
-        ] = None
+        )
     with torch.device("meta"):
         uses_lm_head = isinstance(job.task.head(job.weights.config), LanguageModelHead)
     lacking = job.weights.lacking("lm_head") if uses_lm_head else []
-    return [*found, *lacking, *job.weights.notices, *(leakage_notices(job) if leakage else [])]
+    shared = leakage_notices(job) if leakage else []
+    return [*dict.fromkeys(of_data), *lacking, *job.weights.notices, *shared]

@@ -1,7 +1,4 @@
-"""Training: build the model over the ranks, load a checkpoint if there is one, loop over the steps, finish.
-
-The state of an attempt and all code that changes the state are in this file.
-"""
+"""Training: build the model over the ranks, load a checkpoint if there is one, and loop over the steps."""
 
 import math
 import time
@@ -17,10 +14,9 @@ import numpy.typing as npt
 import torch
 
 from esmshard import planner
-from esmshard.batch import TokenBatch
 from esmshard.checkpoint import manifest, sharded
 from esmshard.checkpoint.sharded import Saver
-from esmshard.data.batching.loader import Examples, digests
+from esmshard.data.batching.loader import digests
 from esmshard.data.batching.packing import MicroBatch, StepPlan, assign
 from esmshard.devices import is_out_of_memory
 from esmshard.errors import InputError
@@ -36,7 +32,7 @@ from esmshard.parallel.watch import Control, Watch, check_first_batch, profiled
 from esmshard.planner import MicroBatches, data_sheet, training_flops
 from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.base import Task, collate
+from esmshard.tasks.base import collate
 from esmshard.tasks.finetuned import new_head
 from esmshard.tasks.labels import fit_temperature
 from esmshard.train import evaluate
@@ -47,8 +43,7 @@ from esmshard.train.run_dir import Attempt
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
 
 RESERVED = 0.9
-"""The share of the free memory that a run plans to use. The rest is for gaps of the allocator and for other programs.
-"""
+"""The share of the free memory that a run may use. The rest is for gaps of the allocator and for other programs."""
 
 
 def train(
@@ -61,14 +56,14 @@ def train(
     attempt: Attempt,
     profile: int,
 ) -> FineTuner:
-    """Train until the last step of the recipe, or until early stopping. All ranks call it together.
+    """Train until the last step of the recipe, or until early stopping. All ranks call this function together.
 
     Returns the trained model, without the memory of the optimizer.
 
     Args:
         job: the prepared run.
         start: the checkpoint to continue from; None for a new run.
-        starting: all processes of the run, which wait for each other as long as the first read of weights may take.
+        starting: all processes of the run. They wait for each other as long as the first read of weights may take.
         ranks: the same processes with the time-out of a step.
         control: the side channel over which each rank reports its activity.
         preemption: the requests to stop.
@@ -76,7 +71,7 @@ def train(
         profile: the number of steps to record with torch's profiler.
 
     Raises:
-        Preempted: if the run was asked to stop. The work done until then is saved.
+        Preempted: the run was asked to stop. All work is saved.
     """
     ranks = replace(ranks, together=job.layout.together)
     training = Training(job, start, replace(starting, together=job.layout.together), control, preemption, attempt)
@@ -86,7 +81,7 @@ def train(
         attempt.begin(state.step, training.is_validated)
     epoch, _, mine = training.share_of(state.step)
     check_first_batch(training.ranks, lambda: digests(job.train, mine, epoch))
-    training.ranks = ranks  # from here on with the time-out of a step
+    training.ranks = ranks  # the time-out of a step begins here
     with (
         preemption.noted(),
         advice_if_out_of_memory(training.out_of_memory_advice),
@@ -98,14 +93,14 @@ def train(
         for step in range(state.step, job.steps):
             if training.is_enough:
                 if ranks.is_first:
-                    since = f"that of step {state.best['step']}" if state.best else "undefined"
-                    say(f"stopped after step {step}: {state.stale} validations in a row were no better than {since}")
+                    best = f"that of step {state.best['step']}" if state.best else "undefined"
+                    say(f"stopped after step {step}: {state.stale} validations in a row were no better than {best}")
                 break
             line = training.step(step, recording)
             training.validate_and_save(step + 1)
-            speed, held = line["residues_per_s"], (line["peak_memory_bytes"] or 0) / 2**20
-            words = f"loss {line['loss']:.4f}  {rate(speed)} residues/s  {held:.0f} MiB{state.validation}"
-            progress.update(step + 1, words)
+            speed, memory = rate(line["residues_per_s"]), (line["peak_memory_bytes"] or 0) / 2**20
+            text = f"loss {line['loss']:.4f}  {speed} residues/s  {memory:.0f} MiB{state.validation}"
+            progress.update(step + 1, text)
         training.saver.finish()
     training.model.zero_grad(set_to_none=True)
     return training.model
@@ -118,7 +113,7 @@ class TrainState:
     step: int = 0
     """The number of optimizer steps done."""
     skipped_in_a_row: int = 0
-    """The number of latest steps in a row that changed no weight, because gradients were not finite."""
+    """The last so many steps changed no weight, because gradients were not finite."""
     best: dict[str, Any] | None = None
     """Step, metric and value of the best validation so far."""
     stale: int = 0
@@ -126,24 +121,17 @@ class TrainState:
     scale: LossScale | None = None
     """The scale of the loss, in fp16 only."""
     validation: str = ""
-    """The last validation in a few words, for the progress line. It is not part of a checkpoint."""
+    """The last validation in a few words, for the progress line. A checkpoint does not store them."""
     asked: int = 0
     """The reason to stop that all ranks agreed on after the last step; 0 if there is none."""
     of_validation: Mapping[str, Any] = field(default_factory=dict)
-    """The facts of the last validation (`fit_temperature`). A checkpoint stores them with those of the task.
-    """
-
-    def saved(self) -> dict[str, Any]:
-        """Return the part that a checkpoint stores."""
-        scale = asdict(self.scale) if self.scale else None
-        in_a_row = {"skipped_in_a_row": self.skipped_in_a_row, "stale": self.stale}
-        return {"loss_scale": scale, "best": self.best, **in_a_row}
+    """The facts of the last validation (`fit_temperature`). A checkpoint stores them with the facts of the task."""
 
 
 class Training:
     """One attempt at a run: the model over the ranks, its optimizer, and all that a step needs.
 
-    Args: see `train`; `ranks` have the time-out of the start.
+    Args: see `train`. `ranks` have the time-out of the start.
     """
 
     def __init__(
@@ -157,7 +145,7 @@ class Training:
     ) -> None:
         self.job, self.ranks, self.control, self.preemption, self.attempt = job, ranks, control, preemption, attempt
         recipe, weights, trained_only = job.recipe, job.weights, job.recipe.adapt.method != "full"
-        # First shapes, then shards, then values: where there are several ranks, none ever holds the whole model.
+        # First shapes, then shards, then values: of several ranks, no rank ever holds the whole model.
         with torch.device("meta"):
             self.model = FineTuner(family_registry.build(weights.config), job.task.head(weights.config))
         tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
@@ -165,11 +153,9 @@ class Training:
         self.numbers = planner.numbers_of(self.model, weights.config, tracks=tracks, quantization=quantization)
         shard(self.model, job.layout, ranks)
         saved = sharded.read_state(start) if start is not None else None
-        # This comes before the model has memory of its own, because the planner counts the model's memory too.
+        # This comes before the model has memory of its own, because the planner counts the model's memory, too.
         free = planner.free_bytes(ranks.device, processes_per_machine(ranks.size))
-        room = int(ranks.min(RESERVED * free))
-        self.largest_fitting = partial(largest_fitting, job, self.numbers, room, ranks)
-        """Returns the largest micro-batch, in tokens, that fits into memory."""
+        self.largest_fitting = partial(largest_fitting, job, self.numbers, int(ranks.min(RESERVED * free)), ranks)
         self.tokens_per_rank = self._choose_tokens_per_rank(saved)
         self._fill(is_new=start is None)
         self.optimizer = adamw(self.model, recipe.optim)
@@ -205,17 +191,17 @@ class Training:
         is_gpu, in_background = ranks.device.type == "cuda", recipe.checkpoint.async_save
         sheet = data_sheet(torch.cuda.get_device_name(ranks.device)) if is_gpu else None
         self.watch = Watch(ranks, control, None if sheet is None else sheet.flops(job.layout.precision))
-        if in_background == "auto":  # the host of a GPU has memory for a copy; a run on the CPU has not
+        if in_background == "auto":  # the host of a GPU has memory for a copy; a run on the CPU does not
             in_background = is_gpu
         self.saver = Saver(job.out / "checkpoints", recipe.checkpoint.keep, in_background, ranks.step_timeout)
         self.plan = StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed)
 
     def _choose_tokens_per_rank(self, saved: Mapping[str, Any] | None) -> int:
-        """Return the recipe's number; for `auto` what fits, or the checkpoint's number where the run goes on in the
-        layout that it had. `saved` is `state.json` of the checkpoint.
+        """Return the number of the recipe. For `auto`, return the number of the checkpoint if the layout is unchanged,
+        else what fits into memory. `saved` is `state.json` of the checkpoint.
 
-        A step has the same records in any micro-batches, but gradients are summed in another order, so that numbers
-        agree up to rounding.
+        With other micro-batches a step has the same records, but gradients are summed in another order, so results
+        agree only up to rounding.
         """
         job, ranks = self.job, self.ranks
         asked = job.recipe.batch.tokens_per_rank
@@ -251,20 +237,16 @@ class Training:
         model.train()
 
     def out_of_memory_advice(self) -> str:
-        """Return what to change after an out-of-memory error of a step: a number of tokens that fits, if there is one.
-
-        These are changes that `--resume auto` accepts: settings that change the computed result may not change once
-        there is a checkpoint.
-        """
+        """Return what to change after an out-of-memory error of a step. `--resume auto` accepts these changes."""
         recipe, longest = self.job.recipe, int(self.job.train.tokens.max())
         tokens = max(longest, min(self.tokens_per_rank, -(-recipe.batch.global_tokens // self.ranks.data_size)))
         fits = self.largest_fitting()
-        less = max(longest, min(3 * tokens // 4, fits))
-        ways = [f"batch.tokens_per_rank={less}"] if fits > 0 and less < tokens else []
+        fewer = max(longest, min(3 * tokens // 4, fits))
+        settings = [f"batch.tokens_per_rank={fewer}"] if fits > 0 and fewer < tokens else []
         if self.job.layout.activation_checkpointing != "full":
-            ways.append("parallel.activation_checkpointing=full")
-        fix = f"set {', or '.join(ways or ['parallel.cpu_offload=true'])}, and go on with --resume auto"
-        if not ways:
+            settings.append("parallel.activation_checkpointing=full")
+        fix = f"set {', or '.join(settings or ['parallel.cpu_offload=true'])}, and go on with --resume auto"
+        if not settings:
             fix = f"share the model among more GPUs (--nproc), or {fix}; or start again with a lower data.max_length"
         return f"micro-batches of {tokens} tokens do not fit; {fix}"
 
@@ -276,18 +258,18 @@ class Training:
         return epoch, len(records), mine
 
     def catch_up(self, start: Path | None) -> None:
-        """Do the validation that a stopped run had not done. Validate and save a probe, which takes no steps."""
+        """Do the validation that a stopped run had left out. Validate and save a probe, which takes no steps."""
         state, recipe = self.state, self.job.recipe
         if start is not None and not self.is_validated:
-            found = self.validate(state.step)
-            if found is None:
+            is_best = self.validate(state.step)
+            if is_best is None:
                 why = reason(self._asked_anywhere())
                 raise Preempted(f"stopped by {why} after step {state.step}, which is saved; go on with --resume auto")
-            if found and recipe.keeps_best and self.ranks.is_first:
+            if is_best and recipe.keeps_best and self.ranks.is_first:
                 manifest.point(self.job.out / "checkpoints", "BEST", start.name)
         if not self.job.steps and start is None:
-            found = self.validate(0)
-            self.save(0, validated=found is not None, is_best=bool(found) and recipe.keeps_best)
+            is_best = self.validate(0)
+            self.save(0, validated=is_best is not None, is_best=bool(is_best) and recipe.keeps_best)
 
     @property
     def is_enough(self) -> bool:
@@ -296,11 +278,8 @@ class Training:
         return patience is not None and self.state.stale >= patience
 
     def step(self, step: int, recording: Callable[[], str | None]) -> dict[str, Any]:
-        """Take one optimizer step, record it, and return its line of metrics.jsonl.
-
-        Args:
-            step: the number of the step, counted from 0.
-            recording: ends a step for torch's profiler, see `profiled`.
+        """Take one optimizer step, counted from 0, and return its line of metrics.jsonl. `recording` ends the step for
+        torch's profiler, see `profiled`.
         """
         job, recipe, ranks, state = self.job, self.job.recipe, self.ranks, self.state
         share = schedule(step, job.steps, recipe.optim.warmup, recipe.optim.schedule)
@@ -312,7 +291,7 @@ class Training:
             self.model,
             job.task,
             self.optimizer,
-            _batches(job.task, job.train, mine, epoch),
+            ((*collate(job.task, [job.train.get(n, epoch) for n in m.records]), m.is_dummy) for m in mine),
             recipe.optim.clip,
             ranks,
             job.layout,
@@ -325,9 +304,9 @@ class Training:
             say(warning)
         if (table := recording()) is not None and ranks.is_first:
             say(f"{table}\ntraces of all ranks in {job.out / 'profile'}")
-        # in fp16 the first steps may overflow until the scale fits
-        finding_scale = state.scale is not None and state.scale.value > 1
-        state.skipped_in_a_row = state.skipped_in_a_row + 1 if result.skipped and not finding_scale else 0
+        # In fp16 the first steps may overflow until the scale fits.
+        is_scale_high = state.scale is not None and state.scale.value > 1
+        state.skipped_in_a_row = state.skipped_in_a_row + 1 if result.skipped and not is_scale_high else 0
         too_many_skipped(state.skipped_in_a_row, step + 1)
         line = {
             "step": step + 1,
@@ -345,20 +324,20 @@ class Training:
         return line
 
     def validate_and_save(self, step: int) -> None:
-        """Validate and save after a step where either is due, and stop if the run was asked to stop.
+        """Validate and save if they are due after a step, and stop if the run was asked to stop.
 
         Raises:
-            Preempted: if the run was asked to stop. This step is saved.
+            Preempted: the run was asked to stop. This step is saved.
         """
         job, recipe, state = self.job, self.job.recipe, self.state
-        found, last = None, step == job.steps
+        is_better, last = None, step == job.steps
         due = last or step % job.eval_every == 0
         if due and not state.asked:  # a run that was asked to stop only saves; it validates when it continues
-            found = self.validate(step)
-            state.asked = self._asked_anywhere() if found is None else 0
-        is_best = bool(found) and recipe.keeps_best
+            is_better = self.validate(step)
+            state.asked = self._asked_anywhere() if is_better is None else 0
+        is_best = bool(is_better) and recipe.keeps_best
         if last or is_best or state.asked or self.is_enough or step % recipe.checkpoint.every == 0:
-            self.save(step, validated=not due or found is not None, is_best=is_best)
+            self.save(step, validated=not due or is_better is not None, is_best=is_best)
         if state.asked:
             self.saver.finish()
             raise Preempted(
@@ -372,9 +351,8 @@ class Training:
         """
         self.control.note("validating")
         task, state = self.job.task, self.state
-        scored = evaluate.validate(
-            self.model, task, self.job.valid, self.tokens_per_rank, self.ranks, self._asked_anywhere
-        )
+        data, tokens = self.job.valid, self.tokens_per_rank
+        scored = evaluate.validate(self.model, task, data, tokens, self.ranks, self._asked_anywhere)
         if scored is None:
             return None
         loss, rows = scored
@@ -391,21 +369,20 @@ class Training:
         return True
 
     def save(self, step: int, *, validated: bool, is_best: bool) -> None:
-        """Write a checkpoint.
-
-        Args:
-            step: the number of optimizer steps done.
-            validated: whether the validation that is due at this step, if any, is done.
-            is_best: whether this validation is the best one so far.
-        """
+        """Write a checkpoint after `step` steps. `validated`: a validation that is due at this step is done."""
         self.control.note("saving a checkpoint")
         self.attempt.check()
-        began = time.perf_counter()
+        began, state = time.perf_counter(), self.state
         tensors = state_tensors(self.model, self.optimizer, trained_only=self.job.recipe.adapt.method != "full")
-        facts = {**self.facts["facts"], **self.state.of_validation}
-        self.saver.save(
-            step, tensors, self.facts | self.state.saved() | {"validated": validated, "facts": facts}, is_best
-        )
+        changing = {
+            "loss_scale": asdict(state.scale) if state.scale else None,
+            "best": state.best,
+            "skipped_in_a_row": state.skipped_in_a_row,
+            "stale": state.stale,
+            "validated": validated,
+            "facts": {**self.facts["facts"], **state.of_validation},
+        }
+        self.saver.save(step, tensors, self.facts | changing, is_best)
         self.attempt.write(event="checkpoint", step=step, stall_s=round(time.perf_counter() - began, 4))
         self.attempt.report("running", "training")
 
@@ -414,47 +391,36 @@ class Training:
 
 
 @contextmanager
-def advice_if_out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
+def advice_if_out_of_memory(advice: str | Callable[[], str]) -> Iterator[None]:
     """Turn an out-of-memory error into an `InputError` with this advice. Other errors are raised unchanged."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise InputError(f"out of memory: {advice()}") from None
+        raise InputError(f"out of memory: {advice if isinstance(advice, str) else advice()}") from None
 
 
 def _work(
     mine: Sequence[MicroBatch], tokens_N: npt.NDArray[np.integer[Any]], numbers: planner.ModelNumbers
 ) -> tuple[int, float]:
     """Return the residues of this rank's share of a step, and the FLOPs of the forward and backward pass over them."""
-    own_N = tokens_N[[n for micro in mine if not micro.is_dummy for n in micro.records]].astype(np.int64)
-    tokens = int(own_N.sum())
-    attended = float((own_N**2).sum()) / max(tokens, 1)
-    return tokens - 2 * len(own_N), tokens * training_flops(numbers, attended)
-
-
-def _batches(
-    task: Task, data: Examples, mine: Sequence[MicroBatch], epoch: int
-) -> Iterator[tuple[TokenBatch, list[torch.Tensor], bool]]:
-    for micro in mine:
-        batch, targets = collate(task, [data.get(n, epoch) for n in micro.records])
-        yield batch, targets, micro.is_dummy
+    mine_N = tokens_N[[n for micro in mine if not micro.is_dummy for n in micro.records]].astype(np.int64)
+    tokens = int(mine_N.sum())
+    attended = float((mine_N**2).sum()) / max(tokens, 1)
+    return tokens - 2 * len(mine_N), tokens * training_flops(numbers, attended)
 
 
 def _memory_keys(recipe: Recipe) -> dict[str, Any]:
-    """Return the keys of `parallel` that decide on memory. Time-outs do not; the precision may not change."""
+    """Return the keys of `parallel` that change the memory. Time-outs do not, and the precision cannot differ."""
     return recipe.parallel.model_dump(exclude={"start_timeout", "step_timeout", "precision"})
 
 
 def largest_fitting(job: RunInputs, numbers: planner.ModelNumbers, room: int, ranks: World) -> int:
     """Return the largest `batch.tokens_per_rank` that fits, as the planner says; 0 if the longest record does not fit.
 
-    Args:
-        job: the run, with its training records and layout.
-        numbers: the sizes of the model with its head.
-        room: bytes that may be planned with, weights included, on the rank with the least memory.
-        ranks: the ranks over which a step is divided.
+    `numbers` are the sizes of the model with its head. `room` is the bytes that the run may use, weights included, on
+    the rank with the least memory.
     """
     kernels: dict[str, planner.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
     device = kernels[kernel_name(ranks.device, DTYPES[job.layout.precision])]

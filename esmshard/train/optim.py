@@ -13,8 +13,8 @@ from esmshard.recipe.sections import OptimSettings
 def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
     """Create AdamW over the trainable parameters of a model. Call this after `materialise`.
 
-    There are at most four groups: trunk (LoRA included) and head have their own learning rates, and biases, norms and
-    embeddings have no weight decay. Each group's `peak` is its learning rate at the top of the schedule.
+    There are at most four groups. Trunk (LoRA included) and head have different learning rates. Biases, norms and
+    embeddings have no weight decay. The `peak` of a group is its learning rate at the top of the schedule.
     """
     plain = {
         id(p)
@@ -76,17 +76,16 @@ def model_tensors(model: nn.Module, *, trained_only: bool = False) -> dict[str, 
 def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return weights and optimizer state by name, as `model.NAME` and `optim.NAME.exp_avg`. They are the tensors
-    themselves.
+    """Return weights and optimizer state by name, as `model.NAME` and `optim.NAME.exp_avg`. The tensors are no copies.
 
-    State that the optimizer would create in its first step is created here, as zeros, so that a checkpoint can be
-    loaded into it. A tied weight is one entry.
+    If the optimizer has no state yet, its state is created as zeros, so that a checkpoint can be loaded into it. A tied
+    weight is one entry.
 
     Args:
         model: the model; its task head is named `head`.
         optimizer: the optimizer over the model's trainable parameters.
-        trained_only: leave out frozen parameters, and buffers outside the head, which `esmshard.model.weights`
-            can find again.
+        trained_only: leave out frozen parameters, and buffers outside the head. `esmshard.model.weights` can read these
+            from the base model.
     """
     tensors = model_tensors(model, trained_only=trained_only)
     weights = {id(p): name for name, p in model.named_parameters()}

@@ -21,7 +21,7 @@ from esmshard.train.inputs import RUN_FILES, RunInputs, notices, provenance, ver
 from esmshard.train.run_dir import METRICS
 from esmshard.train.tracking import TRACKED
 
-# A resumed run may differ in these settings: they change where and how it runs, not what it computes.
+# A resumed run may differ in these settings. They change where and how it runs, and not what it computes.
 _FREE = (
     *("out", "data.test", "checkpoint.", "train.eval_every", "train.early_stop", "batch.tokens_per_rank", "track"),
     *("parallel.strategy", "parallel.start_timeout", "parallel.step_timeout", "parallel.accumulate"),
@@ -31,18 +31,18 @@ _FREE = (
 
 
 def starting_point(job: RunInputs, resume: str | None) -> Path | None:
-    """Return the checkpoint to continue from, or None for a new run, whose directory is then cleared of old files.
+    """Return the checkpoint to continue from. For a new run, remove old files from the directory and return None.
 
-    Call this on one rank, which holds the directory. Checkpoints after the returned one are set aside: damaged ones,
-    which the next save removes, and good ones that the user chose not to continue from, which stay. Arguments and
-    errors are those of `check_start`.
+    Call this on the rank that holds the directory. Later checkpoints than the returned one are set aside. The next save
+    removes the damaged ones. Good ones, from which the user chose not to continue, stay. Arguments and errors are those
+    of `check_start`.
     """
     directory = job.out / "checkpoints"
     if resume is not None:
         manifest.sweep(directory)
     start = check_start(job, resume)
     if start is None:
-        # A run that was killed before its first checkpoint begins again, but keeps the record of its time.
+        # A run that was killed before its first checkpoint begins again, and keeps the record of its time.
         for path in (job.out / name for name in RUN_FILES if resume != "auto" or name not in (METRICS, *TRACKED)):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -69,14 +69,11 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
     """
     if resume is None:
         return None
-    if resume != "auto":
-        start: Path | None = manifest.locate(Path(resume), say)
-    else:
-        start = manifest.newest_good(job.out / "checkpoints", say)
-        if start is None and (job.out / "model").exists():
-            raise UsageError(
-                f"{job.out}: holds a model but no checkpoint to go on from; pass --overwrite to start again"
-            )
+    start = (
+        manifest.newest_good(job.out / "checkpoints", say) if resume == "auto" else manifest.locate(Path(resume), say)
+    )
+    if start is None and (job.out / "model").exists():
+        raise UsageError(f"{job.out}: holds a model but no checkpoint to go on from; pass --overwrite to start again")
     if start is None:
         return None
     state = sharded.read_state(start)
@@ -98,8 +95,7 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
 
 
 def history(saved: Mapping[str, Any] | None, steps: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return the numbers of steps that a run was planned with and the kinds of device that computed it, in their order,
-    each with the step after which it began.
+    """Return the history of a run: after which step it was planned with which number of steps, on which kind of device.
 
     Args:
         saved: `state.json` of the checkpoint that the run goes on from; None for a new run.
@@ -116,7 +112,7 @@ def history(saved: Mapping[str, Any] | None, steps: int, device: torch.device) -
 
 
 def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
-    """Return the recipe with the values that were chosen on this machine, as it is saved beside the results."""
+    """Return the recipe with the values that were chosen on this machine. It is saved beside the results."""
     batch = job.recipe.batch.model_copy(update={"tokens_per_rank": tokens_per_rank})
     parallel = job.recipe.parallel.model_copy(update={"precision": job.layout.precision})
     train = job.recipe.train.model_copy(update={"steps": job.steps or None, "epochs": None})
@@ -124,17 +120,9 @@ def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
 
 
 def describe_run(job: RunInputs, recipe: Recipe, done: int, ranks: World, history: Sequence[Mapping[str, Any]]) -> None:
-    """Write recipe and versions beside the results, and print notices on data and weights; those of a trial have been
-    printed once for the sweep. One rank calls this.
-
-    Args:
-        job: the prepared run.
-        recipe: the recipe with the values that were chosen on this machine.
-        done: the number of optimizer steps done.
-        ranks: all processes of the run.
-        history: see the function `history`.
+    """Write the `resolved` recipe and versions beside the results, and print notices on data and weights. One rank
+    calls this, after `done` optimizer steps. For trials, the sweep has printed the notices once.
     """
-    job.out.mkdir(parents=True, exist_ok=True)
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
     facts = {**versions(job.recipe, ranks.device), "processes": ranks.size, "data": provenance(job)}
     replace_json(job.out / "versions.json", facts | {"history": history})

@@ -1,7 +1,7 @@
-"""The records in a run's directory: lock, `status.json`, `metrics.jsonl`, and what `esmshard status` prints of them.
+"""The records in the directory of a run: lock, `status.json`, `metrics.jsonl`, and the output of `esmshard status`.
 
-Only the first rank writes here. Times are in seconds since 1970. Lines of `metrics.jsonl` are optimizer steps,
-validations (`split`) and these events:
+Only the first rank writes these files. Times are in seconds since 1970. A line of `metrics.jsonl` is an optimizer step,
+a validation (with the key `split`) or one of these events:
 
     {"event": "attempt", "attempt": 2, "started": T, "time": T, "from_step": 100, "steps_lost": 7, "seconds_lost": 3.5}
     {"event": "first_step", "seconds": 41.2, "time": T}
@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypedDict
 
 from pydantic import BaseModel
@@ -36,7 +35,7 @@ SWEEP = "sweep.json"
 """The state of a sweep (`esmshard.train.search`)."""
 
 TAIL = 1 << 18
-"""The bytes at the end of metrics.jsonl in which the last step is looked for. A line of 64 ranks has 5 KB."""
+"""The bytes at the end of metrics.jsonl that are searched for the last step. A line of 64 ranks has 5 KB."""
 
 State = Literal["running", "preempted", "done", "failed"]
 EXIT_CODES: Mapping[State, int] = {
@@ -45,7 +44,7 @@ EXIT_CODES: Mapping[State, int] = {
     "preempted": ExitCode.REQUEUE,
     "done": ExitCode.DONE,
 }
-"""The exit code of `esmshard status`: that of the first of these states that one of the runs is in."""
+"""The exit code of `esmshard status` for each state. For several runs, the first state of any run counts."""
 
 
 class Holder(BaseModel):
@@ -53,15 +52,14 @@ class Holder(BaseModel):
 
     host: str
     namespace: str
-    """The boot of the machine and the namespace within which process ids have one meaning: each container has its own.
-    """
+    """The boot of the machine and the namespace of its process ids. Containers have different namespaces."""
     pid: int
     process_start: str | None
     """See `process_start`."""
     job: str | None
     """The scheduler's id of the job. It stays the same when the job is restarted after a preemption."""
     since: str
-    """The time at which the lock was taken, by the holder's clock, for people."""
+    """The local time at which the lock was taken, for people."""
 
     @classmethod
     def here(cls) -> "Holder":
@@ -77,7 +75,7 @@ class Holder(BaseModel):
 
     @property
     def lives(self) -> bool | None:
-        """Whether the process exists; None if that cannot be seen, as on another machine."""
+        """Whether the process exists; None if this cannot be seen, as on another machine."""
         if (self.host, self.namespace) != (socket.gethostname(), _namespace()):
             return None
         start = process_start(self.pid)
@@ -91,16 +89,16 @@ class Holder(BaseModel):
 class Lock:
     """The lock of a run directory, held from `with` to the end of the block.
 
-    The file is created exclusively (`O_EXCL`), which NFS and Lustre guarantee even where locks are switched off. A run
-    that was killed leaves its lock. The next run takes it over if the process is gone from this machine, or if the same
-    job of a scheduler left it. Whether a process of another machine lives cannot be seen, so that the user decides.
+    The file is created exclusively (`O_EXCL`), which NFS and Lustre guarantee even if locks are switched off. A run
+    that was killed leaves its lock. The next run takes this lock over if the process is gone from this machine, or if
+    the lock is of the same job of a scheduler. A run cannot see the processes of another machine, so the user decides.
 
     Args:
         out: the run directory. It is created if it does not exist.
         take_over: take the lock of a run that may still live on another machine (`--take-over`).
 
     Raises:
-        InputError: on entering, if another run holds the directory or the directory cannot be written to.
+        InputError: on entering, another run holds the directory, or the directory cannot be written to.
     """
 
     def __init__(self, out: Path, *, take_over: bool = False) -> None:
@@ -124,10 +122,8 @@ class Lock:
                 "another directory with out=DIR"
             ) from None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with suppress(InputError, OSError):  # the file stays, and the next run sees that its process is gone
+    def __exit__(self, *_: object) -> None:
+        with suppress(InputError, OSError):  # if the file stays, the next run sees that the process is gone
             self.check()
             self._path.unlink()
 
@@ -146,12 +142,12 @@ class Lock:
         )
 
     def _make_room(self) -> None:
-        """Move the lock of a run away that has ended. `InputError` if it may still live."""
+        """Move the lock of a run away that has ended. Raise `InputError` if this run may still live."""
         try:
             text, age = self._path.read_bytes(), time.time() - self._path.stat().st_mtime
         except FileNotFoundError:
             return
-        if not text and 0 <= age < 2:  # it was just created, and is about to get its content
+        if not text and 0 <= age < 2:  # the file was just created, and is about to get its content
             time.sleep(0.05)
             return
         held = _parsed(text)
@@ -163,7 +159,7 @@ class Lock:
             raise InputError(
                 f"{who}{', which is still running' if is_alive else ''}; wait for it, stop it, or choose another "
                 "directory with out=DIR"
-                + ("" if is_alive else "; whether it still runs cannot be seen from here: if not, pass --take-over")
+                + ("" if is_alive else "; this machine cannot see whether it still runs: if not, pass --take-over")
             )
         aside = self._path.with_name(f".{LOCK}.{uuid.uuid4().hex}")
         try:
@@ -200,8 +196,8 @@ def _parsed(text: bytes) -> Holder | None:
 
 
 def process_start(pid: int) -> str | None:
-    """Return what tells a process of this machine from a later one with the same id: its start in the kernel's ticks,
-    or an empty text where the system does not show it. None if there is no such process, or only its exit code is left.
+    """Return the start of a process in the kernel's ticks, which distinguishes it from a later process of the same id.
+    The text is empty if the system does not show the start. None if the process is gone, or only its exit code is left.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -220,8 +216,7 @@ def _namespace() -> str:
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the id of this job, which stays the same when a scheduler or launcher starts its processes again; None if
-    there is no such id.
+    """Return the id of this job; None if there is none. A restart by a scheduler or launcher does not change the id.
 
     >>> job_id({"SLURM_JOB_ID": "812", "SLURM_ARRAY_JOB_ID": "810", "SLURM_ARRAY_TASK_ID": "2"})
     '810_2'
@@ -257,14 +252,14 @@ class Status(TypedDict):
 
 
 def read_status(out: Path) -> Status | None:
-    """Return the state of a run; None if no run began in the directory, whose `status.json` may be another program's.
+    """Return the state of a run; None if no run began in the directory. A `status.json` of another program is ignored.
 
-    A killed run could not write its last state. If the file says `running`, but the directory has no lock or the
-    lock's process is gone from this machine, the result is `failed`. Of a run on another machine this cannot be seen.
+    A killed run could not write its last state. If the file says `running`, and the directory has no lock or the
+    process of the lock is gone from this machine, the state is `failed`. A run on another machine stays `running`.
     """
     status = _status_as_written(out)
     if status is not None and status["state"] == "running" and abandoned(out):
-        message = f"the run ended without a word after step {status['step']}; go on with --resume auto"
+        message = f"the run ended without a message after step {status['step']}; go on with --resume auto"
         return {**status, "state": "failed", "message": message}
     return status
 
@@ -284,8 +279,8 @@ def begun_by_this_job(out: Path) -> bool:
 
 
 def last_word(out: Path, code: int) -> str:
-    """Explain why a run is not done whose processes ended with an exit code. Record it in `status.json` if no process
-    has done so.
+    """Return why a run is not done. `code` is the exit code of its processes. If no process has recorded the reason in
+    `status.json`, record it.
     """
     status = _status_as_written(out)
     if status is not None and status["state"] == "running" and abandoned(out) and code != Preempted.exit_code:
@@ -298,11 +293,10 @@ def last_word(out: Path, code: int) -> str:
 
 
 class Attempt:
-    """One attempt at a run: the lock of the directory, `metrics.jsonl` and `status.json`. Other ranks than the first
-    write nothing.
+    """One attempt at a run: the lock of the directory, `metrics.jsonl` and `status.json`. Only the first rank writes.
 
-    Use it as `with Attempt(...) as attempt:` around the whole run. The error that ends the run, if any, becomes the
-    last line and the status, unless the command was refused before anything began.
+    Use it as `with Attempt(...) as attempt:` around the whole run. An error that ends the run becomes the last line and
+    the status, unless the command was refused before anything began.
 
     Args:
         out: the directory of the run.
@@ -321,9 +315,7 @@ class Attempt:
         return self
 
     def open(self, is_first: bool, steps: int, *, take_over: bool = False) -> None:
-        """Take the lock of the run directory (see `Lock`); `steps` is the recipe's number. `InputError` if another run
-        holds it.
-        """
+        """Take the lock of the run directory (see `Lock`). `steps` is the number of steps of the recipe."""
         self._steps = steps
         if is_first:
             self._lock = Lock(self._out, take_over=take_over).__enter__()
@@ -337,10 +329,9 @@ class Attempt:
             self._lock.check()
 
     def begin(self, done: int, validated: bool = True) -> None:
-        """Begin after `done` steps. The lines of later steps leave metrics.jsonl, because those steps are taken again.
+        """Begin after `done` steps. The lines of later steps leave metrics.jsonl, because these steps are taken again.
 
-        The line of the validation after step `done` leaves it too, unless the checkpoint records that this validation
-        is done.
+        The line of the validation after step `done` leaves metrics.jsonl, too, unless that checkpoint is `validated`.
         """
         if self._lock is None:
             return
@@ -357,7 +348,7 @@ class Attempt:
         if self._lock is None:
             return
         line["time"] = round(time.time(), 3)
-        # JSON has no NaN
+        # JSON has no NaN.
         known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         with open(self._out / METRICS, "a", encoding="utf-8") as file:
             file.write(json.dumps(known) + "\n")
@@ -372,7 +363,7 @@ class Attempt:
             self.write(event="first_step", seconds=round(time.time() - self._started, 3))
 
     def report(self, state: State, message: str, exit_code: int | None = None) -> None:
-        """Replace status.json in one operation, so that a crash leaves the old file."""
+        """Replace status.json in one operation, so that a crash leaves the old file or the new one."""
         if self._lock is None:
             return
         self._begun = True
@@ -392,9 +383,7 @@ class Attempt:
         }
         replace_json(self._out / STATUS, status)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if self._lock is None:
             return
         ended: tuple[State, str, int]
@@ -415,17 +404,16 @@ class Attempt:
                 self.write(event="end", state=ended[0])
                 self.report(*ended)
                 self._tracking.end(ended[0], self._step)
-        # the directory belongs to another run now, or the disk is full; the error being raised is more useful
-        except (InputError, OSError):
+        except (InputError, OSError):  # another run has taken the directory over, or the disk is full
             if error is None:
                 raise
         finally:
-            self._lock.__exit__(kind, error, trace)
+            self._lock.__exit__()
 
 
 def metrics_of(out: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics.jsonl, if it has one, or those in the `tail`, the last bytes. A line that a
-    crash cut off is left out.
+    """Yield the lines of a run's metrics.jsonl, or only those in its last `tail` bytes. Incomplete lines, which a crash
+    leaves, are skipped.
     """
     if not (out / METRICS).is_file():
         return
@@ -442,7 +430,7 @@ def metrics_of(out: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]
 
 
 def is_step(line: Mapping[str, Any]) -> bool:
-    """Whether a line describes an optimizer step. The line of a validation names its step, too."""
+    """Whether a line is of an optimizer step. The line of a validation has a step, too."""
     return "event" not in line and "split" not in line and "step" in line
 
 
@@ -452,8 +440,7 @@ def cut(
     """Return the lines that stay when a run continues after `done` steps, and the lost steps and their seconds.
 
     The lines of later steps will be written again. Events stay. An attempt that was killed gets an end line, because
-    its last line may be removed here. Unless `validated` is true, the line of the validation after step `done` is
-    removed, too.
+    its last line may be removed. If `validated` is false, the line of the validation after step `done` is removed, too.
 
     >>> cut([{"step": 1, "step_s": 2.0, "time": 12.0}, {"step": 2, "step_s": 2.5, "time": 15.0}], 1)[1:]
     (1, 2.5)
@@ -475,29 +462,18 @@ def cut(
     return kept[:-1], lost, seconds
 
 
-class Goodput(TypedDict):
-    """The use of a run's time, over all attempts."""
-
-    attempts: int
-    steps_lost: int
-    lost_s: float
-    useful_s: float
-    allocated_s: float
-    goodput: float | None
-    """The share of the allocated time that was useful; None if no time was allocated."""
-
-
-def goodput(lines: Iterable[Mapping[str, Any]]) -> Goodput:
+def goodput(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Sum up how the time of a run was used, from the lines of its metrics.jsonl. The last attempt may still run.
 
-    Goodput is useful time divided by allocated time, as the "productive time" of Google's ML Goodput Measurement. The
-    number of processes does not matter: an hour of the run is one hour.
+    Returns the number of `attempts`, `steps_lost`, seconds (`lost_s`, `useful_s`, `allocated_s`) and `goodput`: useful
+    divided by allocated time, as the "productive time" of Google's ML Goodput Measurement; None without allocated time.
+    An hour of the run is one hour, whatever the number of processes.
 
-    - Useful time is the seconds of optimizer steps (`step_s`, waiting for data included) whose result was kept. Start,
+    - Useful time is the time of optimizer steps (`step_s`, including the wait for data) whose result was kept. Start,
       validation, checkpoints, consolidation and repeated steps are not useful time.
-    - Allocated time runs from the start of each attempt's command to the attempt's end line. A killed attempt has no
-      end line and ends at its last line. Time between attempts (such as in a queue) is not allocated.
-    - Lost steps were taken after the checkpoint from which the next attempt continued.
+    - Allocated time is the time from the start of each attempt to its end line, or to its last line if it was killed.
+      Time between attempts, such as in a queue, is not allocated.
+    - Lost steps are the steps after the checkpoint from which the next attempt continued.
     """
     attempts = lost = 0
     useful = lost_s = allocated = begin = end = 0.0
@@ -524,23 +500,23 @@ def goodput(lines: Iterable[Mapping[str, Any]]) -> Goodput:
     }
 
 
-def goodput_text(found: Goodput) -> str:
+def goodput_text(use: Mapping[str, Any]) -> str:
     """Describe the use of a run's time in one line, such as `goodput 75%: 1m15s of 1m40s in steps that count; ...`."""
-    share = "unknown" if found["goodput"] is None else f"{found['goodput']:.0%}"
-    attempts, lost = found["attempts"], found["steps_lost"]
+    share = "unknown" if use["goodput"] is None else f"{use['goodput']:.0%}"
+    attempts, lost = use["attempts"], use["steps_lost"]
     text = (
-        f"goodput {share}: {duration(found['useful_s'])} of {duration(found['allocated_s'])} in steps that count; "
+        f"goodput {share}: {duration(use['useful_s'])} of {duration(use['allocated_s'])} in steps that count; "
         f"{attempts} attempt{'' if attempts == 1 else 's'}, {lost} step{'' if lost == 1 else 's'} lost"
     )
-    return text + (f" ({duration(found['lost_s'])})" if lost else "")
+    return text + (f" ({duration(use['lost_s'])})" if lost else "")
 
 
 def standings(out: Path) -> list[dict[str, Any]]:
     """Return the state of the run or sweep in a directory, or of the runs in its subdirectories, ordered by name.
 
-    Each has the entries of `status.json`, corrected for newer steps and for a killed run, and besides `run`, its path;
-    `unit`, what `step` and `steps` count; `last_seen`, the time of the last change of its files, if somebody holds the
-    directory; and `holder`.
+    Each state has the entries of `status.json`, corrected for newer steps and for a killed run. It also has `run`, the
+    path; `unit`, what `step` and `steps` count; `holder`; and `last_seen`, the time of the last change of the files, if
+    there is a holder.
 
     Raises:
         UsageError: if no run has begun in the directory.
@@ -581,7 +557,7 @@ def _seen(held: Holder | None, *files: Path) -> dict[str, Any]:
 
 
 def joint_state(runs: Sequence[Mapping[str, Any]]) -> State:
-    """Return the first state of EXIT_CODES that one of several runs is in."""
+    """Return the joint state of several runs: the first one of EXIT_CODES that any run has."""
     return next(state for state in EXIT_CODES if any(run["state"] == state for run in runs))
 
 

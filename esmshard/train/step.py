@@ -1,9 +1,9 @@
 """One optimizer step, the same mathematics on any number of ranks."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import chain, pairwise
 
 import torch
 from torch import nn
@@ -17,10 +17,8 @@ from esmshard.parallel.shard import copies, local, next_micro_batch
 from esmshard.parallel.watch import Watch
 from esmshard.tasks.base import Task
 
-T = TypeVar("T")
-
 MAX_SKIPPED = 10
-"""The number of steps in a row with a non-finite loss or gradient after which the run stops with an error."""
+"""After so many steps in a row with a non-finite loss or gradient the run stops with an error."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,16 @@ class StepResult:
 
 @dataclass
 class LossScale:
-    """The scale that keeps fp16 gradients in range: the loss is multiplied by `value`, the gradients are divided by
+    """The scale that keeps fp16 gradients in range. The loss is multiplied by `value`, and the gradients are divided by
     `value`.
 
-    The scale changes as in torch's `GradScaler`, which checks each rank for overflow on its own. Here the gradient norm
-    over all ranks, which is computed anyway, shows an overflow, so all ranks skip the step and change the scale
-    together.
+    The scale changes as in torch's `GradScaler`. The gradient norm over all ranks shows an overflow, so all ranks skip
+    the step and change the scale together.
     """
 
     value: float = 2.0**16
     good_steps: int = 0
-    """The number of good steps in a row since the last change of the scale."""
+    """The number of steps without an overflow since the last change of the scale."""
 
     def update(self, overflow: bool) -> None:
         """Halve the scale after an overflow; double it after 2,000 good steps."""
@@ -82,24 +79,27 @@ def train_step(
         task: the task, which computes the loss.
         optimizer: the optimizer over the shards, with its learning rates set.
         micro_batches: (batch, targets, whether it is a dummy). Every rank has the same number of micro-batches.
-        clip: largest norm of the gradients.
+        clip: the largest norm of the gradients.
         world: the ranks that take the step together.
-        layout: the way in which the model is divided over the ranks.
+        layout: the layout of the model over the ranks.
         scale: the scale of the loss, in fp16 only. An overflow skips the step and halves the scale.
-        watch: measures the times of the step. Its numbers are exchanged together with the step's own.
+        watch: measures the times of the step. The ranks exchange these times together with the numbers of the step.
         asked: not 0 if this rank was asked to stop. All ranks receive this value in the same exchange.
 
     Losses are summed without scale, and FSDP sums gradients over ranks. Both sums are divided once, by the global
     count, so the result does not depend on how records are assigned to ranks and micro-batches. The host waits for the
-    device once a step: for losses, counts and gradient norms. The host adds these in double precision, which Apple's
+    device once a step, for losses, counts and gradient norms. The host adds them in double precision, which Apple's
     GPUs lack, and one small all-reduce exchanges them between the ranks.
     """
     optimizer.zero_grad(set_to_none=True)
     parts, residues = [], 0
-    for (batch, targets, is_dummy), last in _with_last(watch.data(micro_batches) if watch else micro_batches):
+    # The next micro-batch is made before this one is computed.
+    for micro_batch, following in pairwise(chain(watch.data(micro_batches) if watch else micro_batches, [None])):
+        assert micro_batch is not None
+        batch, targets, is_dummy = micro_batch
         part = task.loss(model(batch.to(world.device)), targets)
         weight = 0.0 if is_dummy else 1.0
-        next_micro_batch(model, layout, last)
+        next_micro_batch(model, layout, following is None)
         torch.autograd.backward(part.sum * weight * (scale.value if scale else 1.0))
         parts.append(torch.stack([part.sum.detach(), part.count]) * weight)
         residues += 0 if is_dummy else batch.n_residues
@@ -113,8 +113,8 @@ def train_step(
         watch.wait_for_device()
     loss_sum, count = torch.stack(parts).cpu().double().sum(0).tolist()
     square = sum(norm**2 / holders for norm, holders in zip(norms.cpu().double().tolist(), by_holders, strict=True))
-    own = [square, asked, loss_sum, count, residues]
-    rows = world.rows([*own, *(watch.numbers() if watch else [])])
+    numbers = [square, asked, loss_sum, count, residues]
+    rows = world.rows([*numbers, *(watch.numbers() if watch else [])])
     total_square, reason = sum(row[0] for row in rows), int(max(row[1] for row in rows))
     # Ranks that work together have computed the losses of the same records.
     total_loss, total_count, total_residues = (sum(row[k] for row in rows[:: layout.together]) for k in (2, 3, 4))
@@ -128,22 +128,11 @@ def train_step(
     if scale is not None:
         scale.update(not math.isfinite(norm))
     loss = total_loss / total_count if total_count else math.nan
-    numbers = [row[len(own) :] for row in rows]
-    return StepResult(loss, norm, int(total_residues), skipped, numbers, reason)
-
-
-def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item, with whether it is the last. The next item is created before the current one is yielded."""
-    waiting = iter(items)
-    item = next(waiting, None)
-    while item is not None:
-        following = next(waiting, None)
-        yield item, following is None
-        item = following
+    return StepResult(loss, norm, int(total_residues), skipped, [row[len(numbers) :] for row in rows], reason)
 
 
 def too_many_skipped(in_a_row: int, step: int) -> None:
-    """Stop the run when steps keep failing. More steps would cost time without changing the model."""
+    """Raise `InputError` after MAX_SKIPPED skipped steps in a row. More steps would not change the model."""
     if in_a_row >= MAX_SKIPPED:
         error = InputError(
             f"step {step}: loss or gradient was not finite {in_a_row} times in a row; start again with a lower "

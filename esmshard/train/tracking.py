@@ -15,7 +15,7 @@ from esmshard.parallel.launch import environment
 from esmshard.progress import say
 
 WANDB_ID = "wandb-id"
-"""The file with the id of the run at Weights & Biases, so that a later attempt goes on with the same run."""
+"""The file with the id of the run at Weights & Biases. A later attempt continues the same run."""
 TRACKED = ("tensorboard", "wandb", WANDB_ID)
 """The files that trackers leave in the directory of a run."""
 
@@ -23,7 +23,7 @@ TRACKED = ("tensorboard", "wandb", WANDB_ID)
 def check_installed(trackers: Sequence[str]) -> None:
     """Raise `UsageError` if the package of a tracker is not installed."""
     for name in trackers:
-        # A directory of that name in the working directory has no origin, and does not count as a package.
+        # A directory with the name of the package in the working directory has no origin, and is no package.
         missing = [package for package in ("accelerate", name) if getattr(find_spec(package), "origin", None) is None]
         if missing:
             extra = "track" if name == "tensorboard" else name
@@ -41,12 +41,10 @@ class Tracking:
     def __init__(self, out: Path, names: Sequence[str]) -> None:
         self._out, self._names = out, names
         self._trackers: dict[str, Any] = {}
-        self._repeated = range(0)
-        """The steps that are taken again. Weights & Biases has them, and cannot replace them."""
 
     def begin(self, done: int, lost: int = 0) -> None:
-        """Open the trackers after `done` steps. The `lost` steps after these are taken again: TensorBoard hides their
-        earlier values, and Weights & Biases keeps them.
+        """Open the trackers after `done` steps. The next `lost` steps are repeated: TensorBoard hides their earlier
+        values, and Weights & Biases, which cannot replace values, keeps the earlier ones.
         """
         self._repeated = range(done + 1, done + lost + 1)
         for name in self._names:
@@ -55,37 +53,36 @@ class Tracking:
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Show the numbers of a line of metrics.jsonl: of a step, or of a validation."""
-        if "event" not in line:
-            prefix = f"{line['split']}/" if "split" in line else ""
-            self._show(int(line["step"]), {prefix + k: v for k, v in line.items() if k not in ("step", "time")})
-
-    def end(self, state: str, step: int) -> None:
-        """Show the test metrics of a run that is done, and close the trackers, after `step` steps."""
-        if self._trackers and state == "done" and (self._out / "evaluation.json").is_file():
-            from esmshard.tasks.base import MAIN
-
-            metrics = read_json(self._out / "evaluation.json")["metrics"][MAIN]
-            self._show(step, {f"test/{metric}": interval["value"] for metric, interval in metrics.items()})
-        for name, tracker in list(self._trackers.items()):
-            with self._failing(name):
-                if name == "wandb":  # accelerate's method has no exit code
-                    tracker.tracker.summary["status"] = state
-                    tracker.tracker.finish(exit_code={"done": 0, "preempted": ExitCode.REQUEUE}.get(state, 1))
-                else:
-                    tracker.finish()
-
-    def _show(self, step: int, values: Mapping[str, Any]) -> None:
-        numbers = {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
+        if "event" in line:
+            return
+        prefix, step = f"{line['split']}/" if "split" in line else "", int(line["step"])
+        shown = {key: value for key, value in line.items() if key not in ("step", "time")}
+        numbers = {prefix + key: value for key, value in shown.items() if isinstance(value, bool | int | float)}
         for name, tracker in list(self._trackers.items()):
             if name != "wandb" or step not in self._repeated:
                 with self._failing(name):
                     tracker.log(numbers, step=step)
 
+    def end(self, state: str, step: int) -> None:
+        """Show the test metrics if the run is done, and close the trackers. `step` is the number of steps done."""
+        if self._trackers and state == "done" and (self._out / "evaluation.json").is_file():
+            from esmshard.tasks.base import MAIN
+
+            metrics = read_json(self._out / "evaluation.json")["metrics"][MAIN]
+            self.log({"split": "test", "step": step, **{name: cell["value"] for name, cell in metrics.items()}})
+        for name, tracker in list(self._trackers.items()):
+            with self._failing(name):
+                if name == "wandb":  # the method of accelerate passes no exit code
+                    tracker.tracker.summary["status"] = state
+                    tracker.tracker.finish(exit_code={"done": 0, "preempted": ExitCode.REQUEUE}.get(state, 1))
+                else:
+                    tracker.finish()
+
     @contextmanager
     def _failing(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever a tracker or its service raises
+        except Exception as error:  # a tracker or its service may raise any exception
             self._trackers.pop(name, None)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             say(f"track: {name} has failed ({reason}); the run goes on without it")
@@ -96,17 +93,17 @@ def _opened(name: str, out: Path, done: int) -> Any:
     from accelerate.tracking import TensorBoardTracker, WandBTracker
     from ruamel.yaml import YAML
 
-    # accelerate must see one process: this rank reports for all, and joins no other group than that of the run.
+    # accelerate must see a single process. This rank reports for all ranks, and joins no other process group.
     sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
     with environment({"LOCAL_RANK": "-1", **dict.fromkeys(sizes, "1")}):
         PartialState(cpu=True)
     if name == "tensorboard":
-        tracker = TensorBoardTracker("tensorboard", logging_dir=str(out), purge_step=done + 1)
+        tracker = TensorBoardTracker(name, logging_dir=str(out), purge_step=done + 1)
         tracker.start()
         return tracker
     several = re.fullmatch(r"seed-\d+(-fold-\d+)?|curve-[\d.]+", out.name)  # runs of one experiment
     path = out / WANDB_ID
-    if not path.is_file():  # an agent of a W&B sweep names the run, which several runs cannot share
+    if not path.is_file():  # an agent of a W&B sweep gives the id of one run, which several runs cannot share
         replace_text(path, (not several and os.environ.get("WANDB_RUN_ID")) or uuid.uuid4().hex[:12])
     tracker = WandBTracker(
         os.environ.get("WANDB_PROJECT") or "esmshard",

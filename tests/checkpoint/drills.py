@@ -1,20 +1,23 @@
-"""Processes that die, or run into an error, at a chosen change of a directory.
+"""Work that dies, or runs into an error, at a chosen change of a directory.
 
 Python reports every change before it makes it (PEP 578): files opened for writing, names made, renamed and removed. So
-a drill needs no hooks in the code under test, and meets it at every point that the file system can see.
+a drill needs no hooks in the code under test, and meets it at every point that the file system can see. Work that dies
+is left by an exception that nobody catches, and whatever it would still change is refused, as if it were dead.
 """
 
 import os
-import signal
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from esmshard.checkpoint import sharded
+from esmshard.io import paths
 
 CHANGES = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "open": 1}
 """Audit events, and how many of their arguments are paths."""
@@ -55,27 +58,42 @@ def fork(function: Callable[[], int | None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def on_change(directory: Path, action: Callable[[int, str, str], None]) -> None:
-    """From now on, call `action(number, event, path)` right before each change below `directory`. For good."""
-    inside, count = str(directory) + os.sep, 0
+class DeadError(BaseException):
+    """Work dies here; a process would be gone."""
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal count
-        if event not in CHANGES:
-            return
-        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            return
-        # Names relative to an open directory, as rmtree uses them, are below it or nobody's.
-        paths = [str(os.fspath(p)) for p in arguments[: CHANGES[event]] if not isinstance(p, int)]
-        if any(path.startswith(inside) or not Path(path).is_absolute() for path in paths):
-            count += 1
-            action(count, event, paths[0])
 
-    sys.addaudithook(hook)
+_watching: list[tuple[str, Callable[[str], None]]] = []
+"""The directory whose changes are reported, and to whom. A hook stays for good, so there is one for all drills."""
+_hooked: list[bool] = []
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _watching or event not in CHANGES:
+        return
+    if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        return
+    inside, report = _watching[-1]
+    # Names relative to an open directory, as rmtree uses them, are below it or nobody's.
+    names = [str(os.fspath(p)) for p in arguments[: CHANGES[event]] if not isinstance(p, int)]
+    if any(name.startswith(inside) or not Path(name).is_absolute() for name in names):
+        report(event)
+
+
+@contextmanager
+def on_change(directory: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """Call `report(event)` right before each change below `directory`."""
+    if not _hooked:
+        sys.addaudithook(_hook)
+        _hooked.append(True)
+    _watching.append((str(directory) + os.sep, report))
+    try:
+        yield
+    finally:
+        _watching.pop()
 
 
 def killed_at(number: int, directory: Path, function: Callable[[Path], Any], *, power_cut: bool = False) -> bool:
-    """Whether a process that calls it dies at that change of `directory`; False if it comes to its end before.
+    """Whether work dies at that change of `directory`; False if it comes to its end before.
 
     Args:
         number: of the change, from 1 on.
@@ -84,40 +102,46 @@ def killed_at(number: int, directory: Path, function: Callable[[Path], Any], *, 
         power_cut: as if the machine lost its power: new files that were not synced are empty, and those whose
             directory was not synced after they were made are gone.
     """
+    synced: dict[int, set[str]] = {}  # by inode: of a directory the names in it
+    fsync, count, dead = os.fsync, 0, False
+    before = {file.stat().st_ino for file in directory.rglob("*") if file.is_file()}
 
-    def work() -> int:
-        synced: dict[int, set[str]] = {}  # by inode: of a directory the names in it
-        fsync = os.fsync
+    def record(handle: int) -> None:
+        fsync(handle)
+        status = os.fstat(handle)
+        synced[status.st_ino] = set(os.listdir(handle)) if stat.S_ISDIR(status.st_mode) else set()
 
-        def record(handle: int) -> None:
-            fsync(handle)
-            found = os.fstat(handle)
-            synced[found.st_ino] = set(os.listdir(handle)) if stat.S_ISDIR(found.st_mode) else set()
-
-        def die(count: int, event: str, path: str) -> None:
-            nonlocal number
-            if count != number:
-                return
-            number = 0
+    def die(_event: str) -> None:
+        nonlocal count, dead
+        count += 1
+        if count == number:
+            dead = True
             if power_cut:
-                for file in [path for path in directory.rglob("*") if path.is_file()]:
-                    if file.stat().st_ino in before:
-                        continue
-                    if file.name not in synced.get(file.parent.stat().st_ino, ()):
-                        file.unlink()
-                    elif file.stat().st_ino not in synced:
-                        os.truncate(file, 0)
-            os.kill(os.getpid(), signal.SIGKILL)
+                lose_power()
+        if dead:
+            raise DeadError
 
-        before = {file.stat().st_ino for file in directory.rglob("*") if file.is_file()}
-        os.fsync = record
-        on_change(directory, die)
-        function(directory)
-        return 0
+    def lose_power() -> None:
+        _watching.append(("", lambda event: None))
+        for file in [path for path in directory.rglob("*") if path.is_file()]:
+            if file.stat().st_ino in before:
+                continue
+            if file.name not in synced.get(file.parent.stat().st_ino, ()):
+                file.unlink()
+            elif file.stat().st_ino not in synced:
+                os.truncate(file, 0)
+        _watching.pop()
 
-    code = fork(work)
-    assert code in (0, -signal.SIGKILL), code
-    return code == -signal.SIGKILL
+    with pytest.MonkeyPatch.context() as patch, on_change(directory, die):
+        patch.setattr(os, "fsync", record)
+        patch.setattr(os, "getpid", lambda: 2**22)  # of no process that lives
+        patch.setattr(paths, "_IN_USE", set())
+        try:
+            function(directory)
+        except BaseException:
+            if not dead:
+                raise
+    return dead
 
 
 def refused_at(number: int, directory: Path, error: int, function: Callable[[Path], Any], *, for_good: bool) -> str:
@@ -130,20 +154,17 @@ def refused_at(number: int, directory: Path, error: int, function: Callable[[Pat
         function: the work, done on that directory.
         for_good: all later files and directories are refused, too.
     """
-    message = directory.parent / "message"
-    message.write_text("")
+    count = 0
 
-    def work() -> int:
-        def refuse(count: int, event: str, path: str) -> None:
-            if count == number if not for_good else count >= number and event in ("open", "os.mkdir"):
-                raise OSError(error, os.strerror(error), path)
+    def refuse(event: str) -> None:
+        nonlocal count
+        count += 1
+        if count == number if not for_good else count >= number and event in ("open", "os.mkdir"):
+            raise OSError(error, os.strerror(error), str(directory))
 
-        on_change(directory, refuse)
+    with on_change(directory, refuse):
         try:
             function(directory)
         except ValueError as caught:
-            message.write_text(str(caught))
-        return 0
-
-    assert fork(work) == 0
-    return message.read_text()
+            return str(caught)
+    return ""

@@ -33,52 +33,34 @@ def trained() -> dict[str, torch.Tensor]:
     return found | {"layers.1.fc1.bias": torch.full((128,), 5.0), "head.out": torch.full((3,), 7.0)}
 
 
-class Reading:
-    """Reads tensors and notes the names."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors, self.asked = tensors, list[str]()
-
-    def __call__(self, name: str) -> torch.Tensor:
-        self.asked.append(name)
-        return self.tensors[name]
-
-
-def opened(adapt: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[Any, Any, Reading]:
-    reading = Reading(tensors)
+def checkpoint(tensors: dict[str, torch.Tensor], **changes: Any) -> adapted.Checkpoint:
     sizes = {name: tensor.shape for name, tensor in tensors.items()}
-    return *adapted.on_base(adapted.Checkpoint(HERE, state(adapt), sizes, reading)), reading
+    return adapted.Checkpoint(HERE, state(LORA) | changes, sizes, tensors.__getitem__)
 
 
 def test_the_base_with_what_was_trained_put_in() -> None:
     tensors, base = trained(), weights.fresh(NANO, 3)
-    sizes, read, reading = opened(LORA, tensors)
-    shapes = weights.shapes(NANO)
-    assert sizes.keys() == (shapes.keys() - {"lm_head.weight"}) | {"head.out"}
-    assert all(sizes[name] == shapes[name] for name in sizes if name != "head.out")
+    sizes, read = adapted.on_base(checkpoint(tensors))
+    assert sizes.keys() == (weights.shapes(NANO).keys() - {"lm_head.weight"}) | {"head.out"}
     for name in sizes:
-        tensor = read(name)
         if name in ("layers.0.fc1.weight", "layers.1.fc1.weight"):
-            stem = name.removesuffix(".weight")
-            expected = base[name] + 3.0 * tensors[f"{stem}.lora_B.weight"] @ tensors[f"{stem}.lora_A.weight"]
-            assert (tensor - expected).abs().max() < 1e-5
-            assert (tensor - base[name]).abs().max() > 1
+            b, a = (tensors[name.replace("weight", f"lora_{part}.weight")] for part in "BA")
+            assert (read(name) - base[name] - 3.0 * b @ a).abs().max() < 1e-5
         else:
-            assert torch.equal(tensor, tensors[name] if name in tensors else base[name]), name
-    assert sorted(reading.asked) == sorted(tensors)
+            assert torch.equal(read(name), tensors[name] if name in tensors else base[name]), name
 
 
-def test_what_has_no_place_in_the_base_is_refused() -> None:
+def test_what_has_no_place_in_the_base_and_an_adapter_without_a_lora_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no LoRA"):
+        adapted.write_adapter(tmp_path, checkpoint({}, recipe={"adapt": {"method": "head"}}))
     with pytest.raises(InputError, match=r"layers\.9\.fc2\.weight: have no place in its base"):
-        opened(LORA, trained() | {"layers.9.fc2.weight": torch.zeros(32, 128)})
+        adapted.on_base(checkpoint(trained() | {"layers.9.fc2.weight": torch.zeros(32, 128)}))
 
 
 def test_an_adapter_is_written_without_reading_the_base(tmp_path: Path) -> None:
     tensors = trained()
-    of_run = state(LORA) | {"base": {"name": "gone", "config": {}, "seed": None, "files": {}}}
-    sizes = {name: tensor.shape for name, tensor in tensors.items()}
-    checkpoint = adapted.Checkpoint(HERE, of_run, sizes, Reading(tensors))
-    digests = adapted.write_adapter(tmp_path, checkpoint)
+    of_run = checkpoint(tensors, base={"name": "gone", "config": {}, "seed": None, "files": {}})
+    digests = adapted.write_adapter(tmp_path, of_run)
     assert digests == {path.name: sha256(path) for path in tmp_path.glob("*.safetensors")}
     written = load_file(tmp_path / "adapter_model.safetensors")
     prefix = "base_model.model.esm.encoder.layer.1.intermediate.dense"
@@ -90,11 +72,5 @@ def test_an_adapter_is_written_without_reading_the_base(tmp_path: Path) -> None:
     assert (config["r"], config["lora_alpha"], config["bias"]) == (2, 6.0, "all")
     assert config["base_model_name_or_path"] == "gone"
     assert config["target_modules"] == [f"encoder.layer.{n}.intermediate.dense" for n in (0, 1)]
-    adapted.write_adapter(tmp_path, checkpoint, base="facebook/x")
+    adapted.write_adapter(tmp_path, of_run, base="facebook/x")
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "facebook/x"
-
-
-def test_without_a_lora_there_is_no_adapter(tmp_path: Path) -> None:
-    recipe = {"adapt": {"method": "head"}}
-    with pytest.raises(UsageError, match="has no LoRA"):
-        adapted.write_adapter(tmp_path, adapted.Checkpoint(HERE, state(LORA) | {"recipe": recipe}, {}, Reading({})))

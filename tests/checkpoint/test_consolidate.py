@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,14 +68,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "mine")
 
 
-def refused(call: Callable[[], object], kind: type[InputError] = InputError) -> str:
-    with pytest.raises(InputError) as caught:
-        call()
-    assert type(caught.value) is kind
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def keys(directory: Path) -> dict[str, torch.Tensor]:
     found = {}
     for file in directory.glob("*.safetensors"):
@@ -128,15 +121,9 @@ def test_what_lies_beside_the_weights(run: Path, tmp_path: Path) -> None:
     assert torch.equal(stored["head.out.weight"], tensors["model.head.out.weight"].bfloat16())
     assert not [key for key in stored if key.startswith(("optim", "model", "trunk")) or key == "lm_head.decoder.weight"]
     # And from this model to another one: what is known goes along.
-    said: list[str] = []
-    again = consolidate(out, tmp_path / "esm2_again", to="fair-esm", dtype="bf16", warn=said.append)
-    assert said == [], "rounding what is rounded changes nothing"
-    assert {p.name for p in again.iterdir()} == {
-        "README.md",
-        "esmshard.json",
-        "esm2_again.pt",
-        "esm2_again-contact-regression.pt",
-    }
+    again = consolidate(out, tmp_path / "esm2_again", to="fair-esm", dtype="bf16", warn=pytest.fail)
+    files = {p.name for p in again.iterdir()}
+    assert files == {"README.md", "esmshard.json", "esm2_again.pt", "esm2_again-contact-regression.pt"}
 
 
 def test_no_wrapper_leaves_its_name(tiny_recipe: Path, tmp_path: Path) -> None:
@@ -189,44 +176,19 @@ def poison(value: float) -> Callable[[dict[str, torch.Tensor]], object]:
     return lambda tensors: tensors["model.trunk.layers.1.fc1.weight"][3, 4].fill_(value)
 
 
-def rename(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["model.trunk.layers.0._orig_mod.fc1.bias"] = tensors.pop("model.trunk.layers.0.fc1.bias")
-
-
-@pytest.mark.parametrize(
-    ("change", "dtype", "says"),
-    [
-        (poison(float("nan")), "fp32", "layers.1.fc1.weight holds a value that is not finite; the run that made it"),
-        (
-            poison(1e6),
-            "fp16",
-            "too large for torch.float16",
-        ),
-        (
-            lambda t: t.pop("model.trunk.layers.0.fc1.bias"),
-            "fp32",
-            "layers.0.fc1.bias: not as in a model of its recipe",
-        ),
-        (
-            lambda t: t.update({"model.trunk.layers.9.fc1.bias": torch.ones(2)}),
-            "fp32",
-            "layers.9.fc1.bias: not as in",
-        ),
-        (
-            lambda t: t.update({"model.trunk.lm_head.bias": torch.ones(2)}),
-            "fp32",
-            "lm_head.bias: not as in",
-        ),
-    ],
-)
-def test_what_is_no_model_is_one_sentence_and_leaves_nothing(
-    change: Callable[[dict[str, torch.Tensor]], object], dtype: str, says: str, tmp_path: Path
-) -> None:
-    run = write_run(tmp_path / "runs" / "bad", change)
-    message = refused(lambda: consolidate(run, tmp_path / "out" / "model", dtype=dtype))
-    assert says in message
-    assert message.startswith(str(run))
-    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+def test_what_is_no_model_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    changes: list[tuple[Callable[[dict[str, torch.Tensor]], object], str, str]] = [
+        (poison(float("nan")), "fp32", "layers.1.fc1.weight holds a value that is not finite"),
+        (poison(1e6), "fp16", "too large for torch.float16"),
+        (lambda t: t.pop("model.trunk.layers.0.fc1.bias"), "fp32", "layers.0.fc1.bias: not as in a model"),
+        (lambda t: t.update({"model.trunk.layers.9.fc1.bias": torch.ones(2)}), "fp32", "layers.9.fc1.bias: not as in"),
+        (lambda t: t.update({"model.trunk.lm_head.bias": torch.ones(2)}), "fp32", "lm_head.bias: not as in"),
+    ]
+    for n, (change, dtype, says) in enumerate(changes):
+        run = write_run(tmp_path / "runs" / str(n), change)
+        with pytest.raises(InputError, match=f"^{run}.*{re.escape(says)}"):
+            consolidate(run, tmp_path / "out" / "model", dtype=dtype)
+        assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
 
 
 # Where it goes
@@ -238,27 +200,24 @@ def test_what_is_no_model_is_not_replaced_by_one(run: Path, tmp_path: Path) -> N
     (tmp_path / "file").write_text("mine")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name, token in (("notes", "a.txt"), ("file", "is a file"), ("dangling", "is a file")):
-        message = refused(lambda name=name: consolidate(run, tmp_path / name, overwrite=True), UsageError)
-        assert token in message
-        message = refused(lambda name=name: consolidate(run, tmp_path / name), UsageError)
-        assert message == f"{tmp_path / name}: exists already; choose another directory or pass --overwrite"
+        for overwrite, says in ((True, token), (False, "exists already")):
+            with pytest.raises(UsageError, match=says):
+                consolidate(run, tmp_path / name, overwrite=overwrite)
     assert (tmp_path / "notes" / "a.txt").read_text() == "mine"
     (tmp_path / "empty").mkdir()
-    consolidate(run, tmp_path / "empty", overwrite=True)
-    consolidate(run, tmp_path / "empty", overwrite=True, to="fair-esm")
-    consolidate(run, tmp_path / "empty", overwrite=True)
+    for to in (None, "fair-esm", None):
+        consolidate(run, tmp_path / "empty", overwrite=True, to=to)
 
 
 def test_a_call_that_is_killed_leaves_the_old_model_or_the_new_one(run: Path, tmp_path: Path) -> None:
     before = consolidate(run, tmp_path / "before" / "model", dtype="bf16")
     digests = {"bf16": json.loads((before / "esmshard.json").read_text())["weights_sha256"]}
     found: list[str] = []
-    for n in range(1, 100, 2):
+    for n in range(1, 100, 3):
         directory = tmp_path / str(n)
         consolidate(run, directory / "model", dtype="bf16")
         if not killed_at(n, directory, lambda it: consolidate(run, it / "model", overwrite=True)):
             break
-        assert isinstance(refused(lambda d=directory: consolidate(run, d / "model"), UsageError), str)
         model = directory / "model"
         about = json.loads((model / "esmshard.json").read_text())
         found.append(about["dtype"])
@@ -269,7 +228,7 @@ def test_a_call_that_is_killed_leaves_the_old_model_or_the_new_one(run: Path, tm
         assert [p.name for p in directory.iterdir()] == ["model"]
     assert found == sorted(found, key=lambda dtype: dtype == "fp32")
     assert set(found) == {"bf16", "fp32"}
-    assert len(found) >= 8
+    assert len(found) >= 5
 
 
 def test_memory_is_that_of_one_file_and_not_of_the_model(run: Path, tmp_path: Path) -> None:

@@ -89,11 +89,12 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_file(directory: Path, file: str, how: str) -> None:
-    DAMAGE[how](directory / "step_000003" / file)
-    check(directory, file)
+def test_a_damaged_file(written: Path, tmp_path: Path) -> None:
+    for file in (SHARDS[1], "state.json"):
+        for how, damaged in DAMAGE.items():
+            directory = shutil.copytree(written, tmp_path / file / how)
+            damaged(directory / "step_000003" / file)
+            check(directory, file)
 
 
 def test_all_bad_files_are_named_and_a_link_or_a_directory_is_no_file(directory: Path) -> None:
@@ -114,25 +115,21 @@ def test_tensors_that_the_manifest_does_not_name_are_damage(directory: Path) -> 
     check(directory, "more.safetensors")
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", '{"files": {}}', '{"files": {"state.json": {"bytes": 3}}}'])
-def test_a_damaged_manifest(directory: Path, text: str | None) -> None:
+def test_a_damaged_manifest(directory: Path) -> None:
     path = directory / "step_000003" / "MANIFEST.json"
-    path.write_text(text) if text is not None else path.unlink()
-    said: list[str] = []
-    assert manifest.newest_good(directory, said.append) == directory / "step_000002"
-    assert "step_000003" in said[0]
-
-
-@pytest.mark.parametrize("name", ["../step_000001/state.json", "/etc/hostname", "..", "", "sub/state.json"])
-def test_a_manifest_that_leads_out_of_its_directory(directory: Path, name: str) -> None:
-    path = directory / "step_000003" / "MANIFEST.json"
-    known = json.loads(path.read_text())
+    texts = json.loads(path.read_text())
+    for text in ("", "[]", '{"files": {}}', '{"files": {"state.json": {"bytes": 3}}}', None):
+        path.write_text(text) if text is not None else path.unlink()
+        said: list[str] = []
+        assert manifest.newest_good(directory, said.append) == directory / "step_000002"
+        assert "step_000003" in said[0]
     (path.parent / "sub").mkdir()
     shutil.copy(path.with_name("state.json"), path.with_name("sub"))
-    target = path.parent / name
-    known["files"][name] = manifest.entry(target) if target.is_file() else {"bytes": 0, "sha256": ""}
-    path.write_text(json.dumps(known))
-    assert "missing from the checkpoint" in manifest.damage(path.parent)
+    for name in ("../step_000001/state.json", "/etc/hostname", "..", "", "sub/state.json"):
+        target = path.parent / name
+        entry = manifest.entry(target) if target.is_file() else {"bytes": 0, "sha256": ""}
+        path.write_text(json.dumps({"files": texts["files"] | {name: entry}}))
+        assert "missing from the checkpoint" in manifest.damage(path.parent), f"{name} leads out of the directory"
 
 
 def test_nothing_good_is_left_after_two_steps_back(directory: Path) -> None:
@@ -146,15 +143,12 @@ def test_nothing_good_is_left_after_two_steps_back(directory: Path) -> None:
         manifest.newest_good(directory, said.append)
 
 
-def test_pointers_that_lie_change_nothing(directory: Path) -> None:
+def test_pointers_that_lie_and_other_names_change_nothing(directory: Path) -> None:
     for text in ("step_000009\n", "", "../../etc", "\0", "LATEST"):
         (directory / "LATEST").write_text(text)
         (directory / "BEST").write_text(text)
         assert manifest.newest_good(directory, pytest.fail) == directory / "step_000003"
         assert manifest.pointed(directory, "BEST") is None
-
-
-def test_what_has_not_the_name_of_a_checkpoint_is_none(directory: Path) -> None:
     for name in ("step_3", "step_000003.damaged", "step_000099x", ".tmp-step_000009"):
         shutil.copytree(directory / "step_000001", directory / name)
     (directory / "step_000010").write_text("a file")
@@ -173,32 +167,29 @@ class Trap:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json", "MANIFEST.json", *SHARDS])
-def test_a_pickle_in_a_checkpoint_is_not_run(directory: Path, tmp_path: Path, name: str) -> None:
+def test_a_pickle_in_a_checkpoint_is_not_run(written: Path, tmp_path: Path) -> None:
     """Even if whoever packs a run writes a manifest that fits."""
-    step = directory / "step_000003"
-    (step / name).write_bytes(pickle.dumps(Trap(tmp_path / "called")))
-    if name != "MANIFEST.json":
-        known = {path.name: manifest.entry(path) for path in step.iterdir() if path.name != "MANIFEST.json"}
-        (step / "MANIFEST.json").write_text(json.dumps({"files": known}))
-    if name in (".metadata", "__0_0.distcp"):
-        assert contents(manifest.locate(step, pytest.fail)) == 3, "torch's other format is not read"
-    else:
-        with pytest.raises((ValueError, SafetensorError)):
-            contents(manifest.locate(step, pytest.fail))
-    assert not (tmp_path / "called").exists()
-    pickle.loads((step / name).read_bytes())
-    assert (tmp_path / "called").exists(), "the trap works"
+    for name in (".metadata", "__0_0.distcp", "state.json", "MANIFEST.json", *SHARDS):
+        step, called = shutil.copytree(written, tmp_path / name) / "step_000003", tmp_path / f"called {name}"
+        (step / name).write_bytes(pickle.dumps(Trap(called)))
+        if name != "MANIFEST.json":
+            known = {path.name: manifest.entry(path) for path in step.iterdir() if path.name != "MANIFEST.json"}
+            (step / "MANIFEST.json").write_text(json.dumps({"files": known}))
+        if name in (".metadata", "__0_0.distcp"):
+            assert contents(manifest.locate(step, pytest.fail)) == 3, "torch's other format is not read"
+        else:
+            with pytest.raises((ValueError, SafetensorError)):
+                contents(manifest.locate(step, pytest.fail))
+        assert not called.exists()
+        pickle.loads((step / name).read_bytes())
+        assert called.exists(), "the trap works"
 
 
-@pytest.mark.parametrize(
-    "tensor", [torch.zeros(40, 50, dtype=torch.float16), torch.zeros(40, 51), torch.zeros(40)], ids=str
-)
-def test_another_shape_or_type_is_refused(directory: Path, tensor: torch.Tensor) -> None:
-    with pytest.raises(InputError, match="does not fit this model: w0"):
-        sharded.load(directory / "step_000003", {"w0": tensor})
-    with pytest.raises(InputError, match="does not fit this model: w9"):
-        sharded.load(directory / "step_000003", {"w9": tensor})
+def test_another_shape_or_type_is_refused(directory: Path) -> None:
+    for tensor in (torch.zeros(40, 50, dtype=torch.float16), torch.zeros(40, 51), torch.zeros(40)):
+        for name in ("w0", "w9"):
+            with pytest.raises(InputError, match=f"does not fit this model: {name}"):
+                sharded.load(directory / "step_000003", {name: tensor})
 
 
 @pytest.mark.parametrize(("first", "second"), [([0, 0], [3, 0]), ([0, 0], [1, 0])])

@@ -3,28 +3,23 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import esm
 import h5py
 import numpy as np
 import pytest
 import torch
-import transformers
-from command import esmshard
-from conftest import write_subset
+from command import esmshard, in_process
+from conftest import RECIPE, write_subset
+from family_runs import losses
 from model_files import TINY, fair_esm, write_fair_esm
 
-from esmshard.batch import pack
-from esmshard.cli import app
 from esmshard.io.sequences import read_fasta
 from esmshard.model.weights import load_model
-from esmshard.vocab import encode
 
 RUN_FILES = {
     *("recipe.yaml", "versions.json", "metrics.jsonl", "status.json", "evaluation.json", "per_protein.csv"),
@@ -45,16 +40,9 @@ def files(directory: Path) -> set[str]:
     return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
 
 
-def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line and "split" not in line]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The tiny recipe on two ranks, to the end."""
-    from conftest import RECIPE
-
     directory = tmp_path_factory.mktemp("finished")
     write_subset(directory, "train", "train", range(24), unresolved=5)
     write_subset(directory, "valid", "valid", range(5))
@@ -82,91 +70,51 @@ def test_a_run_leaves_exactly_these_files(finished: tuple[Path, subprocess.Compl
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """Steps 5 and 6 again from the checkpoint of step 4: the same bits on two ranks, within 1e-4 on one."""
+    """Steps 5 and 6 again from the checkpoint of step 4, with the same bits."""
     directory, _ = finished
-    whole = losses(directory / "run")
-    for nproc, tolerance in (("2", 0.0), ("1", 1e-4)):
-        out = tmp_path / f"run{nproc}"
-        subprocess.run(["cp", "-r", directory / "run", out], check=True)
-        subprocess.run(["rm", "-r", out / "checkpoints" / "step_000006", out / "model"], check=True)
-        (out / "checkpoints" / ".tmp-step_000006").mkdir()
-        done = esmshard("finetune", directory / "tiny.yaml", f"out={out}", "--nproc", nproc, "--resume", "auto")
-        assert done.returncode == 0, done.stderr
-        assert "going on after step 4 of 6" in done.stderr
-        assert np.allclose(losses(out), whole, rtol=0, atol=tolerance)
-        first, second = (load_model(str(r / "model")).state_dict() for r in (directory / "run", out))
-        assert all(torch.allclose(first[k], second[k], rtol=0, atol=tolerance) for k in first)
-
-
-def test_a_model_without_checkpoints_is_not_lost_to_resume_auto(
-    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
     out = tmp_path / "run"
-    subprocess.run(["cp", "-r", finished[0] / "run", out], check=True)
-    subprocess.run(["rm", "-r", out / "checkpoints"], check=True)
-    done = esmshard("finetune", finished[0] / "tiny.yaml", f"out={out}", "--resume", "auto")
-    assert done.returncode == 2
-    assert "holds a model but no checkpoint" in done.stderr
-    assert (out / "model" / "model.safetensors").exists()
+    shutil.copytree(directory / "run", out)
+    for removed in ("checkpoints/step_000006", "model"):
+        shutil.rmtree(out / removed)
+    (out / "checkpoints" / ".tmp-step_000006").mkdir()
+    done = esmshard("finetune", directory / "tiny.yaml", f"out={out}", "--nproc", "2", "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "going on after step 4 of 6" in done.stderr
+    assert losses(out) == losses(directory / "run")
+    first, second = (load_model(str(run / "model")).state_dict() for run in (directory / "run", out))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_resuming_under_another_recipe_is_refused(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    directory, _ = finished
-    files = [directory / "run" / name for name in ("status.json", "metrics.jsonl")]
-    before = [file.read_bytes() for file in files]
-    done = esmshard("finetune", directory / "tiny.yaml", "optim.lr=1e-5", "--resume", "auto")
-    assert [file.read_bytes() for file in files] == before, (
-        "a finished run is no failed one because a command was refused"
-    )
-    assert done.returncode == 2
-    assert "optim.lr (1e-05, was 0.003)" in done.stderr
-    assert done.stderr.count("\n") == 1
-    done = esmshard("finetune", directory / "tiny.yaml", "parallel.precision=bf16", "--resume", "auto")
-    assert done.returncode == 2
-    assert "parallel.precision (bf16, was fp32)" in done.stderr
-    fasta, labels = (directory / f"train.{end}" for end in ("fasta", "npz"))
-    before = fasta.read_bytes(), labels.read_bytes()
-    write_subset(directory, "train", "train", range(1, 25))
-    done = esmshard("finetune", directory / "tiny.yaml", "--resume", "auto")
-    fasta.write_bytes(before[0])
-    labels.write_bytes(before[1])
-    assert done.returncode == 2
-    assert "train.fasta holds other sequences or tracks than it did" in done.stderr
-
-
-def test_the_model_loads_in_transformers_and_fair_esm(
+def test_resuming_without_checkpoints_or_under_another_recipe_is_refused(
     finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     directory, _ = finished
-    model_dir = directory / "run" / "model"
-    sequence = "MKTAYIAKQRQISFVKSHFSRQ"
-    ours = load_model(str(model_dir), torch.device("cpu"))
-    batch = pack([encode(sequence)])
-    with torch.no_grad():
-        expected_TD = ours(batch).representations[2]
-
-    theirs, info = transformers.EsmForMaskedLM.from_pretrained(model_dir, output_loading_info=True)
-    # From random weights, and contacts taught it nothing of these.
-    assert {key.removeprefix("esm.").split(".")[0] for key in info["missing_keys"]} == {"lm_head", "contact_head"}
-    assert all(key.startswith("head.") for key in info["unexpected_keys"])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
-    inputs = tokenizer(sequence, return_tensors="pt")
-    assert inputs["input_ids"][0].tolist() == batch.tokens_T.tolist()
-    with torch.no_grad():
-        hidden_1TD = theirs.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
-    assert torch.allclose(hidden_1TD[0], expected_TD, rtol=0, atol=1e-5)
-
-    done = esmshard("consolidate", directory / "run", "-o", tmp_path / "esm2_tiny", "--to", "fair-esm")
-    assert done.returncode == 0, done.stderr
-    assert {"esm2_tiny.pt", "esm2_tiny-contact-regression.pt"} <= files(tmp_path / "esm2_tiny")
-    with torch.serialization.safe_globals([__import__("argparse").Namespace]):
-        oracle, alphabet = esm.pretrained.load_model_and_alphabet_local(tmp_path / "esm2_tiny" / "esm2_tiny.pt")
-    _, _, tokens = alphabet.get_batch_converter()([("x", sequence)])
-    with torch.no_grad():
-        result = oracle.eval()(tokens, repr_layers=[2])
-    assert torch.allclose(result["representations"][2][0], expected_TD, rtol=0, atol=1e-5)
+    out = shutil.copytree(directory / "run", tmp_path / "run")
+    files = [out / name for name in ("status.json", "metrics.jsonl", "model/model.safetensors")]
+    before = [file.read_bytes() for file in files]
+    fasta, labels = (directory / f"train.{end}" for end in ("fasta", "npz"))
+    data = fasta.read_bytes(), labels.read_bytes()
+    for override, token in (
+        ("optim.lr=1e-5", "optim.lr (1e-05, was 0.003)"),
+        ("parallel.precision=bf16", "parallel.precision (bf16, was fp32)"),
+        ("", "train.fasta holds other sequences or tracks"),
+        ("", "holds a model but no checkpoint"),
+    ):
+        if token.startswith("train.fasta"):
+            write_subset(directory, "train", "train", range(1, 25))
+        if token.startswith("holds"):
+            shutil.rmtree(out / "checkpoints")
+        given = [override] if override else []
+        done = in_process("finetune", directory / "tiny.yaml", f"out={out}", *given, "--resume", "auto")
+        fasta.write_bytes(data[0])
+        labels.write_bytes(data[1])
+        assert done.returncode == 2
+        assert token in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert [file.read_bytes() for file in files] == before, "a refused command changes nothing"
 
 
+@pytest.mark.slow
 def test_the_code_of_every_card_runs_word_for_word(
     finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -174,7 +122,7 @@ def test_the_code_of_every_card_runs_word_for_word(
     run = finished[0] / "run"
     shutil.copytree(run / "model", tmp_path / "MODEL")
     shutil.copy(finished[0] / "valid.fasta", tmp_path / "proteins.fasta")
-    done = esmshard("consolidate", run, "-o", tmp_path / "esm2_tiny", "--to", "fair-esm")
+    done = in_process("consolidate", run, "-o", tmp_path / "esm2_tiny", "--to", "fair-esm")
     assert done.returncode == 0, done.stderr
     command = tmp_path / "bin" / "esmshard"
     command.parent.mkdir()
@@ -197,18 +145,18 @@ def test_embed_predict_and_evaluate(finished: tuple[Path, subprocess.CompletedPr
     model, fasta = directory / "run" / "model", directory / "valid.fasta"
     records = list(read_fasta(fasta))
 
-    done = esmshard("embed", model, fasta, "-o", tmp_path / "x.h5")
+    done = in_process("embed", model, fasta, "-o", tmp_path / "x.h5")
     assert done.returncode == 0, done.stderr
     with h5py.File(tmp_path / "x.h5") as file:
         assert list(file) == [r.id for r in records]
         assert [file[r.id].shape for r in records] == [(len(r.sequence), 32) for r in records]
         means = np.stack([file[r.id][:].mean(0) for r in records])
-    done = esmshard("embed", model, fasta, "-o", tmp_path / "x.npy")
+    done = in_process("embed", model, fasta, "-o", tmp_path / "x.npy")
     assert done.returncode == 0, done.stderr
     assert np.allclose(np.load(tmp_path / "x.npy"), means, atol=1e-5)
     assert (tmp_path / "x.ids.txt").read_text().splitlines() == [r.id for r in records]
 
-    done = esmshard("predict", model, fasta, "-o", tmp_path / "x.npz")
+    done = in_process("predict", model, fasta, "-o", tmp_path / "x.npz")
     assert done.returncode == 0, done.stderr
     with np.load(tmp_path / "x.npz") as maps:
         assert list(maps) == [r.id for r in records]
@@ -219,7 +167,7 @@ def test_embed_predict_and_evaluate(finished: tuple[Path, subprocess.CompletedPr
             assert np.array_equal(p, p.T)
             assert 0 <= p.min() < p.max() <= 1
 
-    done = esmshard("evaluate", model, fasta, "-o", tmp_path / "scores")
+    done = in_process("evaluate", model, fasta, "-o", tmp_path / "scores")
     assert done.returncode == 0, done.stderr
     again = json.loads((tmp_path / "scores" / "evaluation.json").read_text())["metrics"]
     first = json.loads((directory / "run" / "evaluation.json").read_text())["metrics"]
@@ -231,43 +179,23 @@ def test_embed_predict_and_evaluate(finished: tuple[Path, subprocess.CompletedPr
 
 
 def test_training_starts_from_the_weights_that_the_recipe_names(tiny_recipe: Path, tmp_path: Path) -> None:
-    """With a learning rate of next to nothing the trunk ends as it began, tensor by tensor, over two ranks."""
-    base = fair_esm(TINY)
-    file = write_fair_esm(tmp_path / "esm2_tiny.pt", base)
+    """With a learning rate of next to nothing the trunk ends as it began, tensor by tensor."""
+    file = write_fair_esm(tmp_path / "esm2_tiny.pt", fair_esm(TINY))
     text = tiny_recipe.read_text().replace("name: nano", "name: esm2_tiny.pt").replace("init: random\n", "")
     tiny_recipe.write_text(text)
-    done = esmshard("finetune", tiny_recipe, "train.steps=2", "optim.lr=1e-12", "optim.head_lr=1e-2", "--nproc", "2")
-    assert done.returncode == 0, done.stderr
-    state, expected = load_model(str(tmp_path / "run" / "model")).state_dict(), load_model(str(file)).state_dict()
+    expected = load_model(str(file)).state_dict()
+    for out, init in (("run", "pretrained"), ("other", "random")):
+        rates = ("optim.lr=1e-12", "optim.head_lr=1e-2", f"init={init}", f"out={tmp_path / out}")
+        done = in_process("finetune", tiny_recipe, "train.steps=2", *rates)
+        assert done.returncode == 0, done.stderr
+        state = load_model(str(tmp_path / out / "model")).state_dict()
+        close = [torch.allclose(state[name], expected[name], rtol=0, atol=1e-7) for name in expected]
+        assert all(close) == (out == "run")
+        assert state["layers.0.fc1.weight"].shape == expected["layers.0.fc1.weight"].shape
     assert len(state) > 40
-    assert all(torch.allclose(state[name], expected[name], rtol=0, atol=1e-7) for name in expected)
-    again = esmshard("finetune", tiny_recipe, "train.steps=2", "init=random", f"out={tmp_path / 'other'}")
-    assert again.returncode == 0, again.stderr
-    other = load_model(str(tmp_path / "other" / "model")).state_dict()
-    assert other["layers.0.fc1.weight"].shape == expected["layers.0.fc1.weight"].shape
-    assert not torch.allclose(other["layers.0.fc1.weight"], expected["layers.0.fc1.weight"], atol=1e-3)
 
 
 # What a user gets wrong. Everything below fails before any process is started, so it runs in this one.
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Exit code and stderr of a command run in this process."""
-
-    def call(*arguments: str | Path) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["esmshard", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            app.main()
-        return int(end.value.code or 0), capsys.readouterr().err
-
-    return call
-
-
-def replace(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
 
 
 def shorten_labels(directory: Path) -> None:
@@ -278,75 +206,59 @@ def shorten_labels(directory: Path) -> None:
     np.savez(directory / "train.npz", **arrays)
 
 
-BAD_INPUT: dict[str, tuple[Callable[[Path], object], list[str], int, str]] = {
-    "missing data file": (lambda d: (d / "train.fasta").unlink(), [], 1, "train.fasta: no such file"),
-    "duplicate id": (
-        lambda d: (d / "train.fasta").write_text(">a\nMKT\n\n>a\nMKV\n"),
-        [],
-        1,
-        "train.fasta: 'a' comes twice with two sequences",
-    ),
-    "labels of another length": (shorten_labels, [], 1, "residues in"),
-    "missing labels": (lambda d: (d / "valid.npz").unlink(), [], 1, "valid.npz: no such file"),
-    "out is taken": (lambda d: (d / "run" / "x").mkdir(parents=True), [], 2, "run: exists already; pass --resume auto"),
-    "no such checkpoint": (lambda d: None, ["--resume", "nowhere"], 2, "--resume nowhere: no such directory"),
-    "weights that are not here": (
-        lambda d: replace(d / "tiny.yaml", "init: random", "init: pretrained"),
-        ["model.name=esm2_t6_8M_UR50D"],
-        1,
-        "esm2_t6_8M_UR50D: no such file or directory, in no cache",
-    ),
-    "a batch smaller than a record": (lambda d: None, ["batch.tokens_per_rank=30"], 1, "62 tokens"),
-}
+BAD_INPUT: list[tuple[Callable[[Path], object], list[str], int, str]] = [
+    (lambda d: (d / "valid.npz").rename(d / "moved.npz"), [], 1, "valid.npz: no such file"),
+    (lambda d: (d / "moved.npz").rename(d / "valid.npz"), ["--resume", "nowhere"], 2, "--resume nowhere"),
+    (lambda d: None, ["model.name=esm2_t6_8M_UR50D", "init=pretrained"], 1, "esm2_t6_8M_UR50D: no such file"),
+    (lambda d: (d / "run" / "x").mkdir(parents=True), [], 2, "run: exists already"),
+    (lambda d: shutil.rmtree(d / "run"), ["batch.tokens_per_rank=30"], 1, "62 tokens"),
+    (shorten_labels, [], 1, "residues in"),
+    (lambda d: (d / "train.fasta").write_text(">a\nMKT\n\n>a\nMKV\n"), [], 1, "train.fasta: 'a' comes twice"),
+]
 
 
-@pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_one_sentence_and_leaves_nothing(
-    case: str, tiny_recipe: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]
-) -> None:
-    spoil, arguments, expected, sentence = BAD_INPUT[case]
-    spoil(tmp_path)
-    before = files(tmp_path)
-    code, err = run("finetune", tiny_recipe, *arguments)
-    assert sentence in err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert code == expected
-    assert files(tmp_path) == before
+def test_bad_input_is_one_sentence_and_leaves_nothing(tiny_recipe: Path, tmp_path: Path) -> None:
+    for spoil, arguments, expected, token in BAD_INPUT:
+        spoil(tmp_path)
+        before = files(tmp_path)
+        done = in_process("finetune", tiny_recipe, *arguments)
+        assert token in done.stderr
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+        assert done.returncode == expected
+        assert files(tmp_path) == before
 
 
 def test_a_truncated_checkpoint_is_one_sentence(
-    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, run: Callable[..., tuple[int, str]]
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    copy = tmp_path / "step_000006"
-    subprocess.run(["cp", "-r", finished[0] / "run" / "checkpoints" / "step_000006", copy], check=True)
+    copy = shutil.copytree(finished[0] / "run" / "checkpoints" / "step_000006", tmp_path / "step_000006")
     shard = copy / "shard-00002-model-00001-of-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:1000])
-    code, err = run("consolidate", copy, "-o", tmp_path / "model")
-    assert code == 1
-    assert "shard-00002-model-00001-of-00001.safetensors: truncated or altered (1000 bytes instead of" in err
-    assert err.count("\n") == 1
+    done = in_process("consolidate", copy, "-o", tmp_path / "model")
+    assert done.returncode == 1
+    assert "shard-00002-model-00001-of-00001.safetensors: truncated or altered (1000 bytes instead of" in done.stderr
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "model").exists()
 
 
 def test_results_are_never_replaced_unasked(
-    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, run: Callable[..., tuple[int, str]]
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     directory, _ = finished
-    model, fasta = directory / "run" / "model", directory / "valid.fasta"
-    for name in ("x.npy", "x.npz"):
-        (tmp_path / name).write_text("mine")
+    model, fasta, taken = directory / "run" / "model", directory / "valid.fasta", tmp_path / "x.npz"
+    taken.write_text("mine")
     for arguments in (
         ("finetune", directory / "tiny.yaml"),
         ("consolidate", directory / "run", "-o", model),
-        ("embed", model, fasta, "-o", tmp_path / "x.npy"),
-        ("predict", model, fasta, "-o", tmp_path / "x.npz"),
+        ("embed", model, fasta, "-o", taken),
+        ("predict", model, fasta, "-o", taken),
         ("evaluate", model, str(fasta), "-o", directory / "run"),
     ):
-        code, err = run(*arguments)
-        assert code == 2, arguments
-        assert "exists already" in err
-    assert (tmp_path / "x.npy").read_text() == "mine"
+        done = in_process(*arguments)
+        assert done.returncode == 2, arguments
+        assert "exists already" in done.stderr
+    assert taken.read_text() == "mine"
 
 
 def test_help_imports_nothing_that_is_slow_to_import() -> None:
@@ -361,34 +273,17 @@ def test_help_imports_nothing_that_is_slow_to_import() -> None:
     assert not slow & {name.partition(".")[0] for name in imported}
 
 
-def test_what_has_no_model_says_how_to_make_one(
-    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    given = ""
-    run = tmp_path / "a run"
-    subprocess.run(["cp", "-r", finished[0] / "run", run], check=True)
-    subprocess.run(["rm", "-r", run / "model"], check=True)
-    done = esmshard("predict", run / given, finished[0] / "valid.fasta", "-o", tmp_path / "x.npz")
-    assert done.returncode == 1
-    said = re.search(r"make a model of it with `esmshard (.*)`, and give (.*)\n", done.stderr)
-    assert said, done.stderr
-    made = esmshard(*shlex.split(said[1]))
-    assert made.returncode == 0, made.stderr
-    done = esmshard("predict", said[2], finished[0] / "valid.fasta", "-o", tmp_path / "x.npz")
-    assert done.returncode == 0, done.stderr
-
-
 def test_an_evaluation_has_pictures_and_a_report(
     finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     fasta, model = finished[0] / "valid.fasta", finished[0] / "run" / "model"
-    done = esmshard(
+    done = in_process(
         "evaluate", model, "valid.fasta", "-o", tmp_path / "out", "--png", tmp_path / "maps", cwd=fasta.parent
     )
     assert done.returncode == 0, done.stderr
     assert "predictions are above the diagonal, true contacts below it" in done.stderr
     assert len(list((tmp_path / "maps").glob("*.png"))) == len(list(read_fasta(fasta)))
-    done = esmshard("report", tmp_path / "out", cwd=tmp_path)
+    done = in_process("report", tmp_path / "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "out" / "report.html").read_text()
     assert "AUPRC" in page
@@ -401,7 +296,7 @@ def test_an_evaluation_says_what_it_leaves_out(tmp_path: Path) -> None:
     other = tmp_path / "mlm" / "model"
     other.mkdir(parents=True)
     (other / "config.json").write_text("{}")
-    done = esmshard("evaluate", "starter", "two.fasta", "-o", "out", cwd=tmp_path)
+    done = in_process("evaluate", "starter", "two.fasta", "-o", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     left_out = (
         "baselines left out of the table: unsupervised head and before fine-tuning, because starter comes without the "

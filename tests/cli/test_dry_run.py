@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from command import esmshard
+from command import in_process
 
 from esmshard.checkpoint import manifest
 
@@ -18,7 +18,7 @@ def both(*arguments: str) -> str:
     """What the command and its dry run say on stderr when they refuse; the same."""
     said = []
     for more in ((), ("--dry-run",)):
-        done = esmshard("finetune", *arguments, *more)
+        done = in_process("finetune", *arguments, *more)
         assert done.returncode == 2, done.stderr
         assert len(done.stderr.splitlines()) == 1
         said.append(done.stderr)
@@ -30,12 +30,12 @@ def test_a_dry_run_refuses_and_tells_what_the_command_does(tiny_recipe: Path) ->
     tiny_recipe.with_name("train.fasta").write_text(
         tiny_recipe.with_name("train.fasta").read_text().replace("\n", "*\n", 2).replace("*", "", 1)
     )
-    dry = esmshard("finetune", tiny_recipe, "--dry-run")
+    dry = in_process("finetune", tiny_recipe, "--dry-run")
     assert dry.returncode == 0
     assert "task      contact" in dry.stdout
     out = tiny_recipe.with_name("run")
     assert not out.exists()
-    done = esmshard("finetune", tiny_recipe, "train.steps=2", "checkpoint.every=1")
+    done = in_process("finetune", tiny_recipe, "train.steps=2", "checkpoint.every=1")
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if ".fasta: " in line]
     assert any("a '*' at the end was removed in 1 record" in line for line in told)
@@ -49,12 +49,12 @@ def test_a_dry_run_refuses_and_tells_what_the_command_does(tiny_recipe: Path) ->
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == before
     newest = manifest.named(out / "checkpoints")[-1]
     assert manifest.damage(newest) == ""
-    assert esmshard("finetune", tiny_recipe, "train.steps=2", "--resume", "auto", "--dry-run").returncode == 0
+    assert in_process("finetune", tiny_recipe, "train.steps=2", "--resume", "auto", "--dry-run").returncode == 0
 
 
 def test_a_dry_run_downloads_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where every request fails
-    done = esmshard("finetune", "contact", "model.name=lab/esm2_of_nobody", "out=x", "--dry-run")
+    done = in_process("finetune", "contact", "model.name=lab/esm2_of_nobody", "out=x", "--dry-run")
     assert done.returncode == 2
     assert "esmshard download lab/esm2_of_nobody first" in done.stderr
     assert not Path("x").exists()

@@ -6,38 +6,22 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
+from command import in_process
 
 from esmshard import progress
-from esmshard.cli import app, data, models, options
+from esmshard.cli import data, models, options
 from esmshard.data.splits.split_files import OF_SEQUENCES, OF_VARIANTS
 from esmshard.embed.compute import Embedder
 from esmshard.io.paths import shipped
 from esmshard.model.families.family_registry import FAMILIES, RELEASED
 from esmshard.predict import zero_shot
 from esmshard.train import loop
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Exit code, stdout and stderr of `esmshard WORDS` in this process."""
-
-    def run(*words: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["esmshard", *map(str, words)])
-        with pytest.raises(SystemExit) as leaving:
-            app.main()
-        shown = capsys.readouterr()
-        return int(leaving.value.code or 0), shown.out, shown.err
-
-    return run
 
 
 def _interrupted(*_: object, **__: object) -> None:
@@ -60,7 +44,7 @@ def to_type(stderr: str) -> list[str]:
 
 
 def test_ctrl_c_says_what_to_type_and_that_goes_on(
-    command: Command, tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fasta, out, table = (tmp_path / name for name in ("x.fasta", "x.npy", "x.csv"))
     fasta.write_text(">a\nMKTAYIAK\n")
@@ -79,13 +63,13 @@ def test_ctrl_c_says_what_to_type_and_that_goes_on(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, interrupt)
-            code, _, stderr = command(*words)
-        assert code == 130
-        assert f"interrupted: {kept}; to " in stderr
+            done = in_process(*words)
+        assert done.returncode == 130
+        assert f"interrupted: {kept}; to " in done.stderr
         assert not result.exists()
-        code, _, stderr = command(*to_type(stderr))
-        assert code == 0, stderr
-        assert "step 5/6" in stderr or "step 1/6" not in stderr
+        done = in_process(*to_type(done.stderr))
+        assert done.returncode == 0, done.stderr
+        assert "step 5/6" in done.stderr or "step 1/6" not in done.stderr
         assert result.exists()
 
 
@@ -156,29 +140,26 @@ def test_choices_are_those_of_the_registries() -> None:
         assert {*(get_args(offered[0]) or offered)} == known
 
 
-def test_control_characters_of_a_file_are_escaped(command: Command, tmp_path: Path) -> None:
+def test_control_characters_of_a_file_are_escaped(tmp_path: Path) -> None:
     recipe, fasta = tmp_path / "x.yaml", tmp_path / "x.fasta"
     recipe.write_text('"\\e]0;owned\\aoptim": 1\n')
     fasta.write_text(">a\x1b[31m\nMK\n>a\x1b[31m\nMMM\n")
     for words in (("finetune", recipe), ("ingest", fasta, "-o", tmp_path / "x.store")):
-        code, _, stderr = command(*words)
-        assert code in (1, 2)
-        assert "\x1b" not in stderr
-        assert "\\x1b" in stderr
+        done = in_process(*words)
+        assert done.returncode in (1, 2)
+        assert "\x1b" not in done.stderr
+        assert "\\x1b" in done.stderr
 
 
-@pytest.mark.parametrize("words", ["embed -o out/x.h5", "embed -o out/x", "score -o out/x.csv", "evaluate -o out/x"])
-def test_results_name_files_without_directories(
-    words: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_name_files_without_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fasta = tmp_path / "x.fasta"
     fasta.write_text("".join(f">r{k}\nMKTAYIAKQR{'ACDEFGHIKL'[k]}\n" for k in range(3)))
     shutil.copytree(shipped("data") / "demo" / "model", tmp_path / "model")
-    name, *more = words.split()
-    code, _, stderr = command(name, tmp_path / "model", fasta, *more)
-    assert code == 0, stderr
-    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert any(b"x.fasta" in path.read_bytes() for path in written)
-    for path in written:
-        assert str(tmp_path).encode() not in path.read_bytes(), path
+    for name, out in (("embed", "x.h5"), ("embed", "parts"), ("score", "x.csv"), ("evaluate", "scores")):
+        done = in_process(name, tmp_path / "model", fasta, "-o", f"out-{out}/{out}")
+        assert done.returncode == 0, done.stderr
+        written = [path for path in (tmp_path / f"out-{out}").rglob("*") if path.is_file()]
+        assert any(b"x.fasta" in path.read_bytes() for path in written)
+        for path in written:
+            assert str(tmp_path).encode() not in path.read_bytes(), path

@@ -11,7 +11,6 @@ from esmshard.data.labels.label_sources import label_source, read_npz
 from esmshard.data.labels.protein_labels import protein_labels
 from esmshard.data.labels.residue_labels import residue_labels
 from esmshard.errors import InputError, UsageError
-from esmshard.io.paths import shipped
 from esmshard.io.tables import Table
 from esmshard.recipe.sections import DataSettings
 
@@ -35,21 +34,16 @@ def fasta(tmp_path: Path) -> Path:
     return tmp_path / "train.fasta.gz"
 
 
-def test_strings_beside_a_fasta_file_are_labels_of_residues(fasta: Path) -> None:
-    source = label_source(fasta, settings(target=["dssp8"]))
-    labels = residue_labels(STORE, fasta, "class", source, column="dssp8")
-    assert labels.names == "BEHT"
-    assert labels[0]["target"].tolist() == [2, 2, 3]
-    assert labels[1]["target"].tolist() == [1, 0]
-    assert labels.notices == []
-
-
-def test_numbers_beside_a_fasta_file_are_labels_of_proteins(fasta: Path) -> None:
+def test_arrays_beside_a_fasta_file_are_labels_of_residues_or_proteins(fasta: Path) -> None:
+    residues = residue_labels(STORE, fasta, "class", label_source(fasta, settings(target=["dssp8"])), column="dssp8")
+    assert residues.names == "BEHT"
+    assert [residues[n]["target"].tolist() for n in (0, 1)] == [[2, 2, 3], [1, 0]]
+    assert residues.notices == []
     source = label_source(fasta, settings(target=["rate"]))
-    labels = protein_labels(STORE, fasta, "number", source, columns=["rate"], required=False)
-    assert labels.labelled_N.tolist() == [True, False]
-    assert labels[0]["target"].tolist() == [2.5]
-    assert len(labels.notices) == 1  # of b; nothing of x
+    proteins = protein_labels(STORE, fasta, "number", source, columns=["rate"], required=False)
+    assert proteins.labelled_N.tolist() == [True, False]
+    assert proteins[0]["target"].tolist() == [2.5]
+    assert len(proteins.notices) == 1  # of b; nothing of x
 
 
 def test_headers_are_read_where_no_file_has_the_labels(fasta: Path, tmp_path: Path) -> None:
@@ -71,11 +65,8 @@ def test_the_file_that_is_named_goes_first(fasta: Path, tmp_path: Path) -> None:
         "dssp8": ["C", "EB", "HHT"],
         "rate": ["0.0", "nan", "2.5"],
     }
-    for name in ("labels.fasta", "labels.fa.gz", "labels.faa"):
+    for name in ("labels.fasta", "labels.fa.gz"):
         assert label_source(fasta, settings(labels=name)) == Path(name)
-    sample = label_source(fasta, settings(labels="sample:contact/labels.csv"))
-    assert isinstance(sample, Table)
-    assert sample.path == shipped("data") / "contact" / "labels.csv"
 
 
 def test_labels_of_another_sequence_are_refused(fasta: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esmshard.data.labels.coordinates import UNRESOLVED, CoordinateLabels, contact_labels, npz_beside
+from esmshard.data.labels.coordinates import CoordinateLabels, contact_labels
 from esmshard.errors import InputError
 from esmshard.io.remote import data_file
 from esmshard.io.store import cached
@@ -65,12 +65,10 @@ def test_coordinates_are_found_by_id_and_given_in_angstrom(fasta: Path) -> None:
 
 def test_an_unresolved_residue_has_no_coordinate_at_all(fasta: Path) -> None:
     cb_dA = GOOD["cb_dA"].copy()
-    cb_dA[2] = UNRESOLVED
-    cb_dA[4, 1] = UNRESOLVED
-    cb_dA[3] = UNRESOLVED - 1
+    cb_dA[2] = cb_dA[4, 1] = 65535
+    cb_dA[3] = 65534
     write(fasta, cb_dA=cb_dA)
     labels = CoordinateLabels(fasta, cached(fasta))
-    assert UNRESOLVED == 65535
     assert np.isnan(labels[0]["cb"]).tolist() == [[True] * 3, [False] * 3, [True] * 3]
     assert labels[0]["cb"][1, 0] == pytest.approx(6553.4)
     assert not np.isnan([*labels[1]["cb"], *labels[2]["cb"]]).any()
@@ -94,12 +92,6 @@ def test_chains_of_a_record_have_rows_one_after_the_other_and_linkers_none(tmp_p
     assert "record 'a' has another sequence" in refusal(fasta)
     write(fasta, names=np.array(["c", "a"]), seqs=np.array(["MM", "MKT:TT"]), offsets=np.array([0, 1, 7]))
     assert "record 'a' has labels for 6 residues, but 5" in refusal(fasta)
-
-
-def test_the_coordinates_lie_beside_the_fasta_file_under_its_name() -> None:
-    for name in ("x.fasta", "x.fa", "x.fasta.gz", "x.faa.zst"):
-        assert npz_beside(Path("d") / name) == Path("d/x.npz")
-    assert npz_beside(Path("kinase.fab.fasta")) == Path("kinase.fab.npz")
 
 
 def test_what_does_not_fit_is_refused(fasta: Path) -> None:
@@ -151,22 +143,14 @@ def test_a_contact_is_strictly_under_eight() -> None:
 
 
 def test_all_pairs_agree_with_a_loop_and_are_symmetric() -> None:
+    """A residue without one of its coordinates has no defined pair."""
     cb_L3 = np.random.default_rng(0).uniform(0, 20, (40, 3)).astype(np.float32)
+    cb_L3[7], cb_L3[9, 1] = np.nan, np.nan
     labels_LL = contact_labels(cb_L3)
-    expected = [[int(math.dist(a, b) < 8) for b in cb_L3.tolist()] for a in cb_L3.tolist()]
-    assert labels_LL.tolist() == expected == labels_LL.T.tolist()
-    assert 40 < labels_LL.sum() < 1500
-
-
-def test_a_residue_without_coordinates_has_no_defined_pair() -> None:
-    labels_LL = contact_labels(chain((0, 0, 0), (np.nan, np.nan, np.nan), (1, 0, 0), (2, np.nan, 0), (20, 0, 0)))
-    assert labels_LL.tolist() == [
-        [1, -1, 1, -1, 0],
-        [-1, -1, -1, -1, -1],
-        [1, -1, 1, -1, 0],
-        [-1, -1, -1, -1, -1],
-        [0, -1, 0, -1, 1],
-    ]
+    expected = np.array([[int(math.dist(a, b) < 8) for b in cb_L3.tolist()] for a in cb_L3.tolist()])
+    expected[[7, 9]] = expected[:, [7, 9]] = -1
+    assert labels_LL.tolist() == expected.tolist() == labels_LL.T.tolist()
+    assert 40 < (labels_LL == 1).sum() < 1500
 
 
 def test_eight_angstrom_between_stored_coordinates_is_no_contact_wherever_the_chain_lies() -> None:

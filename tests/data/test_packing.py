@@ -1,13 +1,11 @@
 """One process plays all ranks: steps lose nothing and are nearly equal, and every record of a step is assigned once."""
 
-import heapq
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from esmshard.data.batching.packing import MicroBatch, StepPlan, _balanced, _first_fit, assign, fewest_bins
+from esmshard.data.batching.packing import MicroBatch, StepPlan, _balanced, assign
 from esmshard.errors import InputError
 
 LENGTHS = st.lists(st.one_of(st.integers(2, 60), st.integers(2, 1024), st.sampled_from([50, 51, 30_000])), min_size=1)
@@ -44,7 +42,10 @@ def sizes(plan: StepPlan, tokens: np.ndarray, epoch: int = 0) -> list[int]:
 # Steps
 
 
-@quick
+@settings(quick, max_examples=60)
+@example([30, 32, 53, 17], 73, 1463, 0)  # Only first-fit decreasing finds steps for these.
+@example([18, 51, 42, 2, 17, 38], 86, 177, 1)
+@example([50] * 75 + [20] * 67, 100, 1610, 0)
 @given(LENGTHS, st.integers(16, 3000), st.integers(0, 2**40), st.integers(0, 1000))
 def test_an_epoch_holds_every_record_once_in_steps_that_are_not_too_large(
     tokens: list[int], most: int, seed: int, epoch: int
@@ -98,39 +99,6 @@ def test_proteins_fill_equal_steps_to_99_percent() -> None:
         assert np.ptp(found[window : window + 64]) <= most / 128
 
 
-def mixed(random: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Few or many records, of any lengths or of few different ones, and the most tokens of a step."""
-    n = int(random.integers(1, 500))
-    kinds = random.integers(2, 1024, random.integers(1, 5)) if random.random() < 0.3 else np.arange(2, 1024)
-    tokens = random.choice(kinds[kinds <= random.integers(kinds.min(), 1024)], n)
-    if random.random() < 0.1:
-        tokens[: n // 9 + 1] = random.integers(1024, 9000)
-    return tokens, int(random.integers(16, 4000))
-
-
-def test_no_step_has_more_tokens_than_it_may() -> None:
-    """Some of these plans, with few records in a step, need the assignment by first-fit decreasing."""
-    random = np.random.default_rng(0)
-    for seed in range(120):
-        tokens, most = mixed(random)
-        for step in epoch_of(StepPlan(tokens, most, seed), 7):
-            assert tokens[step].sum() <= most or len(step) == 1
-
-
-@quick
-@given(LENGTHS, st.integers(2, 40_000))
-def test_first_fit_is_that_of_one_by_one(tokens: list[int], most: int) -> None:
-    longest_first = sorted(tokens, reverse=True)
-    free: list[int] = []
-    wanted = []
-    for size in (min(length, most) for length in longest_first):
-        place = next((k for k, room in enumerate(free) if room >= size), len(free))
-        free += [most] * (place == len(free))
-        free[place] -= size
-        wanted.append(place)
-    assert _first_fit(np.array(longest_first), most).tolist() == wanted
-
-
 # Order
 
 
@@ -174,39 +142,6 @@ def test_a_resumed_run_gets_the_steps_of_one_that_walked_there() -> None:
     assert records == epoch_of(plan, epoch)[10**15 % plan.steps_per_epoch]
 
 
-# Bins
-
-
-def test_fewest_bins() -> None:
-    for tokens, most, bins in (
-        ([5], 5, 1),
-        ([5, 5, 1], 10, 2),
-        ([288] * 57, 16384, 2),
-        ([60, 60, 60, 10], 100, 3),
-        ([50, 50, 50], 100, 2),
-        ([51, 50, 50], 100, 2),
-        ([34, 34, 34, 34, 34], 100, 3),
-        ([33, 33, 33, 1], 100, 1),
-    ):
-        assert fewest_bins(np.array(tokens), most) == bins, tokens
-
-
-def test_many_at_a_time_goes_as_one_by_one() -> None:
-    for seed in range(30):
-        random = np.random.default_rng(seed)
-        n, n_bins = int(random.integers(1, 300)), int(random.integers(1, 40))
-        tokens, queue = random.integers(1, 10 ** random.integers(1, 5), n).tolist(), random.permutation(n)
-        heap = [(0, b) for b in range(n_bins)]
-        bins = [-1] * len(tokens)
-        for record in queue.tolist():
-            load, lightest = heap[0]
-            bins[record] = lightest
-            heapq.heapreplace(heap, (load + tokens[record], lightest))
-        found, loads = _balanced(np.array(tokens), queue, n_bins, within=10**9)
-        assert found.tolist() == bins
-        assert loads.tolist() == [load for load, _ in sorted(heap, key=lambda pair: pair[1])]
-
-
 @quick
 @given(LENGTHS, st.integers(1, 40), st.integers(0, 9))
 def test_swaps_lose_nothing_and_end_when_bins_are_close(tokens: list[int], n_bins: int, within: int) -> None:
@@ -217,15 +152,6 @@ def test_swaps_lose_nothing_and_end_when_bins_are_close(tokens: list[int], n_bin
     assert loads.max() <= before.max()
     assert loads.max() - loads.min() <= max(within, *tokens)
     assert len(set(bins.tolist())) == min(n_bins, len(tokens))
-
-
-def test_swaps_stop_as_soon_as_bins_are_close() -> None:
-    tokens, queue = np.array([5, 5, 4, 3, 3]), np.arange(5)  # one by one: 5 + 4 and 5 + 3 + 3
-    assert _balanced(tokens, queue, 2, within=2)[1].tolist() == [9, 11]
-    assert _balanced(tokens, queue, 2, within=1)[1].tolist() == [10, 10]
-
-
-# Micro-batches
 
 
 def assigned(records: np.ndarray, tokens: np.ndarray, budget: int, world_size: int) -> list[list[MicroBatch]]:
@@ -259,8 +185,8 @@ def test_a_step_is_dealt_completely_and_within_the_budget(tokens_of: list[int], 
     assert len(ranks[0]) <= 2 * -(-sum(tokens_of) // (world_size * (longest + spare)))
 
 
-@pytest.mark.parametrize(("world_size", "budget"), [(1, 4096), (8, 2048)])
-def test_budgets_that_make_up_a_step_take_the_least_rounds(world_size: int, budget: int) -> None:
+def test_budgets_that_make_up_a_step_take_the_least_rounds() -> None:
+    world_size, budget = 8, 2048
     tokens = proteins(20_000)
     plan = StepPlan(tokens, 16384, 0)
     rounds, spreads, shares = [], [], []
@@ -291,21 +217,8 @@ def test_ranks_take_heavy_and_light_in_turns_and_dummies_are_the_shortest_record
         [MicroBatch((1,)), MicroBatch((0,))],
         [MicroBatch((3,)), MicroBatch((2,))],
     ]
-    tokens = np.array([9, 7, 6, 5, 4])  # 9, 7, 6 and 5 + 4
-    assert assigned(np.arange(5), tokens, 9, 2) == [
-        [MicroBatch((0,)), MicroBatch((2,))],
-        [MicroBatch((3, 4)), MicroBatch((1,))],
-    ]
     ranks = assigned(np.array([0, 2, 3]), np.array([30, 1, 20, 40]), 100, 4)
     assert [batch.records for rank in ranks for batch in rank if batch.is_dummy] == [(2,)]
-
-
-def test_a_split_of_thousands_of_micro_batches_is_dealt() -> None:
-    tokens = np.repeat([45, 30], [1500, 2250])  # two of 45 or three of 30 at once, or one and one: 1,500
-    batches = assign(range(3750), tokens, 100, 0, 1)
-    assert sorted(r for batch in batches for r in batch.records) == list(range(3750))
-    assert max(weight(batch, tokens) for batch in batches) <= 100
-    assert 1500 <= len(batches) <= 2000
 
 
 def test_a_record_over_the_budget_is_refused_on_every_rank() -> None:

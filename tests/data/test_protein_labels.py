@@ -1,8 +1,5 @@
 """Labels of whole proteins, and how the rows of a table find their records."""
 
-import itertools
-import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ from esmshard.errors import InputError, UsageError
 from esmshard.io.store import cached
 from esmshard.io.symbols import Edits
 from esmshard.io.tables import Table, read_table
-from esmshard.vocab import STANDARD
 
 FASTA = Path("x.fasta")
 STORE = InMemory(">a MK", ">b MT", ">c MV")
@@ -82,14 +78,6 @@ def test_headers_without_a_label() -> None:
     refused("record 'b': TARGET is 'x'", InMemory(">a TARGET=1 MK", ">b TARGET=x MT"), "number")
     two = InMemory(">a KD=1 TM=2 MK", ">b KD=1 TM=2,5 MT")
     refused("record 'b': TM is '2,5'", two, "number", columns=["KD", "TM"])
-
-
-def test_numbers_from_a_table_by_id(path: Path) -> None:
-    labels = of(STORE, "number", table(path, "ID,target\nc,3\na,1.5\nb,2e-3\n"))
-    assert labels.values.dtype == np.float32
-    np.testing.assert_array_equal(labels.values, np.float32([[1.5], [0.002], [3]]))
-    assert labels.names == ("target",)
-    assert labels.notices == []
 
 
 def test_several_numbers_from_a_table(path: Path) -> None:
@@ -244,51 +232,3 @@ def test_a_fasta_file_and_its_table(tmp_path: Path, path: Path) -> None:
     assert given_splits(store, fasta, None, Edits()).tolist() == [TRAIN, VALID, TEST]
     assert targets(of(store, "class", table(path, "id,target\nc,x\nP1,y\nb,z\n"))) == [1, 2, 0]
     assert targets(of(store, "class", table(path, "sequence,target\nMW,x\nMKTV,y\nMX,z\n"))) == [1, 2, 0]
-
-
-def test_a_table_as_large_as_gb1_gives_the_published_counts(path: Path) -> None:
-    """FLIP GB1 three_vs_rest has 2691 training, 299 validation and 5743 test variants."""
-    count = 2691 + 299 + 5743
-    sequences = ["".join(four) for four in itertools.islice(itertools.product(STANDARD, repeat=4), count)]
-    rows = [
-        f"{sequence},{k / 1000},{'train' if k < 2990 else 'test'},{'True' if 2691 <= k < 2990 else ''}"
-        for k, sequence in enumerate(sequences)
-    ]
-    order = random.Random(1).sample(range(count), count)
-    store = InMemory(*(f">v{k} {sequences[k]}" for k in order))
-    given = table(path, "sequence,target,set,validation\n" + "\n".join(rows) + "\n")
-    splits = given_splits(store, FASTA, given, Edits()).tolist()
-    assert [splits.count(TRAIN), splits.count(VALID), splits.count(TEST)] == [2691, 299, 5743]
-    labels = of(store, "number", given)
-    np.testing.assert_array_equal(labels.values[:, 0], np.float32([k / 1000 for k in order]))
-    assert [splits[n] for n, k in enumerate(order) if k in (0, 2690, 2691, 2989, 2990)].count(VALID) == 2
-
-
-def test_damaged_tables_are_refused_or_read_right(path: Path) -> None:
-    """Whatever is done to a table, a record never gets the label of another one."""
-    draw, read, messages = random.Random(11), 0, list[str]()
-    truth = {name: k + 0.5 for k, name in enumerate("abcdefgh")}
-    store = InMemory(*(f">{name} M{name.upper().replace('B', 'K')}" for name in truth))
-    for _ in range(600):
-        rows = [f"{name},{value}" for name, value in truth.items()]
-        draw.shuffle(rows)
-        text = "\n".join(["id,target", *rows]) + "\n"
-        for _ in range(draw.randint(0, 3)):
-            at = draw.randrange(len(text) + 1)
-            put = draw.choice('\n,;"\tx0\r=\N{MINUS SIGN}')
-            text = draw.choice(
-                [text[:at] + text[at + 1 :], text[:at] + put + text[at:], text + draw.choice(rows) + "\n", text[:at]]
-            )
-        try:
-            labels = protein_labels(store, FASTA, "number", table(path, text), required=draw.choice([True, False]))
-        except InputError as error:
-            messages.append(str(error))
-            continue
-        intact = re.split(r"[\r\n]", text)
-        for n, (name, value) in enumerate(truth.items()):
-            if labels.labelled_N[n]:
-                read += 1
-                assert f"{name},{value}" not in intact or labels.values[n, 0] == value
-    assert 180 < len(messages) < 420
-    assert not any("\n" in message for message in messages)
-    assert read > 1200

@@ -79,33 +79,26 @@ def read(path: Path) -> tuple[list[tuple[str, str]], list[str]]:
     return [(record.id, record.sequence) for record in read_fasta(path, edits)], edits.notices()
 
 
-def refusal(path: Path) -> str:
-    with pytest.raises(InputError) as caught:
-        read(path)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_records_are_read_whatever_the_name_the_line_ends_and_the_compression(name: str) -> None:
     text, expected = FILES[name]
     assert read(write(text, name))[0] == expected
     assert not is_plain(Path(name))
+    store = ingest([Path(name)], Path("x.store"))
+    assert [store.id(n) for n in range(len(store))] == [record_id for record_id, _ in expected]
     assert read(write(f"\n{text}", "other.fasta"))[0] == expected
     Path("x.bz2").write_bytes(bz2.compress(text.replace("\n", "\r\n").encode()))
     assert read(Path("x.bz2"))[0] == expected
-    store = ingest([Path(name)], Path("x.store"))
-    assert [store.id(n) for n in range(len(store))] == [record_id for record_id, _ in expected]
+    for size in range(45, len(text), 31):  # a file that ends early is read or refused, and nothing else
+        try:
+            assert read(write(text[:size], name))[0]
+        except InputError as error:
+            assert str(error).startswith(name), size  # noqa: PT017
 
 
-def test_the_header_has_the_description() -> None:
-    assert [r.description for r in read_fasta(write(GENBANK, "x.gb"))] == [
-        "NP_000001.1 test protein [Homo sapiens]",
-        "NP_000002.7 second",
-    ]
-
-
-def test_gaps_of_an_alignment_are_removed_with_a_notice() -> None:
+def test_headers_have_the_description_and_edits_are_counted() -> None:
+    headers = [record.description for record in read_fasta(write(GENBANK, "x.gb"))]
+    assert headers == ["NP_000001.1 test protein [Homo sapiens]", "NP_000002.7 second"]
     assert read(write(CLUSTAL, "x.aln"))[1] == ["gaps were removed in 1 record (a)"]
     assert read(write(STOCKHOLM, "x.sto"))[1] == [
         "gaps were removed in 1 record (a/1-4)",
@@ -113,31 +106,16 @@ def test_gaps_of_an_alignment_are_removed_with_a_notice() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("x.gb", GENBANK.replace("1 mkt\n", "1 m1t\n"), "x.gb: record 'NP_000002.7' has '1' at position 2, "),
+def test_bad_files_are_refused_in_one_sentence() -> None:
+    for name, text, message in (
+        ("x.gb", GENBANK.replace("1 mkt\n", "1 m1t\n"), "x.gb: record 'NP_000002.7' has '1' at position 2"),
         ("x.embl", SWISS.replace("10 AA.", "10 BP."), "x.embl:1: text before the first '>'"),
-        ("x.dat", SWISS.replace("MKTAYIAKQR", "MKTAYIAK?R"), "x.dat: record 'P12345' has '?' at position 9, "),
-        ("x.xml", XML.replace("YIAKQR<", "YIAK?R<"), "x.xml: record 'P12345' has '?' at position 9, "),
-        ("x.sto", STOCKHOLM.replace("mkATTA", "mkA?TA"), "x.sto: record 'b/2-9' has '?' at position 4, "),
-        ("x.aln", CLUSTAL.replace("DD", "D?"), "x.aln: record 'b' has '?' at position 7, "),
-        ("x.aln", "CLUSTAL W (1.83)\n\n", "x.aln: is a Clustal alignment without a record; "),
+        ("x.xml", XML.replace("YIAKQR<", "YIAK?R<"), "x.xml: record 'P12345' has '?' at position 9"),
+        ("x.aln", "CLUSTAL W (1.83)\n\n", "x.aln: is a Clustal alignment without a record"),
         ("x.xml", XML.replace("</uniprot>", ""), "x.xml: cannot be read as a UniProt XML file ("),
         ("x.sto", STOCKHOLM.replace("mkATTA", "mkATT"), "x.sto: cannot be read as a Stockholm alignment ("),
-    ],
-)
-def test_bad_files_are_refused_in_one_sentence(name: str, text: str, message: str) -> None:
-    assert refusal(write(text, name)).startswith(message)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_ends_early_is_read_or_refused_and_nothing_else(name: str) -> None:
-    text, _ = FILES[name]
-    for size in range(45, len(text), 7):
-        path = write(text[:size], name)
-        try:
-            assert read(path)[0]
-        except InputError as error:
-            assert str(error).startswith(name), size  # noqa: PT017
+    ):
+        with pytest.raises(InputError) as caught:
+            read(write(text, name))
+        assert str(caught.value).startswith(message)
+        assert "\n" not in str(caught.value)

@@ -14,6 +14,7 @@ from esmshard.data.tracks import (
     TrackFile,
     cached_track,
     entries,
+    named_tracks,
     protein_tracks,
     record_tracks,
     track_files,
@@ -101,13 +102,10 @@ def test_a_record_has_the_chain_of_its_name_or_of_its_sequence(folder: Path) -> 
         np.testing.assert_allclose(values_L33, expected_L33, atol=1e-5)
 
 
-def test_several_records_have_coordinates_and_others_none(folder: Path) -> None:
-    found = read(PLACES, folder, f">1abc_B {OTHER}", ">unknown MKT", f">P12345 {SEQ[:5]}", f">1abc_C {SEQ}")
-    assert sorted(found) == [0, 2]
-    np.testing.assert_allclose(found[2], backbone(5)[:, :3] + 5.0, atol=1e-3)
-
-
 def test_chains_that_fit_no_record_are_refused_and_other_residues_are_counted(folder: Path) -> None:
+    found = read(PLACES, folder, f">1abc_B {OTHER}", ">unknown MKT", f">P12345 {SEQ[:5]}", f">1abc_C {SEQ}")
+    assert sorted(found) == [0, 2], "other records have no coordinates"
+    np.testing.assert_allclose(found[2], backbone(5)[:, :3] + 5.0, atol=1e-3)
     edits = Edits()
     assert len(read(PLACES, folder, f">1abc_B A{OTHER[1:]}", edits=edits)) == 1
     assert "the structure has other residues than the sequence in 1 record (1abc_B)" in edits.notices()
@@ -180,18 +178,7 @@ def test_crops_and_windows_keep_a_track_with_its_residues(long: Long, store: Tok
     assert words.startswith("words of structure of 1 of 2 records, and 3 of 32 residues, from ")
 
 
-def test_a_changed_source_is_read_again_and_has_another_digest(
-    store: TokenStore, tracks: RecordTracks, tmp_path: Path
-) -> None:
-    source = tmp_path / "turns.fasta"
-    source.write_text(source.read_text().replace("h", "e"))
-    changed = record_tracks([TrackFile(LETTERS, source), TrackFile(CODES, tmp_path / "words.npz")], store)
-    assert changed.digest != tracks.digest
-    assert 0 not in changed.get(0, slice(None))["turns"]
-    assert 0 in tracks.get(0, slice(None))["turns"]
-
-
-def test_an_altered_copy_in_the_cache_is_read_again(store: TokenStore, tmp_path: Path) -> None:
+def test_an_altered_copy_and_a_changed_source_are_read_again(store: TokenStore, tmp_path: Path) -> None:
     source = tmp_path / "letters.fasta"
     source.write_text("".join(f">{store.id(n)}\n{'h' * int(store.lengths[n])}\n" for n in range(len(store))))
     for name in ("values.npy", "known.npy", "manifest.json"):
@@ -200,18 +187,23 @@ def test_an_altered_copy_in_the_cache_is_read_again(store: TokenStore, tmp_path:
         again = cached_track(LETTERS, source, store)
         assert set(again[len(store) - 1].tolist()) == {0}
         assert again.known_N.tolist() == store.lengths.tolist()
+    before = record_tracks([TrackFile(LETTERS, source)], store)
+    source.write_text(source.read_text().replace("h", "e"))
+    changed = record_tracks([TrackFile(LETTERS, source)], store)
+    assert changed.digest != before.digest
+    assert [set(tracks.get(0, slice(None))["turns"].tolist()) for tracks in (before, changed)] == [{0, 3}, {1, 3}]
 
 
-def test_a_source_of_none_of_the_records_is_refused(store: TokenStore, tmp_path: Path) -> None:
+def test_a_source_that_does_not_fit_the_records_is_refused(store: TokenStore, tmp_path: Path) -> None:
     (tmp_path / "x.fasta").write_text(">other\nhh\n")
-    with pytest.raises(InputError, match=refusal("x.fasta: has letters of turns of none of the 3 records (a, b, c)")):
-        record_tracks([TrackFile(LETTERS, tmp_path / "x.fasta")], store)
-    with pytest.raises(InputError, match=refusal("nowhere.fasta: no such file")):
-        record_tracks([TrackFile(LETTERS, tmp_path / "nowhere.fasta")], store)
-    fasta = tmp_path / "complex.fasta"
-    fasta.write_text(">other\nMK:TA\n")
-    with pytest.raises(InputError, match="several chains"):
-        record_tracks([TrackFile(LETTERS, tmp_path / "x.fasta")], cached(fasta))
+    (tmp_path / "complex.fasta").write_text(">other\nMK:TA\n")
+    for source, records, token in (
+        ("x.fasta", store, "x.fasta: has letters of turns of none of the 3 records (a, b, c)"),
+        ("nowhere.fasta", store, "nowhere.fasta: no such file"),
+        ("x.fasta", cached(tmp_path / "complex.fasta"), "several chains"),
+    ):
+        with pytest.raises(InputError, match=refusal(token)):
+            record_tracks([TrackFile(LETTERS, tmp_path / source)], records)
 
 
 def test_the_tracks_of_one_protein_are_those_of_its_id(tmp_path: Path) -> None:
@@ -221,26 +213,24 @@ def test_the_tracks_of_one_protein_are_those_of_its_id(tmp_path: Path) -> None:
     assert found.get(17, slice(1, 3))["turns"].tolist() == [3, 1, 2, 3]
     (notice,) = found.notices(np.arange(9))
     assert notice.startswith("letters of turns of 4 of 4 residues of the wild type, from ")
-    (tmp_path / "turns.fasta").write_text(">other\nh\n")
-    with pytest.raises(InputError, match=refusal("turns.fasta: has letters of turns of none of the 1 records (wt)")):
-        protein_tracks([TrackFile(LETTERS, tmp_path / "turns.fasta")], tmp_path / "wt.fasta")
 
 
 # Names
 
 
 def test_a_track_that_the_model_does_not_take_is_refused() -> None:
-    assert track_files({"turns": "inside", "atoms": "/x"}, [LETTERS, PLACES], "m", "--track ") == [
-        TrackFile(LETTERS, INSIDE_DATA),
-        TrackFile(PLACES, Path("/x")),
-    ]
-    (one,) = track_files({"turns": "~/x.fasta"}, [LETTERS], "m", "--track ")
-    assert one.path == Path.home() / "x.fasta"
-    said = ("--track trns: m takes no such track", "turns (letters of turns) and atoms (coordinates)")
-    with pytest.raises(UsageError, match=refusal(*said)):
+    named = {"turns": "inside", "atoms": "/x", "words": "~/x.npz"}
+    found = track_files(named, [LETTERS, PLACES, CODES], "m", "--track ")
+    assert [file.path for file in found] == [INSIDE_DATA, Path("/x"), Path.home() / "x.npz"]
+    assert [file.track for file in found] == [LETTERS, PLACES, CODES]
+    with pytest.raises(UsageError, match=refusal("--track trns: m takes no such track", "turns (letters of turns)")):
         track_files({"trns": "x"}, [LETTERS, PLACES], "m", "--track ")
     with pytest.raises(UsageError, match=refusal("data.tracks.turns: m reads the sequence alone")):
         track_files({"turns": "x"}, [], "m", "data.tracks.")
+    assert named_tracks(["a=x=y", "b=inside"]) == {"a": "x=y", "b": "inside"}
+    for options in (["a"], ["=x"], ["a="], ["a=x", "a=y"]):
+        with pytest.raises(UsageError, match="--track"):
+            named_tracks(options)
 
 
 def test_tracks_inside_the_data(tmp_path: Path, folder: Path) -> None:

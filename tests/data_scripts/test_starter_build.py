@@ -1,10 +1,8 @@
 """The parts of `data/starter/build.py` that run without `mmseqs`: the structure database, the choice, the tables."""
 
-import gzip
 import importlib.util
 import struct
 import sys
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -87,77 +85,6 @@ def test_usable_chains_are_found_at_their_rows_and_written_in_the_format_of_the_
     # with b = CA - N = (-1.46, 0, 0.5) and c = C - CA = (-1.52, 0, -0.5).
     assert np.abs(cb_L3[15] - cb_L3[5] - [0, 13.3, 0]).max() < 0.11
     assert np.abs(cb_L3[7] - cb_L3[5] - [-0.01, 2.66 + 0.87, 0.55]).max() < 0.11
-
-
-def test_usable(build):
-    for sequence, bond, expected in (
-        *((TEN * 4, 133, True), (TEN * 4, 159, True), (TEN * 4, 160, False)),  # strictly below 1.6 A
-        *(((TEN * 4)[:39], 133, False), (TEN * 40, 133, True), (TEN * 40 + "A", 133, False)),
-        *((TEN[:9] * 5, 133, False), (TEN * 4 + "X", 133, False)),  # nine kinds
-    ):
-        atoms = backbone(len(sequence), gap_after=len(sequence) // 2, bond=bond)
-        assert build.usable(sequence, atoms) is expected
-    atoms = backbone(40)
-    atoms[7:, :, 2] += 150  # A bond is from C to the next N in all three directions.
-    assert not build.usable(TEN * 4, atoms)
-
-
-def test_one_chain_of_each_cluster_by_seed_alone(build):
-    pool = [(f"c{k}", f"c{k}_{m}") for k in range(400) for m in range(1 + 3 * (k % 2))]
-    chosen = build.one_per_cluster(pool, 1)
-    assert sorted(chain.split("_")[0] for chain in chosen) == sorted(f"c{k}" for k in range(400))
-    assert chosen == build.one_per_cluster(pool[::-1], 1)
-    assert chosen != build.one_per_cluster(pool, 2)
-    assert set(chosen) != set(build.one_per_cluster(pool, 2))
-    singles = [row for row in pool if row[1].endswith("_0")]
-    assert build.one_per_cluster(singles, 1) != build.one_per_cluster(singles, 2)
-    # Without the other clusters the choice and the order are the same.
-    assert [c for c in chosen if c < "c2"] == build.one_per_cluster([row for row in pool if row[0] < "c2"], 1)
-    # Each member has its chance, and a large cluster is as likely to come first as a small one (100 +- 4 sd of 7).
-    members = Counter(chain.split("_")[1] for chain in chosen if int(chain.split("_")[0][1:]) % 2)
-    assert set(members) == {"0", "1", "2", "3"}
-    assert min(members.values()) > 30
-    assert 72 < sum(int(chain.split("_")[0][1:]) % 2 for chain in chosen[:200]) < 128
-
-
-def test_sequences_of_a_blast_database(build, tmp_path):
-    # NCBIstdaa: A is 1, C 3, M 12, W 20, X 21, Y 22, U 24, O 26.
-    (tmp_path / "few.psq").write_bytes(b"\0" + bytes([12, 1, 3]) + b"\0" + bytes([20, 22, 21, 24, 26]) + b"\0")
-    assert build.blast_sequences(tmp_path / "few.psq") == [("few_0", "MAC"), ("few_1", "WYXUO")]
-
-
-def test_what_mmseqs_is_asked_for(build, monkeypatch):
-    """The programs are stood in for: which file is the query, which is searched, the limits, and what comes out."""
-    calls = []
-
-    def run(command: str, first: Path, second: Path, third: Path, *rest: Path | str) -> None:
-        if command == "easy-search":
-            calls.append((command, first.read_text(), second.read_text(), *rest[1:]))
-            third.write_text("1\t3\n0\t1\n1\t1\n")
-        else:
-            calls.append((command, first.read_text(), *rest))
-            second.with_name(second.name + "_cluster.tsv").write_text("2\t2\n2\t0\n1\t1\n")
-
-    monkeypatch.setattr(build, "mmseqs", run)
-    assert build.similar(["AAA", "CCC", "DDD", "EEE"], ["FFF", "AAA"]) == {"CCC", "EEE", "AAA"}
-    assert build.representatives(["AAA", "CCC", "DDD"], 0.5) == {"DDD", "CCC"}
-    limits = ("-s", "7.5", "-e", "1.0", "--max-seqs", "4", "--format-output", "query,target")
-    query, target = ">0\nFFF\n>1\nAAA\n", ">0\nAAA\n>1\nCCC\n>2\nDDD\n>3\nEEE\n"
-    assert calls == [
-        ("easy-search", query, target, *limits),
-        ("easy-linclust", ">0\nAAA\n>1\nCCC\n>2\nDDD\n", "--min-seq-id", "0.5", "-c", "0.8"),
-    ]
-
-
-def test_fasta_round_trip(build, tmp_path):
-    (tmp_path / "in.fasta").write_text(">sp|P1|A_B Some > name\nMKT\nLLx\n>q\n\nAC D\n")
-    records = [("sp|P1|A_B", "MKTLLX"), ("q", "ACD")]
-    assert build.read_fasta(tmp_path / "in.fasta") == records
-    build.write_fasta(tmp_path / "out.fasta.gz", records)
-    data = (tmp_path / "out.fasta.gz").read_bytes()
-    assert gzip.decompress(data) == b">sp|P1|A_B\nMKTLLX\n>q\nACD\n"
-    assert data[4:8] == bytes(4)  # the time in a gzip header
-    assert build.read_fasta(tmp_path / "out.fasta.gz") == records
 
 
 def groups(sequences: list[str]) -> list[list[str]]:

@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from embed_runs import limit_memory
 from model_files import TINY, fair_esm, ours
 
-from esmshard.batch import TokenBatch
 from esmshard.embed import compute
 from esmshard.embed.compute import Computed, Embedder, Failed
 from esmshard.embed.spec import Long, choose
@@ -48,16 +48,15 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("long", [Long(), Long("window", 100, 30), Long("truncate", 90)])
-def test_a_sequence_does_not_see_what_it_is_computed_with(esm: ESM2, threads: None, long: Long) -> None:
+def test_a_sequence_does_not_see_what_it_is_computed_with(esm: ESM2, threads: None) -> None:
     given = sequences(31, 1, 120, 7, 300, 45, 260, 99, 100, 101)
-    wanted = [found(Embedder(esm, outputs(*POOLS), long=long), [one])[0] for one in given]
-    for tokens in (1, 150, 400, 4096):
-        for one, alone in zip(
-            found(Embedder(esm, outputs(*POOLS), long=long, tokens=tokens), given), wanted, strict=True
-        ):
-            for name, values in one.values.items():
-                assert torch.allclose(values, alone.values[name], rtol=0, atol=1e-5, equal_nan=True), (name, tokens)
+    for long in (Long(), Long("window", 100, 30), Long("truncate", 90)):
+        wanted = [found(Embedder(esm, outputs(*POOLS), long=long), [sequence])[0] for sequence in given]
+        for tokens in (150, 4096):
+            packed = found(Embedder(esm, outputs(*POOLS), long=long, tokens=tokens), given)
+            for one, alone in zip(packed, wanted, strict=True):
+                for name, values in one.values.items():
+                    assert torch.allclose(values, alone.values[name], rtol=0, atol=1e-5, equal_nan=True), (name, tokens)
 
 
 def test_packs_hold_at_most_so_many_tokens_and_each_sequence_once(esm: ESM2) -> None:
@@ -124,46 +123,32 @@ def test_truncated_is_what_the_beginning_alone_gives(esm: ESM2) -> None:
         assert torch.allclose(values, short[name], rtol=0, atol=1e-6), name
 
 
-def refuse(esm: ESM2, most: int, error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let the model have memory for so many tokens only; tokens of the passes that went well."""
-    passes: list[int] = []
-    forward = esm.forward
-
-    def limited(batch: TokenBatch, *args: Any, **kwargs: Any) -> Any:
-        if batch.bounds[-1] > most:
-            raise error()
-        passes.append(batch.bounds[-1])
-        return forward(batch, *args, **kwargs)
-
-    monkeypatch.setattr(esm, "forward", limited)
-    return passes
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_without_memory_packs_are_halved(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = sequences(31, 1, 120, 7, 45, 60, 99)
+    wanted = found(Embedder(esm, outputs("residue")), given)
+    errors: list[Callable[[], Exception]] = [
         lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         MemoryError,
         lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: ..."),
         lambda: RuntimeError("CUDA error: out of memory"),
-    ],
-)
-def test_without_memory_packs_are_halved(
-    esm: ESM2, error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = sequences(31, 1, 120, 7, 45, 60, 99)
-    wanted = found(Embedder(esm, outputs("residue")), given)
-    passes = refuse(esm, 150, error, monkeypatch)
-    for one, alone in zip(found(Embedder(esm, outputs("residue")), given), wanted, strict=True):
-        assert torch.allclose(one.values["residue_2"], alone.values["residue_2"], rtol=0, atol=1e-5)
-        assert one.windowed == 0
-    assert sum(passes) == sum(map(len, given))
-    assert len(passes) > 2
+    ]
+    for error in errors:
+        with monkeypatch.context() as patch:
+            passes = limit_memory(esm, 150, patch, error)
+            halved = found(Embedder(esm, outputs("residue")), given)
+        for one, alone in zip(halved, wanted, strict=True):
+            assert torch.allclose(one.values["residue_2"], alone.values["residue_2"], rtol=0, atol=1e-5)
+            assert one.windowed == 0
+        assert sum(passes) == sum(map(len, given))
+        assert len(passes) > 2
+    limit_memory(esm, 0, monkeypatch, lambda: RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        found(Embedder(esm, outputs("mean")), sequences(10))
 
 
 def test_then_a_sequence_is_cut_into_windows_and_then_it_has_failed(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
     given = sequences(40, 1000, 30)
-    passes = refuse(esm, 300, MemoryError, monkeypatch)
+    passes = limit_memory(esm, 300, monkeypatch)
     short, long, last = found(Embedder(esm, outputs("residue", "mean")), given)
     assert (short.windowed, long.windowed, last.windowed) == (0, 250, 0)
     assert long.values["residue_2"].shape == (1000, TINY.dim)
@@ -171,18 +156,12 @@ def test_then_a_sequence_is_cut_into_windows_and_then_it_has_failed(esm: ESM2, m
     monkeypatch.undo()
     exact = found(Embedder(esm, outputs("residue"), long=Long("window", 250, 62)), given)[1]
     assert torch.allclose(long.values["residue_2"], exact.values["residue_2"], rtol=0, atol=1e-5)
-    refuse(esm, 100, MemoryError, monkeypatch)
+    limit_memory(esm, 100, monkeypatch)
     short, long, last = found(Embedder(esm, outputs("residue")), given)
     assert isinstance(long, Failed)
     assert "1,000 residues" in long.reason
     assert isinstance(short, Computed)
     assert isinstance(last, Computed)
-
-
-def test_another_error_is_not_taken_for_a_lack_of_memory(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse(esm, 0, lambda: RuntimeError("a bug"), monkeypatch)
-    with pytest.raises(RuntimeError, match="a bug"):
-        found(Embedder(esm, outputs("mean")), sequences(10))
 
 
 def test_numbers_beyond_the_range_of_fp16_are_a_failure(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:

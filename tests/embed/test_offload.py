@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_files import SMALL, fair_esm, ours, tokenise, write_transformers
+from outputs import smallest
 
 from esmshard.batch import TokenBatch
 from esmshard.embed import compute
@@ -15,7 +16,7 @@ from esmshard.errors import UsageError
 from esmshard.model import weights
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
-from esmshard.model.families.family_registry import FAMILIES, n_parameters
+from esmshard.model.families.family_registry import FAMILIES
 from esmshard.model.weights import Weights
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHM", "ACDEFGHIKLMNPQRSTVWYACDEFG"]
@@ -67,24 +68,22 @@ def on_meta(model: ESM2) -> list[bool]:
     return [kind == {"meta"} for kind in kinds]
 
 
-# Of two layers' memory one is kept free, for the layers that come from the disk.
-@pytest.mark.parametrize(("memory", "less", "in_memory"), [(2, 1, 0), (2, 0, 1), (3, 1, 1), (3, 0, 3)])
 def test_the_numbers_are_those_of_the_plain_model(
-    memory: int, less: int, in_memory: int, found: Weights, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    found: Weights, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "folder"
-    model = offloaded_with(bytes_of(found.config, memory) - less, found, folder)
-    expected_places = [n >= in_memory for n in range(3)]
-    assert on_meta(model) == expected_places
-    assert ("3 on disk" in capsys.readouterr().err) == (in_memory == 0)
+    """The memory of one layer is kept free, for the layers that come from the disk."""
     _, batch = tokenise(SEQUENCES)
-    plain = weights.build(found, CPU).eval()
-    for _ in range(2):
-        for mine, theirs in zip(numbers(model, batch), numbers(plain, batch), strict=True):
-            assert torch.equal(mine, theirs)
-        assert on_meta(model) == expected_places, "layers go back to where they were"
-    assert model.lm_head.weight is model.embed_tokens.weight
-    assert not model.training
+    plain = numbers(weights.build(found, CPU).eval(), batch)
+    for memory, less, in_memory in ((2, 1, 0), (3, 1, 1), (3, 0, 3)):
+        model = offloaded_with(bytes_of(found.config, memory) - less, found, tmp_path / f"folder-{memory}-{less}")
+        expected_places = [n >= in_memory for n in range(3)]
+        assert on_meta(model) == expected_places
+        assert ("3 on disk" in capsys.readouterr().err) == (in_memory == 0)
+        for _ in range(2):
+            assert all(torch.equal(mine, other) for mine, other in zip(numbers(model, batch), plain, strict=True))
+            assert on_meta(model) == expected_places, "layers go back to where they were"
+        assert model.lm_head.weight is model.embed_tokens.weight
+        assert not model.training
 
 
 def test_half_precision_keeps_rotary_angles(tmp_path: Path) -> None:
@@ -97,25 +96,10 @@ def test_half_precision_keeps_rotary_angles(tmp_path: Path) -> None:
         assert torch.equal(layer.self_attn.rot_emb.inv_freq, plain.self_attn.rot_emb.inv_freq)
         assert layer.self_attn.rot_emb.inv_freq.dtype == torch.float32
     _, batch = tokenise(SEQUENCES)
-    plain = weights.build(found, CPU, torch.bfloat16).eval()
-    for mine, theirs in zip(numbers(model, batch), numbers(plain, batch), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_no_gradient_is_asked_for_and_none_keeps_a_layer(tmp_path: Path) -> None:
-    model = offloaded_with(0, esm2(tmp_path), tmp_path / "folder")
-    _, batch = tokenise(SEQUENCES)
     assert not model(batch).representations[3].requires_grad
     assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_what_fits_goes_nowhere(tmp_path: Path) -> None:
-    found = esm2(tmp_path)
-    model = offloaded(found, tmp_path / "folder", torch.float32, CPU)
-    assert on_meta(model) == [False] * 3
-    assert not (tmp_path / "folder").exists()
-    _, batch = tokenise(SEQUENCES)
-    for mine, theirs in zip(numbers(model, batch), numbers(weights.build(found, CPU).eval(), batch), strict=True):
+    plain = weights.build(found, CPU, torch.bfloat16).eval()
+    for mine, theirs in zip(numbers(model, batch), numbers(plain, batch), strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -125,18 +109,16 @@ def test_a_missing_library_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         offloaded(esm2(tmp_path), tmp_path / "folder", torch.float32, CPU)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "esm2"])
-def test_other_families_and_their_tracks(family: str, tmp_path: Path) -> None:
-    config = min(FAMILIES[family].sizes.values(), key=n_parameters)
-    found = weights.fresh(config, 0)
-    model, plain = offloaded_with(0, found, tmp_path / "folder"), weights.build(found, CPU).eval()
-    assert on_meta(model) == [True] * config.n_layers
-    generator = torch.Generator().manual_seed(0)
-    _, batch = tokenise(SEQUENCES)
-    for track in FAMILIES[family].tracks:
-        shape = (len(batch.tokens_T), *((3, 3) if track.kind == "coordinates" else ()))
-        numbers_ = torch.randn(shape, generator=generator) if track.kind == "coordinates" else torch.ones(shape).long()
-        batch = replace(batch, tracks={**batch.tracks, track.name: numbers_})
-    with torch.no_grad():
-        mine, other = (one(batch).representations[config.n_layers] for one in (model, plain))
-    assert torch.equal(mine, other)
+def test_other_families_and_their_tracks(tmp_path: Path) -> None:
+    for name, family in FAMILIES.items():
+        config = smallest(family)
+        found, (_, batch) = weights.fresh(config, 0), tokenise(SEQUENCES)
+        model, plain = offloaded_with(0, found, tmp_path / name), weights.build(found, CPU).eval()
+        assert on_meta(model) == [True] * config.n_layers
+        for track in family.tracks:
+            is_xyz = track.kind == "coordinates"
+            values = torch.randn(len(batch.tokens_T), 3, 3) if is_xyz else torch.ones(len(batch.tokens_T)).long()
+            batch = replace(batch, tracks={**batch.tracks, track.name: values})
+        with torch.no_grad():
+            mine, other = (one(batch).representations[config.n_layers] for one in (model, plain))
+        assert torch.equal(mine, other)

@@ -1,7 +1,7 @@
 """Stores of embeddings: what they answer, what is copied from earlier ones, records of several chains, and tracks."""
 
+import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from command import esmshard as esmshard_command
-from embed_runs import content
+from command import in_process
+from embed_runs import content, limit_memory
 from embed_runs import write_model as write_plain_model
 from model_files import TINY, fair_esm, write_transformers
 from outputs import perturbed
@@ -24,9 +24,11 @@ from esmshard.embed.parts import EmbeddingStore, begin, partial
 from esmshard.embed.spec import Long, request
 from esmshard.errors import InputError, UsageError
 from esmshard.io.array_formats import FORMATS, Output
+from esmshard.io.store import ingest
+from esmshard.io.symbols import Rules
 from esmshard.model import weights
 from esmshard.model.trunk import Trunk
-from esmshard.vocab import CLS, EOS, RESIDUES, Chains, encode
+from esmshard.vocab import CLS, EOS, RESIDUES, encode
 
 RECORDS, PART = 40, 150
 NAMES = ("mean_1", "mean_2", "residue_1", "residue_2")
@@ -67,7 +69,7 @@ def make(model: Path, fasta: Path, out: Path, **options: Any) -> Path:
 
 def test_status_before_while_and_after(given: Given, tmp_path: Path) -> None:
     out = tmp_path / "x"
-    with pytest.raises(InputError, match="there is nothing"):
+    with pytest.raises(InputError, match="does not exist yet"):
         status(out)
     directory = partial(out)
     asked = request(str(given.model), out, pools=["mean", "residue"], layers=[1, 2])
@@ -84,31 +86,27 @@ def test_status_before_while_and_after(given: Given, tmp_path: Path) -> None:
     assert status(out).splitlines()[0] == f"{out}: finished, {parts} of {parts} parts"
 
 
-@pytest.mark.parametrize("name", [f"x.{fmt}" for fmt in FORMATS])
-@pytest.mark.parametrize("several", [False, True])
-def test_merge_writes_what_embed_writes(given: Given, tmp_path: Path, name: str, several: bool) -> None:
-    how: dict[str, Any] = {"pools": ["mean"], "layers": [1, 2] if several else [2]}
-    if several and not FORMATS[name.removeprefix("x.")].several:
-        with pytest.raises(UsageError, match=r"none for residue_1|holds one output"):
-            merge(given.store, tmp_path / name, None, overwrite=False)
-        assert not any(tmp_path.iterdir())
-        return
-    for place in ("store", "direct", "merged"):
-        (tmp_path / place).mkdir()
-    store = make(given.model, given.fasta, tmp_path / "store" / "x", **how)
-    make(given.model, given.fasta, tmp_path / "direct" / name, **how)
+def test_merge_writes_what_embed_writes(given: Given, tmp_path: Path) -> None:
+    store = make(given.model, given.fasta, tmp_path / "store" / "x", pools=["mean"], layers=[2])
     before = content(store)
-    if name == "x.biotrainer-h5":
-        with pytest.raises(UsageError, match=r"has no sequences, .* --reuse \S+, which computes nothing again"):
-            merge(store, tmp_path / "merged" / name, None, overwrite=False)
-        assert not any((tmp_path / "merged").iterdir())
-        return
-    text = merge(store, tmp_path / "merged" / name, None, overwrite=False)
-    assert text == f"{tmp_path / 'merged' / name}: 39 records"
-    assert content(tmp_path / "merged" / name) == content(tmp_path / "direct" / name)
+    for fmt, writer in FORMATS.items():
+        direct, merged = (tmp_path / place / fmt / f"x.{fmt}" for place in ("direct", "merged"))
+        for path in (direct, merged):
+            path.parent.mkdir(parents=True)
+        if not writer.several:
+            with pytest.raises(UsageError, match=r"residue_1|one output"):
+                merge(given.store, merged, None, overwrite=False)
+        if writer.by_sequence:
+            with pytest.raises(UsageError, match="--reuse"):
+                merge(store, merged, None, overwrite=False)
+            assert not any(merged.parent.iterdir())
+            continue
+        make(given.model, given.fasta, direct, pools=["mean"], layers=[2])
+        assert merge(store, merged, None, overwrite=False) == f"{merged}: 39 records"
+        assert content(merged) == content(direct)
+        with pytest.raises(UsageError, match="exists already"):
+            merge(store, merged, None, overwrite=False)
     assert content(store) == before
-    with pytest.raises(UsageError, match="exists already"):
-        merge(store, tmp_path / "merged" / name, None, overwrite=False)
 
 
 def test_records_are_found_by_id(given: Given, tmp_path: Path) -> None:
@@ -136,15 +134,6 @@ def test_records_are_found_by_id(given: Given, tmp_path: Path) -> None:
     with pytest.raises(KeyError, match=r"'r30' has no values: .* not finite"):
         store["r30"]
     assert list(store.failed) == ["r30"]
-
-
-def test_a_damaged_store_is_one_sentence(given: Given, tmp_path: Path) -> None:
-    store = make(given.model, given.fasta, tmp_path / "x")
-    part = sorted((store / "parts").iterdir())[1]
-    part.write_bytes(part.read_bytes()[:-1])
-    with pytest.raises(InputError, match=rf"{part.name}: is damaged"):
-        merge(store, tmp_path / "x.h5", None, overwrite=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 A, B, C = "MKTAYIAKQRQISFVKSHFSRQ", "GQISFVKSHFSRQLEERLGL", "MLW"
@@ -179,18 +168,13 @@ def test_rows_are_copied_where_everything_is_the_same_and_nowhere_else(given: Gi
         run(name, name)
         store = EmbeddingStore(tmp_path / name)
         values[name] = {record: store[record] for record in store}
-    for old in HOW:
-        for new in HOW:
-            out = f"{new} from {old}"
-            if old != new:
-                with pytest.raises(UsageError, match=r"--reuse .*: (was made with|holds) "):
-                    run(new, out, reuse=tmp_path / old)
-                continue
-            report = run(new, out, reuse=tmp_path / old)
-            assert (report["computed"], report["reused"]) == (0, len(values[new]))
-            copied = EmbeddingStore(tmp_path / out)
-            for record, expected in values[new].items():
-                assert np.array_equal(copied[record], expected), (out, record)
+        report = run(name, f"{name} again", reuse=tmp_path / name)
+        assert (report["computed"], report["reused"]) == (0, len(values[name]))
+        copied = EmbeddingStore(tmp_path / f"{name} again")
+        assert all(np.array_equal(copied[record], expected) for record, expected in values[name].items()), name
+    for old, new in itertools.permutations(HOW, 2):
+        with pytest.raises(UsageError, match=r"was made with|holds"):
+            EmbeddingStore(tmp_path / old).check_reuse(EmbeddingStore(tmp_path / new).spec)
     keys = [EmbeddingStore(tmp_path / name).index.keys.tolist() for name in HOW if name != "layer"]
     assert len({key for some in keys for key in some}) == sum(map(len, keys)), "nothing else has the key of a row"
 
@@ -297,25 +281,18 @@ def test_parts_know_where_chains_begin(written: Written) -> None:
         embed(request(written.model, Path("gap"), pools=["residue"]), written.directory / "x.fasta")
 
 
-@pytest.mark.parametrize(("window", "memory"), [(40, None), (0, 50)])
+@pytest.mark.parametrize("memory", [None, 50])
 def test_windows_are_of_the_joined_sequence(
-    written: Written, window: int, memory: int | None, monkeypatch: pytest.MonkeyPatch
+    written: Written, memory: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As asked for, and for lack of memory."""
+    """As requested, and for lack of memory."""
     model = weights.load_model(written.model).eval()
     outputs = (Output("residue", 2), Output("mean", 2), Output("contacts", None))
     tokens = [encode(f"{A}:{B}"), encode(A + "G" * 25 + B)]
     if memory is not None:
         monkeypatch.setattr("esmshard.embed.compute.SMALLEST", 8)
-        forward = model.forward
-
-        def within_memory(batch: Any, *args: Any, **how: Any) -> Any:
-            if batch.bounds[-1] > memory:
-                raise MemoryError
-            return forward(batch, *args, **how)
-
-        monkeypatch.setattr(model, "forward", within_memory)
-    long = Long("window", window, 10) if window else Long(overlap=10)
+        limit_memory(model, memory, monkeypatch)
+    long = Long("window", 40, 10) if memory is None else Long(overlap=10)
     ours, plain = Embedder(model, outputs, long=long).compute(tokens)
     assert isinstance(ours, Computed)
     assert isinstance(plain, Computed)
@@ -328,40 +305,18 @@ def test_windows_are_of_the_joined_sequence(
 
 def test_what_does_not_go_together_is_refused(written: Written) -> None:
     fasta = written.directory / "x.fasta"
-    done = esmshard_command("ingest", fasta, "-o", "x.store", "--join", "linker:3")
-    assert done.returncode == 0, done.stderr
-    done = esmshard_command("embed", written.model, "x.store", "-o", "x.npy")
-    assert done.returncode == 2 - 1
-    assert "error: x.store: its chains were joined by a linker of 3, and a linker of 25 is asked for" in done.stderr
-    with pytest.raises(InputError, match="its chains were joined by a linker of 3, and a linker of 25"):
+    ingest([fasta], Path("x.store"), Rules(linker=3))
+    with pytest.raises(InputError, match=r"x\.store: .* linker of 3"):
+        embed(request(written.model, Path("x.npy")), Path("x.store"))
+    with pytest.raises(InputError, match="linker of 3"):
         esmshard.load(written.model).embed(Path("x.store"))
-    with pytest.raises(UsageError, match=r"--join: .*linker:break"):
-        request(written.model, Path("x.npy"), join="linker:break")
-    with pytest.raises(UsageError, match="--join 25: one of linker:25, gap:512, "):
-        request(written.model, Path("x.npy"), join="25")
-    with pytest.raises(UsageError, match="--long truncate would cut away chains"):
+    for join in ("linker:break", "25"):
+        with pytest.raises(UsageError, match="--join"):
+            request(written.model, Path("x.npy"), join=join)
+    with pytest.raises(UsageError, match="--long truncate"):
         run(written, "x.fasta", "x.npy", long=Long("truncate", 30))
-    with pytest.raises(InputError, match="no residues in chain 2 of 2"):
+    with pytest.raises(InputError, match="chain 2 of 2"):
         esmshard.load(written.model).embed([A, f"{A}:"])
-
-
-def test_a_model_that_was_trained_with_a_gap_keeps_it(written: Written, tmp_path: Path) -> None:
-    """The configuration beside the weights says how chains are joined."""
-    config = json.loads((Path(written.model) / "config.json").read_text())
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in Path(written.model).iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
-    (copy / "config.json").write_text(json.dumps(config | {"joined_chains": "linker:3,gap:512"}))
-    assert request(str(copy), Path("x.npy")).spec.chains == Chains(3, 512)
-    assert request(str(copy), Path("x.npy"), join="linker:4").spec.chains == Chains(4)
-    expected = esmshard.load(written.model, join="linker:3,gap:512").embed(f"{A}:{B}")
-    np.testing.assert_array_equal(esmshard.load(copy).embed(f"{A}:{B}"), expected)
-    same = replace(request(str(copy), Path("x.npy"), join="linker:25").spec)
-    assert same == request(written.model, Path("x.npy")).spec, "how chains are joined is no part of the weights"
-    (copy / "config.json").write_text(json.dumps(config | {"joined_chains": "three"}))
-    with pytest.raises(InputError, match="one of linker:25, gap:512, "):
-        request(str(copy), Path("x.npy"))
 
 
 # Tracks
@@ -369,47 +324,30 @@ def test_a_model_that_was_trained_with_a_gap_keeps_it(written: Written, tmp_path
 LENGTHS = {"a": 31, "b": 4, "c": 120, "d": 64, "e": 300, "f": 18}
 
 
-# What the model gets
-
-
 def letter_of(token: int) -> int:
     return 20 if token in (CLS, EOS) else token * 7 % 20
 
 
-def watched(model: Trunk, most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Check every batch, in which the letter of a residue follows from the residue; memory is for `most` tokens."""
-    passes: list[int] = []
-    forward = model.forward
-
-    def looked_at(batch: TokenBatch, *args: Any, **kwargs: Any) -> Any:
-        if batch.bounds[-1] > most:
-            raise MemoryError
-        assert batch.tracks["3di"].tolist() == [letter_of(token) for token in batch.tokens_T.tolist()]
-        passes.append(len(batch))
-        return forward(batch, *args, **kwargs)
-
-    monkeypatch.setattr(model, "forward", looked_at)
-    return passes
-
-
-@pytest.mark.parametrize(
-    ("long", "most"),
-    [(Long(), 10_000), (Long("window", 100, 30), 10_000), (Long("truncate", 90), 10_000), (Long(), 160)],
-)
-def test_every_part_of_a_sequence_has_its_part_of_the_track(
-    long: Long, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_part_of_a_sequence_has_its_part_of_the_track(monkeypatch: pytest.MonkeyPatch) -> None:
     """In packs, windows and cut sequences; in halves of a pack, and in windows for lack of memory."""
     model = perturbed(CONFIG)
     tokens = [encode(sequence) for sequence, _ in random_pairs(LENGTHS).values()]
-    tracks = [{"3di": np.array([letter_of(token) for token in one.tolist()], np.uint8)} for one in tokens]
-    passes = watched(model, most, monkeypatch)
-    outputs = [Output("residue", CONFIG.n_layers)]
-    found = Embedder(model, outputs, long=long).compute(tokens, tracks)
-    assert all(isinstance(one, Computed) for one in found)
-    assert len(passes) > (1 if most < 1000 or long.mode == "window" else 0)
-    windowed = [n for n, one in enumerate(found) if isinstance(one, Computed) and one.windowed]
-    assert windowed == ([4] if most < 1000 else [])
+    tracks = [{"3di": np.array([letter_of(token) for token in sequence.tolist()], np.uint8)} for sequence in tokens]
+    forward = model.forward
+
+    def checked(batch: TokenBatch, *args: Any, **kwargs: Any) -> Any:
+        assert batch.tracks["3di"].tolist() == [letter_of(token) for token in batch.tokens_T.tolist()]
+        return forward(batch, *args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", checked)
+    for long, most in ((Long("window", 100, 30), None), (Long("truncate", 90), None), (Long(), 160)):
+        with monkeypatch.context() as patch:
+            passes = [] if most is None else limit_memory(model, most, patch)
+            results = Embedder(model, [Output("residue", CONFIG.n_layers)], long=long).compute(tokens, tracks)
+        windowed = [n for n, result in enumerate(results) if isinstance(result, Computed) and result.windowed]
+        assert all(isinstance(result, Computed) for result in results)
+        assert windowed == ([] if most is None else [4])
+        assert most is None or len(passes) > 1
 
 
 # Whole jobs
@@ -467,19 +405,6 @@ def test_values_are_those_of_each_protein_with_its_letters(tracked: Tracked) -> 
     assert manifest["tracks"]["3di"]["path"] == tracked.letters.name
 
 
-def test_one_file_and_two_processes_hold_the_same(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [tracked.name, tracked.fasta, "--track", f"3di={tracked.letters}", "--pool", "residue"]
-    done = esmshard_command("embed", *options, "-o", tracked.directory / "x.h5", "--nproc", "2")
-    assert done.returncode == 0, done.stderr
-    with h5py.File(tracked.directory / "x.h5") as file:
-        for name, (sequence, letters) in tracked.pairs.items():
-            found = file[name] if name in file else file["residue_2"][name]
-            np.testing.assert_allclose(found[()], last_layer(tracked.model, sequence, letters), rtol=0, atol=1e-4)
-    about = json.loads((tracked.directory / "x.h5.json").read_text())
-    assert about["tracks"]["3di"]["path"] == tracked.letters.name
-    assert any("9 of 10 records" in notice for notice in about["notices"])
-
-
 def test_rows_of_the_same_letters_are_reused_and_others_are_not(tracked: Tracked) -> None:
     tracked.embed("first", tracked.letters)
     report = tracked.embed("second", tracked.letters, reuse=tracked.directory / "first")
@@ -511,21 +436,17 @@ def test_an_output_goes_on_with_the_tracks_that_it_was_begun_with(
     tracked.embed("out", tracked.letters)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--track", "3di"), "--track 3di: NAME=PATH is expected"),
-        (("--track", "3di=a", "--track", "3di=b"), "--track 3di: is given twice"),
-        (("--track", "ss=a"), "takes no such track; it takes 3di (structure letters (3Di))"),
+def test_wrong_tracks_are_refused(tracked: Tracked) -> None:
+    for options, token in (
+        (("--track", "3di"), "NAME=PATH"),
+        (("--track", "3di=a", "--track", "3di=b"), "twice"),
+        (("--track", "ss=a"), "no such track"),
         (("--track", "3di=nowhere.fasta"), "nowhere.fasta: no such file"),
-    ],
-)
-def test_what_is_refused(tracked: Tracked, options: tuple[str, ...], said: str) -> None:
-    done = esmshard_command("embed", tracked.name, tracked.fasta, "-o", tracked.directory / "x.h5", *options)
-    assert done.returncode in (1, 2)
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(tracked.directory.glob("x.h5*"))
+    ):
+        done = in_process("embed", tracked.name, tracked.fasta, "-o", tracked.directory / "x.h5", *options)
+        assert done.returncode in (1, 2)
+        assert token in done.stderr
+        assert not list(tracked.directory.glob("x.h5*"))
 
 
 def test_a_model_that_was_fine_tuned_with_a_track_says_that_it_gets_none(tracked: Tracked) -> None:

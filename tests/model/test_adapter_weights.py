@@ -22,9 +22,7 @@ from esmshard.model.weights import Weights
 CONFIG = SMALL["ESM-2"]
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHM", "ACDEFGHIKLMNPQRSTVWYACDEFG"]
 KINDS: dict[str, dict[str, Any]] = {
-    "names": {"target_modules": ["query", "value"]},
     "regex, rslora": {"target_modules": r".*r\.[02]\.(attention\.self\.key|intermediate\.dense)", "use_rslora": True},
-    "all linear, all biases": {"target_modules": "all-linear", "bias": "all"},
     "patterns": {
         "target_modules": ["dense", "query"],
         "rank_pattern": {"query": 2, r"layer\.1\.output\.dense": 5},
@@ -37,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "modules_to_save": ["LayerNorm"],
         "exclude_modules": ["lm_head.dense"],
     },
-    "fan_in_fan_out": {"target_modules": ["value"], "fan_in_fan_out": True, "init_lora_weights": "gaussian"},
+    "all linear": {"target_modules": "all-linear", "bias": "all", "fan_in_fan_out": True},
 }
 
 
@@ -96,10 +94,9 @@ def test_the_numbers_are_pefts(kind: str, base: Path, tmp_path: Path) -> None:
     assert found[TIED].shape == (33, 64)
 
 
-@pytest.mark.parametrize("targets", [["dense", "query"], "all-linear"], ids=str)
-def test_an_adapter_of_the_trunk_alone(targets: str | list[str], base: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_the_trunk_alone(base: Path, tmp_path: Path) -> None:
     """The LM head is the base's. The pooler is adapted too, and nothing reads it."""
-    theirs = peft_model(base, EsmModel, target_modules=targets)
+    theirs = peft_model(base, EsmModel, target_modules="all-linear")
     adapter = saved(theirs, tmp_path / "adapter")
     assert any("pooler" in key for key in load_file(adapter / "adapter_model.safetensors"))
     found, plain = weights.read(str(adapter)), weights.read(str(base))
@@ -114,9 +111,28 @@ def test_an_adapter_of_the_trunk_alone(targets: str | list[str], base: Path, tmp
         assert (x_TD[start:stop] - expected[n, : stop - start]).abs().max() < 1e-5
 
 
-def test_half_precision_and_a_pickle(base: Path, tmp_path: Path) -> None:
-    """Sums are fp32: B A of bf16 matrices, as PEFT does it on loading."""
-    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    return saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
+
+
+def test_the_base_is_found_on_the_hub_or_beside_the_adapter_and_sums_are_fp32(
+    adapter: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = weights.read(str(adapter))["layers.0.self_attn.q_proj.weight"]
+    shutil.copytree(base, tmp_path / "beside")
+    edit(adapter, base_model_name_or_path="../beside")
+    found = weights.read(str(adapter))
+    assert torch.equal(found["layers.0.self_attn.q_proj.weight"], expected)
+    assert found.files[0].resolve() == tmp_path / "beside" / "model.safetensors"
+
+    asked: list[str] = []
+    monkeypatch.setattr("esmshard.model.hub.fetch", lambda name: asked.append(name) or base)  # type: ignore[func-returns-value]
+    monkeypatch.setitem(weights.SIZES, "esm2_t6_8M_UR50D", CONFIG)
+    edit(adapter, base_model_name_or_path="facebook/esm2_t6_8M_UR50D")
+    assert weights.read(str(adapter)).files[0] == base / "model.safetensors"
+    assert set(asked) == {"esm2_t6_8M_UR50D"}
+
     state = {key: t.bfloat16() for key, t in load_file(adapter / "adapter_model.safetensors").items()}
     (adapter / "adapter_model.safetensors").unlink()
     torch.save(state, adapter / "adapter_model.bin")
@@ -125,31 +141,6 @@ def test_half_precision_and_a_pickle(base: Path, tmp_path: Path) -> None:
     plain = weights.read(str(base))["layers.1.self_attn.q_proj.weight"]
     assert (found["layers.1.self_attn.q_proj.weight"] - (plain + 2 * b @ a)).abs().max() < 1e-6
     assert found.files[1].name == "adapter_model.bin"
-
-
-def test_a_base_on_the_hub_is_the_released_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
-    asked: list[str] = []
-
-    def fetch(name: str) -> Path:
-        asked.append(name)
-        return base
-
-    monkeypatch.setattr("esmshard.model.hub.fetch", fetch)
-    monkeypatch.setitem(weights.SIZES, "esm2_t6_8M_UR50D", CONFIG)
-    edit(adapter, base_model_name_or_path="facebook/esm2_t6_8M_UR50D")
-    assert weights.read(str(adapter)).files[0] == base / "model.safetensors"
-    assert set(asked) == {"esm2_t6_8M_UR50D"}
-
-
-def test_a_base_beside_the_adapter_moves_with_it(base: Path, tmp_path: Path) -> None:
-    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
-    expected = weights.read(str(adapter))["layers.0.self_attn.q_proj.weight"]
-    shutil.copytree(base, tmp_path / "beside")
-    edit(adapter, base_model_name_or_path="../beside")
-    found = weights.read(str(adapter))
-    assert torch.equal(found["layers.0.self_attn.q_proj.weight"], expected)
-    assert found.files[0].resolve() == tmp_path / "beside" / "model.safetensors"
 
 
 def own(base: str, out: Path, known: Weights, **about: Any) -> Path:
@@ -175,7 +166,9 @@ def test_our_own_adapter_on_its_base_and_on_no_other(base: Path, tmp_path: Path)
     found = weights.read(str(adapter))
     assert found.absent == found.unlearned == ("contact_head",)
     assert found.notices == ()
-    assert found.lacking("lm_head", "contact_head") == [f"{adapter}: has no contact_head; what it says is random"]
+    assert [text.split(";")[0] for text in found.lacking("lm_head", "contact_head")] == [
+        f"{adapter}: has no contact_head"
+    ]
     assert [file.name for file in found.files] == ["model.safetensors", "adapter_model.safetensors", "head.safetensors"]
     assert {name: reader().tolist() for name, reader in found.head.items()} == {"out.bias": [3.0]}
     # Row k of B A is 0.5 (2k + 2k + 1), and alpha / rank is 2.
@@ -197,17 +190,12 @@ def test_our_own_adapter_on_its_base_and_on_no_other(base: Path, tmp_path: Path)
     weights.check(weights.identity(weights.read(str(adapter)), "y"), weights.identity(found, "x"), "step_1")
 
     other = write_transformers(tmp_path / "other", ours(fair_esm(CONFIG, seed=1), CONFIG), CONFIG)
-    mend = f"put it there, or write where it lies as base_model_name_or_path into {adapter / 'adapter_config.json'}"
     edit(adapter, base_model_name_or_path=str(other))
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"another model \(other files\).*adapter_config.json"):
         weights.read(str(adapter))
-    assert f"{other} is another model (other files)" in str(caught.value)
-    assert mend in str(caught.value)
     edit(adapter, base_model_name_or_path=str(tmp_path / "gone"))
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"adapts .*gone, .*adapter_config.json"):
         weights.read(str(adapter))
-    assert str(caught.value).startswith(f"{adapter}: adapts {tmp_path / 'gone'}, which is not there")
-    assert str(caught.value).endswith(mend)
     edit(adapter, base_model_name_or_path=str(shutil.copytree(base, tmp_path / "moved")))
     assert torch.equal(weights.read(str(adapter))["layers.1.fc1.weight"], found["layers.1.fc1.weight"])
 
@@ -219,7 +207,7 @@ def test_random_weights_as_the_base_follow_from_their_seed(tmp_path: Path) -> No
     assert found.unlearned == ("lm_head", "contact_head")
     assert found.seed is None, "it is no longer what the seed says"
     other = weights.read(str(own("nano", tmp_path / "other", weights.fresh(CONFIG, 8))))
-    with pytest.raises(InputError, match=r"step_1: .* another model .other made.; give the model that"):
+    with pytest.raises(InputError, match=r"step_1: .* another model .other made"):
         weights.check(weights.identity(other, "y"), weights.identity(found, "x"), "step_1")
     assert [file.name for file in found.files] == ["adapter_model.safetensors", "head.safetensors"]
 
@@ -237,43 +225,44 @@ def test_an_adapter_on_top_of_an_adapter(base: Path, tmp_path: Path) -> None:
 
 
 Q = "base_model.model.esm.encoder.layer.1.attention.self.query"
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor | None], str]] = [
-    ({}, {"peft_type": "IA3"}, {}, "peft_type is not LORA"),
-    ({}, {"of_the_future": {"x": 1}}, {}, "of_the_future is set, which is not a plain LoRA"),
-    ({}, {"init_lora_weights": "pissa"}, {}, "init_lora_weights is 'pissa', which changes the base model too"),
-    ({}, {"base_model_name_or_path": None}, {}, "names no base model"),
-    *(({}, {"lora_alpha": alpha}, {}, f"is {alpha!r}, no positive number") for alpha in ("much", 0, -1, True, None)),
-    ({}, {"alpha_pattern": {"query": 0}}, {}, "alpha_pattern is 0, no positive number"),
-    ({}, {"alpha_pattern": [1]}, {}, "damaged"),
-    ({"target_modules": ["query", "word_embeddings"]}, {}, {}, "lora_embedding_A is no part of a plain LoRA of linear"),
-    ({"modules_to_save": ["lm_head"]}, {}, {}, "are one tensor here"),
-    ({}, {}, {f"{Q}.lora_B.weight": None}, "lacks one of its two matrices"),
-    ({}, {}, {f"{Q}.lora_B.weight": torch.ones(32, 3)}, "layers.1.self_attn.q_proj.weight does not fit the base"),
-    ({}, {}, {f"{Q}.lora_magnitude_vector": torch.ones(64)}, "is no part of a plain LoRA of linear layers"),
+REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor | None], str]] = [
+    ({"peft_type": "IA3"}, {}, "peft_type"),
+    ({"of_the_future": {"x": 1}}, {}, "of_the_future"),
+    ({"init_lora_weights": "pissa"}, {}, "pissa"),
+    ({"base_model_name_or_path": None}, {}, "base_model_name_or_path"),
+    *(({"lora_alpha": alpha}, {}, f"is {alpha!r}") for alpha in ("much", 0, -1, True, None)),
+    ({"alpha_pattern": {"query": 0}}, {}, "alpha_pattern is 0"),
+    ({"alpha_pattern": {"(a+)+$": 1}}, {}, "alpha_pattern"),
+    ({"alpha_pattern": [1]}, {}, "damaged"),
+    ({}, {f"{Q}.lora_B.weight": None}, "two matrices"),
+    ({}, {f"{Q}.lora_B.weight": torch.ones(32, 3)}, "layers.1.self_attn.q_proj.weight"),
+    ({}, {f"{Q}.lora_magnitude_vector": torch.ones(64)}, "lora_magnitude_vector"),
 ]
 
 
-@pytest.mark.parametrize(("made", "changes", "tensors", "says"), REFUSED, ids=[case[-1] for case in REFUSED])
-def test_what_cannot_be_read_is_refused(
-    made: dict[str, Any],
-    changes: dict[str, Any],
-    tensors: dict[str, torch.Tensor | None],
-    says: str,
-    base: Path,
-    tmp_path: Path,
-) -> None:
-    adapter = saved(peft_model(base, EsmForMaskedLM, **{"target_modules": ["query"]} | made), tmp_path / "adapter")
-    edit(adapter, **changes)
-    file = adapter / "adapter_model.safetensors"
-    save_file({k: tensor for k, tensor in (load_file(file) | tensors).items() if tensor is not None}, file)
-    with pytest.raises(InputError) as caught:
-        weights.read(str(adapter))
-    assert str(caught.value).startswith(f"{adapter}/adapter_")
-    assert says in str(caught.value)
+def test_what_cannot_be_read_is_refused(adapter: Path, base: Path, tmp_path: Path) -> None:
+    file, settings = adapter / "adapter_model.safetensors", (adapter / "adapter_config.json").read_text()
+    whole = load_file(file)
+    for changes, tensors, token in REFUSED:
+        (adapter / "adapter_config.json").write_text(settings)
+        edit(adapter, **changes)
+        save_file({k: tensor for k, tensor in (whole | tensors).items() if tensor is not None}, file)
+        with pytest.raises(InputError) as caught:
+            weights.read(str(adapter))
+        assert str(caught.value).startswith(f"{adapter}/adapter_")
+        assert token in str(caught.value)
+    for number, (made, token) in enumerate(
+        (
+            ({"target_modules": ["query", "word_embeddings"]}, "lora_embedding_A"),
+            ({"target_modules": ["query"], "modules_to_save": ["lm_head"]}, "modules_to_save"),
+        )
+    ):
+        other = saved(peft_model(base, EsmForMaskedLM, **made), tmp_path / str(number))
+        with pytest.raises(InputError, match=token):
+            weights.read(str(other))
 
 
-def test_damage_is_named(base: Path, tmp_path: Path) -> None:
-    adapter = saved(peft_model(base, EsmForMaskedLM, target_modules=["query"]), tmp_path / "adapter")
+def test_damage_is_named(adapter: Path, base: Path, tmp_path: Path) -> None:
     file = adapter / "adapter_model.safetensors"
     state = load_file(file)
     state[f"{Q}.lora_A.weight"][1, 1] = torch.nan
@@ -297,5 +286,5 @@ def test_damage_is_named(base: Path, tmp_path: Path) -> None:
             weights.read(str(adapter))
     (adapter / "esmshard.json").unlink()
     file.unlink()
-    with pytest.raises(InputError, match=r"adapter: holds no adapter_model.safetensors; it is not a complete adapter"):
+    with pytest.raises(InputError, match=r"adapter: holds no adapter_model.safetensors"):
         weights.read(str(adapter))

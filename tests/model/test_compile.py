@@ -13,7 +13,7 @@ from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.lora import add_lora
 
-PACKS = [(30, 40), (17,), (5, 6, 7, 100), (64, 64), (300,), (1,), (2, 2, 2, 2, 2), (1, 31)]
+PACKS = [(30, 40), (5, 6, 7, 100), (1,), (64, 64)]
 Run = Callable[[ESM2, TokenBatch], list[torch.Tensor]]
 
 
@@ -35,16 +35,12 @@ def values(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
         return list(model(batch, layers=range(4)).representations.values())
 
 
-def contacts(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return predict_contacts(model, batch)
-
-
 def gradients(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
+    """Of contacts, so that queries and keys are handed out; the LM head has no gradient."""
     model.zero_grad()
-    places_P = torch.arange(batch.bounds[-1])
-    model(batch, logits_at=places_P).logits_PV.square().mean().backward()
-    return [p.grad for n, p in model.named_parameters() if not n.startswith("contact_head.")]
+    contacts = predict_contacts(model, batch)
+    torch.stack([c.square().mean() for c in contacts]).sum().backward()
+    return [*(c.detach() for c in contacts), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 def compiled_and_plain(family: str, *, lora: bool = False) -> tuple[ESM2, ESM2]:
@@ -60,8 +56,7 @@ def compiled_and_plain(family: str, *, lora: bool = False) -> tuple[ESM2, ESM2]:
     return model, plain
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize(("family", "run"), [("ESM-2", contacts), ("ESM-2", gradients), ("ESM-1b", values)])
+@pytest.mark.parametrize(("family", "run", "lora"), [("ESM-2", gradients, True), ("ESM-1b", values, False)])
 def test_blocks_are_compiled_once_for_all_packs(family: str, run: Run, lora: bool) -> None:
     model, plain = compiled_and_plain(family, lora=lora)
     first, *others = packs()
@@ -104,7 +99,7 @@ def test_the_compiler_that_is_used_gives_the_same_numbers() -> None:
     reference = fair_esm(SMALL["ESM-2"])
     model, plain = (ours(reference, SMALL["ESM-2"]) for _ in range(2))
     model.compile_layers()
-    for run in (values, contacts, gradients):
+    for run in (values, gradients):
         run(model, packs()[0])
         with torch._dynamo.config.patch(error_on_recompile=True):
             for batch in packs():

@@ -3,14 +3,12 @@
 import pytest
 import torch
 from esm.model.esm1 import ProteinBertModel
-from esm.model.esm2 import ESM2 as FairEsm
 from model_files import ALPHABET, SMALL, esm1_settings
-from torch import nn
 from transformers import EsmConfig as HfConfig
 from transformers import EsmForMaskedLM
 
 from esmshard.model import weights
-from esmshard.model.families.esm2 import ESM2, FAMILY, SIZES, EsmConfig, config_of_fair_esm, fair_esm_settings
+from esmshard.model.families.esm2 import FAMILY, SIZES, EsmConfig, config_of_fair_esm, fair_esm_settings
 from esmshard.model.families.family_registry import n_parameters
 
 PUBLISHED = {
@@ -25,47 +23,32 @@ PUBLISHED = {
 }
 
 
-def _names(key: str, config: EsmConfig) -> tuple[str, ...]:
-    return tuple(piece.name for piece in FAMILY.pieces(key, config))
+def test_names_of_transformers_and_back() -> None:
+    for config in SMALL.values():
+        names = list(weights.shapes(config))
+        assert names == [piece.name for name in names for piece in FAMILY.pieces(str(FAMILY.key(name)), config)]
+        assert len({FAMILY.key(name) for name in names}) == len(names) > 50
+        with torch.device("meta"):
+            theirs = EsmForMaskedLM(HfConfig(**FAMILY.write_config(config)))
+        keys = {FAMILY.key(name) for name in names if not name.endswith("inv_freq")}
+        assert keys == {name for name, _ in theirs.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.parametrize("family", SMALL)
-def test_names_of_transformers_and_back(family: str) -> None:
-    config = SMALL[family]
-    names = list(weights.shapes(config))
-    assert names == [name for key in map(FAMILY.key, names) for name in _names(key, config)]
-    assert len({FAMILY.key(name) for name in names}) == len(names) > 50
+def test_settings_of_each_world_and_back() -> None:
+    for base in [*SIZES.values(), *SMALL.values()]:
+        for token_dropout in (True, False):
+            config = EsmConfig(**vars(base) | {"token_dropout": token_dropout})
+            assert FAMILY.read_config(FAMILY.write_config(config)) == config
+            assert FAMILY.read_config(HfConfig(**FAMILY.write_config(config)).to_dict()) == config
+            keys = ["encoder.sentence_encoder.emb_layer_norm_before.weight"] * config.emb_layer_norm_before
+            assert config_of_fair_esm(fair_esm_settings(config) | {"model": dict.fromkeys(keys)}) == config
+
+
+def test_every_released_size_has_its_published_parameters() -> None:
+    for name, published in PUBLISHED.items():
+        assert n_parameters(SIZES[name]) == pytest.approx(published, rel=0.004)
+        assert name.split("_")[1] == f"t{SIZES[name].n_layers}"
+    config = SIZES["esm1b_t33_650M_UR50S"]
     with torch.device("meta"):
-        theirs = EsmForMaskedLM(HfConfig(**FAMILY.write_config(config)))
-    found = {FAMILY.key(name) for name in names if not name.endswith("inv_freq")}
-    assert found == {name for name, _ in theirs.named_parameters(remove_duplicate=False)}
-
-
-@pytest.mark.parametrize("name", [*SIZES, *SMALL])
-@pytest.mark.parametrize("token_dropout", [True, False])
-def test_settings_of_each_world_and_back(name: str, token_dropout: bool) -> None:
-    base = vars(SIZES.get(name) or SMALL[name])
-    config = EsmConfig(**base | {"token_dropout": token_dropout})
-    assert FAMILY.read_config(FAMILY.write_config(config)) == config
-    assert FAMILY.read_config(HfConfig(**FAMILY.write_config(config)).to_dict()) == config
-    keys = ["encoder.sentence_encoder.emb_layer_norm_before.weight"] * config.emb_layer_norm_before
-    assert config_of_fair_esm(fair_esm_settings(config) | {"model": dict.fromkeys(keys)}) == config
-
-
-@pytest.mark.parametrize("name", [n for n in SIZES if not n.startswith("esm1v") or n.endswith("_1")])
-def test_every_size_counts_its_parameters_as_fair_esm_does(name: str) -> None:
-    config = SIZES[name]
-    theirs: nn.Module
-    with torch.device("meta"):
-        mine = ESM2(config)
-        if config.rotary:
-            theirs = FairEsm(config.n_layers, config.dim, config.n_heads)
-        else:
-            theirs = ProteinBertModel(esm1_settings(config), ALPHABET)
-    shapes = {n: p.shape for n, p in mine.named_parameters()}
-    assert shapes == {n: p.shape for n, p in theirs.named_parameters()}
-    if name in PUBLISHED:
-        assert n_parameters(config) == pytest.approx(PUBLISHED[name], rel=0.004)
-        layers, size = name.split("_")[1:3]
-        assert layers == f"t{config.n_layers}"
-        assert size.endswith(("M", "B"))
+        theirs = ProteinBertModel(esm1_settings(config), ALPHABET)
+    assert n_parameters(config) == sum(p.numel() for p in theirs.parameters())

@@ -46,8 +46,7 @@ def stacked(maps_CLL: torch.Tensor, weight_C: torch.Tensor, bias: torch.Tensor) 
     return torch.einsum("cij,c->ij", apc(symmetrize(maps_CLL)), weight_C) + bias
 
 
-@pytest.mark.parametrize("n_outputs", [1, 2])
-@pytest.mark.parametrize("numbers", [1, 3 * 22**2, 1 << 20], ids=["one head", "three heads", "all heads"])
+@pytest.mark.parametrize(("numbers", "n_outputs"), [(1, 1), (3 * 22**2, 2), (1 << 20, 2)])
 def test_the_accumulator_has_the_gradients_of_the_stacked_head(
     numbers: int, n_outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,30 +74,6 @@ def test_the_accumulator_has_the_gradients_of_the_stacked_head(
         assert (own.grad - other.grad).abs().max() <= 1e-5 * max(1, other.grad.abs().max())
 
 
-def test_contacts_train_the_trunk_as_stacked_maps_do(model: ESM2) -> None:
-    """Gradients of every parameter through `predict_contacts`, against fair-esm's head on stacked maps."""
-    _, batch = tokenise(sequences())
-    targets = [(torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.1).float() for n in LENGTHS]
-
-    def gradients(contacts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        losses = [torch.nn.functional.binary_cross_entropy(c, t) for c, t in zip(contacts, targets, strict=True)]
-        torch.stack(losses).sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    streamed = gradients(predict_contacts(model, batch))
-    maps: list[list[torch.Tensor]] = [[] for _ in range(len(batch))]
-    model(batch, on_attention=lambda layer, n, q, k: maps[n].append(residue_maps(q, k)))
-    regression = model.contact_head.regression
-    reference = gradients([stacked(torch.cat(m), regression.weight[0], regression.bias).sigmoid() for m in maps])
-    assert streamed.keys() == reference.keys()
-    assert {"embed_tokens.weight", "layers.0.fc1.weight", "contact_head.regression.weight"} <= streamed.keys()
-    for name, gradient in reference.items():
-        assert (streamed[name] - gradient).abs().max() <= 1e-5 * max(1, float(gradient.abs().max())), name
-    assert sum(float(g.abs().max()) > 1e-3 for g in reference.values()) > 10
-    model.zero_grad()
-
-
 def checkpointed(model: ESM2, mode: str) -> ESM2:
     """A copy whose layers are run again in the backward pass, as `esmshard.parallel.shard` has them."""
     model = copy.deepcopy(model)
@@ -106,22 +81,34 @@ def checkpointed(model: ESM2, mode: str) -> ESM2:
     return model
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_layers_that_run_again_change_no_contact_and_no_gradient(model: ESM2, mode: str) -> None:
-    """Peptides too: of their small maps selective checkpointing keeps the products."""
-    batch = tokenise(sequences((1, 40, 2, 3, 83)))[1]
-    found = {}
-    for name, trunk in (("plain", copy.deepcopy(model)), (mode, checkpointed(model, mode))):
+def test_contacts_train_the_trunk_as_stacked_maps_do(model: ESM2) -> None:
+    """Gradients of every parameter against fair-esm's head on stacked maps, also where layers are run again.
+
+    Peptides too: of their small maps selective checkpointing keeps the products.
+    """
+    _, batch = tokenise(sequences())
+    targets = [(torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.1).float() for n in LENGTHS]
+
+    def gradients(trunk: ESM2, contacts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        losses = [torch.nn.functional.binary_cross_entropy(c, t) for c, t in zip(contacts, targets, strict=True)]
+        torch.stack(losses).sum().backward()
+        return {name: p.grad for name, p in trunk.named_parameters() if p.grad is not None}
+
+    stack = copy.deepcopy(model)
+    maps: list[list[torch.Tensor]] = [[] for _ in range(len(batch))]
+    stack(batch, on_attention=lambda layer, n, q, k: maps[n].append(residue_maps(q, k)))
+    regression = stack.contact_head.regression
+    expected = [stacked(torch.cat(m), regression.weight[0], regression.bias).sigmoid() for m in maps]
+    reference = gradients(stack, expected)
+    assert {"embed_tokens.weight", "layers.0.fc1.weight", "contact_head.regression.weight"} <= reference.keys()
+    assert sum(float(g.abs().max()) > 1e-3 for g in reference.values()) > 10
+    for trunk in (copy.deepcopy(model), checkpointed(model, "full"), checkpointed(model, "selective")):
         contacts = predict_contacts(trunk, batch)
-        torch.stack([c.square().sum() for c in contacts]).sum().backward()
-        found[name] = contacts, {n: p.grad for n, p in trunk.named_parameters() if p.grad is not None}
-    for one, other in zip(found["plain"][0], found[mode][0], strict=True):
-        assert (one - other).abs().max() <= 1e-6
-    plain, again = found["plain"][1], found[mode][1]
-    assert plain.keys() == again.keys()
-    assert {f"layers.{n}.self_attn.{p}_proj.weight" for n in range(3) for p in "qk"} <= plain.keys()
-    for name, gradient in plain.items():
-        assert (again[name] - gradient).abs().max() <= 1e-5 * max(1, float(gradient.abs().max())), name
+        assert all((a - b).abs().max() <= 1e-6 for a, b in zip(contacts, expected, strict=True))
+        streamed = gradients(trunk, contacts)
+        assert streamed.keys() == reference.keys()
+        for name, gradient in reference.items():
+            assert (streamed[name] - gradient).abs().max() <= 1e-5 * max(1, float(gradient.abs().max())), name
 
 
 def test_contacts_are_summed_in_fp32_under_autocast() -> None:
@@ -144,19 +131,6 @@ def test_corrected_maps_are_those_of_the_reference() -> None:
     found = corrected_maps(q_THK, k_THK)
     assert found.shape == (4, 20, 20)
     assert (found - apc(symmetrize(residue_maps(q_THK, k_THK)))).abs().max() <= 1e-6
-
-
-@pytest.mark.parametrize("numbers", [1, 85 * 85 * 3, 1 << 30], ids=["one head", "three heads", "all heads"])
-def test_contacts_do_not_depend_on_how_many_heads_go_together(
-    model: ESM2, numbers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, batch = tokenise(sequences())
-    with torch.no_grad():
-        expected = predict_contacts(model, batch)
-        monkeypatch.setattr(contacts_module, "MAP_NUMBERS", numbers)
-        found = predict_contacts(model, batch)
-    for mine_LL, other_LL in zip(found, expected, strict=True):
-        assert (mine_LL - other_LL).abs().max() <= 1e-6
 
 
 def test_the_trunk_runs_its_own_kernel_meanwhile(model: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,10 +162,10 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("train", [False, True])
 def test_memory_for_contacts_is_a_small_part_of_the_maps(train: bool) -> None:
-    """Above what the trunk needs. Maps of 6 layers of 20 heads for 512 residues are 127 MB."""
-    config = EsmConfig(n_layers=6, dim=320, n_heads=20)
+    """Above what the trunk needs. Maps of 6 layers of 20 heads for 384 residues are 72 MB."""
+    config = EsmConfig(n_layers=6, dim=160, n_heads=20)
     model = weights.build(weights.fresh(config, 0), torch.device("cpu"))
-    _, batch = tokenise(["MKTAYIAK" * 64])
+    _, batch = tokenise(["MKTAYIAK" * 48])
 
     def trunk() -> None:
         finish(model(batch).representations[6])
@@ -204,8 +178,8 @@ def test_memory_for_contacts_is_a_small_part_of_the_maps(train: bool) -> None:
             x.sum().backward()
             model.zero_grad()
 
-    maps = 4 * config.n_layers * config.n_heads * 514**2
+    maps = 4 * config.n_layers * config.n_heads * 386**2
     with torch.set_grad_enabled(train):
         alone, together = peak_bytes(trunk), peak_bytes(contacts)
-    assert alone > 6e6
-    assert together - alone < maps / 8
+    assert alone > 5e5
+    assert together - alone < maps / 4

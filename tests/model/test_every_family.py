@@ -1,6 +1,8 @@
 """What every family of the registry must fulfil: the rest of the package relies on it. Released sizes use no memory."""
 
+import copy
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,11 +11,13 @@ import torch.nn.functional as F
 from outputs import everything, perturbed, smallest
 
 from esmshard.batch import TokenBatch, pack
+from esmshard.errors import UsageError
 from esmshard.model import attention, weights
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.family import Family, is_computed
 from esmshard.model.families.family_registry import FAMILIES, SIZES, build, n_parameters, recorded_config
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
+from esmshard.model.trunk import Trunk
 from esmshard.recipe.sections import AdaptSettings, OptimSettings
 from esmshard.train.optim import adamw
 from esmshard.vocab import CLS, EOS, MASK, RESIDUES, STANDARD, VOCAB_SIZE, Track, encode
@@ -41,35 +45,29 @@ def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
 
 
-def test_names_of_families_sizes_and_released_models_are_their_own() -> None:
-    assert {name: family.name for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
+@pytest.fixture
+def model(family: Family) -> Trunk:
+    return perturbed(smallest(family))
+
+
+def test_names_sizes_and_matrices_are_those_of_the_models() -> None:
+    """LoRA, quantisation and the planner rely on them."""
     sizes = [name for family in FAMILIES.values() for name in family.sizes]
-    files = [*FAMILIES.values()]
-    kinds = [(kind, one.vocab_size) for one in files for kind in one.model_types]
+    kinds = [(kind, family.vocab_size) for family in FAMILIES.values() for kind in family.model_types]
     assert len(set(sizes)) == len(sizes)
     assert len(set(kinds)) == len(kinds)
     shared = [kind for kind, _ in kinds if [other for other, _ in kinds].count(kind) > 1]
     assert not any((kind, None) in kinds for kind in shared), "the size of the vocabulary decides"
-
-
-def test_sizes_belong_to_the_family_and_are_small_enough_to_test(family: Family) -> None:
-    assert family.sizes.keys() >= family.released.keys()
-    assert n_parameters(smallest(family)) < 3_000_000
-    for config in family.sizes.values():
-        assert config.family == family.name
-        assert recorded_config(config.recorded()) == config
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_sizes_are_those_of_the_released_models(name: str) -> None:
-    config = SIZES[name]
-    assert n_parameters(config) - (config.n_maps + 1) == PUBLISHED[name]
-    assert config.head_dim == (24 if name == "saprot_35m_af2" else 64)
-
-
-def test_matrices_and_what_learns_are_those_of_the_model(family: Family) -> None:
-    """LoRA, quantisation and the planner rely on them."""
-    for config in {*family.sizes.values()}:
+    for name, count in PUBLISHED.items():
+        assert n_parameters(SIZES[name]) - (SIZES[name].n_maps + 1) == count
+        assert SIZES[name].head_dim == (24 if name == "saprot_35m_af2" else 64)
+    for family in FAMILIES.values():
+        assert family.sizes.keys() >= family.released.keys()
+        for config in family.sizes.values():
+            assert config.family == family.name
+            assert recorded_config(config.recorded()) == config
+            assert family.read_config(family.write_config(config)) == config
+        config = smallest(family)
         with torch.device("meta"):
             model = build(config)
         names = [name for name, _ in model.named_parameters()]
@@ -86,68 +84,66 @@ def test_matrices_and_what_learns_are_those_of_the_model(family: Family) -> None
         assert wide == [config.ffn_width] * (2 if config.gated else 1)
 
 
-def test_names_of_files_and_back(family: Family) -> None:
-    config = smallest(family)
-    files, shapes = family, weights.shapes(config)
-    for name in shapes:
-        key = files.key(name)
-        if key is None:
-            assert is_computed(name), f"{name} is neither written nor computed"
-            continue
-        found = {piece.name: piece.rows for piece in files.pieces(key, config)}
-        assert name in found
-        if found[name] != slice(None):
-            assert found[name].stop - found[name].start == shapes[name][0]
-    assert all(files.read_config(files.write_config(size)) == size for size in family.sizes.values())
-    assert [piece.name for piece in files.pieces("no.such.key", config)] in (["no.such.key"], ["esm.no.such.key"])
+def test_names_of_files_and_back() -> None:
+    for family in FAMILIES.values():
+        config = smallest(family)
+        shapes = weights.shapes(config)
+        for name in shapes:
+            key = family.key(name)
+            if key is None:
+                assert is_computed(name), f"{name} is neither written nor computed"
+                continue
+            rows = {piece.name: piece.rows for piece in family.pieces(key, config)}
+            assert name in rows
+            if rows[name] != slice(None):
+                assert rows[name].stop - rows[name].start == shapes[name][0]
+        assert [piece.name for piece in family.pieces("no.such.key", config)] in (["no.such.key"], ["esm.no.such.key"])
 
 
-def test_a_new_model_is_finite_and_follows_from_its_seed(family: Family) -> None:
-    config = smallest(family)
-    one, same, other = (weights.fresh(config, seed) for seed in (0, 0, 1))
-    drawn = [name for name in weights.shapes(config) if len(one.read[name].shape) > 1]
-    assert all(torch.equal(one[name], same[name]) and one[name].isfinite().all() for name in drawn)
-    assert not any(torch.equal(one[name], other[name]) for name in drawn)
-    with torch.no_grad():
-        model = weights.build(one, torch.device("cpu"))
-        logits = model(pack([encode(STANDARD)]), logits_at=torch.arange(22)).logits_PV
-    tokens = encode(STANDARD).astype(np.int64)[1:-1]
-    assert F.cross_entropy(logits[1:-1], torch.from_numpy(tokens)) < math.log(config.n_logits) + 1
+def test_a_new_model_is_finite_and_follows_from_its_seed() -> None:
+    for family in FAMILIES.values():
+        config = smallest(family)
+        first, same, other = (weights.fresh(config, seed) for seed in (0, 0, 1))
+        drawn = [name for name in weights.shapes(config) if len(first.read[name].shape) > 1]
+        assert all(torch.equal(first[name], same[name]) and first[name].isfinite().all() for name in drawn)
+        assert not any(torch.equal(first[name], other[name]) for name in drawn)
+        logits = everything(weights.build(first, torch.device("cpu")), pack([encode(STANDARD)]))[-1]
+        tokens = encode(STANDARD).astype(np.int64)[1:-1]
+        assert F.cross_entropy(logits[1:-1], torch.from_numpy(tokens)) < math.log(config.n_logits) + 1
 
 
-def test_a_pack_is_its_sequences_one_by_one(family: Family) -> None:
-    model = perturbed(smallest(family))
-    layers = range(model.config.n_layers + 1)
+def test_a_pack_is_its_sequences_one_by_one_and_a_padded_block(model: Trunk, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = pack([encode(text) for text in TEXTS])
+    together = everything(model, batch)
+    assert together[-1].shape == (batch.bounds[-1], model.config.n_logits)
+    assert together[0].std() > 0
     with torch.no_grad():
-        together = model(batch, layers=layers, logits_at=torch.arange(batch.bounds[-1]))
-        assert together.logits_PV.shape == (batch.bounds[-1], model.config.n_logits)
         contacts = predict_contacts(model, batch)
         for n, text in enumerate(TEXTS):
-            single, own = pack([encode(text)]), slice(batch.bounds[n], batch.bounds[n + 1])
-            alone = model(single, layers=layers, logits_at=torch.arange(single.bounds[-1]))
-            assert (together.logits_PV[own] - alone.logits_PV).abs().max() < 1e-5
-            for layer in layers:
-                other = alone.representations[layer]
-                assert (together.representations[layer][own] - other).abs().max() < 1e-6 * max(10, other.abs().max())
+            single, part = pack([encode(text)]), slice(batch.bounds[n], batch.bounds[n + 1])
+            for mine, other in zip(together, everything(model, single), strict=True):
+                assert (mine[part] - other).abs().max() < 1e-6 * max(10, other.abs().max())
             assert (contacts[n] - predict_contacts(model, single)[0]).abs().max() < 1e-5
-    assert together.representations[0].std() > 0
-    assert not torch.equal(together.representations[model.config.n_layers], together.representations[0])
+        monkeypatch.setattr(attention, "kernel_name", lambda device, dtype: "padded")
+        padded = everything(model, batch)[-2]
+        assert not torch.equal(padded, together[-2])
+        assert (padded - together[-2]).abs().max() < 1e-5 * max(1, padded.abs().max())
+        for mine, other in zip(predict_contacts(model, batch), contacts, strict=True):
+            assert (mine - other).abs().max() < 1e-5
 
 
-def test_no_protein_sees_another(family: Family) -> None:
+def test_no_protein_sees_another(model: Trunk) -> None:
     """Bit for bit, if nothing but another protein of the pack changes; a matrix product rounds other rows otherwise."""
-    model = perturbed(smallest(family))
 
     def parts(text: str) -> list[list[torch.Tensor]]:
-        batch = pack([encode(one) for one in (TEXTS[0], text, TEXTS[3])])
+        batch = pack([encode(each) for each in (TEXTS[0], text, TEXTS[3])])
         with torch.no_grad():
             contacts = predict_contacts(model, batch)
         rows = [x_TD.split(batch.token_counts) for x_TD in everything(model, batch)]
         return [[*(row[n] for row in rows), contacts[n]] for n in range(3)]
 
     before = parts("ACDEFG")
-    for text in ("WYVKLL", "AC", "W" * 200):
+    for text in ("WYVKLL", "W" * 200):
         for n, (mine, other) in enumerate(zip(before, parts(text), strict=True)):
             for a, b in zip(mine, other, strict=True):
                 if n != 1:
@@ -156,22 +152,23 @@ def test_no_protein_sees_another(family: Family) -> None:
                     assert torch.equal(a, b) is (n != 1)
 
 
-def test_attention_in_a_padded_block_is_the_same(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = perturbed(smallest(family)), pack([encode(text) for text in TEXTS])
-    expected, contacts = everything(model, batch)[-2], predict_contacts(model, batch)
-    monkeypatch.setattr(attention, "kernel_name", lambda device, dtype: "padded")
-    assert (everything(model, batch)[-2] - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
-    for mine, other in zip(predict_contacts(model, batch), contacts, strict=True):
-        assert (mine - other).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_near(family: Family, dtype: torch.dtype) -> None:
-    batch = pack([encode(text) for text in TEXTS])
-    expected = everything(perturbed(smallest(family)), batch)[-2]
-    half = everything(perturbed(smallest(family)).to(dtype), batch)[-2]
-    assert half.dtype == dtype
-    assert (half.float() - expected).square().mean().sqrt() < 0.03 * expected.square().mean().sqrt()
+def test_half_precision_is_near_and_reads_every_token(model: Trunk) -> None:
+    batch, every = pack([encode(text) for text in TEXTS]), pack([np.array(EVERY, dtype=np.uint8)])
+    expected = everything(model, batch)[-2]
+    residues = torch.from_numpy(encode(STANDARD)[1:-1].astype(np.int64))
+    rows = everything(model, every)[0]
+    place = {token: n for n, token in enumerate(EVERY)}
+    seen = [rows[place[token]] for token in (MASK, CLS, EOS, *residues.tolist())]
+    assert all(not torch.equal(a, b) for n, a in enumerate(seen) for b in seen[:n]), "tokens are told apart"
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        half = copy.deepcopy(model).to(dtype)
+        found = everything(half, batch)[-2]
+        assert found.dtype == dtype
+        assert (found.float() - expected).square().mean().sqrt() < 0.03 * expected.square().mean().sqrt()
+        logits = everything(half, every)[-1]
+        assert logits.dtype == dtype
+        assert logits.isfinite().all()
+        assert (logits[:, residues].float().std(1) > 0).all(), "the columns of the amino acids are told apart"
 
 
 TRACKS = [(family.name, track) for family in FAMILIES.values() for track in family.tracks]
@@ -212,49 +209,31 @@ def test_a_track_is_read_and_its_absence_is_that_nothing_is_known(name: str, tra
             assert (mine - together[bounds[n] : bounds[n + 1]]).abs().max() < 1e-6 * max(10, mine.abs().max())
 
 
-def test_every_token_can_be_read_and_the_logits_are_finite_in_half_precision(family: Family) -> None:
-    batch = pack([np.array(EVERY, dtype=np.uint8)])
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        model = perturbed(smallest(family)).to(dtype)
-        with torch.no_grad():
-            logits = model(batch, logits_at=torch.arange(len(EVERY))).logits_PV
-        assert logits.dtype == dtype
-        assert logits.isfinite().all()
-        tokens = encode(STANDARD)[1:-1].astype(np.int64)
-        known = logits[:, torch.from_numpy(tokens)]
-        assert (known.float().std(1) > 0).all(), "the columns of the amino acids are told apart"
-
-
-def test_a_mask_is_not_a_residue_and_residues_are_told_apart(family: Family) -> None:
-    model = perturbed(smallest(family))
-    with torch.no_grad():
-        rows = model(pack([np.array(EVERY, dtype=np.uint8)]), layers=(0,)).representations[0]
-    place = {token: n for n, token in enumerate(EVERY)}
-    seen = [rows[place[token]] for token in (MASK, CLS, EOS, *encode(STANDARD)[1:-1].tolist())]
-    assert all(not torch.equal(a, b) for n, a in enumerate(seen) for b in seen[:n])
-
-
-def test_everything_learns_that_may_from_masked_residues(family: Family) -> None:
+def test_everything_learns_that_may_and_norms_have_no_weight_decay(model: Trunk) -> None:
     """As FSDP needs it: a parameter without a gradient would stop a run."""
-    model = FineTuner(perturbed(smallest(family)).train(), LanguageModelHead())
+    tuner = FineTuner(model.train(), LanguageModelHead())
     batch = pack([encode(text) for text in TEXTS], logits_at=[np.arange(1, len(text) + 1) for text in TEXTS])
-    logits = torch.cat(list(model(batch)))
+    logits = torch.cat(list(tuner(batch)))
     F.cross_entropy(logits, batch.tokens_T[batch.logits_at_P].clamp(4, 23)).backward()
-    for name, parameter in model.trunk.named_parameters():
-        if not name.startswith(model.trunk.never_learns):
+    for name, parameter in model.named_parameters():
+        if not name.startswith(model.never_learns):
             assert parameter.grad is not None, name
             assert parameter.grad.isfinite().all(), name
             assert parameter.grad.any() or name.endswith("k_proj.bias"), name
 
-
-def test_norms_have_no_weight_decay_and_can_be_frozen(family: Family) -> None:
-    model = FineTuner(perturbed(smallest(family)).train(), LanguageModelHead())
-    model.adapt(AdaptSettings(method="full"), 0)
-    groups = adamw(model, OptimSettings(lr=1e-4, weight_decay=0.1)).param_groups
+    tuner.adapt(AdaptSettings(method="full"), 0)
+    groups = adamw(tuner, OptimSettings(lr=1e-4, weight_decay=0.1)).param_groups
     assert {p.ndim for group in groups if group["weight_decay"] for p in group["params"]} == {2}
     assert any(p.ndim == 1 for group in groups if not group["weight_decay"] for p in group["params"])
-    model.adapt(AdaptSettings(method="full", freeze=("norms",)), 0)
-    norms = {name: p for name, p in model.trunk.named_parameters() if "norm" in name}
-    assert len(norms) >= 2 * model.trunk.config.n_layers + 1
+    tuner.adapt(AdaptSettings(method="full", freeze=("norms",)), 0)
+    norms = {name: p for name, p in model.named_parameters() if "norm" in name}
+    assert len(norms) >= 2 * model.config.n_layers + 1
     assert not any(parameter.requires_grad for parameter in norms.values())
-    assert model.trunk.embed_tokens.weight.requires_grad
+    assert model.embed_tokens.weight.requires_grad
+    for freeze, pattern in (("biases", r".*bias"), ("layers.1", r"layers\.1\..*"), ("embedding", r"embed_.*")):
+        tuner.adapt(AdaptSettings(method="full", freeze=(freeze,)), 0)
+        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+        expected = {name for name, _ in model.named_parameters() if re.fullmatch(pattern, name)}
+        assert {name for name in frozen ^ expected if not name.startswith(model.never_learns)} == set()
+    with pytest.raises(UsageError, match=r"layers\.9"):
+        tuner.adapt(AdaptSettings(method="full", freeze=("layers.9",)), 0)

@@ -3,7 +3,6 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,7 +50,10 @@ def test_there_and_back_every_bit_is_the_same(family: str, tmp_path: Path) -> No
     same(reference, directory)
     same(reference, directory / "model.safetensors")
 
-    theirs = by_transformers(directory).state_dict()
+    model = by_transformers(directory)
+    model.save_pretrained(tmp_path / "saved")
+    same(reference, tmp_path / "saved")
+    theirs = model.state_dict()
     compared = {name: theirs.pop(FAMILY.key(name)) for name in expected if "inv_freq" not in name}
     for name, tensor in compared.items():
         assert torch.equal(tensor, expected[name]), name
@@ -60,62 +62,42 @@ def test_there_and_back_every_bit_is_the_same(family: str, tmp_path: Path) -> No
     assert bool(tables) is config.rotary
     assert all(torch.equal(t, expected["layers.0.self_attn.rot_emb.inv_freq"]) for t in tables)
 
-    back = consolidate(directory, tmp_path / NAMES[family], to="fair-esm")
-    same(reference, back / f"{NAMES[family]}.pt")
-    read = by_fair_esm(back / f"{NAMES[family]}.pt").state_dict()
+    back = consolidate(tmp_path / "saved", tmp_path / "mine", to="fair-esm")
+    stem = f"{family.lower().replace('-', '')}_mine"  # fair-esm takes the architecture from the name
+    assert sorted(p.name for p in back.iterdir()) == [f"{stem}-contact-regression.pt", f"{stem}.pt", "esmshard.json"]
+    same(reference, back / f"{stem}.pt")
+    read = by_fair_esm(back / f"{stem}.pt").state_dict()
     assert read.keys() == expected.keys()
     for name, tensor in expected.items():
         # fair-esm knows no regression of an ESM-1v, and draws one.
         assert torch.equal(read[name], tensor) or (family == "ESM-1v" and name.startswith("contact_head.")), name
 
-    again = consolidate(back / f"{NAMES[family]}.pt", tmp_path / "again", to="hf")
+    again = consolidate(back / f"{stem}.pt", tmp_path / "again", to="hf")
     assert (again / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
     assert (again / "config.json").read_bytes() == (directory / "config.json").read_bytes()
 
 
-@pytest.mark.parametrize("family", SMALL)
-def test_what_transformers_saves_becomes_a_file_of_fair_esm(family: str, tmp_path: Path) -> None:
-    reference = fair_esm(SMALL[family])
-    model = by_transformers(write_transformers(tmp_path / "given", reference, SMALL[family]))
-    model.save_pretrained(tmp_path / "saved")
-    same(reference, tmp_path / "saved")
-    out = consolidate(tmp_path / "saved", tmp_path / NAMES[family], to="fair-esm")
-    same(reference, out / f"{NAMES[family]}.pt")
-
-
-@pytest.mark.parametrize("family", SMALL)
-def test_fair_esm_files_are_named_so_that_it_reads_them(family: str, tmp_path: Path) -> None:
-    directory = write_transformers(tmp_path / "given", fair_esm(SMALL[family]), SMALL[family])
-    out = consolidate(directory, tmp_path / "mine", to="fair-esm")
-    stem = f"{family.lower().replace('-', '')}_mine"
-    assert sorted(p.name for p in out.iterdir()) == [
-        f"{stem}-contact-regression.pt",
-        f"{stem}.pt",
-        "esmshard.json",
-    ]
-    assert type(by_fair_esm(out / f"{stem}.pt")) is type(fair_esm(SMALL[family]))
-
-
-@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_a_model_in_half_precision_and_in_several_files(dtype: str, torch_dtype: torch.dtype, tmp_path: Path) -> None:
-    reference = fair_esm(TINY)
+def test_a_model_in_half_precision_and_in_several_files(tmp_path: Path) -> None:
+    reference, dtype, torch_dtype = fair_esm(TINY), "bf16", torch.bfloat16
     file = write_fair_esm(tmp_path / "esm2_it.pt", reference)
     out = consolidate(file, tmp_path / "out", dtype=dtype, max_file_bytes=20_000)
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
     same(reference, out, torch_dtype)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    held = {key: file.name for file in out.glob("*.safetensors") for key in load_file(file)}
+    assert index["weight_map"] == held
+    state = {name: tensor for name, tensor in reference.state_dict().items() if name != TIED}
+    assert held.keys() == {FAMILY.key(name) for name in state}
+    assert index["metadata"]["total_size"] == sum((4 if "inv_freq" in n else 2) * t.numel() for n, t in state.items())
+    with pytest.raises(FloatingPointError, match="too large"):
+        export.cast("x", torch.tensor([1e30]), torch.float16)
     stored = {reader().dtype for name, reader in weights.read(str(out)).read.items() if "inv_freq" not in name}
     assert stored == {torch_dtype}
     assert by_transformers(out).dtype == torch_dtype
-    assert "are missing" in str(refused(lambda: weights.read(str(next(iter(out.glob("*00001-of*")))))))
+    with pytest.raises(InputError, match="are missing"):
+        weights.read(str(next(iter(out.glob("*00001-of*")))))
     whole = consolidate(file, tmp_path / "whole", to="fair-esm", dtype=dtype)
     same(reference, whole / "esm2_whole.pt", torch_dtype)
-
-
-def refused(call: Any) -> InputError:
-    with pytest.raises(InputError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return caught.value
 
 
 @pytest.fixture
@@ -126,11 +108,8 @@ def fine_tuned(tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("source", ["directory", "file"])
-def test_a_fine_tuned_model_keeps_its_head_and_what_is_known_of_it(
-    source: str, fine_tuned: Path, tmp_path: Path
-) -> None:
-    out = consolidate(fine_tuned if source == "directory" else fine_tuned / "model.safetensors", tmp_path / "out")
+def test_a_fine_tuned_model_keeps_its_head_and_what_is_known_of_it(fine_tuned: Path, tmp_path: Path) -> None:
+    out = consolidate(fine_tuned / "model.safetensors", tmp_path / "out")
     same(fair_esm(TINY), out)
     found = weights.read(str(out))
     assert found.head.keys() == HEAD.keys()
@@ -146,10 +125,10 @@ def test_a_model_is_not_converted_onto_itself(fine_tuned: Path, tmp_path: Path) 
     before = {path.name: path.read_bytes() for path in fine_tuned.iterdir()}
     cases = [(fine_tuned, fine_tuned), (fine_tuned / "model.safetensors", fine_tuned), (fine_tuned, tmp_path)]
     for source, out in [*cases, (tmp_path / "link", fine_tuned), (fine_tuned, tmp_path / "link")]:
-        error = refused(lambda source=source, out=out: consolidate(source, out, overwrite=True))
-        assert isinstance(error, UsageError)
-        assert str(error).startswith(f"{out}: holds the model to read")
-    assert isinstance(refused(lambda: consolidate(fine_tuned, fine_tuned)), UsageError)
+        with pytest.raises(UsageError, match="holds the model to read"):
+            consolidate(source, out, overwrite=True)
+    with pytest.raises(UsageError):
+        consolidate(fine_tuned, fine_tuned)
     assert {path.name: path.read_bytes() for path in fine_tuned.iterdir()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "tuned"]
 
@@ -158,8 +137,8 @@ def test_a_bad_model_leaves_nothing_behind(tmp_path: Path) -> None:
     directory = write_transformers(tmp_path / "given", fair_esm(TINY), TINY)
     edit_tensors(directory, lambda state: state["lm_head.layer_norm.weight"][:1].fill_(torch.nan))
     for to in ("hf", "fair-esm"):
-        error = refused(lambda to=to: consolidate(directory, tmp_path / "out", to=to))
-        assert str(error).startswith(f"{directory}: lm_head.layer_norm.weight holds a value that is not finite")
+        with pytest.raises(InputError, match=r"given: lm_head.layer_norm.weight"):
+            consolidate(directory, tmp_path / "out", to=to)
     assert [p.name for p in tmp_path.iterdir()] == ["given"]
 
 
@@ -173,17 +152,6 @@ def test_what_a_model_lacks_is_said_and_not_made_up(part: str, tmp_path: Path) -
     assert said == [], "nothing random was written"
     assert weights.read(str(out)).absent == (part,)
     consolidate(directory, tmp_path / "esm2_it", to="fair-esm", warn=said.append)
-    assert said == [f"{directory}: its {part} never learned; what it says is random"]
+    assert len(said) == 1
+    assert said[0].startswith(f"{directory}: its {part} never learned")
     by_fair_esm(tmp_path / "esm2_it" / "esm2_it.pt")
-
-
-def test_files_are_split_as_their_index_says(tmp_path: Path) -> None:
-    state = {name: tensor for name, tensor in fair_esm(TINY).state_dict().items() if name != TIED}
-    sizes = {name: tensor.shape for name, tensor in state.items()}
-    export.write_transformers(tmp_path, TINY, sizes, state.__getitem__, torch.bfloat16, 40_000)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    held = {key: file.name for file in tmp_path.glob("*.safetensors") for key in load_file(file)}
-    assert index["weight_map"] == held
-    assert held.keys() == {FAMILY.key(name) for name in state}
-    assert len(set(held.values())) == 2
-    assert index["metadata"]["total_size"] == sum((4 if "inv_freq" in n else 2) * t.numel() for n, t in state.items())

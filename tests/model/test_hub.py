@@ -19,14 +19,13 @@ import pytest
 import torch
 from hub_server import COMMIT, NAME, Hub, own_caches, snapshot
 from huggingface_hub import constants
-from model_files import TINY, fair_esm, write_transformers
+from model_files import TINY, fair_esm, write_fair_esm, write_transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import EsmForMaskedLM
 
 from esmshard.api.model import load
-from esmshard.checkpoint.consolidate import FORMAT, consolidate
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.model import hub, weights
 from esmshard.model.weights import load_model
 from esmshard.planner import config_of
@@ -84,13 +83,6 @@ def environment(tmp_path: Path, endpoint: str, **more: str) -> dict[str, str]:
     return kept | homes | {"HF_ENDPOINT": endpoint, "NO_PROXY": "*", "OMP_NUM_THREADS": "1"} | more
 
 
-def download(tmp_path: Path, endpoint: str, *arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """`esmshard download` in a process of its own, since huggingface_hub reads its variables when imported."""
-    command = [sys.executable, "-m", "esmshard", "download", *map(str, arguments)]
-    env = environment(tmp_path, endpoint, **more)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
-
-
 def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
@@ -107,63 +99,32 @@ def assert_same_model(path: Path, reference: Path) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def refused(**arguments: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        hub.fetch(NAME, **arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_a_name_is_downloaded_and_from_then_on_needs_no_network(server: Hub, model: Path, tmp_path: Path) -> None:
-    first = download(tmp_path, server.url, NAME)
-    assert first.returncode == 0, first.stderr
-    path = Path(first.stdout.strip())
-    assert path == tmp_path / "hf" / "hub" / f"models--facebook--{NAME}" / "snapshots" / COMMIT
+def test_a_name_is_downloaded_and_from_then_on_needs_no_network(here: Hub, cache: Path, model: Path) -> None:
+    path = hub.fetch(NAME)
+    assert path == cache / f"models--facebook--{NAME}" / "snapshots" / COMMIT
     # One format, and nothing that is not needed; the weights last, since with them the directory is a model.
-    assert server.asked == ["list", "config.json", "vocab.txt", "README.md", "model.safetensors"]
-    assert names(path) == {"model.safetensors", "vocab.txt", "config.json", "README.md"}
-    said = first.stderr.splitlines()
-    size = sum(map(len, (server.files[name] for name in names(path)))) / 1e6
-    assert f"{NAME}: downloading {size:.2f} MB from {server.url}/facebook/{NAME}" in said
+    assert here.asked == ["list", "config.json", "vocab.txt", "README.md", "model.safetensors"]
     # Where transformers looks for it offline.
     assert (path.parent.parent / "refs" / "main").read_text() == COMMIT
-
-    server.asked.clear()
-    for more in ({"HF_HUB_OFFLINE": "1"}, {}):
-        again = download(tmp_path, server.url, NAME, **more)
-        assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
-    assert server.asked == []
+    here.asked.clear()
+    assert hub.fetch(NAME) == path
+    assert here.asked == []
     assert_same_model(path, model)
 
 
-def test_to_makes_a_directory_of_plain_files_and_leaves_the_cache_alone(server: Hub, tmp_path: Path) -> None:
+def test_to_makes_a_directory_of_plain_files_and_leaves_the_cache_alone(here: Hub, tmp_path: Path) -> None:
     out = tmp_path / "models"
-    done = download(tmp_path, server.url, NAME, "--to", out)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(out / NAME)
-    assert names(out) == {NAME}
-    assert {p.name: p.read_bytes() for p in (out / NAME).iterdir()} == {
-        name: server.files[name] for name in ("config.json", "model.safetensors", "vocab.txt", "README.md")
-    }
-    assert not any(path.is_symlink() for path in (out / NAME).iterdir())
-    assert (out / NAME).stat().st_mode & 0o777 == 0o777 & ~_umask()
+    made = hub.fetch(NAME, out)
+    expected = {name: here.files[name] for name in ("config.json", "model.safetensors", "vocab.txt", "README.md")}
+    assert {p.name: p.read_bytes() for p in made.iterdir()} == expected
+    assert not any(path.is_symlink() for path in made.iterdir())
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
-
-    server.asked.clear()
-    again = download(tmp_path, server.url, "esm2_t12_35M_UR50D", NAME, "--to", out)
-    assert again.returncode == 2
-    assert again.stderr == f"error: {out / NAME}: exists already; choose another directory or pass --overwrite\n"
-    assert server.asked == []
-    assert names(out) == {NAME}
-    third = download(tmp_path, server.url, NAME, "--to", out, "--overwrite")
-    assert third.returncode == 0, third.stderr
-    assert names(out / NAME) == {"config.json", "model.safetensors", "vocab.txt", "README.md"}
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    here.asked.clear()
+    with pytest.raises(UsageError, match="exists already"):
+        hub.check(["esm2_t12_35M_UR50D", NAME], out)
+    assert here.asked == []
+    assert hub.fetch(NAME, out, overwrite=True) == out / NAME
+    assert (names(out), names(out / NAME)) == ({NAME}, expected.keys())
 
 
 def test_to_copies_from_the_cache_without_a_network(cache: Path, tmp_path: Path, model: Path, monkeypatch: Any) -> None:
@@ -179,43 +140,31 @@ def test_to_copies_from_the_cache_without_a_network(cache: Path, tmp_path: Path,
     assert (made / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
-def test_a_flipped_bit_is_refused_and_nothing_of_it_stays(here: Hub, cache: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_or_a_file_that_ends_early_is_refused_and_nothing_of_it_stays(here: Hub, tmp_path: Path) -> None:
     right = here.files["model.safetensors"]
-    here.sent["model.safetensors"] = flip(right)
-    for arguments in ({}, {"to": tmp_path / "out"}):
-        message = refused(**arguments)
-        assert f"model.safetensors from {here.url} has not the sha256 that was announced" in message
-    assert left_in(tmp_path) == []
-    assert list((tmp_path / "out").iterdir()) == []
-    assert hub.find(NAME) is None
+    for sent, token in ((flip(right), "sha256"), (right[:5000], "model.safetensors")):
+        here.sent["model.safetensors"] = sent
+        for arguments in ({}, {"to": tmp_path / "out"}):
+            with pytest.raises(InputError, match=token):
+                hub.fetch(NAME, **arguments)
+        assert left_in(tmp_path) == []
+        assert list((tmp_path / "out").iterdir()) == []
+        assert hub.find(NAME) is None
     here.sent.clear()
     assert (hub.fetch(NAME) / "model.safetensors").read_bytes() == right
 
 
-def test_a_file_that_ends_early_is_refused(here: Hub, cache: Path, tmp_path: Path) -> None:
-    here.sent["model.safetensors"] = here.files["model.safetensors"][:5000]
-    message = refused()
-    assert "model.safetensors" in message
-    assert left_in(tmp_path) == []
-    assert hub.find(NAME) is None
-
-
-def test_a_repository_that_is_not_there(here: Hub, tmp_path: Path) -> None:
+def test_without_a_repository_or_a_network_the_error_says_so(here: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"/facebook/esm2_t12_35M_UR50D .*HF_TOKEN"):
         hub.fetch("esm2_t12_35M_UR50D")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="HF_HUB_OFFLINE"):
+        hub.fetch(NAME)
     assert "list" not in here.asked
 
 
-def test_offline_mode_asks_nobody_and_says_where_to_put_the_file(server: Hub, tmp_path: Path) -> None:
-    done = download(tmp_path, server.url, NAME, HF_HUB_OFFLINE="1")
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {NAME}: no such file")
-    assert "HF_HUB_OFFLINE" in line
-    assert server.asked == []
-
-
 def test_ctrl_c_ends_a_download_at_once_and_leaves_nothing(server: Hub, tmp_path: Path) -> None:
+    """In a process, which reads the address of the hub from the environment. A second one prints the new directory."""
     server.go.clear()
     env = environment(tmp_path, server.url)
     command = [sys.executable, "-m", "esmshard", "download", NAME, "--to", str(tmp_path / "out")]
@@ -223,19 +172,18 @@ def test_ctrl_c_ends_a_download_at_once_and_leaves_nothing(server: Hub, tmp_path
     hearing = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
     signal.signal(signal.SIGINT, hearing)
-    _until(lambda: "model.safetensors" in server.asked)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=600)
-    assert process.returncode == 130
-    assert "Traceback" not in said
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def _until(happens: Any, seconds: float = 900) -> None:
-    end = time.monotonic() + seconds
-    while not happens():
+    end = time.monotonic() + 900
+    while "model.safetensors" not in server.asked:
         assert time.monotonic() < end
         time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert list((tmp_path / "out").iterdir()) == []
+    server.go.set()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "out" / NAME)), done.stderr
 
 
 def shards(model: Path) -> dict[str, bytes]:
@@ -250,16 +198,45 @@ def shards(model: Path) -> dict[str, bytes]:
     return {"config.json": (model / "config.json").read_bytes(), "model.safetensors.index.json": index, **parts}
 
 
-def test_a_sharded_model_comes_with_all_its_shards(here: Hub, cache: Path, model: Path) -> None:
+def test_a_model_comes_with_all_shards_or_as_torch_weights(here: Hub, cache: Path, model: Path) -> None:
+    whole = here.files
     here.files = shards(model) | {"pytorch_model.bin": b"another format"}
     path = hub.fetch(NAME)
     assert names(path) == shards(model).keys()
     assert_same_model(path, model)
-
-
-def test_torch_weights_are_taken_where_there_are_no_safetensors(here: Hub, cache: Path) -> None:
-    del here.files["model.safetensors"]
+    shutil.rmtree(cache)
+    here.files = {name: body for name, body in whole.items() if name != "model.safetensors"}
     assert names(hub.fetch(NAME)) == {"config.json", "vocab.txt", "README.md", "pytorch_model.bin"}
+
+
+@pytest.mark.parametrize("weights_file", ["model.safetensors", "pytorch_model.bin"])
+def test_only_a_whole_snapshot_is_a_model(cache: Path, weights_file: str) -> None:
+    stem, suffix = weights_file.split(".")
+    first, second = (f"{stem}-0000{n}-of-00002.{suffix}" for n in (1, 2))
+    config, index = {"config.json": b"{}"}, {f"{weights_file}.index.json": b"{}"}
+    for n, files in enumerate(
+        (
+            config | {"vocab.txt": b"L", "tokenizer_config.json": b"{}"},
+            {weights_file: b""},
+            config | {"tf_model.h5": b""},
+            config | index | {first: b""},
+        )
+    ):
+        snapshot(cache, files, commit=f"{n:040}")
+        assert hub.find(NAME) is None
+    for commit, files in ((8 * "abcde", {weights_file: b""}), (8 * "edcba", index | {first: b"", second: b""})):
+        directory = snapshot(cache, config | files, commit)
+        assert hub.find(NAME) == directory
+
+
+def test_a_file_of_fair_esm_in_torch_hubs_cache_goes_first(cache: Path, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "torch" / "hub" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    snapshot(cache, {"config.json": b"{}", "model.safetensors": b""})
+    path = write_fair_esm(checkpoints / f"{NAME}.pt", fair_esm(TINY))
+    assert hub.find(NAME) == hub.fetch(NAME) == path
+    assert load_model(str(path), torch.device("cpu")).config == TINY
+    assert hub.find("esm2_t12_35M_UR50D") is None
 
 
 # Any repository, as OWNER/NAME
@@ -276,53 +253,36 @@ def mine(here: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return here
 
 
-def refused_model(name: str) -> str:
-    with pytest.raises(InputError) as caught:
-        weights.read(name)
-    message = str(caught.value)
-    assert message.startswith(f"{name}: ")
-    assert "\n" not in message
-    return message
-
-
 def test_the_configuration_of_a_repository_decides_family_and_shape(mine: Hub, model: Path, cache: Path) -> None:
+    with pytest.raises(InputError, match="esmshard download"):  # a plan asks the hub for nothing
+        config_of(MINE)
+    assert mine.asked == []
     found = weights.read(MINE)
-    assert found.config == TINY
+    assert found.config == config_of(MINE) == TINY
     # The configuration is looked at before gigabytes are downloaded.
     assert mine.asked == ["list", "config.json", "vocab.txt", "README.md", "model.safetensors"]
     assert Path(found.source) == cache / "models--lab--esm2_mine" / "snapshots" / COMMIT
     assert_same_model(Path(found.source), model)
     mine.asked.clear()
     assert weights.read(MINE).source == found.source
-    assert mine.asked == []
-
-
-def test_a_local_path_of_that_name_comes_first(mine: Hub, model: Path) -> None:
     shutil.copytree(model, MINE)
-    assert weights.read(MINE).source == MINE
+    assert weights.read(MINE).source == MINE, "a local path of that name comes first"
     assert mine.asked == []
 
 
-def test_a_repository_of_another_model_is_refused_before_its_weights_come(mine: Hub, tmp_path: Path) -> None:
+def test_a_repository_of_another_model_is_refused_before_its_weights_come(mine: Hub) -> None:
     config = json.loads(mine.files["config.json"]) | {"model_type": "bert"}
     mine.files["config.json"] = json.dumps(config).encode()
-    reason = "model_type is 'bert' and not one of 'esm'"
-    assert f"config.json is not that of a model that can be read: {reason}" in refused_model(MINE)
+    with pytest.raises(InputError, match="model_type is 'bert'"):
+        weights.read(MINE)
     assert mine.asked == ["list", "config.json"]
 
 
-@pytest.mark.parametrize("name", ["lab/x/y", "lab/", "../lab", "./lab/x", "lab/x.pt", "lab/a--b", "la b/x", "-lab/x"])
-def test_what_is_no_name_of_a_repository_is_not_asked_for(name: str, mine: Hub) -> None:
-    assert "no such file or directory" in refused_model(name)
+def test_what_is_no_name_of_a_repository_is_not_asked_for(mine: Hub) -> None:
+    for name in ("lab/x/y", "lab/", "../lab", "./lab/x", "lab/x.pt", "lab/a--b", "la b/x", "-lab/x"):
+        with pytest.raises(InputError, match="no such file or directory"):
+            weights.read(name)
     assert mine.asked == []
-
-
-def test_a_plan_asks_the_hub_for_nothing(mine: Hub) -> None:
-    with pytest.raises(InputError, match="esmshard download"):
-        config_of(MINE)
-    assert mine.asked == []
-    hub.fetch(MINE)
-    assert config_of(MINE).dim == TINY.dim
 
 
 def adapter_files(directory: Path, base: Path, **settings: Any) -> dict[str, bytes]:
@@ -351,28 +311,10 @@ def test_an_adapter_is_read_as_its_directory_is(mine: Hub, model: Path, cache: P
     assert names(copied) == {"adapter_model.safetensors", "README.md", "adapter_config.json", "config.json"}
     assert weights.read(MINE).config == TINY
     assert mine.asked == [], "the adapter is in the cache"
-
-
-def test_an_adapter_with_a_flipped_bit_or_of_itself_is_refused(mine: Hub, model: Path, tmp_path: Path) -> None:
-    mine.files = adapter_files(tmp_path / "adapter", model, base_model_name_or_path=MINE)
-    mine.sent["adapter_model.safetensors"] = flip(mine.files["adapter_model.safetensors"])
-    assert "adapter_model.safetensors from" in (said := refused_model(MINE))
-    assert "was announced" in said
-    mine.sent.clear()
-    with pytest.raises(InputError, match="is named as its own base model; put it there"):
+    shutil.rmtree(cache)
+    mine.files = adapter_files(tmp_path / "itself", model, base_model_name_or_path=MINE)
+    with pytest.raises(InputError, match="as its own base model"):
         weights.read(MINE)
-
-
-def test_what_esmshard_wrote_beside_the_weights_comes_too(mine: Hub, model: Path, cache: Path, tmp_path: Path) -> None:
-    """The record of the weights is compared, as in a local directory."""
-    out = consolidate(model, tmp_path / "own")
-    mine.files = {path.name: path.read_bytes() for path in out.iterdir()}
-    record = {"format": FORMAT, "weights_sha256": "0", "files": {"model.safetensors": 64 * "0"}}
-    mine.files["esmshard.json"] = json.dumps(record).encode()
-    found = weights.read(MINE)
-    assert json.loads((Path(found.source) / "esmshard.json").read_text()) == record
-    assert "is not the file that" in str(weights.altered(found.files))
-    assert "esmshard.json" in names(hub.fetch(MINE, tmp_path / "copied"))
 
 
 def test_a_fine_tuned_model_of_the_hub_has_its_head(mine: Hub) -> None:
@@ -401,6 +343,3 @@ def test_the_older_files_of_the_authors_are_read(mine: Hub, tmp_path: Path) -> N
     assert (made / file).read_bytes() == mine.files[file]
     assert not (made / file).is_symlink()
     assert weights.read(str(made)).config == found.config
-    mine.sent[file] = flip(mine.files[file])
-    shutil.rmtree(tmp_path / "hf")
-    assert "was announced" in refused_model(MINE)

@@ -13,7 +13,6 @@ from esmshard.model.config import ModelConfig
 from esmshard.model.export import write_transformers
 from esmshard.model.families.esm2 import EsmConfig
 from esmshard.model.families.esmc import EsmcConfig
-from esmshard.model.families.family import Family
 from esmshard.model.families.family_registry import FAMILIES, build, recorded_config, transformers_config
 from esmshard.model.trunk import as_read
 from esmshard.vocab import Chains, encode, read_chains
@@ -22,20 +21,23 @@ TINY = EsmConfig(n_layers=2, dim=32, n_heads=4)
 A, B, C = "MKTAYIAKQR", "GQISFVKSH", "MLW"
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> Family:
-    return FAMILIES[request.param]
-
-
-def test_a_linker_is_read_as_glycines(family: Family) -> None:
-    model = perturbed(smallest(family))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_linker_is_read_as_glycines_or_as_the_chain_break_of_models_that_have_it(name: str) -> None:
+    config = smallest(FAMILIES[name])
+    model = perturbed(config)
     joined = pack([encode(f"{A}:{B}:{C}", linker=7), encode(B)])
     plain = pack([encode(A + "G" * 7 + B + "G" * 7 + C), encode(B)])
     for ours, theirs in zip(everything(model, joined), everything(model, plain), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
-    tokens = encode(f"{A}:{B}:{C}", linker=7)
-    assert joined.tokens_T[: len(tokens)].tolist() == tokens.tolist()
     assert (joined.tokens_T == 31).sum() == 14, "heads and losses see where the linkers are"
+    if not config.chain_break:
+        with pytest.raises(ValueError, match="linker:break"):
+            replace(config, chains=Chains("break"))
+        return
+    joined = pack([encode(f"{A}:{B}", linker=1)])
+    assert as_read(joined, Chains("break")).tokens_T.tolist() == [*encode(A)[:-1], 31, *encode(B)[1:]]
+    breaks = perturbed(replace(config, chains=Chains("break")))
+    assert (everything(breaks, joined)[-2] - everything(model, joined)[-2]).abs().max() > 1e-3
 
 
 def test_a_gap_moves_the_positions_of_every_later_chain() -> None:
@@ -57,19 +59,6 @@ def test_a_gap_gives_what_these_positions_give() -> None:
     for ours, theirs in zip(found, everything(model, moved), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
     assert (found[-2] - everything(model, plain)[-2]).abs().max() > 1e-3
-
-
-def test_a_chain_break_stays_the_token_of_models_that_have_it(family: Family) -> None:
-    config = smallest(family)
-    if not config.chain_break:
-        with pytest.raises(ValueError, match="linker:break is for models with a token of a chain break"):
-            replace(config, chains=Chains("break"))
-        return
-    batch = as_read(pack([encode(f"{A}:{B}", linker=1)]), Chains("break"))
-    assert batch.tokens_T.tolist() == [*encode(A)[:-1], 31, *encode(B)[1:]]
-    model, glycine = perturbed(replace(config, chains=Chains("break"))), perturbed(config)
-    joined = pack([encode(f"{A}:{B}", linker=1)])
-    assert (everything(model, joined)[-2] - everything(glycine, joined)[-2]).abs().max() > 1e-3
 
 
 def test_the_model_records_how_chains_are_joined(tmp_path: Path) -> None:

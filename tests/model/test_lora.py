@@ -3,25 +3,27 @@
 import math
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from model_files import SMALL, fair_esm, ours, tokenise, write_transformers
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils import get_peft_model_state_dict
+from model_files import SMALL, fair_esm, ours, tokenise
+from outputs import everything
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
-from transformers import EsmForMaskedLM, EsmModel
+from transformers import EsmcForMaskedLM, EsmForMaskedLM
 
-from esmshard.batch import TokenBatch
-from esmshard.model import weights
+from esmshard.batch import TokenBatch, pack
+from esmshard.model import export, weights
 from esmshard.model.adapters import adapter_config, peft_name, write_adapter
 from esmshard.model.families.esm2 import ESM2, EsmConfig
+from esmshard.model.families.family_registry import SIZES
 from esmshard.model.lora import LoraLinear, add_lora, lora_names, merged
+from esmshard.vocab import encode
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHM", "ACDEFGHIKLMNPQRSTVWYACDEFG"]
 TARGETS = ("q", "k", "v", "out", "fc1", "fc2")
-SOME: list[Collection[str]] = [TARGETS, ["k"], ["q", "v"], ["out", "fc1"], ["fc2", "k"]]
 ALPHA, RANK = 6.0, 3
 
 
@@ -65,8 +67,7 @@ def by_hand(model: ESM2, base: ESM2) -> ESM2:
     return base
 
 
-@pytest.mark.parametrize("family", ["ESM-2", "ESM-1b"])
-@pytest.mark.parametrize("targets", SOME, ids="-".join)
+@pytest.mark.parametrize(("family", "targets"), [("ESM-2", TARGETS), ("ESM-1b", ["fc2", "k"])])
 def test_the_first_forward_pass_is_the_bases_and_a_later_one_that_of_the_merged_weights(
     family: str, targets: Collection[str]
 ) -> None:
@@ -83,115 +84,91 @@ def test_the_first_forward_pass_is_the_bases_and_a_later_one_that_of_the_merged_
 
 
 def test_names_and_shapes_and_first_values() -> None:
-    config = EsmConfig(n_layers=2, dim=32, n_heads=4)
+    config, name = EsmConfig(n_layers=2, dim=32, n_heads=4), "layers.0.fc2.lora_A.weight"
     with torch.device("meta"):
         model = ESM2(config)
     before = dict(model.named_parameters())
     added = add_lora(model.layers, model.config.matrices, 3, 1.0, ["fc2", "q"])
+    shapes = {"self_attn.q_proj": ((3, 32), (32, 3)), "fc2": ((3, 128), (32, 3))}
     assert added == {
-        "layers.0.self_attn.q_proj.lora_A.weight": (3, 32),
-        "layers.0.self_attn.q_proj.lora_B.weight": (32, 3),
-        "layers.0.fc2.lora_A.weight": (3, 128),
-        "layers.0.fc2.lora_B.weight": (32, 3),
-        "layers.1.self_attn.q_proj.lora_A.weight": (3, 32),
-        "layers.1.self_attn.q_proj.lora_B.weight": (32, 3),
-        "layers.1.fc2.lora_A.weight": (3, 128),
-        "layers.1.fc2.lora_B.weight": (32, 3),
+        f"layers.{n}.{module}.lora_{half}.weight": pair[k]
+        for n in range(2)
+        for module, pair in shapes.items()
+        for k, half in enumerate("AB")
     }
     after = dict(model.named_parameters())
     assert after.keys() == before.keys() | added.keys()
     assert all(after[name] is before[name] for name in before), "no weight has another name or is another tensor"
-    assert {p.device.type for p in after.values()} == {"meta"}
     drawn = weights.drawn(config, added, seed=7)
-    a = drawn["layers.0.fc2.lora_A.weight"]
+    a = drawn[name]
     assert torch.equal(a(slice(1, 3)), a()[1:3])
-    assert torch.equal(a(), weights.drawn(config, {"layers.0.fc2.lora_A.weight": added[a_name()]}, seed=7)[a_name()]())
-    assert not torch.equal(a(), weights.drawn(config, added, seed=8)[a_name()]())
+    assert torch.equal(a(), weights.drawn(config, {name: added[name]}, seed=7)[name]())
+    assert not torch.equal(a(), weights.drawn(config, added, seed=8)[name]())
     assert not torch.equal(a(), drawn["layers.1.fc2.lora_A.weight"]())
     assert all((reader() == 0).all() for name, reader in drawn.items() if "lora_B" in name)
     # Kaiming-uniform with a = sqrt 5: uniform within 1 / sqrt(inputs).
-    wide = weights.drawn(config, {"layers.0.fc2.lora_A.weight": torch.Size((64, 128))}, 0)[a_name()]()
-    assert wide.abs().max() < 1 / math.sqrt(128)
-    assert wide.abs().max() > 0.99 / math.sqrt(128)
+    wide = weights.drawn(config, {name: torch.Size((64, 128))}, 0)[name]()
+    assert 0.99 / math.sqrt(128) < wide.abs().max() < 1 / math.sqrt(128)
     assert abs(float(wide.mean())) < 0.02 / math.sqrt(128)
 
 
-def a_name() -> str:
-    return "layers.0.fc2.lora_A.weight"
+CASES = [
+    ("nano", EsmForMaskedLM, ("k", "v", "fc2"), "all"),
+    ("esmc_nano", EsmcForMaskedLM, TARGETS, "all"),
+    ("esmc_nano", EsmcForMaskedLM, ("fc1",), "none"),
+    ("saprot_nano", EsmForMaskedLM, ("q", "v", "fc1"), "none"),
+]
 
 
-@pytest.mark.parametrize(
-    ("targets", "bias"), [(TARGETS, "all"), (["q", "out"], "none"), (["k", "v", "fc2"], "all")], ids=str
-)
-def test_peft_reads_what_we_write(targets: Collection[str], bias: str, tmp_path: Path) -> None:
-    """Unmerged, merged, and `transformers` with PEFT: the same logits. Every key is used, none is missed."""
-    config = SMALL["ESM-2"]
-    model, base = adapted("ESM-2", targets)
-    write_transformers(tmp_path / "base", base, config)
-    rough(model)
+@pytest.mark.parametrize(("size", "of_transformers", "targets", "bias"), CASES, ids=str)
+def test_peft_computes_what_we_compute(
+    tmp_path: Path, size: str, of_transformers: Any, targets: tuple[str, ...], bias: str
+) -> None:
+    config = SIZES[size]
+    base = weights.fresh(config, 0)
+    sizes = weights.stored_shapes(config)
+    if size == "esmc_nano":  # whose class of transformers has no contact regression
+        sizes = {name: shape for name, shape in sizes.items() if not name.startswith("contact_head.")}
+    (tmp_path / "base").mkdir()
+    export.write_transformers(tmp_path / "base", config, sizes, base.__getitem__)
+    model = weights.build(weights.read(str(tmp_path / "base")), torch.device("cpu")).eval()
+    batch = pack([encode("MKTAYIAKQRQISFVKSHFSRQ")])
+    before = everything(model, batch)
+    added = add_lora(model.layers, config.matrices, RANK, ALPHA, targets)
+    assert len(added) == 2 * config.n_layers * sum(matrix.target in targets for matrix in config.matrices)
+    state, generator = model.state_dict(), torch.Generator().manual_seed(1)
+    trained = {name for name in state if "lora_" in name}
     if bias == "all":
-        perturb_biases(model)
-    block, batch = tokenise(SEQUENCES)
-    mine = logits(model, batch)
+        trained |= {name for name in state if name.startswith("layers.") and name.endswith("bias")}
+    with torch.no_grad():
+        for name in sorted(trained):
+            state[name].copy_(0.2 * torch.randn(state[name].shape, generator=generator))
+    mine = everything(model, batch)
+    assert (mine[-1] - before[-1]).abs().max() > 1e-2
 
-    trained = {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters()
-        if "lora_" in name or (bias == "all" and name.startswith(("layers.", "emb_l")) and name.endswith("bias"))
-    }
-    head = {"head.out.bias": torch.tensor([3.0])}
-    settings = adapter_config(str(tmp_path / "base"), config, RANK, ALPHA, targets, bias)
     (tmp_path / "adapter").mkdir()
-    write_adapter(tmp_path / "adapter", settings, config, targets, trained | head)
+    settings = adapter_config(str(tmp_path / "base"), config, RANK, ALPHA, targets, bias)
+    head = {"head.out.bias": torch.tensor([3.0])}
+    write_adapter(tmp_path / "adapter", settings, config, targets, {name: state[name] for name in trained} | head)
     assert load_file(tmp_path / "adapter" / "head.safetensors") == head
-    again = weights.load_model(str(tmp_path / "adapter"))
-    assert (logits(again, batch) - mine).abs().max() < 1e-5
+    again = everything(weights.load_model(str(tmp_path / "adapter")), batch)
+    assert (again[-1] - mine[-1]).abs().max() < 1e-5, "the adapter is merged when it is read"
 
-    theirs = PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()
+    theirs = PeftModel.from_pretrained(of_transformers.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()
+    known = {key.replace(".default.", ".") for key in theirs.state_dict()}
+    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys() <= known
+    rows_1T = model.rows(batch)[None] if size == "saprot_nano" else batch.tokens_T[None]  # type: ignore[operator]
     with torch.no_grad():
-        found = theirs(input_ids=block, attention_mask=(block != 1).long()).logits
-    for n in range(len(batch)):
-        start, stop = batch.bounds[n], batch.bounds[n + 1]
-        assert (found[n, : stop - start] - mine[start:stop]).abs().max() < 1e-5
-    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    known = theirs.state_dict()
-    assert written.keys() <= {key.replace(".default.", ".") for key in known}, "PEFT leaves unknown keys out in silence"
-    assert len(written) == len(trained)
+        found = theirs(input_ids=rows_1T, attention_mask=torch.ones_like(rows_1T), output_hidden_states=True)
+    assert (found.hidden_states[-1][0] - mine[-2]).abs().max() < 1e-5
+    if size != "saprot_nano":  # its logits are of pairs
+        assert (found.logits[0] - mine[-1]).abs().max() < 1e-5
 
-    # What PEFT itself would write for this model; with biases it also has those that no task of ours trains.
-    anew = get_peft_model(
-        EsmForMaskedLM.from_pretrained(tmp_path / "base"),
-        LoraConfig(r=RANK, lora_alpha=ALPHA, bias=bias, target_modules=settings["target_modules"]),  # type: ignore[arg-type]
-    )
-    rest = get_peft_model_state_dict(anew).keys() - written.keys()
-    assert all(key.endswith("bias") and ("lm_head" in key or "contact_head" in key) for key in rest)
-    assert bool(rest) == (bias == "all")
-    assert written.keys() <= get_peft_model_state_dict(anew).keys()
-
-    trunk = PeftModel.from_pretrained(
-        EsmModel.from_pretrained(tmp_path / "base", add_pooling_layer=False),
-        tmp_path / "adapter",
-        key_mapping={"^esm.": ""},
-    ).eval()
-    with torch.no_grad():
-        x = trunk(input_ids=block, attention_mask=(block != 1).long()).last_hidden_state
-        expected = model(batch).representations[config.n_layers]
-    assert (x[0, : batch.bounds[1]] - expected[: batch.bounds[1]]).abs().max() < 1e-5
-
-    back, state = theirs.merge_and_unload().state_dict(), model.state_dict()
+    back = theirs.merge_and_unload().state_dict()
     half = {name: tensor.bfloat16() for name, tensor in state.items()}
-    for name, tensor in base.state_dict().items():
-        if name.startswith("layers.") and name.endswith("weight"):
-            key = peft_name(name, config, []).removeprefix("base_model.model.")
-            assert (back[key] - merged(name, state, ALPHA / RANK)).abs().max() < 1e-6, name
-            assert torch.equal(back[key], tensor) != (lora_names(name)[0] in trained)
-            if lora_names(name)[0] in trained:  # B A must not be rounded away in the precision of storage
-                assert merged(name, half, ALPHA / RANK).dtype == torch.float32
-
-
-def perturb_biases(model: ESM2) -> None:
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.startswith(("layers.", "emb_l")) and name.endswith("bias"):
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    for name in (name for name, shape in sizes.items() if name.startswith("layers.") and len(shape) == 2):
+        key = peft_name(name, config, []).removeprefix("base_model.model.")
+        assert (back[key] - merged(name, state, ALPHA / RANK)).abs().max() < 1e-6, name
+        assert torch.equal(back[key], base[name]) != (lora_names(name)[0] in trained)
+        if lora_names(name)[0] in trained:  # B A must not be rounded away in the precision of storage
+            assert merged(name, half, ALPHA / RANK).dtype == torch.float32

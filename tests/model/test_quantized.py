@@ -2,21 +2,19 @@
 matrices does, without keeping these.
 """
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from outputs import smallest
 from packed_weights import packed, unpacked
 
 from esmshard.batch import pack
 from esmshard.errors import UsageError
 from esmshard.model import lora
-from esmshard.model.config import ModelConfig
-from esmshard.model.families.family import Family
-from esmshard.model.families.family_registry import FAMILIES, SIZES, build, n_parameters
+from esmshard.model.families.family_registry import FAMILIES, SIZES, build
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.model.lora import LoraLinear, PackedMatrix, QuantizedLinear, frozen_product, packed_of
 from esmshard.model.weights import Weights, fresh
@@ -24,7 +22,6 @@ from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
-from esmshard.planner import numbers_of
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.vocab import encode
 
@@ -43,8 +40,9 @@ KINDS = ["nf4", "int8"]
 
 
 # 480 columns, as the 35M model has, are no multiple of 64: a block goes on in the next row.
-@pytest.mark.parametrize("shape", [(64, 320), (480, 480), (6, 10)])
-def test_nf4_is_the_nearest_of_its_values_times_the_largest_of_64_numbers(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(64, 320), (48, 480), (6, 10)])
+def test_packed_values_are_those_of_the_definition(shape: tuple[int, int]) -> None:
+    """NF4: the nearest of its values times the largest of 64 numbers; int8: of 127 parts of the largest of a row."""
     weight_OI = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     expected = []
     for block in weight_OI.flatten().split(64):
@@ -54,10 +52,7 @@ def test_nf4_is_the_nearest_of_its_values_times_the_largest_of_64_numbers(shape:
     assert torch.allclose(matrix.matrix(torch.float32), torch.cat(expected).view(shape), rtol=1e-6, atol=0)
     assert torch.equal(matrix.matrix(torch.bfloat16), matrix.matrix(torch.float32).bfloat16())
 
-
-@pytest.mark.parametrize("shape", [(64, 320), (6, 10)])
-def test_int8_is_the_nearest_of_127_parts_of_the_largest_number_of_a_row(shape: tuple[int, int]) -> None:
-    weight_OI = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half().float()
+    weight_OI = weight_OI.half().float()
     part_O1 = weight_OI.abs().amax(1, keepdim=True) / 127
     found = packed(weight_OI, "int8").matrix(torch.float32)
     assert ((found - weight_OI).abs() <= 0.5001 * part_O1).all()
@@ -81,10 +76,6 @@ def test_the_backward_pass_of_a_product_keeps_nothing_and_has_exact_gradients(ki
     assert torch.allclose(y_TO, plain_TO)
     for one, other in zip(found, torch.autograd.grad(plain_TO, (x_TI, bias_O), grad_TO), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
-
-
-def smallest(family: Family) -> ModelConfig:
-    return min(family.sizes.values(), key=n_parameters)
 
 
 def built(weights: Weights, adapt: AdaptSettings, kind: Any, laid: Layout = PLAIN) -> FineTuner:
@@ -120,9 +111,10 @@ ADAPT = {
 }
 
 
-@pytest.mark.parametrize("adapt", ADAPT)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+CASES = [(family, KINDS[n % 2], "all") for n, family in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize(("family", "kind", "adapt"), [*CASES, ("esm2", "int8", "some"), ("esm2", "nf4", "head")])
 def test_a_model_learns_as_one_of_the_unpacked_matrices(family: str, kind: Any, adapt: str) -> None:
     weights = fresh(smallest(FAMILIES[family]), 1)
     logits_PV, gradients = learned(built(weights, ADAPT[adapt], kind))
@@ -136,14 +128,14 @@ def test_a_model_learns_as_one_of_the_unpacked_matrices(family: str, kind: Any, 
     assert (logits_PV - others_PV).abs().max() > 1e-4, "packing changes something"
 
 
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
-def test_checkpointing_changes_no_gradient(checkpointing: Any) -> None:
+def test_checkpointing_changes_no_gradient() -> None:
     weights = fresh(SIZES["nano"], 1)
     logits_PV, gradients = learned(built(weights, ADAPT["all"], "nf4"))
-    laid = Layout(activation_checkpointing=checkpointing)
-    again_PV, again = learned(built(weights, ADAPT["all"], "nf4", laid))
-    assert torch.allclose(again_PV, logits_PV, atol=1e-6)
-    assert all(torch.allclose(again[name], gradient, atol=1e-6) for name, gradient in gradients.items())
+    for checkpointing in ("selective", "full"):
+        laid = Layout(activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+        again_PV, again = learned(built(weights, ADAPT["all"], "nf4", laid))
+        assert torch.allclose(again_PV, logits_PV, atol=1e-6)
+        assert all(torch.allclose(again[name], gradient, atol=1e-6) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,8 +154,7 @@ def test_matrices_are_unpacked_in_the_precision_of_the_arithmetic(kind: Any, mon
         assert (gradients[name] - gradient).norm() <= 0.1 * gradient.norm() + 1e-4, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), [("esm2", "nf4"), ("esmc", "int8")])
 def test_the_big_linear_layers_of_the_blocks_are_packed_and_nothing_else(family: str, kind: Any) -> None:
     config = smallest(FAMILIES[family])
     with torch.device("meta"):
@@ -179,19 +170,12 @@ def test_the_big_linear_layers_of_the_blocks_are_packed_and_nothing_else(family:
         if name.removeprefix("trunk.").removesuffix(".weight") not in packed
     }
     assert not any(p.requires_grad for p in model.buffers())
-    numbers = numbers_of(model, config, quantization=kind)
-    in_full = numbers.parameters - config.n_layers * numbers.layer_quantized
-    assert in_full == sum(map(math.prod, full.values()))
-    sizes = [(matrix.rows, matrix.rows * matrix.columns) for matrix in config.matrices]
-    expected = [n // 2 + 4 * -(-n // 64) if kind == "nf4" else n + 4 * rows for rows, n in sizes]
-    assert numbers.layer_packed == sum(expected), "with an fp32 scale for each block, or each row"
     assert {type(model.trunk.layers[0].get_submodule(matrix.path)) for matrix in config.matrices} == {
         LoraLinear,
         QuantizedLinear,
     }
 
 
-@pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_other_devices_than_nvidia_gpus_are_refused(device: str) -> None:
-    with pytest.raises(UsageError, match=f"is for NVIDIA GPUs, and this run is on {device}; pass model.quantize=null"):
-        lora.check_quantization(torch.device(device))
+def test_other_devices_than_nvidia_gpus_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"model\.quantize: .*NVIDIA"):
+        lora.check_quantization(torch.device("mps"))

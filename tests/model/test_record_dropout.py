@@ -42,8 +42,8 @@ def test_the_mask_is_this_one_with_every_version() -> None:
         assert left_out([draw], layer=layer)[0].tolist() == expected
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_the_share_is_left_out_and_the_mean_stays(share: float) -> None:
+def test_the_share_is_left_out_and_the_mean_stays() -> None:
+    share = 0.3
     draws = np.random.default_rng(0).integers(-(2**31), 2**31, 500).tolist()
     mask = left_out(draws, 400, share=share)
     deviation = (share * (1 - share)) ** 0.5
@@ -87,7 +87,7 @@ def seen(batch: TokenBatch) -> torch.Tensor:
     return phase_TD.sin()
 
 
-@pytest.mark.parametrize("task", ["sequence", "residue", "wild_type", "sites", "difference", "mean"])
+@pytest.mark.parametrize("task", ["sequence", "residue", "wild_type", "sites"])
 def test_a_record_says_the_same_whatever_it_is_packed_with(task: str) -> None:
     head = head_of(task)
     together = head(seen(batch := batch_of([0, 1, 2], task)), batch)

@@ -5,9 +5,6 @@ Run it where the package `esm` is Biohub's (3.4.1.post1 made the file), and not 
     pip install --target DIR --no-deps --ignore-requires-python esm==3.4.1.post1
     pip install --target DIR --no-deps einops attrs biotite biotraj msgpack msgpack-numpy cloudpathlib httpx tenacity
     PYTHONPATH=DIR python tests/parity/esm3_golden.py tests/golden/esm3.safetensors
-
-`--whole` stores all numbers of the gradients and the weights, some megabytes; the test that compares them runs where
-`ESMSHARD_TEST_ESM3` names DIR.
 """
 
 import json
@@ -101,7 +98,7 @@ def answers(model: Any, inputs: Sequence[dict[str, torch.Tensor]], targets: Sequ
     return stored
 
 
-def main(out: Path, whole: bool) -> None:
+def main(out: Path) -> None:
     """Run the authors' model, and write its numbers."""
     from esm.models.esm3 import ESM3
     from safetensors.torch import save_file
@@ -120,13 +117,11 @@ def main(out: Path, whole: bool) -> None:
     structured = answers(model, inputs, STRUCTURED)
     stored |= {f"structures.{name}": tensor for name, tensor in structured.items()}
     for name in [name for name in stored if "gradient." in name]:
-        at = torch.arange(len(stored[name]), dtype=torch.int32) if whole else places(stored[name])
+        at = places(stored[name])
         stored |= {name.replace("gradient.", "places."): at, name: stored[name][at.long()]}
-    if whole:
-        stored |= {f"state.{name}": tensor for name, tensor in model.state_dict().items()}
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     save_file(stored, out, {"shapes": json.dumps(shapes)})
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "--whole" in sys.argv)
+    main(Path(sys.argv[1]))

@@ -1,13 +1,9 @@
 """AMPLIFY gives the numbers and gradients of its authors' code, packed or alone.
 
-`amplify_reference.py` made the golden file with the authors' code. Where AMPLIFY_SOURCE names their folder `src`, it
-runs again.
+`amplify_reference.py` made the golden file with the authors' code.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +27,6 @@ from esmshard.model.trunk import ABSENT, Trunk
 from esmshard.vocab import RESIDUES, TOKENS, encode
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "amplify.safetensors"
-REFERENCE = Path(__file__).with_name("amplify_reference.py")
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "M", "MXBUZO<mask>KT", "ACDEFGHIKLMNPQRSTVWY" * 3]
 SETTINGS = {
     "model_type": "AMPLIFY",
@@ -124,11 +119,8 @@ def test_a_token_that_is_absent_has_no_probability_and_the_embedding_of_unk(mode
     *layers, logits = everything(model, pack([encode("MXK")]))
     assert torch.equal(layers[0][2], model.embed_tokens.weight[VOCABULARY.index("<unk>")])
     others = [n for n in range(33) if n not in KNOWN]
-    assert len(others) == 6
     assert (logits[:, others] == ABSENT).all()
     assert (logits.half().log_softmax(-1).exp()[:, others] == 0).all()
-    both = [everything(model, pack([encode(text)]))[-1] for text in ("MXK", "MOK")]
-    assert torch.equal(*both)
 
 
 # Files
@@ -182,15 +174,3 @@ def test_an_adapter_of_joined_matrices_is_the_merged_model(saved: Saved, tmp_pat
     keys = load_file(tmp_path / "adapter_model.safetensors")
     assert keys[f"base_model.model.{joined[0]}.lora_A.weight"].shape == (4, 16)
     assert keys[f"base_model.model.{joined[0]}.lora_B.weight"].shape == (2 * base.config.ffn_width, 4)
-
-
-@pytest.mark.skipif(
-    "AMPLIFY_SOURCE" not in os.environ, reason="AMPLIFY_SOURCE names no folder `src` of the authors' code"
-)
-def test_the_authors_code_still_says_what_the_golden_file_holds(saved: Saved, tmp_path: Path) -> None:
-    out = tmp_path / "again.safetensors"
-    subprocess.run([sys.executable, REFERENCE, os.environ["AMPLIFY_SOURCE"], out], check=True, timeout=900)
-    again = load_file(out)
-    assert again.keys() == saved.golden.keys()
-    for name, tensor in saved.golden.items():
-        assert (again[name].double() - tensor.double()).abs().max() < 1e-6, name

@@ -10,13 +10,14 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from command import esmshard
 from esm3_encoder_golden import LENGTHS, proteins
 from esm3_golden import weights as golden_weights
 from safetensors import safe_open
 from safetensors.torch import load_file
 from structure_texts import chain, cif, pdb
+from typer.testing import CliRunner
 
+from esmshard.cli import app
 from esmshard.data.structures.chains import read_chains
 from esmshard.errors import InputError, UsageError
 from esmshard.model import weights
@@ -41,9 +42,8 @@ def published(tmp_path: Path) -> Path:
     return tmp_path / "encoder.pth"
 
 
-@pytest.mark.parametrize("at_once", [256, 7])
-def test_tokens_are_those_of_the_authors(published: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(esm3, "RESIDUES_AT_ONCE", at_once)
+def test_tokens_are_those_of_the_authors(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(esm3, "RESIDUES_AT_ONCE", 7)
     golden, encoder = load_file(GOLDEN), esm3.read_encoder(published)
     codes = encoder.codes_CZ
     for name, coordinates in proteins().items():
@@ -57,17 +57,6 @@ def test_tokens_are_those_of_the_authors(published: Path, monkeypatch: pytest.Mo
         assert tokens.tolist() == golden[f"{name}.tokens"].tolist()
         assert len(tokens) == LENGTHS[name]
     assert len(set(golden["long.tokens"].tolist())) > 20
-
-
-def test_tokens_depend_on_the_structure_alone(published: Path) -> None:
-    """Not on where it lies, and not on residues that are unknown; on the order of residues they do."""
-    coordinates = proteins()["long"]
-    tokens = structure_tokens(published, coordinates)
-    turned = coordinates[..., [1, 2, 0]] + np.array([10, -20, 5], dtype=np.float32)
-    assert (structure_tokens(published, turned) == tokens).mean() > 0.95
-    mirrored = coordinates[..., [1, 0, 2]]
-    assert (structure_tokens(published, mirrored) == tokens).mean() < 0.9
-    assert (structure_tokens(published, coordinates[::-1].copy())[::-1] == tokens).mean() < 0.9
 
 
 def test_the_released_encoder_has_so_many_parameters() -> None:
@@ -105,47 +94,42 @@ def structures(tmp_path: Path) -> Path:
     return folder
 
 
+def command(*arguments: str | Path) -> str:
+    done = CliRunner().invoke(app.app, [*map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
 def test_structure_files_become_a_track_that_embed_reads(published: Path, structures: Path, tmp_path: Path) -> None:
     out = tmp_path / "tokens.npz"
-    done = esmshard("track", "structure_tokens", structures, "--weights", published, "-o", out)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{out}: structure_tokens of 2 chains and 33 residues\n"
+    assert "33 residues" in command("track", "structure_tokens", structures, "--weights", published, "-o", out)
     with np.load(out) as codes:
         codes_by_id = {name: codes[name].tolist() for name in codes}
     assert {name: len(codes) for name, codes in codes_by_id.items()} == {"1abc_A": 21, "2abc_A": 12}
     fasta = ""
     for name, codes in codes_by_id.items():
-        (one,) = read_chains(structures / f"{name[:4]}.pdb")
-        assert codes == structure_tokens(published, one.backbone_L33).tolist()
-        fasta += f">{name}\n{one.sequence}\n"
+        (protein,) = read_chains(structures / f"{name[:4]}.pdb")
+        assert codes == structure_tokens(published, protein.backbone_L33).tolist()
+        fasta += f">{name}\n{protein.sequence}\n"
     (tmp_path / "chains.fasta").write_text(fasta)
     model = tmp_path / "esm3"
     model.mkdir()
     fresh = weights.fresh(SIZES["esm3_nano"], 0)
-    sizes = weights.stored_shapes(fresh.config)
-    write_transformers(model, fresh.config, sizes, fresh.__getitem__)
-    found = {}
+    write_transformers(model, fresh.config, weights.stored_shapes(fresh.config), fresh.__getitem__)
+    vectors = {}
     for word, options in (("alone", []), ("tokens", ["--track", f"structure_tokens={out}"])):
-        done = esmshard("embed", model, tmp_path / "chains.fasta", "-o", tmp_path / f"{word}.h5", *options)
-        assert done.returncode == 0, done.stderr
+        command("embed", model, tmp_path / "chains.fasta", "-o", tmp_path / f"{word}.h5", *options)
         with h5py.File(tmp_path / f"{word}.h5") as arrays:
-            found[word] = {name: arrays[name][:] for name in codes_by_id}
-    assert all(np.abs(found["tokens"][name] - found["alone"][name]).max() > 1e-3 for name in found["alone"])
+            vectors[word] = {name: arrays[name][:] for name in codes_by_id}
+    assert all(np.abs(vectors["tokens"][name] - vectors["alone"][name]).max() > 1e-3 for name in codes_by_id)
 
 
 def test_what_cannot_be_made_a_track_is_one_sentence(published: Path, structures: Path, tmp_path: Path) -> None:
     out = tmp_path / "tokens.npz"
-    with pytest.raises(UsageError, match=r"^colours: no encoder of this track is known, only of structure_tokens$"):
+    with pytest.raises(UsageError, match="colours"):
         write_codes("colours", structures, published, out)
-    with pytest.raises(UsageError, match=r"tokens.csv: codes are written as .npz"):
+    with pytest.raises(UsageError, match=r"tokens.csv: .*\.npz"):
         write_codes("structure_tokens", structures, published, tmp_path / "tokens.csv")
     (structures / "1abc.cif").write_text(cif(chain("GSHMKVLAWEFT")))
     with pytest.raises(InputError, match=r"chain '1abc_A' comes from .* too; remove one file"):
         write_codes("structure_tokens", structures, published, out)
-    (structures / "1abc.cif").unlink()
-    out.write_bytes(b"mine")
-    with pytest.raises(UsageError, match="exists already"):
-        write_codes("structure_tokens", structures, published, out)
-    assert out.read_bytes() == b"mine"
-    write_codes("structure_tokens", structures, published, out, overwrite=True)
-    assert out.read_bytes() != b"mine"

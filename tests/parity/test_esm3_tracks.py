@@ -6,10 +6,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from esm3_golden import STRUCTURED, structures
 from outputs import everything
 from safetensors.torch import load_file
 from test_esm3 import GOLDEN, TOLERANCE, compare_with, model_of, published, structured
@@ -70,51 +68,6 @@ def test_every_layer_the_logits_and_gradients_are_those_of_the_authors(model: Tr
             assert (without - golden["structures.logits"]).abs().max() > 0.1, f"{name.name} are of no consequence"
 
 
-def test_no_protein_sees_another(model: Trunk) -> None:
-    """Bit for bit where nothing but the tracks of the other proteins changes."""
-    batch, known = structured(), structures()
-    together = everything(model, batch)
-    for n in range(len(STRUCTURED)):
-        own = slice(batch.bounds[n], batch.bounds[n + 1])
-        changed = [
-            one
-            if k == n
-            else {
-                "coordinates": one["coordinates"][::-1] * 3 + 1,
-                "structure_tokens": 4095 - one["structure_tokens"] // 2,
-            }
-            for k, one in enumerate(known)
-        ]
-        moved = everything(model, pack([np.array(one, dtype=np.uint8) for one in STRUCTURED], tracks=changed))
-        assert all(torch.equal(mine[own], other[own]) for mine, other in zip(together, moved, strict=True))
-        others = torch.ones(batch.bounds[-1], dtype=torch.bool)
-        others[own] = False
-        assert not torch.equal(together[-1][others], moved[-1][others])
-
-
-def test_what_is_unknown_of_one_protein_beside_others_adds_exactly_nothing(model: Trunk) -> None:
-    batch = structured()
-    own = slice(batch.bounds[1], batch.bounds[2])
-    assert batch.tracks["coordinates"][own].isnan().all()
-    coordinates = {"coordinates": batch.tracks["coordinates"]}
-    for mine, other in zip(
-        everything(model, replace(batch, tracks=coordinates)), everything(model, replace(batch, tracks={})), strict=True
-    ):
-        assert torch.equal(mine[own], other[own])
-    assert not torch.equal(mine, other)
-
-
-def test_where_the_structure_lies_does_not_matter(model: Trunk) -> None:
-    batch = structured()
-    rotation = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(2)))[0]
-    rotation *= torch.linalg.det(rotation)
-    coordinates = batch.tracks["coordinates"] @ rotation + torch.tensor([30.0, -50.0, 70.0])
-    moved = everything(model, replace(batch, tracks={**batch.tracks, "coordinates": coordinates}))
-    assert all((a - b).abs().max() < 2e-4 for a, b in zip(everything(model, batch), moved, strict=True))
-    mirrored = everything(model, replace(batch, tracks={**batch.tracks, "coordinates": -batch.tracks["coordinates"]}))
-    assert (mirrored[-1] - moved[-1]).abs().max() > 0.01
-
-
 def test_parts_of_heads_and_queries_give_the_same(model: Trunk, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> list[torch.Tensor]:
         model.zero_grad()
@@ -125,23 +78,19 @@ def test_parts_of_heads_and_queries_give_the_same(model: Trunk, monkeypatch: pyt
         return [logits.detach(), *(p.grad for p in model.geom_attn.parameters())]  # type: ignore[union-attr,misc]
 
     whole = found()
-    for most in (1, 40, 300):
+    for most in (40, 300):
         monkeypatch.setattr(esm3, "AT_ONCE", most)
         assert all((a - b).abs().max() < 1e-5 * b.abs().max() for a, b in zip(found(), whole, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("counts", "heads", "most"),
-    [
-        ([1024], 16, 70),
-        ([100, 24] * 8, 256, 100),
-        pytest.param([1024], 256, 100, marks=pytest.mark.slow, id="as released"),
-    ],
+    ("counts", "heads", "dim", "most"),
+    [([768], 16, 256, 70), pytest.param([1024], 256, 1536, 100, marks=pytest.mark.slow, id="as released")],
 )
-def test_a_long_protein_takes_little_memory(counts: list[int], heads: int, most: int) -> None:
+def test_a_long_protein_takes_little_memory(counts: list[int], heads: int, dim: int, most: int) -> None:
     """Of geometric attention alone. All 256 heads of the released model at once would take 1 GiB for each matrix."""
-    module = GeometricAttention(1536, heads)
-    x_TD, coordinates_T33 = torch.randn(sum(counts), 1536, requires_grad=True), walk(counts)
+    module = GeometricAttention(dim, heads)
+    x_TD, coordinates_T33 = torch.randn(sum(counts), dim, requires_grad=True), walk(counts)
     # So that the memory of the gradients is there from here on.
     module(x_TD[:9], coordinates_T33[:9], [9]).sum().backward()
     tracker = MemTracker()
@@ -177,16 +126,19 @@ def test_what_is_kept_is_what_the_planner_adds() -> None:
     assert predicted - 4 * numbers.track_kept * len(batch.tokens_T) < 0.98 * counted, "it is too small to be seen"
 
 
-@pytest.mark.parametrize("tracks", [(), ("coordinates",), ("structure_tokens",), ("coordinates", "structure_tokens")])
-@pytest.mark.parametrize("method", ["full", "lora", "head"])
-def test_what_learns_with_a_track_is_what_the_planner_counts(tracks: tuple[str, ...], method: str) -> None:
+def test_what_learns_with_a_track_is_what_the_planner_counts() -> None:
     """All blocks are alike for it: what the first block has in addition lies beside the blocks."""
-    adapt = AdaptSettings.model_validate({"method": method})
-    for size in ("esm3_nano", "esm3_sm_open_v1"):
-        config = SIZES[size]
+    config = SIZES["esm3_nano"]
+    for method, tracks in (
+        ("full", ()),
+        ("full", ("coordinates",)),
+        ("full", ("structure_tokens",)),
+        ("lora", ("coordinates", "structure_tokens")),
+        ("head", ("coordinates", "structure_tokens")),
+    ):
         with torch.device("meta"):
             tuner = FineTuner(build(config), LanguageModelHead())
-            tuner.adapt(adapt, 0, tracks)
+            tuner.adapt(AdaptSettings.model_validate({"method": method}), 0, tracks)
         assert numbers_of(tuner, config).parameters == sum(parameter.numel() for parameter in tuner.parameters())
         learns = {name for name, parameter in tuner.trunk.named_parameters() if parameter.requires_grad}
         assert learns
@@ -195,23 +147,14 @@ def test_what_learns_with_a_track_is_what_the_planner_counts(tracks: tuple[str, 
         of_others = {name for name in learns if name.startswith(("other_", "contact_head."))}
         tables = {"other_tracks.structure_tokens_embed.weight"} if full and "structure_tokens" in tracks else set()
         assert of_others == tables
-
-
-def test_what_reads_tracks_can_be_frozen() -> None:
-    config, tracks = SIZES["esm3_nano"], ("coordinates", "structure_tokens")
-    adapt, free = AdaptSettings(freeze=("tracks",)), AdaptSettings()
     tuner = FineTuner(build(config), LanguageModelHead())
-    learns = []
-    for settings in (free, adapt):
-        tuner.adapt(settings, 0, tracks)
-        learns.append({name for name, parameter in tuner.trunk.named_parameters() if parameter.requires_grad})
-    assert {name.split(".")[-2] for name in learns[0] - learns[1]} > {"structure_tokens_embed", "proj", "out_proj"}
-    assert {name.split(".")[0] for name in learns[0] - learns[1]} == {"geom_attn", "other_tracks"}
-    assert not any(name.startswith(("geom_attn.", "other_tracks.")) for name in learns[1])
+    tuner.adapt(AdaptSettings(freeze=("tracks",)), 0, ("coordinates", "structure_tokens"))
+    of_tracks = {n: p for n, p in tuner.trunk.named_parameters() if n.startswith(("geom_attn.", "other_tracks."))}
+    assert not any(parameter.requires_grad for parameter in of_tracks.values())
     batch = of_chains(["MKTAYIAK"], coordinates=walk([10]))
     tuner.trunk(batch).representations[config.n_layers].square().sum().backward()  # frozen vectors need no gradient
     assert tuner.trunk.embed_tokens.weight.grad is not None
-    assert all(p.grad is None for n, p in tuner.trunk.named_parameters() if n.startswith("geom_attn."))
+    assert all(parameter.grad is None for parameter in of_tracks.values())
 
 
 def test_half_precision_computes_with_exact_coordinates() -> None:
@@ -236,7 +179,7 @@ def test_blocks_are_compiled_once_for_all_packs(model: Trunk, repository: Path) 
     torch._dynamo.reset()
     plain = model_of(repository)
     model.compile_layers(backend="eager")
-    for n, text in enumerate(["MKTAYIAK", "MK", "ACDEFGHIKLMNPQRSTVWY" * 3, "AC", "MKTAYIAKQRQ"]):
+    for n, text in enumerate(["MKTAYIAK", "MK", "ACDEFGHIKLMNPQRSTVWY" * 3]):
         batch = of_chains([text, text[:2]], coordinates=walk([len(text) + 2, 4]))
         with torch._dynamo.config.patch(error_on_recompile=n > 1):
             for a, b in zip(everything(model, batch), everything(plain, batch), strict=True):

@@ -165,7 +165,9 @@ def test_gradients_are_those_of_transformers(saved: Saved) -> None:
     assert compared == len(theirs) - 2, "all but the contact regression"
 
 
-def test_tokens_are_those_of_the_authors_tokenizer(saved: Saved, model: Trunk, tmp_path: Path) -> None:
+def test_files_are_written_as_they_were_read_with_the_authors_tokens(
+    saved: Saved, model: Trunk, tmp_path: Path
+) -> None:
     out = consolidate(saved.directory, tmp_path / "written", max_file_bytes=200_000)
     assert (out / "vocab.txt").read_text() == "\n".join(VOCABULARY)
     written = AutoTokenizer.from_pretrained(out)
@@ -176,18 +178,14 @@ def test_tokens_are_those_of_the_authors_tokenizer(saved: Saved, model: Trunk, t
         ids = written(text(*pair))["input_ids"]
         assert ids == saved.block[n][saved.mask[n].bool()].tolist()
         assert ids == model.rows(packed(pair)).tolist()  # type: ignore[operator]
-    special = pack([np.array([CLS, UNK, TOKENS.index("-"), EOS], dtype=np.uint8)])
-    assert model.rows(special).tolist() == [0, 3, 3, 2]  # type: ignore[operator]
-
-
-def test_files_are_written_as_they_were_read(saved: Saved, tmp_path: Path) -> None:
-    out = consolidate(saved.directory, tmp_path / "written", max_file_bytes=200_000)
     again, info = EsmForMaskedLM.from_pretrained(out, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for name, tensor in saved.theirs.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
     for key in ("vocab_size", "mask_token_id", "pad_token_id", "token_dropout", "position_embedding_type"):
         assert getattr(again.config, key) == getattr(saved.theirs.config, key)
+    special = pack([np.array([CLS, UNK, TOKENS.index("-"), EOS], dtype=np.uint8)])
+    assert model.rows(special).tolist() == [0, 3, 3, 2]  # type: ignore[operator]
 
 
 def test_token_dropout_is_as_the_configuration_says(saved: Saved) -> None:

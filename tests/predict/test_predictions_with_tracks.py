@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command import esmshard as esmshard_command
 from structure_texts import backbone, chain, pdb, three
 from tracked_model import LETTERS, random_pairs, track, write_model, write_pairs
 
 import esmshard
 from esmshard.batch import batch_of, pack
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
+from esmshard.cli import infer
 from esmshard.data.splits.recipe_splits import open_split
 from esmshard.data.tracks import TrackFile
 from esmshard.errors import InputError, UsageError
@@ -77,23 +77,21 @@ def test_predictions_see_letters(tuned: tuple[Path, Trunk], tmp_path: Path, caps
         np.testing.assert_allclose(found["a"], by_hand(model, PAIRS["a"][0], ""), rtol=0, atol=1e-4)
 
 
-def test_the_commands_take_tracks(tuned: tuple[Path, Trunk], tmp_path: Path) -> None:
-    option = ["--track", f"3di={tmp_path / '3di.fasta'}"]
-    done = esmshard_command("predict", tuned[0], tmp_path / "x.fasta", "-o", tmp_path / "x.csv", *option)
-    assert done.returncode == 0, done.stderr
-    scores = []
-    for out, options in (("with", option), ("without", [])):
-        done = esmshard_command("evaluate", tuned[0], tmp_path / "x.fasta", "-o", tmp_path / out, *options)
-        assert done.returncode == 0, done.stderr
+def test_a_test_takes_tracks(tuned: tuple[Path, Trunk], tmp_path: Path) -> None:
+    scores, rows = [], []
+    for out, track_paths in (("with", [f"3di={tmp_path / '3di.fasta'}"]), ("without", [])):
+        infer.evaluate(str(tuned[0]), str(tmp_path / "x.fasta"), tmp_path / out, track=track_paths)
         scores.append(json.loads((tmp_path / out / "evaluation.json").read_text()))
+        rows.append((tmp_path / out / "per_protein.csv").read_text())
     assert scores[0]["tracks"] == {"3di": "../3di.fasta"}
-    assert not any("which it is not given" in one for one in scores[0]["left_out"])
-    assert any("which it is not given" in one for one in scores[1]["left_out"])
-    tables = [(tmp_path / out / "per_protein.csv").read_text() for out in ("with", "without")]
-    assert tables[0] != tables[1]
-    done = esmshard_command("predict", tuned[0], tmp_path / "x.fasta", "-o", tmp_path / "y.csv", "--track", "3dii=x")
-    assert done.returncode == 2
-    assert "takes no such track" in done.stderr
+    assert [any("which it is not given" in one for one in score["left_out"]) for score in scores] == [False, True]
+    assert rows[0] != rows[1]
+    with pytest.raises(UsageError, match="takes no such track"):
+        predict(str(tuned[0]), tmp_path / "x.fasta", tmp_path / "y.csv", tracks={"3dii": "x"})
+    (other := tmp_path / "other").mkdir()
+    (other / "esmshard.json").write_text(json.dumps({"recipe": {"task": {"name": "variant"}}}))
+    with pytest.raises(UsageError, match="--track"):
+        infer.predict(str(other), out=tmp_path / "x.csv", all_singles=True, track=["3di=x"])
 
 
 # From Python
@@ -127,18 +125,12 @@ def test_tracks_in_every_form(tuned: tuple[Path, Trunk], tmp_path: Path) -> None
 
 def test_mistakes_in_python(tuned: tuple[Path, Trunk]) -> None:
     model = esmshard.load(tuned[0])
-    for sequences, tracks, said in (
-        (["MKT"], {"3d": ["vvv"]}, "tracks: 3d: .* takes no such track"),
-        (["MKT"], {"3di": "vvv"}, "tracks: 3di: give a list with an entry for each of the 1 sequences"),
-        (["MKT"], {"3di": ["vvv", "v"]}, "tracks: 3di: give a list with an entry for each of the 1 sequences"),
-        (["MKT"], {"3di": {"a": "vvv"}}, "tracks: 3di: give a list with an entry for each of the 1 sequences"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            model.embed(sequences, tracks=tracks)
-    with pytest.raises(InputError, match=r"tracks\['3di'\] of sequences\[0\] has structure letters .* of 2 residues"):
-        model.embed(["MKT"], tracks={"3di": ["vv"]})
-    with pytest.raises(InputError, match=r"tracks\['3di'\] of the sequence has 'x' at position 3"):
-        model.embed("MKT", tracks={"3di": "vvx"})
+    for tracks in ({"3d": ["vvv"]}, {"3di": "vvv"}, {"3di": ["vvv", "v"]}, {"3di": {"a": "vvv"}}):
+        with pytest.raises(UsageError, match=f"tracks: {next(iter(tracks))}"):
+            model.embed(["MKT"], tracks=tracks)
+    for sequences, letters in ((["MKT"], ["vv"]), ("MKT", "vvx")):
+        with pytest.raises(InputError, match=r"tracks\['3di'\]"):
+            model.embed(sequences, tracks={"3di": letters})
 
 
 # Variants of one protein
@@ -176,11 +168,3 @@ def test_a_model_of_variants_keeps_the_tracks_of_its_wild_type(kind: str, tmp_pa
     if kind == "letters":
         batch = batch_of([task.inputs(split.get(n)) for n in (0, 1)])
         assert batch.tracks["3di"].tolist() == expected.tolist() * 3, "two variants and the wild type"
-
-
-def test_a_model_of_variants_takes_no_other_tracks(tmp_path: Path) -> None:
-    (tmp_path / "esmshard.json").write_text(json.dumps({"recipe": {"task": {"name": "variant"}}}))
-    options = ["--all-singles", "-o", tmp_path / "x.csv", "--track", "3di=x"]
-    done = esmshard_command("predict", tmp_path, *options)
-    assert done.returncode == 2
-    assert "--track: a model of variants keeps the tracks of its wild type; leave it out" in done.stderr

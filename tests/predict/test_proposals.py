@@ -5,7 +5,6 @@ import itertools
 from collections import Counter
 
 import numpy as np
-import pytest
 
 from esmshard.cli import infer
 from esmshard.data.variants import Mutation, parse_variant
@@ -39,32 +38,28 @@ def dense(values_MN: np.ndarray, count: int, kappa: float) -> list[int]:
     return chosen
 
 
-@pytest.mark.parametrize("kappa", [0.3, 1.0, 3.0])
-@pytest.mark.parametrize("models", [2, 5])
-def test_batches_are_those_of_the_whole_covariance(models: int, kappa: float) -> None:
-    rng = np.random.default_rng(models)
-    shared = rng.normal(size=(models, 3)) @ rng.normal(size=(3, 40))
-    values_MN = shared + 0.3 * rng.normal(size=(models, 40)) + 0.5 * rng.normal(size=40)
-    found = batch(values_MN, 12, kappa)
-    assert found == dense(values_MN, 12, kappa)
-    assert len(set(found)) == 12
-    bounds = values_MN.mean(0) + kappa * values_MN.std(0, ddof=1)
-    assert found[0] == int(bounds.argmax())
-    assert found != np.argsort(-bounds)[:12].tolist(), "it is not the plain upper bound"
-    assert batch(values_MN, 10, 0.0) == np.argsort(-values_MN.mean(0))[:10].tolist()
+def test_batches_are_those_of_the_whole_covariance() -> None:
+    for models, kappa in ((2, 1.0), (5, 0.3), (5, 3.0)):
+        rng = np.random.default_rng(models)
+        shared = rng.normal(size=(models, 3)) @ rng.normal(size=(3, 40))
+        values_MN = shared + 0.3 * rng.normal(size=(models, 40)) + 0.5 * rng.normal(size=40)
+        found = batch(values_MN, 12, kappa)
+        assert found == dense(values_MN, 12, kappa)
+        assert len(set(found)) == 12
+        bounds = values_MN.mean(0) + kappa * values_MN.std(0, ddof=1)
+        assert found[0] == int(bounds.argmax())
+        assert found != np.argsort(-bounds)[:12].tolist(), "it is not the plain upper bound"
+        assert batch(values_MN, 10, 0.0) == np.argsort(-values_MN.mean(0))[:10].tolist()
 
 
 def test_variants_on_which_models_err_together_are_one_question() -> None:
     """Ten are as uncertain as ten others, and have higher means; but the models say the same of all of them."""
-    rng = np.random.default_rng(0)
-    together = np.repeat([[-1.0], [1.0], [-1.0], [1.0]], 10, axis=1)
-    apart = np.sign(rng.normal(size=(4, 10)))
+    apart = np.sign(np.random.default_rng(0).normal(size=(4, 10)))
     apart[2:] = -apart[:2]
-    values_MN = np.concatenate([together + 0.05, apart - apart.mean(0)], axis=1)
+    values_MN = np.concatenate([np.repeat([[-0.95], [1.05]] * 2, 10, axis=1), apart - apart.mean(0)], axis=1)
     found = batch(values_MN, 10, 2.0)
     assert found[0] < 10
     assert sum(n < 10 for n in found) < 8
-    assert sum(n < 10 for n in batch(values_MN, 10, 0.0)) == 10
     assert batch(np.array([[1.0, 3.0, 2.0]] * 3), 3, 5.0) == [1, 2, 0], "models that agree leave the means"
 
 
@@ -108,25 +103,25 @@ def test_the_objective_by_hand() -> None:
     assert expected != np.argsort(-mean_N).tolist()
 
 
-@pytest.mark.parametrize("diversity", [0, 0.15, 10])
-def test_scale_and_origin_of_the_values_do_not_matter(diversity: float) -> None:
+def test_scale_and_origin_of_the_values_do_not_matter() -> None:
     values_MN, variants = one_change_everywhere()
-    chosen = choose(values_MN, variants, 12, KAPPA, diversity)
-    assert choose(1000 * values_MN - 7, variants, 12, KAPPA, diversity) == chosen
+    for diversity in (0, 0.15, 10):
+        chosen = choose(values_MN, variants, 12, KAPPA, diversity)
+        assert choose(1000 * values_MN - 7, variants, 12, KAPPA, diversity) == chosen
     given = inspect.signature(infer.predict).parameters
     assert (given["kappa"].default, given["diversity"].default) == (KAPPA, DIVERSITY)
 
 
-def test_all_combinations_of_four_sites_and_a_part_of_more() -> None:
-    sites = (4, 6, 7, 15)
+def test_all_combinations_of_three_sites_and_a_part_of_more() -> None:
+    sites = (4, 6, 15)
     library = [
         tuple(Mutation(n, PROTEIN[n], to) for n, to in zip(sites, letters, strict=True) if to != PROTEIN[n])
-        for letters in itertools.product("ACDEF", repeat=4)
+        for letters in itertools.product("ACDEF", repeat=3)
     ]
-    every, _ = candidates(PROTEIN, sites, library, 160_000)
-    assert len(set(every)) == len(every) == 160_000
+    every, _ = candidates(PROTEIN, sites, library, 8000)
+    assert len(set(every)) == len(every) == 8000
     some, about = candidates(PROTEIN, sites, library, 1000)
     assert len(set(some)) == 1000
-    assert "1,000 of 160,000" in about
+    assert "1,000 of 8,000" in about
     singles, _ = candidates(PROTEIN, sites, [one for one in library if len(one) < 2], 10)
-    assert len(singles) == 4 * 19, "without combinations in the table, none are candidates"
+    assert len(singles) == 3 * 19, "without combinations in the table, none are candidates"

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command import esmshard as esmshard_command
 from esm.model.esm2 import ESM2 as FairEsm
 from model_files import ALPHABET, SMALL, TINY, fair_esm, ours, perturb, tokenise, write_transformers
 from pyarrow import parquet
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tracked_model import random_pairs, track, write_model, write_pairs
 
 from esmshard.batch import pack
+from esmshard.cli.app import main
 from esmshard.errors import InputError, UsageError
 from esmshard.io import writers
 from esmshard.io.paths import shipped
@@ -86,17 +86,15 @@ def run(directory: Path, out: str = "out.csv", model: str = "model", **given: An
 def test_both_methods_are_those_of_fair_esm(directory: Path) -> None:
     model = reference()
     for k, (method, prefix) in enumerate((("pseudo-perplexity", ""), ("one-pass", "one_pass_"))):
-        message, lines = run(directory, "out.csv", method=method, overwrite=True)
+        message, lines = run(directory, method=method, overwrite=True)
         assert message == "out.csv: 4 records"
         out = Path(f"{method}.parquet")
         score_sequences(str(directory / "model"), directory / "x.fasta", out, method=method)  # type: ignore[arg-type]
-        table = parquet.read_table(out)
+        rows = parquet.read_table(out).to_pylist()
         columns = [f"{prefix}{name}" for name in ("pseudo_log_likelihood", "mean_log_p", "pseudo_perplexity")]
-        assert table.column_names == ["id", "length", "not_scored", "window", *columns] == list(lines[0])
-        rows = table.to_pylist()
-        assert [(row["id"], row["length"], row["not_scored"]) for row in rows] == [
-            *(("one", 1, 0), ("short", 19, 0), ("rare", 14, 5), ("long", 45, 0))
-        ]
+        assert list(rows[0]) == list(lines[0]) == ["id", "length", "not_scored", "window", *columns]
+        sizes = [(row["id"], row["length"], row["not_scored"]) for row in rows]
+        assert sizes == [("one", 1, 0), ("short", 19, 0), ("rare", 14, 5), ("long", 45, 0)]
         for row, line, sequence in zip(rows, lines, RECORDS.values(), strict=True):
             scored, total = sum(residue in STANDARD for residue in sequence), sums(model, sequence)[k]
             found = [row[name] for name in columns]
@@ -110,13 +108,12 @@ def test_both_methods_are_those_of_fair_esm(directory: Path) -> None:
 def test_packs_make_no_difference(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(directory)[1]
     sizes: list[int] = []
-    asked = marginals._log_p
 
-    def counted(*rest: Any) -> Any:
-        sizes.append(len(rest[1]))
-        return asked(*rest)
+    def counted(tokens: list[np.ndarray], **rest: Any) -> Any:
+        sizes.append(len(tokens))
+        return pack(tokens, **rest)
 
-    monkeypatch.setattr(marginals, "_log_p", counted)
+    monkeypatch.setattr(marginals, "pack", counted)
     monkeypatch.setattr(marginals, "TOKENS", 60)
     assert run(directory, overwrite=True)[1] == whole
     assert (sum(sizes), max(sizes)) == (1 + 19 + 9 + 45, 3), "a pass for each residue; those of several share a pack"
@@ -154,21 +151,19 @@ def test_an_ensemble_gives_means_and_deviations(directory: Path) -> None:
 def test_an_ensemble_scores_variants(directory: Path) -> None:
     Path("wt.fasta").write_text(f">wt\n{RECORDS['short']}\n")
     Path("v.csv").write_text("mutant\nK2A\nK2U\nY5W\n")
-    others = [str(directory / "other"), str(directory / "esm1b")]
-    score_table(str(directory / "model"), Path("wt.fasta"), Path("v.csv"), Path("all.csv"), ensemble=others)
-    found: list[list[str]] = []
-    for name in (str(directory / "model"), *others):
+    names = [str(directory / name) for name in ("model", "other", "esm1b")]
+    score_table(names[0], Path("wt.fasta"), Path("v.csv"), Path("all.csv"), ensemble=names[1:])
+    scores = []
+    for name in names:
         score_table(name, Path("wt.fasta"), Path("v.csv"), Path("one.csv"), overwrite=True)
-        found.append([line.split(",")[1] for line in Path("one.csv").read_text().splitlines()[1:]])
-    lines = [line.split(",") for line in Path("all.csv").read_text().splitlines()]
-    assert lines[0] == ["mutant", "masked_marginals", "masked_marginals_sd", "not scored because"]
-    assert lines[2][:3] == ["K2U", "", ""]
-    for row, values in ((lines[1], [one[0] for one in found]), (lines[3], [one[2] for one in found])):
-        numbers = np.array(values, float)
-        assert float(row[1]) == pytest.approx(numbers.mean(), abs=1e-4)
-        assert float(row[2]) == pytest.approx(numbers.std(ddof=1), abs=1e-4)
-        assert float(row[2]) > 0
-    assert json.loads(Path("all.csv.json").read_text())["ensemble"] == [Path(name).name for name in others]
+        scores.append([line.split(",")[1] for line in Path("one.csv").read_text().splitlines()[1::2]])
+    head, *lines = [line.split(",") for line in Path("all.csv").read_text().splitlines()]
+    assert head == ["mutant", "masked_marginals", "masked_marginals_sd", "not scored because"]
+    assert lines[1][:3] == ["K2U", "", ""]
+    values = np.array(scores, float)
+    found = np.array([lines[0][1:3], lines[2][1:3]], float)
+    assert found == pytest.approx(np.stack([values.mean(0), values.std(0, ddof=1)], axis=1), abs=1e-4)
+    assert json.loads(Path("all.csv.json").read_text())["ensemble"] == ["other", "esm1b"]
 
 
 def test_long_records_are_seen_in_windows(directory: Path) -> None:
@@ -198,14 +193,34 @@ def test_records_without_one_of_the_20(directory: Path, capsys: pytest.CaptureFi
 
 def test_variants_leave_the_same_residues_out(directory: Path) -> None:
     """The pseudo-perplexity of a variant is that of its sequence as a record."""
-    Path("wt.fasta").write_text(f">wt\n{RECORDS['rare']}\n")
+    rare = RECORDS["rare"]
+    Path("wt.fasta").write_text(f">wt\n{rare}\n")
     Path("v.csv").write_text("mutant\nWT\nK2A\n")
     score_table(str(directory / "model"), Path("wt.fasta"), Path("v.csv"), Path("v2.csv"), method="pseudo-perplexity")
-    found = [line.split(",")[1] for line in Path("v2.csv").read_text().splitlines()[1:]]
-    Path("x.fasta").write_text(f">wt\n{RECORDS['rare']}\n>K2A\nXA{RECORDS['rare'][2:]}\n")
+    Path("x.fasta").write_text(f">wt\n{rare}\n>K2A\nXA{rare[2:]}\n")
     score_sequences(str(directory / "model"), Path("x.fasta"), Path("x.csv"))
-    assert found == [line.split(",")[5] for line in Path("x.csv").read_text().splitlines()[1:]]
+    found, records = (
+        [line.split(",")[column] for line in Path(name).read_text().splitlines()[1:]]
+        for name, column in (("v2.csv", 1), ("x.csv", 5))
+    )
+    assert found == records
     assert found[0] != found[1]
+    assert np.isnan(score(ours(reference(), TINY), "XX", [()], "pseudo-perplexity")).all(), "no residue is of the 20"
+
+
+@torch.no_grad()
+def test_scores_are_of_the_residues_in_the_joined_sequence(directory: Path) -> None:
+    a, b = "MKTAYIAKQR", "GQISFVKSH"
+    Path("x.fasta").write_text(f">ab\n{a}:{b}\n>a\n{a}\n")
+    score_sequences(str(directory / "model"), Path("x.fasta"), Path("x.csv"), join="linker:6")
+    with open("x.csv", newline="") as file:
+        joined, alone = csv.DictReader(file)
+    assert (joined["length"], joined["not_scored"], joined["window"]) == ("19", "0", "25")
+    assert (alone["length"], alone["window"]) == ("10", "10")
+    plain, model = a + "G" * 6 + b, reference()
+    total = sum(own_log_p(model, plain, site) for site in range(25) if not 10 <= site < 16)
+    assert float(joined["pseudo_log_likelihood"]) == pytest.approx(total, abs=1e-3)
+    assert '"join": "linker:6"' in Path("x.csv.json").read_text()
 
 
 @torch.no_grad()
@@ -213,8 +228,7 @@ def test_tracks_are_read(tmp_path: Path) -> None:
     name, model = write_model(tmp_path / "model")
     pairs = random_pairs({"a": 14, "b": 9})
     fasta, letters = write_pairs(tmp_path, pairs)
-    done = esmshard_command("score", name, fasta, "--track", f"3di={letters}", "-o", tmp_path / "x.csv")
-    assert done.returncode == 0, done.stderr
+    score_sequences(name, fasta, tmp_path / "x.csv", tracks={"3di": str(letters)})
     rows = (tmp_path / "x.csv").read_text().splitlines()[1:]
     for row, (sequence, three_di) in zip(rows, pairs.values(), strict=True):
         expected = 0.0
@@ -227,47 +241,42 @@ def test_tracks_are_read(tmp_path: Path) -> None:
             expected += float(logits_PV[0].log_softmax(-1)[TOKENS.index(residue)])
         assert float(row.split(",")[4]) == pytest.approx(expected, abs=1e-3)
     assert json.loads((tmp_path / "x.csv.json").read_text())["tracks"] == {"3di": letters.name}
-    plain = score_sequences(name, fasta, tmp_path / "y.csv")
-    assert plain.endswith("y.csv: 2 records")
+    score_sequences(name, fasta, tmp_path / "y.csv")
     assert (tmp_path / "y.csv").read_text().splitlines()[1:] != rows
-    refused = esmshard_command("score", name, fasta, "-o", tmp_path / "z.csv", "--method", "one-pass")
-    assert refused.returncode != 0
-    assert "is of SaProt" in refused.stderr
+    with pytest.raises(UsageError, match="SaProt"):
+        score_sequences(name, fasta, tmp_path / "z.csv", method="one-pass")
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"method": "best"}, "--method best: sequences without variants are scored by"),
-        ({"ensemble": ["nowhere"]}, "nowhere: no such file or directory"),
+def test_mistakes(directory: Path) -> None:
+    for given, token in (
+        ({"method": "best"}, "--method best"),
+        ({"ensemble": ["nowhere"]}, "nowhere"),
         ({"ensemble": ["MODEL"]}, "named twice"),
-        ({"out": Path("x.npz")}, "x.npz: scores of sequences are written as .csv or .parquet"),
-        ({"tracks": {"3di": "x"}}, "reads the sequence alone and takes no track; leave it out"),
+        ({"out": Path("x.npz")}, "x.npz"),
+        ({"tracks": {"3di": "x"}}, "takes no track"),
         ({"text": ""}, "holds no record"),
-        ({"text": ">a\n" + "ACGT" * 30 + "\n"}, "1 record of DNA or RNA, as it seems"),
-        ({"text": ">a\nMK1\n"}, "x.fasta"),
-        ({"model": "esm1b", "window": 1023}, "has learned positions for 1022; pass at most this number"),
-    ],
-)
-def test_mistakes(directory: Path, given: dict[str, Any], says: str) -> None:
-    Path("x.fasta").write_text(given.pop("text", ">a\nMKT\n"))
-    model, out = str(directory / given.pop("model", "model")), given.pop("out", Path("x.csv"))
-    if "ensemble" in given:
-        given["ensemble"] = [model if one == "MODEL" else one for one in given["ensemble"]]
-    with pytest.raises((InputError, UsageError)) as error:
-        score_sequences(model, Path("x.fasta"), out, **given)
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
-    assert [path.name for path in Path().iterdir()] == ["x.fasta"], "nothing is written"
+        ({"text": ">a\n" + "ACGT" * 30 + "\n"}, "DNA"),
+        ({"model": "esm1b", "window": 1023}, "1022"),
+    ):
+        Path("x.fasta").write_text(given.pop("text", ">a\nMKT\n"))
+        model, out = str(directory / given.pop("model", "model")), given.pop("out", Path("x.csv"))
+        if "ensemble" in given:
+            given["ensemble"] = [model if one == "MODEL" else one for one in given["ensemble"]]
+        with pytest.raises((InputError, UsageError), match=token):
+            score_sequences(model, Path("x.fasta"), out, **given)
+        assert [path.name for path in Path().iterdir()] == ["x.fasta"], "nothing is written"
 
 
-def test_options_of_variants_are_refused_for_sequences(directory: Path) -> None:
-    for more in (["--offset", "3"], ["--target", "kd"], ["--mutant", "name"]):
-        done = esmshard_command("score", directory / "model", directory / "x.fasta", "-o", "x.csv", *more)
-        assert done.returncode != 0
-        assert "--mutant, --target and --offset are for tables of variants" in done.stderr
-    both = ("score", directory / "model", directory / "x.fasta", "v.csv", "--all-singles", "-o", "x.csv")
-    assert "give either a table of variants or --all-singles" in esmshard_command(*both).stderr
+def test_options_of_variants_are_refused_for_sequences(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, fasta = str(directory / "model"), str(directory / "x.fasta")
+    for more, token in ((["--target", "kd"], "--target"), (["v.csv", "--all-singles"], "--all-singles")):
+        monkeypatch.setattr("sys.argv", ["esmshard", "score", model, fasta, *more, "-o", "x.csv"])
+        with pytest.raises(SystemExit) as leaving:
+            main()
+        assert leaving.value.code == 2
+        assert token in capsys.readouterr().err
 
 
 def test_a_result_is_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,12 +288,6 @@ def test_a_result_is_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert parquet.read_table(out)["id"].to_pylist() == list(RECORDS)
     with pytest.raises(UsageError, match="exists already"):
         score_sequences(str(directory / "model"), directory / "x.fasta", out)
-
-
-def test_the_score_of_the_wild_type_alone(directory: Path) -> None:
-    """A protein of which no residue is among the 20 has no pseudo-perplexity."""
-    model = ours(reference(), TINY)
-    assert np.isnan(score(model, "XX", [()], "pseudo-perplexity")).all()
 
 
 def test_outputs_that_are_no_numbers_are_refused(tmp_path: Path) -> None:

@@ -111,7 +111,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = ["mutant,variant,fold,measured,predicted,sd,one-hot ridge,left out because"]
     for n, (name, letters) in enumerate(zip(names, letters_N4, strict=True)):
         value = planted(letters) + 0.1 * rng.normal()
-        rows.append(f"{name},{name},{n % FOLDS},{value:.5f},{value + rng.gumbel():.5f},,{value + rng.normal():.5f},")
+        error = rng.gumbel() * (1 if n % FOLDS else 3)  # the errors of one fold are larger
+        rows.append(f"{name},{name},{n % FOLDS},{value:.5f},{value + error:.5f},,{value + rng.normal():.5f},")
     better = {"differences": {"one-hot ridge": {"value": -0.3, "low": -0.4, "high": -0.2}}}
     better["metrics"] = {"one-hot ridge": {"value": 0.6}}
     write_run(found / "library", FOLDS, facts(), names, rows, joint=better)
@@ -170,23 +171,20 @@ def numbers(rows: Sequence[dict[str, str]], column: str) -> list[float]:
 # Ranks
 
 
-@pytest.mark.parametrize(("name", "sign"), [("plain", -1), ("lower", 1)])
-def test_variants_stand_in_order_with_the_columns_of_their_table(runs: Path, name: str, sign: int) -> None:
-    names = [*NAMES, "K2C:T3W"]
-    rows, _ = ranked(runs / name, table(names))
-    assert list(rows[0]) == ["mutant", "note", "prediction", *LIMITS, SD, *FURTHER, "not ranked because"]
-    values = by_hand(runs / name, names)[:, :, 0]
-    mean, sd = values.mean(0), values.std(0, ddof=1)
-    order = np.argsort(sign * mean, kind="stable")
-    assert [(row["mutant"], row["note"]) for row in rows] == [(names[n], f"of, {n}") for n in order]
-    assert numbers(rows, "prediction") == pytest.approx(mean[order], abs=1e-3)
-    assert numbers(rows, SD) == pytest.approx(sd[order], abs=1e-3)
-    assert [row["rank"] for row in rows] == [str(n) for n in range(1, len(names) + 1)]
-    assert sd.min() > 0.01
-
-
-def test_of_several_targets_the_first_is_ranked(runs: Path) -> None:
-    rows, _ = ranked(runs / "two", table(NAMES))
+def test_variants_stand_in_order_with_the_columns_of_their_table(runs: Path) -> None:
+    names = [*NAMES[::2], "K2C:T3W"]
+    for name, sign in (("plain", -1), ("lower", 1)):
+        rows, _ = ranked(runs / name, table(names))
+        assert list(rows[0]) == ["mutant", "note", "prediction", *LIMITS, SD, *FURTHER, "not ranked because"]
+        values = by_hand(runs / name, names)[:, :, 0]
+        mean, sd = values.mean(0), values.std(0, ddof=1)
+        order = np.argsort(sign * mean, kind="stable")
+        assert [(row["mutant"], row["note"]) for row in rows] == [(names[n], f"of, {n}") for n in order]
+        assert numbers(rows, "prediction") == pytest.approx(mean[order], abs=1e-3)
+        assert numbers(rows, SD) == pytest.approx(sd[order], abs=1e-3)
+        assert [row["rank"] for row in rows] == [str(n) for n in range(1, len(names) + 1)]
+        assert sd.min() > 0.01
+    rows, _ = ranked(runs / "two", table(names))
     first = [f"{name} y" for name in ("prediction", *LIMITS, SD)]
     assert list(rows[0]) == [
         *("mutant", "note", *first, "prediction kd", f"{SD} kd", "rank"),
@@ -210,7 +208,7 @@ def test_rows_that_cannot_be_ranked_stand_at_the_end(runs: Path, capsys: pytest.
     assert len({row["prediction"] for row in rows if row["mutant"] == NAMES[0]}) == 1
     assert told["wild_type"]["measured"] == 1.5
     assert told["wild_type"]["predicted"] == pytest.approx(by_hand(runs / "plain", ["WT"]).mean(), abs=1e-3)
-    assert "it is the wild type, whose measured value is 1.5" in capsys.readouterr().err
+    assert "measured value is 1.5" in capsys.readouterr().err
 
 
 def test_residues_that_the_model_does_not_see_are_not_ranked(runs: Path) -> None:
@@ -237,24 +235,19 @@ def test_all_single_substitutions_have_what_was_measured(runs: Path, tmp_path: P
     assert "X at residue 1," in told["notices"][0]
 
 
-def test_one_model_ranks_and_does_not_propose(runs: Path) -> None:
+def test_a_run_with_one_model_or_none(runs: Path, tmp_path: Path) -> None:
     alone = runs / "lower" / "seed-0-fold-1"
-    rows, _ = ranked(alone, table(NAMES))
+    rows, _ = ranked(alone, table(NAMES[:4]))
     assert {row[SD] for row in rows} == {""}
     values = by_hand(runs / "lower", [row["mutant"] for row in rows])[1, :, 0]
     assert numbers(rows, "prediction") == pytest.approx(values, abs=1e-3)
-    with pytest.raises(UsageError, match="--propose needs several models"):
+    with pytest.raises(UsageError, match="--propose"):
         ranked(alone, table(NAMES), propose=2)
-
-
-def test_what_holds_no_model_of_variants(runs: Path, tmp_path: Path) -> None:
     assert models_of(str(runs / "lower")) == [runs / "lower" / f"seed-0-fold-{n}" / "model" for n in range(3)]
-    alone = runs / "lower" / "seed-0-fold-1"
     assert models_of(str(alone)) == models_of(str(alone / "model")) == [alone / "model"]
     (tmp_path / "weights.pt").write_bytes(b"weights")
     assert models_of(str(tmp_path / "nowhere")) == models_of(str(tmp_path / "weights.pt")) == []
-    other = tmp_path / "other"
-    other.mkdir()
+    (other := tmp_path / "other").mkdir()
     (other / "esmshard.json").write_text('{"recipe": {"task": {"name": "residue"}}}')
     assert models_of(str(other)) == []
     (other / "summary.json").write_text('{"task": "variant", "runs": ["seed-0"]}')
@@ -312,11 +305,8 @@ def test_variants_of_training_are_compared_out_of_fold(runs: Path, capsys: pytes
         assert token in message
     together = spearmanr([float(found[n]["prediction"]) for n in measured], list(measured.values())).statistic
     assert f"{together:.3f}" not in message
-
-
-def test_of_models_that_do_not_know_there_is_no_correlation(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, told = ranked(runs / "unknown", "mutant,y\nM1A,1\nK2A,2\nF14A,3\n")
-    assert not re.search(r"Spearman with y -?\d", capsys.readouterr().err)
+    assert not re.search(r"Spearman with y -?\d", capsys.readouterr().err), "models that do not know"
     assert told["compared"]["unseen"] is None
     assert "not recorded" in told["compared"]["why"]
     assert {row["seen in training"] for row in rows} == {""}
@@ -333,7 +323,7 @@ def test_tables_are_numbered_as_that_of_the_run(runs: Path) -> None:
     assert float(row["prediction"]) == pytest.approx(values.mean(), abs=1e-3)
     ((row,), told) = ranked(runs / "shifted", "mutant\nF14A\n", offset=0)
     assert ("mutant in wild type" in row, told["offset"]) == (False, 0)
-    assert "run's own table by +8" in told["notices"][0]
+    assert "by +8" in told["notices"][0]
     ((row,), told) = ranked(runs / "shifted", f"mutated_sequence\nA{WT[1:]}\n")
     assert ("mutant in wild type" in row, told["offset"]) == (False, 0), "whole sequences have no numbering"
     assert float(row["prediction"]) == pytest.approx(by_hand(runs / "shifted", ["M1A"]).mean(), abs=1e-3)
@@ -360,7 +350,7 @@ def test_the_coverage_is_that_of_folds_left_out(runs: Path, tmp_path: Path) -> N
         others = np.sort(error_N[fold_N != fold])  # 288 of them; 275 is 0.95 x 289, rounded up
         held += [others[288 - 275] <= error <= others[275 - 1] for error in error_N[fold_N == fold]]
     assert told["interval"]["coverage"] == pytest.approx(np.mean(held))
-    assert 0.85 < told["interval"]["coverage"] < 0.95
+    assert 0.8 < told["interval"]["coverage"] < np.mean((low <= error_N) & (error_N <= high)) - 0.005, "out of sample"
     varied = {f"{WT[n]}{n + 1}{to}" for n in SITES for to in STANDARD if to != WT[n]}
     assert {row["mutant"] for row in rows if row["sites varied in training"] == "yes"} == varied
     assert {row["mutant"] for row in rows if row["low 90%"] and row["high 90%"]} == varied
@@ -394,16 +384,16 @@ def test_proposals_of_a_table_keep_their_ranks(runs: Path) -> None:
     """Less is better; the run's columns have a prefix, as the table has one of their names; a variant has two rows."""
     (path := runs / "lower" / "variants.csv").write_text(
         "mutant,variant,esmshard variant,esmshard fold,esmshard measured\n"
-        + "".join(f"x,y,{name},0,2.5\n" for name in NAMES[:12])
+        + "".join(f"x,y,{name},0,2.5\n" for name in NAMES[:18])
     )
-    names = [*NAMES, *NAMES, "WT"]
-    rows, _ = ranked(runs / "lower", table(names), propose=12, kappa=0, diversity=0, sites="all")
-    mean_N = by_hand(runs / "lower", NAMES[12:]).mean(0)[:, 0]
-    assert [row["mutant"] for row in rows] == [NAMES[12:][n] for n in np.argsort(mean_N)]
-    ranks = {int(row["rank"]) for row in ranked(runs / "lower", table(names))[0] if row["mutant"] in NAMES[12:]}
+    names = [*NAMES[12:], *NAMES[12:], "WT"]
+    rows, _ = ranked(runs / "lower", table(names), propose=6, kappa=0, diversity=0, sites="all")
+    mean_N = by_hand(runs / "lower", NAMES[18:]).mean(0)[:, 0]
+    assert [row["mutant"] for row in rows] == [NAMES[18:][n] for n in np.argsort(mean_N)]
+    ranks = {int(row["rank"]) for row in ranked(runs / "lower", table(names))[0] if row["mutant"] in NAMES[18:]}
     assert {int(row["rank"]) for row in rows} < ranks, "among all that were given"
-    with pytest.raises(UsageError, match=r"--propose 13: only 12"):
-        ranked(runs / "lower", table(names), propose=13, sites="all")
+    with pytest.raises(UsageError, match=r"--propose 7: only 6"):
+        ranked(runs / "lower", table(names), propose=7, sites="all")
     path.unlink()
 
 
@@ -425,10 +415,10 @@ def test_a_ranking_by_a_baseline(runs: Path, capsys: pytest.CaptureFixture[str])
     error_N = np.sort(np.subtract(numbers(known, "measured"), numbers(known, "one-hot ridge")))
     width = float(rows[0]["high 90%"]) - float(rows[0]["low 90%"])
     assert width == pytest.approx(error_N[365] - error_N[18], abs=1e-3), "by its own errors"
-    best, _ = ranked(run, propose=8, all_singles=False, baseline="one-hot ridge")
+    best, _ = ranked(run, propose=8, all_singles=False, baseline="one-hot ridge", sites="5,7,16")
     chosen = [{m.position: m.mutant for m in parse_variant(row["mutant"])} for row in best]
     letters = [[STANDARD.index(one.get(n, WT[n])) for n in SITES] for one in chosen]
-    assert np.mean([planted(np.array(one)) for one in letters]) > np.quantile(list(truth.values()), 0.99)
+    assert np.mean([planted(np.array(one)) for one in letters]) > np.quantile(list(truth.values()), 0.9)
     with pytest.raises(InputError, match="zero_shot"):
         ranked(run, baseline="augmented")
     with pytest.raises(InputError, match="cross-validation"):

@@ -1,21 +1,28 @@
 """Zero-shot scores beside the plainest computation of what they mean: one sequence, one forward pass, one site."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from tracked_model import random_pairs, track, write_model
 
 from esmshard.batch import pack
-from esmshard.data.variants import Mutation
+from esmshard.data.variants import Mutation, parse_variant
 from esmshard.errors import UsageError
+from esmshard.io.writers import facts_file
 from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
+from esmshard.model.trunk import Trunk
 from esmshard.predict.variants import single_substitutions
-from esmshard.predict.zero_shot import METHODS, score
+from esmshard.predict.zero_shot import METHODS, score, score_table
 from esmshard.tasks import marginals
 from esmshard.tasks.marginals import log_probabilities
-from esmshard.vocab import MASK, STANDARD, encode
+from esmshard.vocab import MASK, RESIDUES, STANDARD, TOKENS, encode
 
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ"
 NUMBER = {aa: int(encode(aa)[1]) for aa in STANDARD}
@@ -48,18 +55,18 @@ def variant(*names: str) -> tuple[Mutation, ...]:
 VARIANTS = [variant("K2A"), variant(), variant("M1W", "Q56C"), variant("K2C"), variant("A4V", "Y5F", "I6V")]
 
 
-@pytest.mark.parametrize("hidden", [True, False])
-def test_marginals_are_sums_over_the_mutated_sites(model: ESM2, hidden: bool) -> None:
-    found = score(model, PROTEIN, VARIANTS, "masked-marginals" if hidden else "wild-type-marginals")
-    assert found.dtype == np.float64
-    for value, mutations in zip(found, VARIANTS, strict=True):
-        by_hand = 0.0
-        for mutation in mutations:
-            log_p = expected(model, PROTEIN, mutation.position, hidden)
-            by_hand += float(log_p[NUMBER[mutation.mutant]] - log_p[NUMBER[mutation.wild]])
-        assert value == pytest.approx(by_hand, abs=1e-5)
-    assert found[1] == 0, "the wild type"
-    assert np.ptp(found) > 0.1
+def test_marginals_are_sums_over_the_mutated_sites(model: ESM2) -> None:
+    for hidden, method in ((True, "masked-marginals"), (False, "wild-type-marginals")):
+        found = score(model, PROTEIN, VARIANTS, method)  # type: ignore[arg-type]
+        assert found.dtype == np.float64
+        for value, mutations in zip(found, VARIANTS, strict=True):
+            by_hand = 0.0
+            for mutation in mutations:
+                log_p = expected(model, PROTEIN, mutation.position, hidden)
+                by_hand += float(log_p[NUMBER[mutation.mutant]] - log_p[NUMBER[mutation.wild]])
+            assert value == pytest.approx(by_hand, abs=1e-5)
+        assert found[1] == 0, "the wild type"
+        assert np.ptp(found) > 0.1
 
 
 def test_pseudo_perplexity_hides_each_residue_of_the_variant(model: ESM2) -> None:
@@ -73,13 +80,12 @@ def test_pseudo_perplexity_hides_each_residue_of_the_variant(model: ESM2) -> Non
 
 def test_a_site_costs_one_pass_however_many_the_variants(model: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    asked = marginals._log_p
 
-    def counted(*rest: object) -> object:
-        seen.append(len(rest[1]))  # type: ignore[arg-type]
-        return asked(*rest)  # type: ignore[arg-type]
+    def counted(tokens: list[np.ndarray], **rest: Any) -> Any:
+        seen.append(len(tokens))
+        return pack(tokens, **rest)
 
-    monkeypatch.setattr(marginals, "_log_p", counted)
+    monkeypatch.setattr(marginals, "pack", counted)
     variants = single_substitutions(PROTEIN)
     assert len(variants) == len(set(variants)) == 19 * len(PROTEIN)
     found = score(model, PROTEIN, variants)
@@ -93,20 +99,75 @@ def test_a_site_costs_one_pass_however_many_the_variants(model: ESM2, monkeypatc
     assert seen == [1]
 
 
-@pytest.mark.parametrize("hidden", [True, False])
-def test_of_a_long_protein_the_model_sees_a_window_around_the_site(model: ESM2, hidden: bool) -> None:
-    found = log_probabilities(model, PROTEIN, [0, 30, 55], hidden=hidden, window=11)
-    for row, (site, start) in zip(found, ((0, 0), (30, 25), (55, 45)), strict=True):
-        log_p = expected(model, PROTEIN[start : start + 11], site - start, hidden)
-        assert np.allclose(row[:20], log_p[[NUMBER[aa] for aa in STANDARD]], rtol=0, atol=1e-5)
-    whole = log_probabilities(model, PROTEIN, [30], hidden=hidden, window=56)
-    assert np.abs(whole[0] - found[1]).max() > 1e-3, "what lies beyond the window matters"
+def test_of_a_long_protein_the_model_sees_a_window_around_the_site(model: ESM2) -> None:
+    for hidden in (True, False):
+        found = log_probabilities(model, PROTEIN, [0, 30, 55], hidden=hidden, window=11)
+        for row, (site, start) in zip(found, ((0, 0), (30, 25), (55, 45)), strict=True):
+            log_p = expected(model, PROTEIN[start : start + 11], site - start, hidden)
+            assert np.allclose(row[:20], log_p[[NUMBER[aa] for aa in STANDARD]], rtol=0, atol=1e-5)
+        whole = log_probabilities(model, PROTEIN, [30], hidden=hidden, window=56)
+        assert np.abs(whole[0] - found[1]).max() > 1e-3, "what lies beyond the window matters"
 
 
 def test_mistakes(model: ESM2) -> None:
     assert score(model, PROTEIN, []).shape == (0,)
-    assert len(METHODS) == 3
-    with pytest.raises(UsageError, match="method is 'best'; it is one of masked-marginals, "):
+    with pytest.raises(UsageError, match="masked-marginals"):
         score(model, PROTEIN, VARIANTS, "best")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="give at least 1"):
         score(model, PROTEIN, VARIANTS, window=0)
+
+
+# Tracks
+
+SEQUENCE, LETTERS = random_pairs({"wt": 40})["wt"]
+TRACKED = [f"{SEQUENCE[n]}{n + 1}{'C' if SEQUENCE[n] != 'C' else 'W'}" for n in (0, 7, 20, 39)]
+OF_TRACKED = [parse_variant(name) for name in TRACKED]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Trunk]:
+    return write_model(tmp_path_factory.mktemp("tracked") / "model")
+
+
+@torch.no_grad()
+def with_letters(model: Trunk, window: int) -> list[float]:
+    """Masked marginals: each site hidden in a window around it, with the letters of the window."""
+    found = []
+    for (mutation,) in OF_TRACKED:
+        first = min(max(mutation.position - window // 2, 0), len(SEQUENCE) - window)
+        tokens = encode(SEQUENCE[first : first + window]).copy()
+        place = mutation.position - first + 1
+        tokens[place] = MASK
+        batch = pack([tokens], logits_at=[np.array([place])], tracks=[{"3di": track(LETTERS[first : first + window])}])
+        logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
+        assert logits_PV is not None
+        columns = [TOKENS.index(letter) for letter in RESIDUES]
+        log_p = logits_PV[0, columns].log_softmax(-1)
+        found.append(float(log_p[RESIDUES.index(mutation.mutant)] - log_p[RESIDUES.index(mutation.wild)]))
+    return found
+
+
+def test_every_method_sees_the_letters_of_the_window(trained: tuple[str, Trunk]) -> None:
+    tracks = {"3di": track(LETTERS)}
+    for window in (40, 15):
+        found = score(trained[1], SEQUENCE, OF_TRACKED, window=window, tracks=tracks)
+        np.testing.assert_allclose(found, with_letters(trained[1], window), rtol=0, atol=1e-5)
+    for method in METHODS:
+        values = [score(trained[1], SEQUENCE, OF_TRACKED, method, tracks=given) for given in (None, tracks)]
+        assert (np.abs(values[0] - values[1]) > 1e-5).all()
+
+
+def test_a_table_with_letters(trained: tuple[str, Trunk], tmp_path: Path) -> None:
+    name, model = trained
+    (tmp_path / "wt.fasta").write_text(f">wt\n{SEQUENCE}\n")
+    (tmp_path / "3di.fasta").write_text(f">other\nvv\n>wt\n{LETTERS}\n")
+    (tmp_path / "v.csv").write_text("\n".join(["mutant", *TRACKED]) + "\n")
+    expected = with_letters(model, 40)
+    out = tmp_path / "x.csv"
+    score_table(name, tmp_path / "wt.fasta", tmp_path / "v.csv", out, tracks={"3di": str(tmp_path / "3di.fasta")})
+    found = [float(line.split(",")[1]) for line in out.read_text().splitlines()[1:]]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    about = json.loads(facts_file(out).read_text())
+    assert about["tracks"] == {"3di": "3di.fasta"}
+    assert about["wild_type"] == "wt.fasta"
+    assert "structure letters (3Di) of 40 of 40 residues of the wild type" in str(about["notices"])

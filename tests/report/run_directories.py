@@ -87,59 +87,29 @@ def interval(value: float | None, low: float | None, high: float | None) -> dict
 
 
 def evaluation(**changes: Any) -> dict[str, Any]:
-    return {
-        "esmshard": "0.1.0",
-        "step": 20,
-        "weights_sha256": "aa",
-        "recipe": {},
-        "task": "contact",
-        "split": "test",
-        "data": "sample:contact/test",
-        "records": 12,
-        "columns": ["long P@L", "AUPRC"],
-        "lower_is_better": False,
-        "verdict": "Fine-tuning beat the best baseline, separation prior.",
-        "without_value": {"long P@L": 0, "AUPRC": 2},
-        "interval": "95% percentile bootstrap over records",
-        "metrics": {
-            "fine-tuned": {"long P@L": interval(0.1, 0.08, 0.125), "AUPRC": interval(0.3, 0.2, 0.4)},
-            "base rate": {"long P@L": interval(0.02, 0.01, 0.03), "AUPRC": interval(None, None, None)},
-            "separation prior": {"long P@L": interval(0.04, 0.03, 0.05), "AUPRC": interval(0.28, 0.2, 0.36)},
-        },
-        "differences": {
-            "base rate": {"long P@L": interval(0.08, 0.07, 0.09), "AUPRC": interval(None, None, None)},
-            "separation prior": {"long P@L": interval(0.06, 0.05, 0.07), "AUPRC": interval(0.02, -0.01, 0.05)},
-        },
-        "facts": {},
-        "leakage": ["leakage: 2 of 12 test records are identical to training records"],
-        "calibration": {
-            "count": [30, 10],
-            "confidence": [0.2, 0.8],
-            "accuracy": [0.1, 0.5],
-        },
-        "confusion": None,
-        **changes,
+    found: dict[str, Any] = {"esmshard": "0.1.0", "step": 20, "weights_sha256": "aa", "recipe": {}, "task": "contact"}
+    found |= {"split": "test", "data": "sample:contact/test", "records": 12, "lower_is_better": False, "facts": {}}
+    found |= {"columns": ["long P@L", "AUPRC"], "without_value": {"long P@L": 0, "AUPRC": 2}, "confusion": None}
+    found |= {"verdict": "Fine-tuning beat the best baseline, separation prior."}
+    found |= {"interval": "95% percentile bootstrap over records"}
+    found["metrics"] = {
+        "fine-tuned": {"long P@L": interval(0.1, 0.08, 0.125), "AUPRC": interval(0.3, 0.2, 0.4)},
+        "base rate": {"long P@L": interval(0.02, 0.01, 0.03), "AUPRC": interval(None, None, None)},
+        "separation prior": {"long P@L": interval(0.04, 0.03, 0.05), "AUPRC": interval(0.28, 0.2, 0.36)},
     }
+    found["differences"] = {
+        "base rate": {"long P@L": interval(0.08, 0.07, 0.09), "AUPRC": interval(None, None, None)},
+        "separation prior": {"long P@L": interval(0.06, 0.05, 0.07), "AUPRC": interval(0.02, -0.01, 0.05)},
+    }
+    found["leakage"] = ["leakage: 2 of 12 test records are identical to training records"]
+    found["calibration"] = {"count": [30, 10], "confidence": [0.2, 0.8], "accuracy": [0.1, 0.5]}
+    return found | changes
 
 
 def step(n: int, at: float, **changes: Any) -> dict[str, Any]:
-    return {
-        "step": n,
-        "epoch": 0,
-        "loss": 1.0 / n,
-        "lr": 1e-4,
-        "grad_norm": 0.5,
-        "records": 4,
-        "residues": 300,
-        "skipped": False,
-        "step_s": 2.0,
-        "residues_per_s": 150.0,
-        "mfu": None,
-        "peak_memory_bytes": 3 * 2**29,
-        "ranks": {"residues_per_s": [75.0, 75.0]},
-        "time": at,
-        **changes,
-    }
+    line = {"step": n, "epoch": 0, "loss": 1.0 / n, "lr": 1e-4, "grad_norm": 0.5, "records": 4, "residues": 300}
+    line |= {"skipped": False, "step_s": 2.0, "residues_per_s": 150.0, "mfu": None, "peak_memory_bytes": 3 * 2**29}
+    return line | {"ranks": {"residues_per_s": [75.0, 75.0]}, "time": at} | changes
 
 
 def valid(n: int, value: float | None, at: float, metric: str = "long P@L") -> dict[str, Any]:
@@ -147,15 +117,8 @@ def valid(n: int, value: float | None, at: float, metric: str = "long P@L") -> d
 
 
 def attempt(n: int, started: float, from_step: int = 0, lost: int = 0, seconds: float = 0.0) -> dict[str, Any]:
-    times = {"started": started, "time": started + 10}
-    return {
-        "event": "attempt",
-        "attempt": n,
-        **times,
-        "from_step": from_step,
-        "steps_lost": lost,
-        "seconds_lost": seconds,
-    }
+    line = {"event": "attempt", "attempt": n, "started": started, "time": started + 10}
+    return line | {"from_step": from_step, "steps_lost": lost, "seconds_lost": seconds}
 
 
 def whole() -> list[dict[str, Any]]:

@@ -44,31 +44,12 @@ def test_no_spike_of_a_long_curve_is_lost(axes: Any) -> None:
     assert axes.collections[0].get_paths()[0].vertices[:, 1].max() == 50
 
 
-def test_methods_with_intervals(axes: Any) -> None:
-    rows = {"ours": Interval(0.5, 0.4, 0.6), "none": Interval(np.nan, np.nan, np.nan), "bare": Interval(0.2, 0.1, 1)}
-    charts.intervals(axes, rows, "ours", "MCC")
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["bare", "ours"]
-    drawn = [(line.get_xydata().tolist(), line.get_color()) for line in axes.lines]
-    assert drawn == [
-        ([[0.1, 0], [1, 0]], charts.GREY),
-        ([[0.2, 0]], charts.GREY),
-        ([[0.4, 1], [0.6, 1]], charts.BLUE),
-        ([[0.5, 1]], charts.BLUE),
-    ]
-
-
 def test_confusion_has_true_classes_as_rows(axes: Any) -> None:
     charts.confusion(axes, ["H", "E"], np.array([[3.0, 1], [0, 0]]))
     assert axes.images[0].get_array().tolist() == [[0.75, 0.25], [0, 0]]
     texts = {tuple(text.get_position()): text.get_text() for text in axes.texts}
     assert texts == {(0, 0): "3", (1, 0): "1", (0, 1): "0", (1, 1): "0"}
     assert [label.get_text() for label in axes.get_yticklabels()] == ["H", "E"]
-
-
-def test_measured_across_and_predicted_up(axes: Any) -> None:
-    charts.dots(axes, np.array([1.0, 2.0]), np.array([3.0, -4.0]), "x", "y", same_unit=True)
-    assert points(axes.collections[0]) == [[1, 3], [2, -4]]
-    assert axes.lines[0].get_xydata().tolist() == [[-4, -4], [3, 3]]
 
 
 def test_many_dots_are_pixels() -> None:

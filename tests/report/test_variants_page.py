@@ -45,16 +45,13 @@ def edit(run: Path, **changes: Any) -> None:
     (run / "summary.json").write_text(json.dumps(summary | changes | {"joint": joint}))
 
 
-def test_the_top_says_whether_it_was_worth_it(done: Page) -> None:
+def test_a_cross_validated_run(done: Page) -> None:
     assert done.figures == {"compared": 1, "predictions": 1, "map": 2, "curve": 1}
     top = done.words()
     assert "model esm2_t6_8M_UR50D (pretrained), adaptation lora. Fine-tuning was not clearly apart from" in top
     assert "Spearman 0.800 [0.700, 0.900]" in top
     assert "against frozen embedding ridge +0.150 [-0.050, 0.400], not clearly apart from the best baseline" in top
     assert "variants 5 tested, at 4 positions folds x seeds 3 x 1 split position" in top
-
-
-def test_methods_beside_each_other(done: Page) -> None:
     assert done.row("compared", "zero-shot", 6) == [
         *(
             "0.300\n[0.100, 0.500]",
@@ -68,13 +65,14 @@ def test_methods_beside_each_other(done: Page) -> None:
     assert done.row("compared", "frozen embedding ridge", 3)[1] == "+0.150\n[-0.050, 0.400]"  # no star
     of_runs = done.cells["compared"][done.cells["compared"].index("RMSE") :]
     assert of_runs[1:] == ["fine-tuned", *["0.550\n[0.200, 0.900]"] * 2, "one-hot ridge", "undefined", "undefined"]
-
-
-def test_what_was_done_to_the_table(done: Page) -> None:
     text = done.words("table")
     assert "t.csv: 8 rows, of which 1 could not be used" in text
     assert "t.csv: left out 1 row whose 'mutant' names no substitutions: line 7 'junk'" in text
     assert "positions -23 are those of the wild type" in text
+    assert "tested on the same 40 variants" in done.text["curve"]
+    assert done.cells["curve"][:3] == ["training variants", "25", "100"]
+    assert done.row("curve", "fine-tuned", 3) == ["0.450\n[0.350, 0.550]", "0.800\n[0.700, 0.900]"]
+    assert done.row("curve", "one-hot ridge", 3) == ["undefined", "undefined"]
 
 
 def test_each_variant_is_drawn_once(tmp_path: Path, drawn: dict[str, Any]) -> None:
@@ -101,15 +99,9 @@ def test_maps_of_singles_on_one_scale(tmp_path: Path, drawn: dict[str, Any], mon
     assert "Residues 1 to 3; changed residues up to 4 are not shown." in page(run).text["map"]
 
 
-def test_the_learning_curve(done: Page) -> None:
-    assert "tested on the same 40 variants" in done.text["curve"]
-    assert done.cells["curve"][:3] == ["training variants", "25", "100"]
-    assert done.row("curve", "fine-tuned", 3) == ["0.450\n[0.350, 0.550]", "0.800\n[0.700, 0.900]"]
-    assert done.row("curve", "one-hot ridge", 3) == ["undefined", "undefined"]
-
-
 def test_the_head_of_the_ranked_list(done: Page, tmp_path: Path, drawn: dict[str, Any]) -> None:
     assert done.row("ranked", "1", 5) == ["K2A", "5", "0.25", "3"]
+    assert "v/seed-3-fold-0/recipe.yaml data.folds=null data.fold=0 --folds 3 out=v-again" in done.text["recipe"]
     assert done.row("ranked", "20", 5) == ["T3Y", "2.2", "0.5", "-"]
     assert len(done.cells["ranked"]) == 5 * 21
     assert "The first 20 of 21 single substitutions in ranked.csv, by score: higher is better." in done.text["ranked"]
@@ -117,11 +109,6 @@ def test_the_head_of_the_ranked_list(done: Page, tmp_path: Path, drawn: dict[str
     ranking = [["mutant", "mutant in table", *RANKED[0][1:]], *([row[0], "M24A", *row[1:]] for row in RANKED[1:])]
     write(run / "ranked.csv", [ranking[0], *reversed(ranking[1:])])
     assert page(run).row("ranked", "1", 6) == ["K2A", "M24A", "5", "0.25", "3"]
-
-
-def test_recipe_and_command(done: Page) -> None:
-    assert "global_tokens: 96" in done.text["recipe"]
-    assert "v/seed-3-fold-0/recipe.yaml data.folds=null data.fold=0 --folds 3 out=v-again" in done.text["recipe"]
 
 
 def test_several_targets_and_seeds(tmp_path: Path, drawn: dict[str, Any]) -> None:
@@ -173,26 +160,23 @@ def test_multiple_mutants_and_parts_that_are_missing(tmp_path: Path, drawn: dict
     assert not {"map", "curve", "ranked"} & found.text.keys()
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
-    run = cross_validated(tmp_path / "v")
-    (run / "summary.json").write_text('{"task": "contact"}')
-    with pytest.raises(InputError, match="holds no run"):
-        report(run)
-    assert not (run / "report.html").exists()
-
-
-@pytest.mark.parametrize(("high", "named"), [(-0.1, True), (0.1, False)])
-def test_the_baseline_that_was_better_is_named(tmp_path: Path, drawn: dict[str, Any], high: float, named: bool) -> None:
-    run = cross_validated(tmp_path / "my runs" / "v 1")
-    metrics, gain = METRICS | {"one-hot ridge": interval(0.9, 0.8, 0.95)}, {"one-hot ridge": interval(-0.2, -0.3, high)}
-    edit(run, joint={"metrics": metrics, "differences": gain})
-    assert ("predict 'v 1' --all-singles --with one-hot -o" in page(run).text["ranked"]) is named
-
-
-def test_what_users_named_is_text(tmp_path: Path) -> None:
+def test_what_users_named_is_text_and_damaged_files_are_named(tmp_path: Path) -> None:
     evil = '<b>x</b>"$a^$'
     run = cross_validated(tmp_path / "v", verdict=evil)
     edit(run, joint={"targets": evil})
     found = page(run)
     assert evil in found.text[""]
     assert f"measured {evil} of 3" in found.text["map"]
+    (run / "report.html").unlink()
+    (run / "summary.json").write_text('{"task": "contact"}')
+    with pytest.raises(InputError, match="holds no run"):
+        report(run)
+    assert not (run / "report.html").exists()
+
+
+def test_the_baseline_that_was_better_is_named(tmp_path: Path, drawn: dict[str, Any]) -> None:
+    run = cross_validated(tmp_path / "my runs" / "v 1")
+    for high, named in ((-0.1, True), (0.1, False)):
+        metrics = METRICS | {"one-hot ridge": interval(0.9, 0.8, 0.95)}
+        edit(run, joint={"metrics": metrics, "differences": {"one-hot ridge": interval(-0.2, -0.3, high)}})
+        assert ("predict 'v 1' --all-singles --with one-hot -o" in page(run).text["ranked"]) is named

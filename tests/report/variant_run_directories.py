@@ -78,49 +78,29 @@ def cross_validated(run: Path, **changes: Any) -> Path:
     recipe = recipe_file.load(run / "whole.yaml")
     spread = {"mean": 0.55, "deviation": 0.1, "low": 0.2, "high": 0.9}
     nothing: Mapping[str, None] = dict.fromkeys(spread)
-    summary = {
+    summary: dict[str, Any] = {
         "task": "variant",
         "recipe": recipe.model_dump(mode="json"),
         "recipe_yaml": recipe_file.dump(recipe),
-        "runs": [f"seed-3-fold-{fold}" for fold in range(3)],
-        "folds": 3,
-        "columns": COLUMNS,
-        "lower_is_better": False,
-        "interval": "95% interval of the mean over runs",
-        "metrics": {"fine-tuned": dict.fromkeys(COLUMNS, spread), "one-hot ridge": dict.fromkeys(COLUMNS, nothing)},
-        "table": {
-            "path": "t.csv",
-            "rows": 8,
-            "rows_left_out": 1,
-            "variants": 6,
-            "variants_averaged": 1,
-            "variants_in_no_set": 1,
-            "offset": -23,
-            "notices": ["t.csv: left out 1 row whose 'mutant' names no substitutions: line 7 'junk'"],
-        },
-        "joint": {
-            "statistic": "Spearman within folds",
-            "targets": "score",
-            "interval": "95% percentile bootstrap of 12 positions",
-            "variants": 5,
-            "positions": 4,
-            "split": "position",
-            "seeds": [3],
-            "metrics": METRICS,
-            "differences": GAINS,
-            "of_each_seed": {name: [one["value"]] for name, one in METRICS.items()},
-            "best": {
-                "target": "score",
-                "lower_is_better": False,
-                "count": 2,
-                "recall": dict.fromkeys(METRICS, interval(0.5, 0.25, 1)),
-                "mean_of_chosen": dict.fromkeys(METRICS, interval(12.5, 8, 16)),
-                "mean_of_all": 10.5,
-            },
-        },
-        "verdict": "Fine-tuning was not clearly apart from the best baseline.",
-        **changes,
     }
+    summary |= {"runs": [f"seed-3-fold-{fold}" for fold in range(3)], "folds": 3, "columns": COLUMNS}
+    summary |= {"lower_is_better": False, "interval": "95% interval of the mean over runs"}
+    summary |= {"verdict": "Fine-tuning was not clearly apart from the best baseline."}
+    summary["metrics"] = {
+        "fine-tuned": dict.fromkeys(COLUMNS, spread),
+        "one-hot ridge": dict.fromkeys(COLUMNS, nothing),
+    }
+    counts = {"rows": 8, "rows_left_out": 1, "variants": 6, "variants_averaged": 1, "variants_in_no_set": 1}
+    notices = ["t.csv: left out 1 row whose 'mutant' names no substitutions: line 7 'junk'"]
+    summary["table"] = {"path": "t.csv", "offset": -23, "notices": notices, **counts}
+    joint: dict[str, Any] = {"statistic": "Spearman within folds", "targets": "score", "variants": 5, "positions": 4}
+    joint |= {"interval": "95% percentile bootstrap of 12 positions", "split": "position", "seeds": [3]}
+    joint |= {"metrics": METRICS, "differences": GAINS}
+    joint["of_each_seed"] = {name: [one["value"]] for name, one in METRICS.items()}
+    best: dict[str, Any] = {"target": "score", "lower_is_better": False, "count": 2, "mean_of_all": 10.5}
+    best["recall"] = dict.fromkeys(METRICS, interval(0.5, 0.25, 1))
+    best["mean_of_chosen"] = dict.fromkeys(METRICS, interval(12.5, 8, 16))
+    summary |= {"joint": joint | {"best": best}, **changes}
     (run / "summary.json").write_text(json.dumps(summary))
     (run / "learning_curve.json").write_text(json.dumps(CURVE))
     write(run / "variants.csv", variants())

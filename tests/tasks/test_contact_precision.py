@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from sklearn import metrics as reference
 
 from esmshard.tasks import metrics
 from esmshard.tasks.contact import (
@@ -80,68 +81,57 @@ def same(row: dict[str, float], expected: dict[str, float], keys: list[str] = KE
     return [row[k] for k in keys] == pytest.approx([expected[k] for k in keys], abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("length", [60, 61, 67, 79, 88, 99, 100, 101, 119, 128, 143, 160, 177, 199, 200])
-def test_complete_proteins_score_as_in_the_notebook(length: int) -> None:
-    values = set()
-    for seed, density in enumerate((0.02, 0.1, 0.4)):
-        scores_LL, labels_LL = protein(length, seed, density)
-        row = contact_precision(scores_LL, labels_LL)
-        assert same(row, as_the_notebook(scores_LL, labels_LL))
-        assert length > 100 or same(row, by_hand(scores_LL, labels_LL))
-        values |= {row[key] for key in KEYS}
-    assert len(values) > 15
+def test_complete_proteins_score_as_in_the_notebook() -> None:
+    for length in (60, 61, 67, 88, 99, 100, 101, 128, 177, 200):
+        values = set()
+        for seed, density in enumerate((0.02, 0.1, 0.4)):
+            scores_LL, labels_LL = protein(length, seed, density)
+            row = contact_precision(scores_LL, labels_LL)
+            i, j = valid_pairs(labels_LL, "all")
+            average = reference.average_precision_score(labels_LL[i, j], scores_LL[i, j])
+            assert row["AUPRC"] == pytest.approx(average)
+            assert same(row, as_the_notebook(scores_LL, labels_LL)), length
+            assert length > 67 or same(row, by_hand(scores_LL, labels_LL))
+            values |= {row[key] for key in KEYS}
+        assert len(values) > 15
 
 
-@pytest.mark.parametrize(("residue", "rest"), [(0, slice(1, None)), (99, slice(0, 99))])
-def test_an_end_without_coordinates_is_as_good_as_absent(residue: int, rest: slice) -> None:
+def test_only_labelled_pairs_are_ranked_where_residues_are_unresolved() -> None:
     scores_LL, labels_LL = protein(100)
-    shorter = contact_precision(scores_LL[rest, rest], labels_LL[rest, rest])
-    assert contact_precision(scores_LL, unresolve(labels_LL, [residue])) == shorter
-    assert not any(math.isnan(v) for v in shorter.values())
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_only_labelled_pairs_are_ranked_where_most_residues_are_unresolved(seed: int) -> None:
-    scores_LL, labels_LL = protein(100, seed)
-    labels_LL = unresolve(labels_LL, np.random.default_rng(seed).permutation(100)[:70])
-    scores_LL[labels_LL < 0] += 10  # the notebook would take these first
-    row = contact_precision(scores_LL, labels_LL)
-    assert same(row, by_hand(scores_LL, labels_LL))
-    assert row["long P@L"] >= 0
-    assert row["long P@L"] == pytest.approx(round(row["long P@L"] * 30) / 30)  # a share of 30 pairs
-    assert all(math.isnan(v) or 0 <= v <= 1 for v in row.values())
-
-
-def test_a_range_with_fewer_pairs_than_asked_for_has_no_value() -> None:
-    scores_LL, labels_LL = protein(28)  # ten long pairs
-    row = contact_precision(scores_LL, labels_LL)
-    assert math.isnan(row["long P@L"])
-    assert math.isnan(row["long P@L/2"])
-    assert row["long P@L/5"] in {0, 0.2, 0.4, 0.6, 0.8, 1}
-    assert sum(math.isnan(v) for v in row.values()) == 2
-    assert same(row, by_hand(scores_LL, labels_LL))
+    for residue, rest in ((0, slice(1, None)), (99, slice(0, 99))):  # an end without coordinates is as good as absent
+        shorter = contact_precision(scores_LL[rest, rest], labels_LL[rest, rest])
+        assert contact_precision(scores_LL, unresolve(labels_LL, [residue])) == shorter
+        assert not any(math.isnan(v) for v in shorter.values())
+    for seed in range(3):
+        scores_LL, labels_LL = protein(100, seed)
+        labels_LL = unresolve(labels_LL, np.random.default_rng(seed).permutation(100)[:70])
+        scores_LL[labels_LL < 0] += 10  # the notebook would take these first
+        row = contact_precision(scores_LL, labels_LL)
+        assert same(row, by_hand(scores_LL, labels_LL))
+        assert row["long P@L"] == pytest.approx(round(row["long P@L"] * 30) / 30)  # a share of 30 pairs
+        assert all(math.isnan(v) or 0 <= v <= 1 for v in row.values())
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    ("length", "defined"),
-    [
+def test_a_short_protein_has_the_values_that_its_pairs_allow() -> None:
+    for length, defined in (
         (9, {"all P@L/2", "all P@L/5", "short P@L/2", "short P@L/5"}),  # six pairs
         (7, {"all P@L/5", "short P@L/5"}),  # one pair
         (6, set()),
         (1, set()),
-    ],
-)
-def test_a_short_protein_has_the_values_that_its_pairs_allow(length: int, defined: set[str]) -> None:
-    scores_LL, labels_LL = protein(length, density=2)  # every pair touches
-    for row in (contact_precision(scores_LL, labels_LL), contact_precision(None, labels_LL)):
-        assert {key for key in KEYS if not math.isnan(row[key])} == defined
-        assert math.isnan(row["AUPRC"]) == (not defined)
+    ):
+        scores_LL, labels_LL = protein(length, density=2)  # every pair touches
+        for row in (contact_precision(scores_LL, labels_LL), contact_precision(None, labels_LL)):
+            assert {key for key in KEYS if not math.isnan(row[key])} == defined
+            assert math.isnan(row["AUPRC"]) == (not defined)
+    scores_LL, labels_LL = protein(28)  # ten long pairs
+    row = contact_precision(scores_LL, labels_LL)
+    assert {key for key, value in row.items() if math.isnan(value)} == {"long P@L", "long P@L/2"}
+    assert same(row, by_hand(scores_LL, labels_LL))
 
 
-@pytest.mark.parametrize(
-    ("separation", "names"),
-    [
+def test_a_separation_belongs_to_its_ranges() -> None:
+    for separation, names in (
         (5, set()),
         (6, {"all", "short"}),
         (11, {"all", "short"}),
@@ -149,23 +139,12 @@ def test_a_short_protein_has_the_values_that_its_pairs_allow(length: int, define
         (23, {"all", "medium"}),
         (24, {"all", "long"}),
         (99, {"all", "long"}),
-    ],
-)
-def test_a_separation_belongs_to_its_ranges(separation: int, names: set[str]) -> None:
-    labels_LL = np.zeros((100, 100), dtype=np.int8)
-    labels_LL[0, separation] = labels_LL[separation, 0] = 1
-    row = contact_precision(labels_LL.astype(np.float32), labels_LL)
-    assert {name for name in RANGES if row[f"{name} P@L/5"] == pytest.approx(1 / 20)} == names
-    assert {name for name in RANGES if (0, separation) in zip(*valid_pairs(labels_LL, name), strict=True)} == names
-
-
-def test_auprc_is_the_mean_precision_at_each_contact() -> None:
-    scores_LL, labels_LL = protein(70)
-    labels_LL = unresolve(labels_LL, [10, 11])
-    pairs = [(i, j) for i in range(70) for j in range(i + 6, 70) if labels_LL[i, j] >= 0]
-    hits = np.array([labels_LL[p] for p in sorted(pairs, key=lambda p: -scores_LL[p])])
-    precision = hits.cumsum() / np.arange(1, len(hits) + 1)
-    assert contact_precision(scores_LL, labels_LL)["AUPRC"] == pytest.approx(precision[hits == 1].mean())
+    ):
+        labels_LL = np.zeros((100, 100), dtype=np.int8)
+        labels_LL[0, separation] = labels_LL[separation, 0] = 1
+        row = contact_precision(labels_LL.astype(np.float32), labels_LL)
+        assert {name for name in RANGES if row[f"{name} P@L/5"] == pytest.approx(1 / 20)} == names
+        assert {name for name in RANGES if (0, separation) in zip(*valid_pairs(labels_LL, name), strict=True)} == names
 
 
 # Calibration
@@ -190,17 +169,16 @@ def test_calibration_counts_pairs_by_their_probability() -> None:
     assert metrics.calibration_error(found) == pytest.approx((share * expected[0] / expected[0].sum()).sum())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_model_that_has_diverged_has_no_value(value: float) -> None:
+def test_a_model_that_has_diverged_has_no_value() -> None:
     """One pair is enough, for it would stand anywhere in the order. A pair that is not scored does not matter."""
-    scores_LL, labels_LL = protein(60)
-    expected = contact_precision(scores_LL, labels_LL)
-    scores_LL[0, 3] = value
-    assert contact_precision(scores_LL, labels_LL) == expected
-    scores_LL[0, 30] = value
-    found = contact_precision(scores_LL, labels_LL)
-    assert found.keys() == expected.keys()
-    assert all(math.isnan(one) for one in found.values())
-    assert calibration(scores_LL, labels_LL)[0].sum() == (
-        0 if math.isnan(value) else len(valid_pairs(labels_LL, "all")[0])
-    )
+    for value in (math.nan, math.inf, -math.inf):
+        scores_LL, labels_LL = protein(60)
+        expected = contact_precision(scores_LL, labels_LL)
+        scores_LL[0, 3] = value
+        assert contact_precision(scores_LL, labels_LL) == expected
+        scores_LL[0, 30] = value
+        found = contact_precision(scores_LL, labels_LL)
+        assert found.keys() == expected.keys()
+        assert all(math.isnan(number) for number in found.values())
+        pairs = 0 if math.isnan(value) else len(valid_pairs(labels_LL, "all")[0])
+        assert calibration(scores_LL, labels_LL)[0].sum() == pairs

@@ -1,7 +1,6 @@
 """The contact task: labels, loss, metrics and baselines."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from model_files import TINY, fair_esm, ours
 from esmshard.data.batching.loader import Example
 from esmshard.model.finetuner import FineTuner
 from esmshard.tasks import contact
-from esmshard.tasks.base import collate
 from esmshard.tasks.contact import ContactSettings, ContactTask
 from esmshard.vocab import encode
 
@@ -38,70 +36,26 @@ def labels(length: int, *contacts: tuple[int, int], unresolved: tuple[int, ...] 
 # Loss
 
 
-def entropy(logit: float, label: int) -> float:
-    return math.log1p(math.exp(-logit if label else logit))
+def entropy(logit: float | torch.Tensor, label: int) -> float:
+    return math.log1p(math.exp(-float(logit) if label else float(logit)))
 
 
 def test_the_loss_is_what_one_computes_by_hand() -> None:
-    """Nine residues have six pairs at least six apart; residue 8 is unresolved, which leaves three."""
+    """Nine residues have six pairs at least six apart; residue 8 is unresolved, which leaves three with a gradient."""
     logits_LL = torch.arange(81.0).reshape(9, 9) / 40 - 1
     target_LL = labels(9, (0, 6), (1, 2), (0, 8), (3, 8), unresolved=(8,))
     first = (entropy(logits_LL[0, 6], 1) + entropy(logits_LL[0, 7], 0) + entropy(logits_LL[1, 7], 0)) / 3
-    found = TASK.loss([logits_LL], [target_LL])
-    assert float(found.sum) == pytest.approx(first, rel=1e-6)
+    found = TASK.loss([logits_LL.requires_grad_()], [target_LL])
+    assert float(found.sum.detach()) == pytest.approx(first, rel=1e-6)
     assert float(found.count) == 1
+    found.sum.backward()
+    assert {tuple(pair) for pair in logits_LL.grad.nonzero().tolist()} == {(0, 6), (0, 7), (1, 7)}
 
     # A second protein of one pair weighs as much as the first; a third without a pair weighs nothing.
     second_LL, third_LL = torch.full((7, 7), 2.0), torch.full((6, 6), 5.0)
     found = TASK.loss([logits_LL, second_LL, third_LL], [target_LL, labels(7, (0, 6)), labels(6)])
-    assert float(found.sum) == pytest.approx(first + entropy(2.0, 1), rel=1e-6)
+    assert float(found.sum.detach()) == pytest.approx(first + entropy(2.0, 1), rel=1e-6)
     assert float(found.count) == 2
-
-
-def test_only_valid_pairs_have_a_gradient() -> None:
-    logits_LL = torch.randn(12, 12, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    target_LL = labels(12, (0, 6), (2, 11), (3, 5), unresolved=(1, 7))
-    TASK.loss([logits_LL], [target_LL]).sum.backward()
-    pairs = {tuple(p) for p in logits_LL.grad.nonzero().tolist()}
-    assert pairs == {(i, j) for i in range(12) for j in range(i + 6, 12) if not {i, j} & {1, 7}}
-    assert len(pairs) > 10
-
-
-def walk(length: int) -> np.ndarray:
-    """Cb coordinates of a random coil of 3.8 A steps, residue 5 unresolved."""
-    steps = np.random.default_rng(0).normal(size=(length, 3))
-    cb_L3 = np.cumsum(3.8 * steps / np.linalg.norm(steps, axis=1, keepdims=True), axis=0).astype(np.float32)
-    cb_L3[5] = np.nan
-    return cb_L3
-
-
-def test_the_loss_takes_what_collate_makes(model: FineTuner) -> None:
-    example = Example("a", encode("ACDEFGHIKLMNPQRSTVWY" * 4), {"cb": walk(80)})
-    batch, targets = collate(TASK, [example])
-    assert batch.record_ids == ("a",)
-    assert targets[0].dtype == torch.int8
-    cb_L3 = example.labels["cb"]
-    distance = np.linalg.norm(cb_L3[3] - cb_L3[17])
-    assert targets[0][3, 17] == (distance < 8)
-    assert (targets[0][5] == -1).all(), "residue 5 is unresolved"
-    assert float(TASK.loss(model(batch), targets).count) == 1
-
-
-class Split:
-    """Labels as training examples."""
-
-    path = Path("train.fasta")
-
-    def __init__(self, *targets: torch.Tensor) -> None:
-        self.read: list[int] = []
-        self._targets = targets
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
-    def get(self, n: int) -> Example:
-        self.read.append(n)
-        return Example(str(n), encode("M" * len(self._targets[n])), {"cb": self._targets[n].numpy()})
 
 
 # Metrics
@@ -133,14 +87,15 @@ def test_a_row_and_the_summary_of_two() -> None:
 
 def test_the_separation_prior_by_hand(model: FineTuner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contact, "contact_labels", lambda labels_LL: labels_LL)
-    split = Split(labels(8, (0, 6), (0, 7)), labels(7, (0, 6)), labels(8, (1, 7), unresolved=(0,)), labels(10))
-    known = TASK.baselines([split.get(n) for n in range(3)], model)
+    targets = labels(8, (0, 6), (0, 7)), labels(7, (0, 6)), labels(8, (1, 7), unresolved=(0,)), labels(10)
+    *train, test = [Example("x", encode("M" * len(target)), {"cb": target.numpy()}) for target in targets]
+    known = TASK.baselines(train, model)
     # Six apart: (0,6) (1,7) of the first, (0,6) of the second, (1,7) of the third; seven apart: (0,7) of the first.
     prior = [math.log(1 / 99)] * 6 + [math.log(4 / 100), math.log(2 / 99)]
     assert known["separation prior"] == pytest.approx(prior)
     assert known["separation prior"].dtype == np.float32
 
-    outputs: Any = TASK.baseline_outputs([split.get(3)], known, None)
+    outputs: Any = TASK.baseline_outputs([test], known, None)
     assert list(outputs) == ["base rate", "separation prior"]
     assert math.isnan(outputs["base rate"][0]["AUPRC"])
     (scores_LL,) = outputs["separation prior"]
@@ -148,4 +103,4 @@ def test_the_separation_prior_by_hand(model: FineTuner, monkeypatch: pytest.Monk
     for i in range(10):
         for j in range(10):
             assert scores_LL[i, j] == pytest.approx(prior[min(abs(i - j), 7)])
-    assert list(TASK.baseline_outputs([split.get(3)], {}, None)) == ["base rate"]
+    assert list(TASK.baseline_outputs([test], {}, None)) == ["base rate"]

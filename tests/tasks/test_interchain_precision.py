@@ -59,10 +59,8 @@ def top(scores_LL: np.ndarray, labels_LL: np.ndarray, pairs: list[tuple[int, int
 @pytest.mark.parametrize(
     ("lengths", "linker", "hidden", "shortest", "resolved"),
     [
-        ([40, 50], 25, (), 40, 90),
         ([40, 50], 1, (0, 3, 41, 42), 38, 86),  # place 40 is the linker
         ([50, 40, 31], 3, (), 31, 121),
-        ([50, 12], 6, (), 12, 62),
         ([50, 40, 11], 2, tuple(range(94, 105)), 40, 90),  # the last chain has no coordinates
     ],
 )
@@ -94,32 +92,17 @@ def test_the_definition_in_loops(
     assert rate["all P@L"] == pytest.approx(np.mean([labels_LL[pair] for pair in within]))
 
 
-def test_within_chains_a_record_of_two_is_both_alone() -> None:
-    """Two equal chains: the best 2 L of both together are the best L of each, twice."""
-    scores_LL, labels_LL, _ = joined([60], 0)
-    size = 60 + 7 + 60
-    twice_LL, both_LL = np.full((size, size), -1, np.int8), np.full((size, size), 9, np.float32)
-    for part in (slice(0, 60), slice(67, 127)):
-        twice_LL[part, part], both_LL[part, part] = labels_LL, scores_LL
-    linker_L = np.zeros(size, bool)
-    linker_L[60:67] = True
-    alone = contact_precision(scores_LL, labels_LL)
-    found = contact_precision(both_LL, mark_linkers(twice_LL, linker_L))
-    assert {name: found[name] for name in alone} == pytest.approx(alone)
-    assert all(math.isnan(found[name]) for name in BETWEEN)  # no pair of both chains has a label
-
-
-@pytest.mark.parametrize("linker", [1, 25])
-def test_the_loss_is_over_the_same_pairs(linker: int) -> None:
+def test_the_loss_is_over_the_same_pairs() -> None:
     """All pairs of two chains, even neighbours over a linker of one token; none of a linker; in chains from six on."""
-    scores_LL, labels_LL, chain_of = joined([15, 12], linker, hidden=(2,))
-    pairs = [pair for between in (True, False) for pair in pairs_by_hand(labels_LL, chain_of, between=between)]
-    i, j = torch.tensor(pairs).T
-    logits_LL, target_LL = torch.from_numpy(scores_LL), torch.from_numpy(labels_LL)
-    expected = F.binary_cross_entropy_with_logits(logits_LL[i, j], target_LL[i, j].float())
-    found = TASK.loss([logits_LL], [target_LL])
-    assert float(found.sum / found.count) == pytest.approx(float(expected), rel=1e-5)
-    assert (14, 14 + linker + 1) in pairs
+    for linker in (1, 25):
+        scores_LL, labels_LL, chain_of = joined([15, 12], linker, hidden=(2,))
+        pairs = [pair for between in (True, False) for pair in pairs_by_hand(labels_LL, chain_of, between=between)]
+        i, j = torch.tensor(pairs).T
+        logits_LL, target_LL = torch.from_numpy(scores_LL), torch.from_numpy(labels_LL)
+        expected = F.binary_cross_entropy_with_logits(logits_LL[i, j], target_LL[i, j].float())
+        found = TASK.loss([logits_LL], [target_LL])
+        assert float(found.sum / found.count) == pytest.approx(float(expected), rel=1e-5)
+        assert (14, 14 + linker + 1) in pairs
 
 
 def test_targets_follow_from_tokens_and_coordinates() -> None:

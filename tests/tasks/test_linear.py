@@ -67,14 +67,12 @@ def test_classes_are_those_of_logistic_regression(x_NF: np.ndarray, rng: np.rand
         assert log_loss(y, np.exp(predicted) / np.exp(predicted).sum(1, keepdims=True)) < 0.8 * np.log(n_classes)
 
 
-@pytest.mark.parametrize("classes", [[1], [1, 3], [0, 1, 3]])
-def test_classes_without_an_example_are_not_told(rng: np.random.Generator, classes: list[int]) -> None:
-    x, y = rng.normal(size=(60, 2)), rng.choice(classes, 60)
-    predicted = apply(fit_classes(x, y, 4), x)
-    absent = [k for k in range(4) if k not in classes]
-    assert (predicted[:, absent] == ABSENT).all()
-    assert (predicted[:, classes] > -20).all()
-    assert set(predicted.argmax(1)) <= set(classes)
+def test_classes_without_an_example_are_not_told(rng: np.random.Generator) -> None:
+    for classes in ([1], [1, 3], [0, 1, 3]):
+        x, y = rng.normal(size=(60, 2)), rng.choice(classes, 60)
+        predicted = apply(fit_classes(x, y, 4), x)
+        assert (predicted[:, [k for k in range(4) if k not in classes]] == ABSENT).all()
+        assert (predicted[:, classes] > -20).all()
 
 
 def test_labels_are_fitted_one_by_one(rng: np.random.Generator) -> None:

@@ -12,15 +12,11 @@ from model_files import TINY, fair_esm, ours, perturb
 
 from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.splits.leakage import ComparedRecords, pair_notices
-from esmshard.data.splits.recipe_splits import open_split
 from esmshard.errors import InputError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
-from esmshard.recipe import recipe_file
 from esmshard.tasks.base import collate
 from esmshard.tasks.pair import MEMORY, SINGLE, PairSettings, PairTask
-from esmshard.tasks.registry import new_task
 from esmshard.vocab import STANDARD, encode
 
 NUMBERS = {"targets": ["Kd"], "mean": [50.0], "std": [4.0]}
@@ -29,17 +25,6 @@ TWO = {"classes": ["apart", "bound"], "counts": [3, 1], "records": 4}
 
 def task(facts: dict[str, Any] = NUMBERS, **given: Any) -> PairTask:
     return PairTask(PairSettings(name="pair", **given), facts)
-
-
-def test_the_table_of_the_page_is_read_with_its_own_settings(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
-    section = page[page.index("## pair:") :].split("```")
-    (tmp_path / "pairs.csv").write_text(section[3].lstrip())
-    (tmp_path / "r.yaml").write_text(section[1].removeprefix("yaml") + "model: {name: nano}\nout: run\n")
-    recipe = recipe_file.load(tmp_path / "r.yaml")
-    train, test = (open_split(recipe, name, new_task(recipe.task, {}).labels) for name in ("train", "test"))
-    assert [train.id(n) for n in range(len(train))] == ["P1-P2", "P1-P3"]
-    assert len(test) == 1
 
 
 @pytest.fixture
@@ -67,14 +52,12 @@ def outputs(found: FineTuner, made: PairTask, *pairs: str) -> list[np.ndarray]:
 # Model
 
 
-@pytest.mark.parametrize("hidden", [None, 0, 5])
-def test_the_order_of_two_chains_does_not_matter(trunk: ESM2, hidden: int | None) -> None:
-    made = task(TWO, kind="class", hidden=hidden)
-    found = model(trunk, made)
-    one, other, third = outputs(found, made, "MKTAYIAK:WWC", "WWC:MKTAYIAK", "MKTAYIAK:WWG")
-    assert one.shape == (2,)
-    assert np.abs(one - other).max() < 1e-6
-    assert np.abs(one - third).max() > 1e-3
+def test_the_order_of_two_chains_does_not_matter(trunk: ESM2) -> None:
+    for hidden in (0, 5):
+        made = task(TWO, kind="class", hidden=hidden)
+        one, other, third = outputs(model(trunk, made), made, "MKTAYIAK:WWC", "WWC:MKTAYIAK", "MKTAYIAK:WWG")
+        assert np.abs(one - other).max() < 1e-6
+        assert np.abs(one - third).max() > 1e-3
 
 
 def test_each_chain_is_a_sequence_of_its_own(trunk: ESM2) -> None:
@@ -93,16 +76,6 @@ def test_each_chain_is_a_sequence_of_its_own(trunk: ESM2) -> None:
     alone = outputs(found, made, "MKTAYIAK:WWC")[0]
     assert alone == pytest.approx(float(expected), abs=1e-5)
     assert outputs(found, made, "ACDEF:GHIKL", "MKTAYIAK:WWC", "W:C")[1] == pytest.approx(alone, abs=1e-5)
-
-
-def test_tracks_go_with_their_chains() -> None:
-    tokens = encode("MKT:WC", linker=2)
-    letters = np.arange(9, dtype=np.uint8)
-    asked = task().question(Example("a", tokens, {}, tracks={"3di": letters}))
-    assert asked.tracks["3di"].tolist() == [0, 1, 2, 3, 8]
-    assert asked.partner is not None
-    assert asked.partner.tracks["3di"].tolist() == [0, 6, 7, 8]
-    assert asked.longest == 5
 
 
 # Labels and long chains
@@ -145,17 +118,16 @@ def right(made: PairTask, known: Any, base: FineTuner, test: list[Example]) -> d
 
 
 def test_what_sees_single_sequences_does_not_see_what_belongs_together(trunk: ESM2) -> None:
-    train = pairs(300)
+    train = pairs(160)
     counts = np.bincount([int(e.labels["target"]) for e in train])
-    made = task({"classes": ["apart", "bound"], "counts": counts.tolist(), "records": 300}, kind="class", hidden=0)
+    made = task({"classes": ["apart", "bound"], "counts": counts.tolist(), "records": 160}, kind="class", hidden=0)
     base = model(trunk, made)
     known = made.baselines(train, base)
-    test = pairs(80, seed=1)
+    test = pairs(60, seed=1)
     found = right(made, known, base, test)
     assert found["composition"] > 0.9
     assert found["frozen embedding"] > 0.7
-    assert found[SINGLE] < 0.6
-    assert found["length"] < 0.7
+    assert max(found[SINGLE], found["length"]) < 0.7
     assert found.keys() == {"majority", "length", "composition", "frozen embedding", SINGLE, MEMORY}
     assert made.baseline_outputs(test, known, None).keys() == {"majority", "length", "composition", MEMORY}
     made.probe(base.head, train, base, 0)
@@ -180,21 +152,3 @@ def test_the_labels_of_a_sequence_s_training_pairs_are_remembered(trunk: ESM2, f
         data = Examples("test", *files.split("test", f"q {pair}"), None)
         assert made.groups(data, known) == [group]
         assert made.groups(data, {}) == [], "a model without baselines does not know"
-
-
-def compared(*sequences: str) -> ComparedRecords:
-    tokens = [encode(one)[1:-1] for one in sequences]
-    return ComparedRecords(len(tokens), lambda n: tokens[n], lambda n: f"p{n}")
-
-
-def test_leakage_says_how_many_pairs_have_which_sequences_in_training() -> None:
-    rng = np.random.default_rng(0)
-    a, b, c, d, e = ("".join(rng.choice(list(STANDARD), int(n))) for n in (50, 60, 70, 80, 90))
-    test = compared(f"{b}:{a}", f"{a}:{c}", f"{a}:{d}", f"{d}:{e}")
-    first, second = pair_notices(compared(f"{a}:{b}", f"{c}:{c}"), {"test": test})
-    assert first == (
-        "leakage: of 4 test pairs 1 are training pairs, in either order; 2 have both sequences in training pairs (C1), "
-        "1 one of them (C2) and 1 none (C3)"
-    )
-    assert second.startswith("leakage: of 5 test sequences 3 are identical and 0 similar to training sequences (")
-    assert "chain 2 of p0 and chain 1 of p0 100%" in second

@@ -72,8 +72,6 @@ def test_letters_are_joined_to_classes(files: Files) -> None:
     found, train = files.learn({"classes": list(STATES)}, text)
     assert found.facts == {"classes": ["HGI", "EB", "STC"], "counts": [3, 2, 1], "records": 2}
     assert [found.inputs(train.get(n)).target.tolist() for n in range(2)] == [[0, 0, -1, 0], [1, 2, 1]]
-    assert found.inputs(train.get(0)).target.dtype == np.int64
-    assert found.columns == ("Q3", "Q3 per protein", "MCC", "macro-F1", "ECE", "log loss")
     assert (found.names, found.per_residue, found.one_of_names) == (("HGI", "EB", "STC"), True, True)
 
 
@@ -98,46 +96,22 @@ def test_labels_come_from_a_table_a_label_file_and_an_npz(files: Files) -> None:
         assert train.notices == []
 
 
-def test_numbers_are_standardised_by_the_training_residues(files: Files) -> None:
-    found, train = files.learn({"kind": "number"}, "a TARGET=1;nan;3 MKT\nb TARGET=8;4 AC")
-    assert (*found.facts["mean"], *found.facts["std"]) == pytest.approx((4, math.sqrt(26 / 4)))
-    target = found.inputs(train.get(0)).target
-    assert target.shape == (3, 1)
-    assert target.dtype == np.float32
-    assert target[:, 0] == pytest.approx([-3 / math.sqrt(6.5), math.nan, -1 / math.sqrt(6.5)], nan_ok=True)
-    assert found.predict(target) == pytest.approx([1, math.nan, 3], nan_ok=True)
-    assert found.names == ("value",)
-
-
 # Head
 
 
-@pytest.mark.parametrize(("hidden", "reach"), [(0, 0), (5, 3)])
-def test_a_residue_s_output_sees_its_neighbours_in_the_same_record(hidden: int, reach: int) -> None:
-    torch.manual_seed(0)
-    head = task(hidden=hidden).head(TINY).eval()
-    torch.nn.init.normal_(head.out.weight)
+def test_a_residue_s_output_sees_its_neighbours_in_the_same_record() -> None:
     batch = tokenise(["A" * 12, "C" * 12])[1]
-    x_TD = torch.randn(28, 32)
-    with torch.no_grad():
-        before = head(x_TD, batch)
-        x_TD[11] += torch.randn(32)  # residue 10 of the first record, counted from 0
-        after = head(x_TD, batch)
-    changed = ((before[0] - after[0]).abs().max(1).values > 1e-6).nonzero().ravel().tolist()
-    assert changed == [n for n in range(12) if abs(n - 10) <= reach]
-    assert torch.equal(before[1], after[1])
-
-
-def test_a_new_head_says_what_the_training_labels_are_on_the_whole() -> None:
-    for hidden in (0, 6):
-        made = task(hidden=hidden)
-        (output,) = made.head(TINY).eval()(torch.randn(6, 32), tokenise(["MKTA"])[1])
-        probability = made.predict(output.detach().numpy())
-        assert probability.shape == (4, 3)
-        assert probability == pytest.approx(np.tile([0.6, 0.3, 0.1], (4, 1)), abs=0.1)
-    number = task(NUMBER, kind="number")
-    (output,) = number.head(TINY).eval()(torch.randn(6, 32), tokenise(["MKTA"])[1])
-    assert number.predict(output.detach().numpy()) == pytest.approx([10] * 4, abs=3)
+    for hidden, reach in ((0, 0), (5, 3)):
+        torch.manual_seed(0)
+        head, x_TD = task(hidden=hidden).head(TINY).eval(), torch.randn(28, 32)
+        torch.nn.init.normal_(head.out.weight)
+        with torch.no_grad():
+            before = head(x_TD, batch)
+            x_TD[11] += torch.randn(32)  # residue 10 of the first record, counted from 0
+            after = head(x_TD, batch)
+        changed = ((before[0] - after[0]).abs().max(1).values > 1e-6).nonzero().ravel().tolist()
+        assert changed == [n for n in range(12) if abs(n - 10) <= reach]
+        assert torch.equal(before[1], after[1])
 
 
 # Loss
@@ -146,7 +120,7 @@ def test_a_new_head_says_what_the_training_labels_are_on_the_whole() -> None:
 def test_all_labelled_residues_count_alike() -> None:
     outputs = [torch.tensor([[1.0, 0, 0], [9.0, 9, 9]]), torch.tensor([[0.0, 0, 2]] * 2)]
     targets = [torch.tensor([0, -1]), torch.tensor([1, 2])]
-    first, second = (math.log(math.e + 2) - 1, math.log(2 + math.e**2))
+    first, second = math.log(math.e + 2) - 1, math.log(2 + math.e**2)
     plain, full = (task(balance=b).loss(outputs, targets) for b in (0, 1))
     assert float(plain.sum) == pytest.approx(first + second + second - 2, rel=1e-5)
     assert float(plain.count) == 3
@@ -157,25 +131,16 @@ def test_all_labelled_residues_count_alike() -> None:
     assert float(full.count) == pytest.approx(sum(weights), rel=1e-5)
 
 
-def test_numbers_are_compared_where_there_are_any() -> None:
-    outputs = [torch.tensor([[1.0], [5.0]], requires_grad=True), torch.tensor([[2.0]], requires_grad=True)]
-    targets = [torch.tensor([[3.0], [math.nan]]), torch.tensor([[2.5]])]
-    found = task(NUMBER, kind="number").loss(outputs, targets)
-    assert (float(found.sum.detach()), float(found.count)) == (4.25, 2)
-    found.sum.backward()
-    assert outputs[0].grad.ravel().tolist() == [-4, 0]
-
-
-@pytest.mark.parametrize("kind", ["class", "number"])
-def test_a_batch_without_labels_keeps_the_graph(kind: str) -> None:
-    made = task(Q3 if kind == "class" else NUMBER, kind=kind)
-    head = made.head(TINY)
-    outputs = head(torch.randn(5, 32), tokenise(["MKT"])[1])
-    target = torch.full((3,), -1) if kind == "class" else torch.full((3, 1), math.nan)
-    found = made.loss(outputs, [target])
-    assert (float(found.sum.detach()), float(found.count)) == (0, 0)
-    found.sum.backward()
-    assert all(p.grad is not None and not p.grad.any() for p in head.parameters())
+def test_a_batch_without_labels_keeps_the_graph() -> None:
+    for made, target in (
+        (task(), torch.full((3,), -1)),
+        (task(NUMBER, kind="number"), torch.full((3, 1), math.nan)),
+    ):
+        head = made.head(TINY)
+        found = made.loss(head(torch.randn(5, 32), tokenise(["MKT"])[1]), [target])
+        assert (float(found.sum.detach()), float(found.count)) == (0, 0)
+        found.sum.backward()
+        assert all(p.grad is not None and not p.grad.any() for p in head.parameters())
 
 
 # Metrics
@@ -213,13 +178,11 @@ def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
     assert found[f"Q{n_classes}"] == pytest.approx(reference.accuracy_score(truth, predicted))
     assert found["macro-F1"] == pytest.approx(reference.f1_score(truth, predicted, average="macro"))
     confidence = (np.exp(logits) / np.exp(logits).sum(1, keepdims=True)).max(1)
-    bins = (confidence * 15).astype(int)
-    right = predicted == truth
+    bins, right = (confidence * 15).astype(int), predicted == truth
     expected = sum(abs(confidence[bins == b].sum() - right[bins == b].sum()) for b in range(15)) / len(truth)
     assert found["ECE"] == pytest.approx(expected, rel=1e-4)
     assert set(made.columns) == found.keys()
     if n_classes == 2:
-        assert made.columns[0] == "MCC"
         score = logits[:, 1] - logits[:, 0]
         assert found["AUPRC"] == pytest.approx(reference.average_precision_score(truth, score))
         assert found["AUROC"] == pytest.approx(reference.roc_auc_score(truth, score))
@@ -258,43 +221,36 @@ def test_numbers_are_ranked_over_all_residues_and_within_proteins(files: Files) 
 
 @pytest.mark.parametrize("kind", ["class", "number"])
 def test_baselines_see_the_neighbourhood(trunk: ESM2, kind: str) -> None:
-    train, test = examples(60, kind), examples(30, kind, seed=1)
-    facts = Q3 if kind == "class" else NUMBER
-    made = task(facts, kind=kind)
+    train, test = examples(40, kind), examples(15, kind, seed=1)
+    made = task(Q3 if kind == "class" else NUMBER, kind=kind)
     base = FineTuner(trunk, made.head(TINY)).eval()
     known = made.baselines(train, base)
     outputs: Any = made.baseline_outputs(test, known, base)
-    for found in outputs.values():
-        assert [o.shape for o in found] == [(len(e.tokens) - 2, 3 if kind == "class" else 1) for e in test]
     first = "majority" if kind == "class" else "mean"
     assert list(outputs) == [first, "length", "one-hot window", "frozen embedding"]
+    assert list(made.baseline_outputs(test, known, None)) == [first, "length", "one-hot window"]
     assert all(np.ptp(output, axis=0).max() == 0 for output in outputs["length"])  # alike for all of a protein
     targets = [made.inputs(example).target for example in test]
     scores = {name: made.summary(list(map(made.score, found, targets))) for name, found in outputs.items()}
     metric = "Q3" if kind == "class" else "Spearman"
-    assert scores["one-hot window"][metric] > 0.9
-    assert scores["frozen embedding"][metric] < 0.9
+    assert scores["one-hot window"][metric] > 0.85
+    assert scores["frozen embedding"][metric] < 0.85
     if kind == "class":
         assert {k for o in outputs["majority"] for k in o.argmax(1)} == {0}
     else:
         assert math.isnan(scores["mean"]["Spearman"])
         assert made.predict(outputs["mean"][0]) == pytest.approx(np.full(len(targets[0]), 10.0))
-    assert list(made.baseline_outputs(test, known, None)) == [first, "length", "one-hot window"]
 
 
-@pytest.mark.parametrize("kind", ["class", "number"])
-def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    train = examples(20, kind, back=0)
-    made = task(Q3 if kind == "class" else NUMBER, kind=kind)
+def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, made = examples(20, back=0), task()
     head = made.head(TINY)
     torch.nn.init.normal_(head.norm.weight)  # as if the base had a head that has learned
     model = FineTuner(trunk, head).eval()
     fits = recorded_fits(monkeypatch)
     made.probe(head, train, model, seed=0)
     outputs = np.concatenate([model.outputs([made.inputs(e)])[0] for e in train])
-    target = np.concatenate([made.inputs(e).target for e in train])
-    known = target >= 0 if kind == "class" else ~np.isnan(target[:, 0])
+    known = np.concatenate([made.inputs(e).target for e in train]) >= 0
     fitted, x = fits[-1]
-    expected = fitted.decision_function(x) if kind == "class" else fitted.predict(x).reshape(-1, 1)
-    assert outputs[known] == pytest.approx(expected, abs=1e-4)
+    assert outputs[known] == pytest.approx(fitted.decision_function(x), abs=1e-4)
     assert np.ptp(outputs, axis=0).min() > 0.1

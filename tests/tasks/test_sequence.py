@@ -12,12 +12,13 @@ from model_files import TINY, fair_esm, ours, tokenise
 from scipy import stats
 from sklearn import metrics as reference
 
+from esmshard.batch import pack
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
-from esmshard.tasks.sequence import SequenceSettings, SequenceTask
-from esmshard.vocab import STANDARD, encode
+from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask
+from esmshard.vocab import STANDARD, encode, is_residue
 
 NUMBERS = {"targets": ["Tm"], "mean": [50.0], "std": [4.0]}
 TWO = {"targets": ["a", "b"], "mean": [1.0, -1.0], "std": [2.0, 10.0]}
@@ -97,11 +98,8 @@ def test_one_file_serves_all_splits_with_the_classes_of_training(files: Files) -
     given = data(labels=table, target=["fold"])
     labels = found.labels(*files.split("valid", "v MKT\na AC"), given)
     assert [int(labels[n]["target"]) for n in range(2)] == [0, 1]
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"test\.fasta: record 'u' has the class 'z'"):
         found.labels(*files.split("test", "v MKT\nu ACD"), given)
-    assert str(caught.value).endswith(
-        "test.fasta: record 'u' has the class 'z', which no training record has; fix the label, or leave the record out"
-    )
 
 
 def test_several_labels_come_from_one_column_or_from_columns_of_flags(files: Files) -> None:
@@ -109,30 +107,26 @@ def test_several_labels_come_from_one_column_or_from_columns_of_flags(files: Fil
         ("id,x,y\na,1,0\nb,1,1\nc,0,0\nv,0,1\n", ["x", "y"]),
         ("id,label\na,x\nb,y;x\nc,y\nv,y\nfar,k\n", ["label"]),
     ):
-        table = files.table(text)
-        found, train = files.learn({"kind": "multilabel"}, "a MKT\nb ACD\nc WWW", labels=table, target=target)
+        given = {"labels": files.table(text), "target": target}
+        found, train = files.learn({"kind": "multilabel"}, "a MKT\nb ACD\nc WWW", **given)
         assert found.facts == {"classes": ["x", "y"], "counts": [2, 2 if target == ["label"] else 1], "records": 3}
-        targets = [found.inputs(train.get(n)).target.tolist() for n in range(2)]
-        assert targets == [[1, 0], [1, 1]]
-        labels = found.labels(*files.split("valid", "v MKT"), data(labels=table, target=target))
-        assert labels[0]["target"].tolist() == [0, 1]
-    with pytest.raises(UsageError, match="the model was trained on x, y; name these in this order"):
+        assert [found.inputs(train.get(n)).target.tolist() for n in range(2)] == [[1, 0], [1, 1]]
+        assert found.labels(*files.split("valid", "v MKT"), data(**given))[0]["target"].tolist() == [0, 1]
+    with pytest.raises(UsageError, match="x, y"):
         found.labels(*files.split("test", "v MKT"), data(labels=files.table("id,y,x\nv,1,0\n"), target=["y", "x"]))
 
 
 # Head
 
 
-def test_the_mean_is_over_residues_alone() -> None:
-    head = task(hidden=0).head(TINY)
-    torch.nn.init.normal_(head.out.weight)
-    batch = tokenise(["MKT", "ACDEF"])[1]
-    x_TD = torch.randn(12, 32)
-    with torch.no_grad():
-        found = head.eval()(x_TD, batch)
-    for output, mean_D in zip(found, (x_TD[1:4].mean(0), x_TD[6:11].mean(0)), strict=True):
-        normed = (mean_D - mean_D.mean()) / (mean_D.var(unbiased=False) + 1e-5).sqrt()
-        assert float(output) == pytest.approx(float(normed @ head.out.weight[0].detach()), abs=1e-5)
+def test_means_are_over_the_residues_of_all_chains() -> None:
+    batch = pack([encode("MKTAYIAKQR"), encode("MKTAYIAKQR:GQISFVKSH", linker=4), encode("M:K:W", linker=2)])
+    x_TD = torch.randn(len(batch.tokens_T), 8, generator=torch.Generator().manual_seed(0))
+    own_T = torch.from_numpy(is_residue(batch.tokens_T.numpy()))
+    bounds = ((0, 12), (12, 37), (37, 46))
+    expected = torch.stack([x_TD[start:end][own_T[start:end]].mean(0) for start, end in bounds])
+    head = SequenceHead(8, 0, 3, 0.0)
+    torch.testing.assert_close(torch.stack(head(x_TD, batch)), head.out(head.norm(expected)))
 
 
 def test_a_new_head_says_what_the_training_labels_are_on_the_whole() -> None:
@@ -191,16 +185,13 @@ def test_labels_are_counted_each_and_those_that_are_there_may_weigh_more() -> No
 
 
 def test_numbers_are_scored_in_the_unit_of_the_labels() -> None:
-    rng = np.random.default_rng(0)
-    predicted, truth = rng.normal(size=(2, 40)).astype(np.float32)
+    predicted, truth = np.random.default_rng(0).normal(size=(2, 40)).astype(np.float32)
     rows = list(map(task().score, predicted[:, None], truth[:, None]))
-    assert rows[3]["prediction"] == pytest.approx(50 + 4 * predicted[3])
-    assert rows[3]["target"] == pytest.approx(50 + 4 * truth[3])
+    assert (rows[3]["prediction"], rows[3]["target"]) == pytest.approx((50 + 4 * predicted[3], 50 + 4 * truth[3]))
     found = task().summary(rows)
     assert found.keys() == set(task().columns)
     assert found["Spearman"] == pytest.approx(stats.spearmanr(predicted, truth).statistic)
     assert found["RMSE"] == pytest.approx(4 * np.sqrt(((predicted - truth) ** 2).mean()), rel=1e-5)
-    assert found["R2"] == pytest.approx(reference.r2_score(truth, predicted), rel=1e-4)
 
 
 @pytest.mark.parametrize("n_classes", [2, 4])
@@ -209,11 +200,9 @@ def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
     logits, truth = rng.normal(size=(80, n_classes)).astype(np.float32), rng.integers(0, n_classes, 80)
     logits[np.arange(80), truth] += 1
     scored = task({"classes": list("abcd")[:n_classes], "counts": [20] * n_classes, "records": 80}, kind="class")
-    rows = list(map(scored.score, logits, map(np.array, truth)))
+    rows, predicted = list(map(scored.score, logits, map(np.array, truth))), logits.argmax(1)
     found = scored.summary(rows)
     assert found.keys() == set(scored.columns)
-    assert scored.columns[0] == "MCC"
-    predicted = logits.argmax(1)
     assert found["MCC"] == pytest.approx(reference.matthews_corrcoef(truth, predicted))
     assert found["accuracy"] == pytest.approx((truth == predicted).mean()) == np.mean([row["correct"] for row in rows])
     assert found["macro-F1"] == pytest.approx(reference.f1_score(truth, predicted, average="macro"))
@@ -222,11 +211,10 @@ def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
         assert found["AUPRC"] == pytest.approx(reference.average_precision_score(truth, logits[:, 1] - logits[:, 0]))
     confusion = sum(np.asarray(row["confusion"]) for row in rows)
     assert confusion.tolist() == reference.confusion_matrix(truth, predicted).tolist()
-    count, confidence, right = sum(np.asarray(row["calibration"]) for row in rows)
-    assert found["ECE"] == pytest.approx(np.abs(confidence - right).sum() / count.sum())
     probability = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    assert confidence.sum() == pytest.approx(probability.max(1).sum(), rel=1e-5)
     assert scored.predict(logits[0]) == pytest.approx(probability[0], rel=1e-5)
+    _, confidence, _ = sum(np.asarray(row["calibration"]) for row in rows)
+    assert confidence.sum() == pytest.approx(probability.max(1).sum(), rel=1e-5)
 
 
 def test_labels_are_scored_by_fmax() -> None:
@@ -269,45 +257,34 @@ def learned(kind: str) -> tuple[SequenceTask, list[Example]]:
 
 
 @pytest.mark.parametrize("kind", ["number", "class", "multilabel"])
-def test_baselines_say_what_follows_from_composition_and_not_from_length(trunk: ESM2, kind: str) -> None:
+def test_baselines_and_the_probe(trunk: ESM2, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels follow from the composition and not from the length; a probe is what scikit-learn fitted."""
     made, train = learned(kind)
-    base = FineTuner(trunk, made.head(TINY)).eval()
+    head = made.head(TINY)
+    base = FineTuner(trunk, head).eval()
     known = made.baselines(train, base)
     test = examples(60, kind, seed=1)
     outputs: Any = made.baseline_outputs(test, known, base)
     assert {output.dtype for found in outputs.values() for output in found} == {np.dtype(np.float32)}
     first = "majority" if kind == "class" else "mean"
     assert list(outputs) == [first, "length", "composition", "frozen embedding"]
+    assert list(made.baseline_outputs(test, known, None)) == [first, "length", "composition"]
     targets = [made.inputs(example).target for example in test]
     scores = {name: made.summary(list(map(made.score, found, targets))) for name, found in outputs.items()}
     metric = {"number": "R2", "class": "accuracy", "multilabel": "Fmax"}[kind]
-    assert scores["composition"][metric] > scores["length"][metric] + 0.15
-    assert scores["composition"][metric] > 0.8
-    assert scores["composition"][metric] > scores[first][metric] + 0.15
+    assert scores["composition"][metric] > max(0.8, scores["length"][metric] + 0.15, scores[first][metric] + 0.15)
     if kind == "class":  # everything is the most frequent class
-        assert {int(o.argmax()) for o in outputs["majority"]} == {int(np.argmax(made.facts["counts"]))}
         assert made.predict(outputs["majority"][0]) == pytest.approx(np.array(made.facts["counts"]) / 120)
-    without = made.baseline_outputs(test, known, None)
-    assert list(without) == [first, "length", "composition"]
-
-
-@pytest.mark.parametrize("kind", ["number", "class", "multilabel"])
-def test_a_probe_is_what_scikit_learn_fitted(trunk: ESM2, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, train = learned(kind)
-    head = made.head(TINY)
     torch.nn.init.normal_(head.norm.weight)  # as if the base had a head that has learned
-    model = FineTuner(trunk, head).eval()
     fits = recorded_fits(monkeypatch)
-    made.probe(head, train, model, seed=0)
-    outputs = np.stack(model.outputs([made.inputs(e) for e in train]))
+    made.probe(head, train, base, seed=0)
+    probed = np.stack(base.outputs([made.inputs(e) for e in train]))
+    fitted, x = fits[-1]
     if kind == "number":
-        fitted, x = fits[-1]
-        expected = fitted.predict(x)
-        assert outputs.ravel() == pytest.approx(expected.ravel(), abs=1e-4)
+        expected = fitted.predict(x).reshape(probed.shape)
     elif kind == "class":
-        fitted, x = fits[-1]
-        assert outputs == pytest.approx(fitted.decision_function(x), abs=1e-4)
+        expected = fitted.decision_function(x)
     else:
         expected = np.stack([fitted.decision_function(x) for fitted, x in fits[-3:]], axis=1)
-        assert outputs == pytest.approx(expected, abs=1e-4)
-    assert np.ptp(outputs, axis=0).max() > 0.1
+    assert probed == pytest.approx(expected, abs=1e-4)
+    assert np.ptp(probed, axis=0).max() > 0.1

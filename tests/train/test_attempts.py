@@ -21,7 +21,7 @@ from esmshard.checkpoint import manifest, sharded
 from esmshard.errors import InputError
 from esmshard.recipe import recipe_file
 from esmshard.train import finetune
-from esmshard.train.run_dir import Lock, goodput, metrics_of
+from esmshard.train.run_dir import Lock, metrics_of
 
 
 def run(recipe: Path, *overrides: str, resume: str | None = "auto") -> None:
@@ -107,28 +107,27 @@ def test_a_run_goes_on_from_a_checkpoint_of_ones_choice(
         (2, 4, 2),
         (3, 4, 2),
     ]
-    found = goodput(lines(out))
-    assert (found["attempts"], found["steps_lost"]) == (3, 4)
     assert "3 attempts, 4 steps lost" in said
 
 
 def test_a_directory_that_another_run_holds_is_left_alone(finished: Path, tmp_path: Path) -> None:
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "lock" not in path.name}
+
     out = shutil.copytree(finished / "run", tmp_path / "run")
     with Lock(out):
-        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "lock" not in path.name}
-        with pytest.raises(InputError, match="which is still running; wait for it, stop it, or choose another"):
+        before = content()
+        with pytest.raises(InputError, match="which is still running"):
             run(finished / "tiny.yaml", *OPTIONS, f"out={out}")
-        after = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "lock" not in path.name}
-    assert before == after
+        assert before == content()
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = 10_000
-    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(InputError, match=r"a checkpoint takes 0\.\d\d MB, and 0\.01 MB are free; make room"):
+    with pytest.raises(InputError, match=r"a checkpoint takes 0\.\d\d MB, and 0\.01 MB are free"):
         run(finished / "tiny.yaml", f"out={tmp_path / 'run'}", resume=None)
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 1)
@@ -154,8 +153,7 @@ def test_sigterm_to_the_command_saves_and_leaves_with_75(finished: Path, tmp_pat
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("preempted", 75)
     # Of signals that come while Python is in one call it hears the one of the lowest number first.
-    words = rf"stopped by SIG(TERM|USR1) after step {status['step']} of 6, which is saved; go on with --resume auto"
-    assert re.search(words, said), said
+    assert re.search(rf"stopped by SIG(TERM|USR1) after step {status['step']} of 6", said), said
     assert manifest.newest_good(out / "checkpoints", print) == manifest.path_of(out / "checkpoints", status["step"])
     done = esmshard(*arguments)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,6 @@ import pytest
 from scipy.stats import spearmanr
 
 from esmshard.data.splits.variant_records import divide, table_of
-from esmshard.predict import variants
 from esmshard.recipe.sections import Recipe
 from esmshard.train.cross_validation import Repeat, conclude
 
@@ -129,24 +128,3 @@ def test_the_top_of_the_list_is_measured(library: Planted) -> None:
     assert best["mean_of_all"] == pytest.approx(
         np.mean([row["measured"] for rows in library.folds for row in rows]), rel=1e-4
     )
-
-
-def test_predict_says_of_the_same_table_what_the_run_said(library: Planted) -> None:
-    (library.run / "seen_in_training.txt").write_text("\n".join(row["id"] for rows in library.folds for row in rows))
-    known = variants.read_known(library.run, [library.run], ["score"])
-    with open(library.run / "variants.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    measured_N = np.array([float(row["measured"]) for row in rows])
-    said_N = np.zeros(len(rows))
-    facts, _ = variants.compared(known, [row["variant"] for row in rows], said_N, measured_N, "score")
-    seen, found = facts["seen_in_training"], joint(library)
-    assert seen["spearman_out_of_fold"]["value"] == pytest.approx(found["metrics"]["fine-tuned"]["value"], abs=1e-4)
-
-
-def test_new_variants_are_counted_by_all_their_sites(library: Planted) -> None:
-    run: Path = library.run
-    (run / "seen_in_training.txt").write_text("K10A:A24C\nK10C\n")
-    known = variants.read_known(run, [run], ["score"])
-    names = ["K10D", "A24D:K10W", "K10D:W40A", "W40A", "M1A"]
-    facts, _ = variants.compared(known, names, np.arange(5.0), np.arange(5.0), "score")
-    assert facts["unseen"]["rows_at_varied_sites"] == 2

@@ -68,8 +68,7 @@ def test_the_head_goes_on(first: Run, tmp_path: Path) -> None:
     before = weights.read(str(first.path)).head
     assert all(torch.equal(tensor, before[name]()) for name, tensor in head.state_dict().items())
     assert said is not None
-    assert said.startswith(f"the head goes on from the sequence head of {first.path / 'model'}")
-    assert said.endswith("another mean or deviation, so its first outputs are shifted or scaled")
+    assert f"the head goes on from the sequence head of {first.path / 'model'}" in said
 
 
 def test_a_head_that_means_something_else_is_left_out(first: Run, tmp_path: Path) -> None:

@@ -119,10 +119,6 @@ def test_predicted_maps_are_of_the_residues_of_both_chains(run: Path) -> None:
     assert lines[:2] == ["id\tresidues\tjoin", "test0\t26,22\tlinker:3"]
     assert len(lines) == 13
     assert len(list((run / "png").glob("*.png"))) == 12
-    single = run / "single.fasta"
-    single.write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
-    ran("predict", run / "run" / "model", single, "-o", out, "--overwrite")
-    assert not (run / "maps.npz.chains.tsv").exists()
 
 
 def test_structures_of_complexes_train_score_and_predict(tmp_path: Path) -> None:
@@ -155,10 +151,3 @@ def test_structures_of_complexes_train_score_and_predict(tmp_path: Path) -> None
     ran("predict", model, structures, "--complexes", "all", "-o", tmp_path / "maps.npz")
     with np.load(tmp_path / "maps.npz") as maps:
         assert {name: len(maps[name]) for name in maps.files} == {"0abc_A:B": 26, "1abc_A:B": 24, "2abc_A:B": 24}
-    done = esmshard("predict", model, tmp_path / "pairs.txt", "--complexes", "all", "-o", tmp_path / "x.npz")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--complexes all: is for structure files, and" in done.stderr
-    only = [f"data.{name}={tmp_path}/a.fasta" for name in ("train", "valid", "test")]
-    done = esmshard("finetune", tmp_path / "recipe.yaml", *only, f"out={tmp_path}/other")
-    assert done.returncode == 2
-    assert "data.complexes: all is for structure files, and this recipe names none" in done.stderr

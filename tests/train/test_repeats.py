@@ -15,30 +15,23 @@ from esmshard.train.cross_validation import summarise
 
 
 def test_each_record_is_tested_in_one_fold_and_trained_on_in_the_others(tiny_recipe: Path) -> None:
-    ids = {"train": [], "test": []}  # type: dict[str, list[set[str]]]
-    for fold in range(3):
-        recipe = recipe_file.load(tiny_recipe, ["data.folds=3", f"data.fold={fold}"])
-        for name, found in ids.items():
-            split = open_split(recipe, name, None)
-            found.append({split.id(n) for n in range(len(split))})
-        assert len(open_split(recipe, "valid", None)) == 5
-    everyone = set.union(*ids["test"])
-    assert len(everyone) == 24 == sum(map(len, ids["test"]))
-    assert all(train == everyone - test for train, test in zip(ids["train"], ids["test"], strict=True))
-    assert {len(test) for test in ids["test"]} == {8}
-
-
-def test_of_one_file_for_training_and_validation_the_next_fold_is_the_validation_set(tiny_recipe: Path) -> None:
     train = recipe_file.load(tiny_recipe).data.train
-    tested, validated = [], []
+    validated, tested = [], []
     for fold in range(3):
-        recipe = recipe_file.load(tiny_recipe, ["data.folds=3", f"data.fold={fold}", f"data.valid={train}"])
-        splits = [open_split(recipe, name, None) for name in ("train", "valid", "test")]
-        ids = [{split.id(n) for n in range(len(split))} for split in splits]
-        assert [len(found) for found in ids] == [8, 8, 8]
-        assert len(set.union(*ids)) == 24, "no record is in two sets"
-        validated.append(ids[1])
-        tested.append(ids[2])
+        folds = ["data.folds=3", f"data.fold={fold}"]
+        sets = []
+        for overrides in (folds, [*folds, f"data.valid={train}"]):  # then the next fold is the validation set
+            recipe = recipe_file.load(tiny_recipe, overrides)
+            splits = [open_split(recipe, name, None) for name in ("train", "valid", "test")]
+            sets.append([{split.id(n) for n in range(len(split))} for split in splits])
+        (trained, valid, test), (fewer, next_fold, same) = sets
+        assert [len(ids) for ids in (trained, valid, test, fewer, next_fold)] == [16, 5, 8, 8, 8]
+        assert test == same
+        assert not trained & test
+        assert trained == fewer | next_fold
+        validated.append(next_fold)
+        tested.append(test)
+    assert len(set.union(*tested)) == 24
     assert validated == [tested[1], tested[2], tested[0]]
 
 

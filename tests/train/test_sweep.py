@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,10 @@ from typing import Any
 import pytest
 from command import esmshard
 
+from esmshard.errors import UsageError
+from esmshard.recipe import sweep_file
+
+RANGE = "space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-3}\n"
 LR = """\
 space:
   optim.lr: {{choices: [{choices}]}}
@@ -43,17 +46,12 @@ def read(out: Path) -> dict[str, Any]:
     return found
 
 
-def results(out: Path) -> str:
-    """The test of the best settings with one seed."""
-    return (out / read(out)["best_run"] / "evaluation.json").read_text()
-
-
 def test_the_better_value_is_found_trained_with_new_seeds_and_tested(small: Path, tmp_path: Path) -> None:
     settings = LR.format(choices="3.0e-3, 1.0e-9")  # the grid begins with the second, which leaves the model as it is
     out = tmp_path / "run"
     begun = sweep(small, settings, "--trials", "1", "--seeds", "1")
     assert begun.returncode == 0, begun.stderr
-    before = (out / read(out)["best_run"] / "evaluation.json").read_bytes()
+    before = (out / "best-000" / "evaluation.json").read_bytes()
     done = sweep(small, settings, "--seeds", "2", "--resume", "auto")
     assert done.returncode == 0, done.stderr
     assert (out / "best-000" / "evaluation.json").read_bytes() == before, "the results of the settings before stay"
@@ -84,19 +82,14 @@ def test_the_better_value_is_found_trained_with_new_seeds_and_tested(small: Path
     assert other.returncode == 2
     assert "holds a sweep with another settings;" in other.stderr
     assert sweep(small, settings).stderr.count("pass --resume auto to go on or to join") == 1
-
-
-def test_the_test_set_has_no_influence_on_the_search(small: Path, tmp_path: Path) -> None:
-    settings = "space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-1, log: true}\n"
-    found = []
-    for name in ("one", "two"):
-        done = sweep(small, settings, "--trials", "2", "--seeds", "1", f"out={tmp_path / name}")
-        assert done.returncode == 0, done.stderr
-        found.append((read(tmp_path / name)["trials"], results(tmp_path / name)))
-        small.with_name("test.fasta").write_text(">other\nMKVLAAGICWYMKVLAAGICWYHHHHQQPNDEST\n")
-    (searched, tested), (searched_again, tested_again) = found
-    assert searched == searched_again
-    assert json.loads(tested)["metrics"] != json.loads(tested_again)["metrics"], "it is another test"
+    # The test set has no influence on the search.
+    small.with_name("test.fasta").write_text(">other\nMKVLAAGICWYMKVLAAGICWYHHHHQQPNDEST\n")
+    other = sweep(small, settings, "--seeds", "1", f"out={tmp_path / 'other'}")
+    assert other.returncode == 0, other.stderr
+    assert read(tmp_path / "other")["trials"] == found["trials"]
+    tested = [path / "evaluation.json" for path in (out / "best-001" / "seed-4", tmp_path / "other" / "best-001")]
+    metrics = [json.loads(path.read_text())["metrics"] for path in tested]
+    assert metrics[0] != metrics[1], "it is another test"
 
 
 def test_a_trial_that_fails_is_recorded_and_does_not_end_the_sweep(small: Path, tmp_path: Path) -> None:
@@ -151,7 +144,7 @@ def test_an_interrupted_trial_goes_on_from_its_checkpoint(small: Path, tmp_path:
 
 
 def test_workers_share_the_trials(small: Path, tmp_path: Path) -> None:
-    small.with_name("sweep.yaml").write_text("space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-1, log: true}\n")
+    small.with_name("sweep.yaml").write_text(RANGE)
     command = ("finetune", str(small), "--sweep", str(small.with_name("sweep.yaml")), "--trials", "4", "--seeds", "1")
     with ThreadPoolExecutor(2) as pool:
         ended = [*pool.map(lambda n: esmshard(*command, "--resume", "auto"), range(2))]
@@ -166,24 +159,21 @@ def test_workers_share_the_trials(small: Path, tmp_path: Path) -> None:
     assert begun == [1, 1, 1, 1], "each by one worker"
 
 
-def mistakes() -> Iterator[Any]:
-    range_of = "space:\n  optim.lr: {low: 1.0e-5, high: 1.0e-3}\n"
-    yield pytest.param("space:\n  optim.lrr: {choices: [1, 2]}\n", (), ":2:", "did you mean 'lr'?", id="unknown key")
-    yield pytest.param("space:\n  adapt.rank: {choices: [4, 8]}\n", (), ":2:", "for adapt.method lora", id="together")
-    yield pytest.param("space:\n  out: {choices: [a, b]}\n", (), ":2:3:", "cannot be searched", id="out")
-    yield pytest.param(range_of, ("optim.lr=1e-4",), ":2:3:", "is searched, and optim.lr=1e-4 sets it", id="set twice")
-    yield pytest.param(range_of + "sampler: grid\n", (), ":3:1:", "ranges with a step", id="endless grid")
-    yield pytest.param(range_of, ("--folds", "3"), "", "--sweep does not go with --folds", id="folds")
-
-
-@pytest.mark.parametrize(("settings", "options", "place", "says"), [*mistakes()])
-def test_mistakes_are_one_sentence_before_anything_is_trained(
-    small: Path, tmp_path: Path, settings: str, options: tuple[str, ...], place: str, says: str
-) -> None:
-    done = sweep(small, settings, *options)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert says in done.stderr
-    assert f"sweep.yaml{place}" in done.stderr or not place
+def test_mistakes_are_refused_before_anything_is_trained(small: Path, tmp_path: Path) -> None:
+    file = small.with_name("sweep.yaml")
+    for text, overrides, place, says in (
+        ("space:\n  optim.lrr: {choices: [1, 2]}\n", [], ":2:", "did you mean 'lr'?"),
+        ("space:\n  adapt.rank: {choices: [4, 8]}\n", [], ":2:", "for adapt.method lora"),
+        ("space:\n  out: {choices: [a, b]}\n", [], ":2:3:", "cannot be searched"),
+        (RANGE, ["optim.lr=1e-4"], ":2:3:", "is searched, and optim.lr=1e-4 sets it"),
+        (RANGE + "sampler: grid\n", [], ":3:1:", "ranges with a step"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UsageError) as caught:
+            sweep_file.load(file, small, overrides)
+        assert says in str(caught.value)
+        assert f"sweep.yaml{place}" in str(caught.value)
+    done = sweep(small, RANGE, "--folds", "3")
+    assert done.returncode == 2
+    assert "--sweep does not go with --folds" in done.stderr
     assert not (tmp_path / "run").exists()

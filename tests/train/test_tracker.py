@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import signal
-import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ import numpy as np
 import pytest
 import wandb
 from command import esmshard
-from conftest import RECIPE, write_subset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record
 
 from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
@@ -31,109 +28,59 @@ STEP = {
 """Of a step on a CPU, which knows no `mfu` and no `reserved_memory_bytes`."""
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class WandbRun:
+    """As much of a run at W&B as accelerate and we ask for."""
+
+    options: dict[str, Any]
+    rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.rows.append((step, values))
+
+    def update(self, values: dict[str, Any], **_: Any) -> None:
+        self.config |= values
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+@pytest.fixture
+def at_wandb(monkeypatch: pytest.MonkeyPatch) -> list[WandbRun]:
+    """The runs that W&B is told of, one for each attempt."""
+    runs: list[WandbRun] = []
+
+    def init(**options: Any) -> WandbRun:
+        runs.append(WandbRun(options))
+        monkeypatch.setattr(wandb, "config", runs[-1])
+        return runs[-1]
+
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-
-
-def write(directory: Path, out: str = "run") -> Path:
-    write_subset(directory, "train", "train", range(24), unresolved=5)
-    write_subset(directory, "valid", "valid", range(5))
-    path = directory / "tiny.yaml"
-    path.write_text(RECIPE.format(tokens_per_rank=130, out=directory / out))
-    return path
-
-
-def lines(out: Path) -> list[dict[str, Any]]:
-    return list(metrics_of(out))
+    monkeypatch.setattr(wandb, "init", init)
+    return runs
 
 
 def steps(out: Path) -> dict[int, dict[str, float]]:
     """Numbers of metrics.jsonl by step."""
-    found = {}
-    for line in lines(out):
-        if "event" not in line and "split" not in line:
-            found[line["step"]] = {k: v for k, v in line.items() if k in STEP}
-            assert found[line["step"]].keys() == STEP
-    return found
+    of_steps = [line for line in metrics_of(out) if "event" not in line and "split" not in line]
+    assert all(line.keys() >= STEP for line in of_steps)
+    return {line["step"]: {k: v for k, v in line.items() if k in STEP} for line in of_steps}
 
 
-def scalars(out: Path) -> dict[str, list[tuple[int, float]]]:
-    """By name: step and value of every event that TensorBoard shows."""
+def check_tensorboard(out: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every number of every step, once, in single precision. By name: step and value of every event that is shown."""
     events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def shown(out: Path) -> dict[int, dict[str, float]]:
-    """Numbers of steps as W&B has them; each step in one row."""
-    rows = [row for one in offline(out) for row in one.rows if "loss" in row]
-    found = {row["_step"]: {k: v for k, v in row.items() if k in STEP} for row in rows}
-    assert len(found) == len(rows), "a step twice"
-    return found
-
-
-def check_tensorboard(out: Path) -> None:
-    """Every number of every step, once, in single precision."""
-    wanted, found = steps(out), scalars(out)
+    found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     for name in STEP:
-        assert found[name] == [(step, float(np.float32(line[name]))) for step, line in wanted.items()], name
-    valid = [(line["step"], line["loss"]) for line in lines(out) if "split" in line]
+        assert found[name] == [(step, float(np.float32(line[name]))) for step, line in steps(out).items()], name
+    valid = [(line["step"], line["loss"]) for line in metrics_of(out) if "split" in line]
     assert found["valid/loss"] == [(step, float(np.float32(value))) for step, value in valid]
-
-
-def digest(out: Path) -> str:
-    return hashlib.sha256((out / "model" / "model.safetensors").read_bytes()).hexdigest()
-
-
-@pytest.fixture(scope="module")
-def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny recipe on two ranks, with both trackers."""
-    directory = tmp_path_factory.mktemp("tracked")
-    recipe = write(directory)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_MODE", "offline")
-        patch.setenv("WANDB_API_KEY", KEY)
-        done = esmshard("finetune", recipe, BOTH, "checkpoint.keep=9", "--nproc", "2")
-    assert done.returncode == 0, done.stderr
-    return directory
-
-
-def test_tensorboard_shows_every_step(tracked: Path) -> None:
-    out = tracked / "run"
-    assert list(steps(out)) == [1, 2, 3, 4, 5, 6]
-    check_tensorboard(out)
-    found, tested = scalars(out), json.loads((out / "evaluation.json").read_text())["metrics"]["fine-tuned"]
-    assert found["test/AUPRC"] == [(6, float(np.float32(tested["AUPRC"]["value"])))]
-    assert len(list((out / "tensorboard").glob("events.*"))) == 1, "one rank tells"
-
-
-def test_wandb_has_every_step(tracked: Path) -> None:
-    out = tracked / "run"
-    assert shown(out) == steps(out)
-    (run,) = offline(out)
-    assert (run.project, run.name, run.group, run.exit_code) == ("esmshard", "run", "", 0)
-    assert run.id == (out / "wandb-id").read_text()
-    assert run.summary["status"] == "done"
-    assert run.config["optim"]["lr"] == 3.0e-3
-    assert run.config["batch"]["tokens_per_rank"] == 130
-    valid = {row["_step"]: row["valid/loss"] for row in run.rows if "valid/loss" in row}
-    assert valid == {line["step"]: line["loss"] for line in lines(out) if "split" in line}
-    for path in out.rglob("*"):
-        assert not path.is_file() or KEY.encode() not in path.read_bytes(), f"{path} holds the key"
-
-
-def test_what_is_done_again_is_shown_once(tracked: Path) -> None:
-    """Back to step 4. TensorBoard hides steps 5 and 6 and has the new times of them; W&B keeps the first ones."""
-    out = tracked / "run"
-    before, known = steps(out), shown(out)
-    run(tracked / "tiny.yaml", BOTH, resume=str(out / "checkpoints" / "step_000004"))
-    assert steps(out)[5]["step_s"] != before[5]["step_s"]
-    check_tensorboard(out)
-    assert shown(out) == known
+    return found
 
 
 def at_step(patch: pytest.MonkeyPatch, number: int, act: Any) -> None:
@@ -153,107 +100,67 @@ def run(recipe: Path, *overrides: str, resume: str | None = None) -> None:
     finetune.run(recipe_file.load(recipe, list(overrides)), resume)
 
 
-def test_a_preempted_run_goes_on_in_the_same_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, out = write(tmp_path, "seed-1"), tmp_path / "seed-1"
+def test_trackers_of_two_ranks_show_every_step(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WANDB_MODE": "offline", "WANDB_API_KEY": KEY}.items():
+        monkeypatch.setenv(name, value)
+    done = esmshard("finetune", tiny_recipe, BOTH, "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert "track:" not in done.stderr
+    out = tiny_recipe.with_name("run")
+    assert list(steps(out)) == [1, 2, 3, 4, 5, 6]
+    tested = json.loads((out / "evaluation.json").read_text())["metrics"]["fine-tuned"]
+    assert check_tensorboard(out)["test/AUPRC"] == [(6, float(np.float32(tested["AUPRC"]["value"])))]
+    assert len(list((out / "tensorboard").glob("events.*"))) == 1, "one rank tells"
+    (record,) = out.glob("wandb/offline-run-*/run-*.wandb")
+    assert record.stem == f"run-{(out / 'wandb-id').read_text()}"
+    for path in out.rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes(), f"{path} holds the key"
+
+
+def test_runs_that_go_on_show_each_step_once(
+    tiny_recipe: Path, at_wandb: list[WandbRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tiny_recipe.with_name("seed-1")
+    options = (BOTH, f"out={out}", "checkpoint.keep=9")
     with monkeypatch.context() as patch:
         at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Preempted):
-            run(recipe, BOTH)
+            run(tiny_recipe, *options)
     assert list(steps(out)) == [1, 2, 3]
-    run(recipe, BOTH, resume="auto")
-    assert list(steps(out)) == [1, 2, 3, 4, 5, 6]
-    assert shown(out) == steps(out)
+    run(tiny_recipe, *options, resume="auto")
     check_tensorboard(out)
-    first, second = offline(out)
-    assert first.id == second.id
-    assert first.group == tmp_path.name, "runs over seeds belong together"
+    rows = [(step, row) for attempt in at_wandb for step, row in attempt.rows if "loss" in row]
+    assert [step for step, _ in rows] == list(steps(out)) == [1, 2, 3, 4, 5, 6]
+    assert {step: {k: v for k, v in row.items() if k in STEP} for step, row in rows} == steps(out)
+    # Back to step 4. TensorBoard hides steps 5 and 6 and has the new times of them; W&B keeps the first ones.
+    before = steps(out)
+    run(tiny_recipe, *options, resume=str(out / "checkpoints" / "step_000004"))
+    assert steps(out)[5]["step_s"] != before[5]["step_s"]
+    check_tensorboard(out)
+    first, second, third = at_wandb
+    assert third.rows == []
+    assert len({attempt.options["id"] for attempt in at_wandb}) == 1
+    assert first.options["resume"] == "allow"
+    assert (first.options["project"], first.options["name"]) == ("esmshard", "seed-1")
+    assert first.options["group"] == out.parent.name, "runs over seeds belong together"
+    assert first.config["optim"]["lr"] == 3.0e-3
     assert (first.exit_code, first.summary["status"]) == (75, "preempted")
     assert (second.exit_code, second.summary["status"]) == (0, "done")
+    assert any("valid/loss" in row for _, row in second.rows)
+    assert any("test/AUPRC" in row for _, row in second.rows)
 
 
 def test_a_tracker_that_fails_does_not_touch_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """W&B has no key and nobody to ask; TensorBoard's writer breaks in the middle of the run."""
-    recipe = write(tmp_path)
-    run(recipe, "train.steps=3", f"out={tmp_path / 'untracked'}")
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
-    wandb.teardown()  # which keeps the settings of earlier runs of this process
+    """W&B refuses to begin; TensorBoard's writer breaks in the middle of the run."""
+    out, other = tiny_recipe.with_name("run"), tiny_recipe.with_name("untracked")
+    run(tiny_recipe, "train.steps=3", f"out={other}")
+    monkeypatch.setattr(wandb, "init", None)
     at_step(monkeypatch, 2, lambda: monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", None))
-    run(recipe, "train.steps=3", BOTH)
-    assert digest(tmp_path / "run") == digest(tmp_path / "untracked")
-    assert not any((tmp_path / "untracked" / name).exists() for name in tracking.TRACKED)
+    run(tiny_recipe, "train.steps=3", BOTH)
+    digests = [hashlib.sha256((o / "model" / "model.safetensors").read_bytes()).hexdigest() for o in (out, other)]
+    assert digests[0] == digests[1]
+    assert not any((other / name).exists() for name in tracking.TRACKED)
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("track:")]
     assert [line.split()[1] for line in told] == ["wandb", "tensorboard"]
-
-
-# What a run at W&B holds, read from its files by the format of their log: LevelDB's, with a header of its own.
-
-BLOCK = 32768
-
-
-@dataclass
-class Offline:
-    """Of one file `run-ID.wandb`."""
-
-    id: str = ""
-    project: str = ""
-    name: str = ""
-    group: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """Of what W&B adds, whose names begin with `_`, only the step."""
-    summary: dict[str, Any] = field(default_factory=dict)
-    exit_code: int | None = None
-
-
-def offline(out: Path) -> list[Offline]:
-    """Every file of a run directory, in the order of their making."""
-    return [read(path) for path in sorted(out.glob("wandb/offline-run-*/run-*.wandb"))]
-
-
-def read(path: Path) -> Offline:
-    found = Offline()
-    for data in records_of(path.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
-        kind = record.WhichOneof("record_type")
-        if kind == "run":
-            found.id, found.project = record.run.run_id, record.run.project
-            found.name, found.group = record.run.display_name, record.run.run_group
-            update(found.config, record.run.config.update)
-        elif kind == "config":
-            update(found.config, record.config.update)
-        elif kind == "history":
-            row: dict[str, Any] = {}
-            update(row, record.history.item)
-            found.rows.append({k: v for k, v in row.items() if k == "_step" or not k.startswith("_")})
-        elif kind == "summary":
-            update(found.summary, record.summary.update)
-        elif kind == "exit":
-            found.exit_code = record.exit.exit_code
-    return found
-
-
-def update(content: dict[str, Any], items: Any) -> None:
-    for item in items:
-        key = item.key or "/".join(item.nested_key)
-        content[key] = json.loads(item.value_json)
-
-
-def records_of(data: bytes) -> list[bytes]:
-    assert data[:4] == b":W&B"
-    place, found, parts = 7, [], b""
-    while place + 7 <= len(data):
-        if BLOCK - place % BLOCK < 7:  # too short for a header: filled with zeros
-            place += BLOCK - place % BLOCK
-            continue
-        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
-        parts += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            found.append(parts)
-            parts = b""
-    return found

@@ -1,1 +1,1 @@
-"""Families of models: one module for each, what several share, the class `Family`, and the registry."""
+"""Families of models: one module for each family, the class `Family`, and the registry."""

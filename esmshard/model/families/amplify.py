@@ -1,7 +1,7 @@
 """AMPLIFY over packed sequences, and its files.
 
 The reference for every number is the authors' code (https://github.com/chandar-lab/AMPLIFY, commit 2fd2c08), a class of
-`transformers` that lies beside the weights; `tests/parity/` compares the two. Gate and up are one tensor in its files.
+`transformers` in the repositories of the weights; `tests/parity/` compares the two. Files join gate and up.
 """
 
 import re
@@ -31,26 +31,24 @@ from esmshard.model.trunk import ABSENT, embedding
 from esmshard.vocab import TOKENS, VOCAB_SIZE
 
 VOCABULARY = ("<pad>", "<unk>", "<mask>", "<bos>", "<eos>", "|", *"LAGVSERTIDPKQNFYMHWCB")
-"""The tokens of AMPLIFY, in the order of the rows of its embedding (`conf/tokenizer/amplify_vocab.txt` there)."""
+"""The tokens of AMPLIFY in the order of the rows of the embedding (`conf/tokenizer/amplify_vocab.txt`)."""
 
-_SAME = {"<cls>": "<bos>", "<null_1>": "|"}
-"""Tokens of `esmshard.vocab` that have another name in AMPLIFY. ESM-C, too, has `|` in the place of `<null_1>`."""
+_RENAMED = {"<cls>": "<bos>", "<null_1>": "|"}
+"""Tokens of `esmshard.vocab` with another name in AMPLIFY."""
 
 ROWS: tuple[int | None, ...] = tuple(
-    VOCABULARY.index(name) if (name := _SAME.get(token, token)) in VOCABULARY else None for token in TOKENS
+    VOCABULARY.index(name) if (name := _RENAMED.get(token, token)) in VOCABULARY else None for token in TOKENS
 )
 """The row of each token of `esmshard.vocab`; None for X, U, Z, O and gaps, which AMPLIFY reads as `<unk>`."""
 
 CODE = "chandar-lab/AMPLIFY_350M--amplify"
-"""The repository and the module of the authors' code on the hub, as `auto_map` names them."""
+"""The repository and the module of the authors' code on the hub, as in `auto_map`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AmplifyConfig(EsmcConfig):
-    """The architecture of an AMPLIFY.
-
-    Everything else (vocabulary, RMSNorm with eps 1e-5, interleaved rotary positions of base 10000, no biases in blocks)
-    is fixed.
+    """The architecture of an AMPLIFY. Fixed are vocabulary, RMSNorm with eps 1e-5, interleaved rotary positions of base
+    10000, and blocks without biases.
     """
 
     family: ClassVar[str] = "amplify"
@@ -59,12 +57,12 @@ class AmplifyConfig(EsmcConfig):
 
     @property
     def n_logits(self) -> int:
-        """The 33 tokens. Those that the model lacks have a logit that makes their probability zero."""
+        """The 33 tokens of `esmshard.vocab`. Tokens that the model lacks have the logit `ABSENT`."""
         return VOCAB_SIZE
 
     @property
     def ffn_width(self) -> int:
-        """Width of gate and up: 8/3 of the model's width, up to a multiple of 8, in all released models."""
+        """Width of gate and up: in released models 8/3 of the model's width, rounded up to a multiple of 8."""
         return (8 * self.dim // 3 + 7) // 8 * 8 if self.ffn is None else self.ffn
 
     @property
@@ -73,7 +71,7 @@ class AmplifyConfig(EsmcConfig):
 
 
 class AmplifyHead(nn.Module):
-    """The LM head: one linear layer, whose columns are put into the order of `esmshard.vocab`."""
+    """The LM head: one linear layer, with its columns in the order of `esmshard.vocab`."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -98,7 +96,7 @@ class Amplify(ESMC):
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
         """Look up the token embeddings [T, D]. Letters that AMPLIFY lacks have the row of `<unk>`."""
-        # Rows are joined instead of looked up by a second table, which would be a buffer beside the weights.
+        # A second look-up table would need a buffer.
         rows, unknown = self.embed_tokens.weight.split(1), VOCABULARY.index("<unk>")  # type: ignore[no-untyped-call]
         table = torch.cat([rows[unknown if row is None else row] for row in ROWS])
         return F.embedding(batch.tokens_T, table)
@@ -117,7 +115,7 @@ _FIXED = {
     "ffn_bias": False,
     "pad_token_id": VOCABULARY.index("<pad>"),
 }
-"""The settings that all released models have. They are the defaults of the authors' code, too."""
+"""The settings of all released models, which are defaults of the authors' code."""
 
 
 class AmplifyFamily(Family):
@@ -127,12 +125,12 @@ class AmplifyFamily(Family):
     config = AmplifyConfig
     trunk = Amplify
     sizes: ClassVar[Mapping[str, ModelConfig]] = {
-        # These are for tests and for training from scratch on a laptop; nothing is released under these names.
+        # For tests and for training from scratch on a laptop; no released model has these names.
         "amplify_nano": AmplifyConfig(n_layers=2, dim=32, n_heads=4),
         "amplify_mini": AmplifyConfig(n_layers=6, dim=128, n_heads=8),
         "amplify_120m": _M120,
         "amplify_350m": _M350,
-        # These are the models after the first stage of training, in which proteins had at most 512 tokens.
+        # The models after the first stage of training, with at most 512 tokens of a protein.
         "amplify_120m_base": replace(_M120, window=510),
         "amplify_350m_base": replace(_M350, window=510),
     }
@@ -166,7 +164,7 @@ class AmplifyFamily(Family):
     )
 
     def initial(self, config: AmplifyConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Draw a tensor of a new model: matrices and embedding are uniform up to 0.02, as in the authors' code."""
+        """Draw a tensor of a new model: matrices and embedding are uniform within 0.02, as in the authors' code."""
         if len(shape) == 1:
             return super().initial(config, name, shape, generator)
         return 0.04 * torch.rand(shape, generator=generator) - 0.02
@@ -184,7 +182,7 @@ class AmplifyFamily(Family):
         width = raw.get("intermediate_size")
         if not isinstance(width, int):
             raise ValueError(f"intermediate_size is {width!r} and not a positive whole number")
-        ffn = (2 * width // 3 + 7) // 8 * 8
+        ffn = (2 * width // 3 + 7) // 8 * 8  # as in the authors' code
         return config if ffn == config.ffn_width else replace(config, ffn=ffn)
 
     def write_config(self, config: AmplifyConfig) -> dict[str, Any]:
@@ -198,7 +196,6 @@ class AmplifyFamily(Family):
             "eos_token_id": VOCABULARY.index("<eos>"),
             "hidden_act": "SwiGLU",
             "hidden_size": config.dim,
-            # The authors' code takes 2/3 of it, up to a multiple of 8.
             "intermediate_size": 4 * config.dim if config.ffn is None else 3 * config.ffn // 2,
             "mask_token_id": VOCABULARY.index("<mask>"),
             "max_length": 2048,

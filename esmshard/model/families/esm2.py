@@ -1,16 +1,15 @@
-"""ESM-2, ESM-1b and ESM-1v over packed sequences, with the files of `transformers` and of fair-esm, whose names of
-tensors are ours; and what SaProt, which `transformers` calls `esm`, too, has in common with them.
+"""ESM-2, ESM-1b and ESM-1v over packed sequences, the base classes of SaProt, and the files of `transformers` and
+fair-esm. Our names of tensors are the names of fair-esm.
 
-ESM-1b and ESM-1v have learned positions. No linear layer and no LayerNorm sees padding. The reference for every number
-is fair-esm 2.0.0 (`esm/model/esm2.py`, `esm1.py`); `tests/parity/` compares the two. `esmshard.batch` explains the
-letters of tensor names.
+ESM-1b and ESM-1v have learned positions. The reference for every number is fair-esm 2.0.0 (`esm/model/esm2.py`,
+`esm1.py`); `tests/parity/` compares the two. `esmshard.batch` explains the letters of tensor names.
 """
 
 import argparse
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,32 +40,26 @@ from esmshard.model.trunk import ContactRegression, Trunk, embedding
 from esmshard.vocab import EOS, MASK, PAD, TOKENS, VOCAB_SIZE
 
 MASK_RATIO_TRAINED = 0.15 * 0.8
-"""Share of tokens that were `<mask>` in pre-training. The embeddings are scaled as if the share were always this."""
+"""Share of `<mask>` tokens in pre-training. Embeddings are scaled as if each sequence had this share."""
 
 TIED = "lm_head.weight"
-"""The LM head's matrix: the same tensor as `embed_tokens.weight`, stored once."""
+"""The matrix of the LM head, which is the same tensor as `embed_tokens.weight`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EsmConfig(ModelConfig):
-    """The architecture of an ESM-2, or of an ESM-1b or ESM-1v with `max_positions`.
-
-    Everything else (4 x feed-forward, exact gelu, LayerNorm before each part, eps 1e-5) is fixed.
+    """The architecture of an ESM-2, or of an ESM-1b or ESM-1v with `max_positions`. Fixed are 4 x feed-forward, exact
+    gelu, LayerNorm before each part, and eps 1e-5.
     """
 
     family: ClassVar[str] = "esm2"
     vocabulary: ClassVar[tuple[str, ...]] = TOKENS
-    """The tokens of the family, in the order of the rows of its embedding. `<pad>` is where it is in
-    `esmshard.vocab`."""
+    """The tokens in the order of the rows of the embedding. `<pad>` has the same row in all families."""
 
     token_dropout: bool = True
-    """Whether `<mask>` embeddings are set to zero and the others rescaled, as in training. All
-    released models do this.
-    """
+    """Whether `<mask>` embeddings are set to zero and the others rescaled. All released models do this."""
     max_positions: int | None = None
-    """Number of tokens that the table of learned positions covers (ESM-1b, ESM-1v: 1024); None for rotary positions
-    (ESM-2, SaProt).
-    """
+    """Number of learned positions (ESM-1b, ESM-1v: 1024); None for rotary positions (ESM-2, SaProt)."""
     emb_layer_norm_before: bool = False
     """Whether a LayerNorm follows the embeddings, before the first layer."""
 
@@ -77,12 +70,12 @@ class EsmConfig(ModelConfig):
 
     @property
     def rotary(self) -> bool:
-        """Whether positions are rotary (ESM-2, SaProt) instead of learned (ESM-1b, ESM-1v)."""
+        """Whether positions are rotary (ESM-2, SaProt) and not learned (ESM-1b, ESM-1v)."""
         return self.max_positions is None
 
     @property
     def position_rows(self) -> int:
-        """Number of rows of the table of learned positions. fairseq counts positions from `<pad>`'s number + 1."""
+        """Number of rows of the table of learned positions. fairseq counts positions from PAD + 1."""
         return (self.max_positions or 0) + PAD + 1
 
     @property
@@ -104,7 +97,7 @@ class EsmConfig(ModelConfig):
 
 
 class TransformerLayer(TrunkBlock):
-    """A pre-LayerNorm block. `final_layer_norm`, fair-esm's name, comes before the feed-forward part."""
+    """A block with a LayerNorm before each part: `final_layer_norm` comes before the feed-forward part."""
 
     def __init__(self, dim: int, n_heads: int, *, rotary: bool = True) -> None:
         super().__init__()
@@ -125,7 +118,7 @@ class TransformerLayer(TrunkBlock):
 
 
 class LMHead(nn.Module):
-    """The masked-language-model head. `weight` is the token embedding's matrix: one tensor under two names."""
+    """The masked-language-model head. `weight` is the token embedding."""
 
     def __init__(self, dim: int, weight: torch.Tensor) -> None:
         super().__init__()
@@ -140,11 +133,10 @@ class LMHead(nn.Module):
 
 
 class ESM2(Trunk):
-    """The ESM-2 trunk with its two own heads."""
+    """The ESM-2 trunk with LM head and contact head."""
 
     tied: ClassVar[Mapping[str, str]] = {TIED: "embed_tokens.weight"}
     make_lm_head: ClassVar[type[LMHead]] = LMHead
-    """The class of the LM head."""
     config: EsmConfig
     lm_head: LMHead
 
@@ -171,11 +163,7 @@ class ESM2(Trunk):
         return batch.tokens_T
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Compute the token embeddings [T, D]: token dropout, learned positions and LayerNorm, if the model has them.
-
-        Raises:
-            InputError: a sequence is longer than a model with learned positions allows.
-        """
+        """Compute the embeddings [T, D]. Raises `InputError` for a sequence with too many learned positions."""
         rows_T = self.rows(batch)
         x_TD: torch.Tensor = self.embed_tokens(rows_T)
         if self.config.token_dropout:
@@ -197,13 +185,11 @@ class ESM2(Trunk):
 
 
 def _token_dropout(x_TD: torch.Tensor, masked_T: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Set `<mask>` embeddings to zero and rescale the others. In evaluation too: without any `<mask>` they are
-    multiplied by 0.88.
-
-    The share of `<mask>` is counted per sequence, `<cls>` and `<eos>` included, never over the pack.
+    """Set `<mask>` embeddings to zero and rescale the others, in training and in evaluation: without `<mask>` the
+    embeddings are multiplied by 0.88. The share of `<mask>` is counted per sequence with `<cls>` and `<eos>`.
     """
     lengths_N = batch.cu_seqlens.diff().long()
-    # Masked tokens of a sequence are a difference of running sums, which is exact in integers and needs no loop.
+    # The number of masks in a sequence is a difference of running sums, which is exact in integers.
     running = F.pad(masked_T.long().cumsum(0), (1, 0))
     ratio_N = running[batch.cu_seqlens.long()].diff().float() / lengths_N
     scale_N = (1 - MASK_RATIO_TRAINED) / (1 - ratio_N)
@@ -212,7 +198,7 @@ def _token_dropout(x_TD: torch.Tensor, masked_T: torch.Tensor, batch: TokenBatch
 
 
 class EsmFamily(Family):
-    """A family whose directories `EsmForMaskedLM` of `transformers` 4 and 5 reads."""
+    """A family with directories for `EsmForMaskedLM` of `transformers` 4 and 5."""
 
     config: ClassVar[type[EsmConfig]]
     model_types = ("esm",)
@@ -244,9 +230,8 @@ class EsmFamily(Family):
     def initial(self, config: EsmConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
         """Draw a tensor of a new model.
 
-        Linear layers are Xavier-uniform (q, k and v with gain 1/sqrt 2, as in fair-esm's attention). The embedding,
-        whose matrix is the LM head's too, is normal with deviation 0.02, so that first logits are small, and so are
-        learned positions.
+        Linear layers are Xavier-uniform; q, k and v have gain 1/sqrt 2, as in fair-esm's attention. Embedding and
+        learned positions are normal with standard deviation 0.02, so that the first logits are small.
         """
         if len(shape) == 1:
             return super().initial(config, name, shape, generator)
@@ -261,15 +246,14 @@ class EsmFamily(Family):
     def pieces(self, key: str, config: EsmConfig) -> tuple[Piece, ...]:
         if not re.match(r"(esm|lm_head|head)\.", key):
             key = "esm." + key  # The key is from a bare EsmModel.
-        # Released files hold these keys, and nothing uses them: `pooler` was never trained.
         if re.match(r"esm\.embeddings\.position_ids$|esm\.pooler\.", key):
-            return ()
+            return ()  # The pooler was never trained.
         if config.rotary and key == self.names.theirs("embed_positions.weight"):
             return ()
         # transformers 5 writes LayerNorms under the names of old TensorFlow files.
         key = re.sub(r"(LayerNorm|layer_norm)\.gamma$", r"\1.weight", key)
         key = re.sub(r"(LayerNorm|layer_norm)\.beta$", r"\1.bias", key)
-        # All layers share one table: at model level, or (transformers 5.23) under a literal `layer.*`.
+        # All layers share one table at model level, or under a literal `layer.*` (transformers 5.23).
         if re.search(r"(^esm\.|layer\.\*.*)rotary_embeddings\.inv_freq$", key):
             return tuple(Piece(f"layers.{n}.self_attn.rot_emb.inv_freq") for n in range(config.n_layers))
         return (Piece(self.names.ours(key)),)
@@ -299,13 +283,13 @@ class EsmFamily(Family):
     def read_config(self, raw: Mapping[str, Any]) -> EsmConfig:
         if raw.get("is_folding_model"):
             raise ValueError("it is an ESMFold; only language models can be read")
-        positions, rows = raw.get("position_embedding_type", "absolute"), raw.get("max_position_embeddings", 1026)
+        positions = raw.get("position_embedding_type", "absolute")
         if positions not in ("rotary", "absolute"):
             raise ValueError(f"position_embedding_type is {positions!r}")
         config = self.config(
             **renamed(raw, SIZES_OF_TRANSFORMERS),
             token_dropout=bool(raw.get("token_dropout", False)),
-            max_positions=rows - PAD - 1 if positions == "absolute" else None,
+            max_positions=raw.get("max_position_embeddings", 1026) - PAD - 1 if positions == "absolute" else None,
             emb_layer_norm_before=bool(raw.get("emb_layer_norm_before")),
         )
         fixed = {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "intermediate_size": config.ffn_width}
@@ -321,11 +305,12 @@ class EsmFamily(Family):
         replace_json(directory / "tokenizer_config.json", special | {"tokenizer_class": "EsmTokenizer"})
 
 
+_ESM1V = EsmConfig(n_layers=33, dim=1280, n_heads=20, max_positions=1024)
 SIZES: dict[str, EsmConfig] = {
-    # These are for tests and for training from scratch on a laptop; nothing is released under these names.
+    # For tests and for training from scratch on a laptop; no released model has these names.
     "nano": EsmConfig(n_layers=2, dim=32, n_heads=4),
     "mini": EsmConfig(n_layers=6, dim=128, n_heads=8),
-    # data/starter and data/demo have their trained weights (`esmshard.model.config.SHIPPED`).
+    # Trained weights are in data/starter and data/demo (`esmshard.model.config.SHIPPED`).
     "starter": EsmConfig(n_layers=6, dim=192, n_heads=12),
     "demo": EsmConfig(n_layers=6, dim=192, n_heads=6),
     # Lin et al. 2023 (doi:10.1126/science.ade2574), as released in fair-esm.
@@ -336,13 +321,8 @@ SIZES: dict[str, EsmConfig] = {
     "esm2_t36_3B_UR50D": EsmConfig(n_layers=36, dim=2560, n_heads=40),
     "esm2_t48_15B_UR50D": EsmConfig(n_layers=48, dim=5120, n_heads=40),
     # Rives et al. 2021 (doi:10.1073/pnas.2016239118) and Meier et al. 2021 (five models, for variant effects).
-    "esm1b_t33_650M_UR50S": EsmConfig(
-        n_layers=33, dim=1280, n_heads=20, max_positions=1024, emb_layer_norm_before=True
-    ),
-    **{
-        f"esm1v_t33_650M_UR90S_{n}": EsmConfig(n_layers=33, dim=1280, n_heads=20, max_positions=1024)
-        for n in range(1, 6)
-    },
+    "esm1b_t33_650M_UR50S": replace(_ESM1V, emb_layer_norm_before=True),
+    **{f"esm1v_t33_650M_UR90S_{n}": _ESM1V for n in range(1, 6)},
 }
 
 _LIN = "Lin et al. 2023, Science 379:1123, doi:10.1126/science.ade2574"
@@ -352,17 +332,13 @@ _PAPERS = {"esm2": _LIN, "esm1b": _RIVES, "esm1v": _MEIER}
 
 
 class FairEsmFile(AuthorsFile):
-    """The `.pt` file of fair-esm, with the contact regression in a file beside it."""
+    """The `.pt` file of fair-esm, with a second file for the contact regression."""
 
     def path(self, directory: Path, stem: str, config: EsmConfig) -> Path:
-        """Return the path of the `.pt` of a model.
-
-        Its name is `stem`, after the name of the architecture if `stem` does not begin with one, since fair-esm takes
-        the architecture from the file's name.
-        """
-        family = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
-        whole = stem if stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v")) else f"{family}_{stem}"
-        return directory / f"{whole}.pt"
+        """Return the path of the `.pt` of a model. fair-esm takes the architecture from the name of the file."""
+        architecture = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
+        named = stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v"))
+        return directory / (f"{stem}.pt" if named else f"{architecture}_{stem}.pt")
 
     def write(self, file: Path, config: EsmConfig, tensors: dict[str, torch.Tensor]) -> list[Path]:
         """Write `NAME.pt` and `NAME-contact-regression.pt` for `esm.pretrained.load_model_and_alphabet_local`."""
@@ -381,7 +357,7 @@ import argparse
 import esm
 import torch
 
-torch.serialization.add_safe_globals([argparse.Namespace])  # the settings in the file, which torch.load refuses else
+torch.serialization.add_safe_globals([argparse.Namespace])  # else torch.load refuses the settings in the file
 model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)""",
     code="[fair-esm](https://github.com/facebookresearch/esm)",
     our_names=True,
@@ -407,11 +383,7 @@ class Esm2Family(EsmFamily):
     pickles: ClassVar[Mapping[str, AuthorsFile]] = {"fair-esm": FAIR_ESM}
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
-        """Read a model that fair-esm published.
-
-        Raises:
-            InputError: the file of the contact regression beside it cannot be read.
-        """
+        """Read a model in fair-esm's format. Raises `InputError` if the file of the contact regression is damaged."""
         state = data.get("model")
         if not isinstance(state, dict):
             return None
@@ -420,13 +392,11 @@ class Esm2Family(EsmFamily):
         if regression.is_file():
             contacts = weight_reader.read_pickle(regression).get("model")
             if not isinstance(contacts, dict):
-                raise InputError(
-                    f"{regression}: not a contact regression of fair-esm (it has no 'model'); download it again"
-                )
+                raise InputError(f"{regression}: not a contact regression of fair-esm; download it again")
             state = state | contacts
-        # Released files keep the prefixes of the fairseq trainer.
+        # Released files have the prefixes of the fairseq trainer.
         state = {re.sub(r"^(encoder\.sentence_encoder\.|encoder\.)", "", str(key)): state[key] for key in state}
-        # fair-esm does this on loading: these files hold noise in the row of <mask>, and the LM head shares the table.
+        # Files with learned positions have noise in the row of <mask>. fair-esm, too, sets this row to zero.
         for name in () if config.rotary else ("embed_tokens.weight", TIED):
             if isinstance(state.get(name), torch.Tensor):
                 state[name] = state[name].detach().clone()
@@ -439,11 +409,7 @@ FAMILY = Esm2Family()
 
 
 def config_of_fair_esm(data: Mapping[str, Any]) -> EsmConfig:
-    """Return the architecture of the model in a fair-esm `.pt`.
-
-    Raises:
-        ValueError: it is not an architecture that is supported here; the message says why.
-    """
+    """Return the architecture of a fair-esm `.pt`, or raise `ValueError` with a reason."""
     cfg = data.get("cfg")
     settings = data["args"] if "args" in data else cfg.get("model") if isinstance(cfg, dict) else None
     if isinstance(settings, argparse.Namespace):
@@ -451,30 +417,21 @@ def config_of_fair_esm(data: Mapping[str, Any]) -> EsmConfig:
     if not isinstance(settings, dict):
         raise ValueError("it has neither cfg.model nor args with the sizes of a model")
     args = {key.removeprefix("encoder_"): value for key, value in settings.items()}
-    if "args" in data:  # These are names of the fairseq trainer: encoder_layers, encoder_embed_dim, ...
+    if "args" in data:
         if args.get("arch") != "roberta_large":
             raise ValueError(f"its architecture is {args.get('arch')!r}; only ESM-2, ESM-1b and ESM-1v can be read")
         before = any("emb_layer_norm_before" in str(key) for key in data.get("model", ()))
     else:
         args["max_positions"], before = None, False
-    try:
-        config = EsmConfig(
-            n_layers=args["layers"],
-            dim=args["embed_dim"],
-            n_heads=args["attention_heads"],
-            token_dropout=bool(args.get("token_dropout", False)),
-            max_positions=args["max_positions"],
-            emb_layer_norm_before=before,
-        )
-    except KeyError as error:
-        raise ValueError(f"it does not say its {error}") from None
-    if args.get("ffn_embed_dim", 4 * config.dim) != 4 * config.dim:
-        raise ValueError(f"its feed-forward width is {args['ffn_embed_dim']}, not {4 * config.dim}")
+    names = {"n_layers": "layers", "dim": "embed_dim", "n_heads": "attention_heads", "max_positions": "max_positions"}
+    dropout = bool(args.get("token_dropout", False))
+    config = EsmConfig(**renamed(args, names), token_dropout=dropout, emb_layer_norm_before=before)
+    check_settings(args, {"ffn_embed_dim": config.ffn_width})
     return config
 
 
 def fair_esm_settings(config: EsmConfig) -> dict[str, Any]:
-    """Return the entries beside the weights in a fair-esm `.pt`."""
+    """Return the settings in a fair-esm `.pt`."""
     sizes = argparse.Namespace(
         encoder_layers=config.n_layers,
         encoder_embed_dim=config.dim,

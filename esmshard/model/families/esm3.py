@@ -1,18 +1,17 @@
-"""ESM3 over packed sequences, with coordinates and structure tokens where a batch has these tracks, and its files. All
-other tracks have the values that stand for nothing known.
+"""ESM3 over packed sequences, its files, and its encoder of structure tokens. Coordinates and structure tokens are
+tracks of a batch; all other tracks are unknown.
 
 The reference for every number is `esm` 3.4.1 (`esm/models/esm3.py`), called with one protein at a time;
 `tests/parity/test_esm3.py` compares the two. `esmshard.batch` explains the letters of tensor names.
 
-Geometric attention: residues attend to each other by the places and directions of their backbones. Each residue has a
-frame, which follows from N, CA and C. Each head turns two vectors of a residue by its frame, whose product with those
-of another residue says how well directions agree, and moves two points with its frame, whose distance counts against
-the other residue. What is gathered is turned back into the frame of the residue that gathers. The reference is
-`GeometricReasoningOriginalImpl` in `esm/layers/geom_attention.py`.
+In geometric attention, residues attend to each other by the places and directions of their backbones. N, CA and C of a
+residue define a frame. Each head rotates a query and a key vector by the frames of two residues; the product of the
+vectors says how well the directions agree. The head also places a query and a key point in the frames; the distance of
+the points counts against attention. The gathered vector is rotated back into the frame of the residue that gathers. The
+reference is `GeometricReasoningOriginalImpl` in `esm/layers/geom_attention.py`.
 
-`transformers` has no ESM3. A fine-tuned one is therefore written under the authors' names, with a `config.json` whose
-`model_type` is `esm3`: esmshard reads such a directory, and nothing else does. `ESM3_FILE` writes the file that the
-authors' code reads.
+`transformers` has no ESM3. A directory has the authors' names and a `config.json` with the `model_type` `esm3`, and
+only esmshard reads it. `ESM3_FILE` writes the file that the authors' code reads.
 """
 
 import re
@@ -49,27 +48,22 @@ from esmshard.model.trunk import embedding
 from esmshard.vocab import CLS, EOS, PAD, SEPARATOR, Track
 
 STRUCTURE_TOKENS = 4096
-"""Number of the codes that describe the structure around a residue."""
+"""Number of codes for the structure around a residue."""
 STRUCTURE_MASK = STRUCTURE_TOKENS
-"""Row of the structure token of a residue whose structure is unknown."""
-STRUCTURE_SPECIAL = {
-    EOS: STRUCTURE_MASK + 1,
-    CLS: STRUCTURE_MASK + 2,
-    PAD: STRUCTURE_MASK + 3,
-    SEPARATOR: STRUCTURE_MASK + 4,
-}
-"""Rows of the structure tokens that stand at tokens of the sequence that are not residues."""
+"""The structure token of a residue with an unknown structure."""
+STRUCTURE_SPECIAL = {token: STRUCTURE_MASK + 1 + n for n, token in enumerate((EOS, CLS, PAD, SEPARATOR))}
+"""Structure tokens for the special tokens of the sequence."""
 TABLES = {
     "structure_tokens_embed": STRUCTURE_TOKENS + 5,
     "ss8_embed": 8 + 3,
     "sasa_embed": 16 + 3,
     "residue_embed": 1478,
 }
-"""Rows of the embedding tables of the other tracks, by the authors' names, without those of functions."""
+"""Rows of the embedding tables of the other tracks but functions, by the authors' names."""
 FUNCTIONS, FUNCTION_ROWS = 8, 260
-"""Number of tables of function tokens, each of 1/8 of the width of the model, and the rows of each."""
+"""Number of tables of function tokens, and rows of each table. A table has 1/8 of the width of the model."""
 PLDDT_BINS = 16
-"""Radial basis functions that describe a pLDDT."""
+"""Number of radial basis functions that describe a pLDDT."""
 HEADS = {
     "structure_head": STRUCTURE_TOKENS,
     "ss8_head": TABLES["ss8_embed"],
@@ -79,17 +73,17 @@ HEADS = {
 }
 """Columns of the heads of the other tracks, by the authors' names."""
 COORDINATES, STRUCTURE = "coordinates", "structure_tokens"
-"""Names of the tracks that the models read besides the sequence."""
+"""Names of the tracks that the models read."""
 FARTHEST = 1e6
-"""Ångström. Coordinates beyond count as unknown, as in the reference."""
+"""Larger coordinates, in Ångström, count as unknown, as in the reference."""
 AT_ONCE = 2**21
-"""Most pairs of residues, times heads, that are computed at once: 8 MiB for each of a handful of matrices in fp32."""
+"""Maximum of residue pairs times heads that are computed at once: 8 MiB for each of a few fp32 matrices."""
 _SOFTNESS = 3**-0.5
 NEIGHBOURS = 16
 FARTHEST_POSITION = 32
-"""Residues further apart in the sequence count as this far apart."""
+"""Maximum distance in the sequence. Larger distances count as this number."""
 RESIDUES_AT_ONCE = 256
-"""Residues whose surroundings are computed at once: 128 MiB for the widest matrix of the released encoder."""
+"""Residues that the encoder computes at once: 128 MiB for the widest matrix of the released encoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,19 +96,19 @@ class Esm3Config(EsmcConfig):
     """Heads of the geometric attention in the first block."""
 
     def kept_with(self, track: str) -> int:
-        """Geometric attention keeps its input, the same normalised, its vectors, and the input of the last matrix."""
+        """Geometric attention keeps its input, the normalised input, the vectors, and the input of the last matrix."""
         return 2 * self.dim + 18 * self.v_heads if track == COORDINATES else 0
 
 
 def frames(coordinates_T33: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rotations [T, 3, 3], origins [T, 3] in Ångström, and whether they are known [T], all but the last in fp32.
+    """Return fp32 rotations [T, 3, 3] and origins [T, 3] in Ångström of the residues, and whether they are known [T].
 
-    The first axis goes from C to CA, the second lies in the plane of the three atoms on the side of N, and CA is the
-    origin. Where a coordinate is unknown, rotation and origin are 0. The reference has a mean frame there; but nothing
-    attends to such a residue, and it gathers nothing, so that no number depends on it.
+    The first axis points from C to CA. The second axis lies in the plane of the three atoms on the side of N. CA is the
+    origin. Unknown rotations and origins are 0. The reference has a mean frame for unknown residues, which changes no
+    number, since such a residue neither gathers nor is attended to.
 
     Args:
-        coordinates_T33: N, CA and C of each residue in Ångström; NaN where unknown.
+        coordinates_T33: N, CA and C of each residue in Ångström; NaN for unknown coordinates.
     """
     known_T = (coordinates_T33.abs() < FARTHEST).flatten(1).all(1)
     n_T3, ca_T3, c_T3 = coordinates_T33.float().masked_fill(~known_T[:, None, None], 0.0).unbind(1)
@@ -130,9 +124,9 @@ def _of_length_1(x_T3: torch.Tensor) -> torch.Tensor:
 
 
 class GeometricAttention(nn.Module):
-    """Attention over the frames of each sequence, [T, D] to [T, D]; parameter names are the authors'.
+    """Attention over the frames of each sequence, [T, D] to [T, D], with the authors' names of parameters.
 
-    A residue without coordinates gets exactly 0 if there are no biases, and does not count for the others.
+    A residue without coordinates gets exactly 0 without biases, and does not count for other residues.
     """
 
     def __init__(self, dim: int, v_heads: int, *, bias: bool = False) -> None:
@@ -148,13 +142,13 @@ class GeometricAttention(nn.Module):
 
         Args:
             x_TD: the tokens of all sequences, end to end.
-            coordinates_T33: N, CA and C in Ångström; NaN where unknown. In fp32, in which the attention is computed.
-            counts: the tokens of each sequence. No sequence sees another.
+            coordinates_T33: N, CA and C in Ångström, in fp32; NaN for unknown coordinates.
+            counts: number of tokens of each sequence. No sequence sees another sequence.
         """
         vectors_T5H3 = self.proj(self.s_norm(x_TD)).view(len(x_TD), 5, -1, 3)
         rotation_T33, origin_T3, known_T = frames(coordinates_T33)
-        # Autograd alone would keep some matrices of L x L for each head: for 1,024 residues and 256 heads, 1 GiB each.
-        # So each part is computed again in the backward pass.
+        # Autograd alone would keep some L x L matrices for each head: for 1,024 residues and 256 heads, 1 GiB each.
+        # Each part is therefore computed again in the backward pass.
         gather: Callable[..., torch.Tensor] = _gathered
         if torch.is_grad_enabled():
             gather = partial(checkpoint, _gathered, use_reentrant=False, preserve_rng_state=False)
@@ -185,13 +179,12 @@ def _gathered(
     known_L: torch.Tensor,
     queries: slice,
 ) -> torch.Tensor:
-    """Return what some queries of one sequence gather by some of the heads, [P, H, 3], in their frames.
-
-    Without any known residue all weights are alike.
+    """Return the vectors [P, H, 3] that some queries of one sequence gather with some heads, in the frames of the
+    queries. Without a known residue all weights are equal.
     """
     turned_LN3 = vectors_L5H3.flatten(1, 2).float() @ rotation_L33.mT
     q_HL3, k_HL3, v_HL3, far_q_HL3, far_k_HL3 = turned_LN3.view(vectors_L5H3.shape).permute(1, 2, 0, 3).unbind(0)
-    origin_L3 = origin_L3 - origin_L3.mean(0)  # Only distances count, and around 0 they have more digits.
+    origin_L3 = origin_L3 - origin_L3.mean(0)  # Only distances count, and numbers around 0 have more digits.
     direction_H11, distance_H11 = scales_2H[..., None, None]
     far_q_HP3, far_k_HL3 = (far_q_HL3 + origin_L3)[:, queries] * distance_H11, (far_k_HL3 + origin_L3) * distance_H11
     distances_HPL = torch.cdist(far_q_HP3, far_k_HL3, compute_mode="donot_use_mm_for_euclid_dist")
@@ -202,10 +195,8 @@ def _gathered(
 
 
 class OtherTracks(nn.Module):
-    """The encoders of structure tokens, pLDDT, secondary structure, accessibility, functions and annotations.
-
-    Parameter names are the authors'. The vectors for unknown values are computed from the parameters in each forward
-    pass, so that no second copy of them lies in files and shards.
+    """The encoders of structure tokens, pLDDT, secondary structure, accessibility, functions and annotations, with the
+    authors' names of parameters. Each forward pass computes the vectors of unknown values from the parameters.
     """
 
     def __init__(self, dim: int) -> None:
@@ -216,17 +207,16 @@ class OtherTracks(nn.Module):
         self.ss8_embed = embedding(TABLES["ss8_embed"], dim)
         self.sasa_embed = embedding(TABLES["sasa_embed"], dim)
         self.function_embed = nn.ModuleList(embedding(FUNCTION_ROWS, dim // FUNCTIONS) for _ in range(FUNCTIONS))
-        # Without annotations a residue gets the sum over none of these rows, which is 0.
+        # A residue without annotations gets the sum over no rows, which is 0.
         self.residue_embed = embedding(TABLES["residue_embed"], dim)
 
     def forward(self, tokens_T: torch.Tensor, structure_T: torch.Tensor | None) -> torch.Tensor:
-        """Return what the tracks add [T, D].
-
-        The average pLDDT is 1 and that of each residue 0, as in the reference, and all others but structure are pads.
+        """Return the sum of the tracks [T, D]. As in the reference, the average pLDDT is 1, that of each residue is
+        0, and the other tracks but structure are pads.
 
         Args:
-            tokens_T: the sequence, whose tokens that are no residues have structure tokens of their own.
-            structure_T: int64 [T], the structure tokens; None if none is known.
+            tokens_T: the sequence.
+            structure_T: int64 [T], the structure tokens; None if all are unknown.
         """
         if structure_T is None:
             structure_T = torch.full_like(tokens_T, STRUCTURE_MASK)
@@ -239,27 +229,25 @@ class OtherTracks(nn.Module):
             residue_plddt_B
         )
         constant_D = constant_D + self.ss8_embed.weight[0] + self.sasa_embed.weight[0]
-        # Where ranks divide the layers, the weight is a plain tensor, which `get_parameter` of torch 2.11 refuses.
+        # If ranks divide the layers, the weight is a plain tensor, which `get_parameter` of torch 2.11 refuses.
         functions_D = torch.cat([table.weight[0] for table in self.function_embed])  # type: ignore[index,misc]
         return x_TD + (constant_D + functions_D)
 
 
 def _radial_basis(value: float, like: torch.Tensor) -> torch.Tensor:
-    """Return the description [B] of a value from 0 to 1 by Gaussians of 1/B width, in the type of `like`."""
+    """Describe a value from 0 to 1 by B Gaussians of width 1/B, [B] in the type of `like`."""
     centres_B = torch.linspace(0.0, 1.0, PLDDT_BINS, device=like.device)
     return torch.exp(-(((value - centres_B) * PLDDT_BINS) ** 2)).to(like.dtype)
 
 
 class ESM3(ESMC):
-    """The ESM3 trunk with the LM head of the sequence.
+    """The ESM3 trunk with the LM head of the sequence. The model holds all other parameters of the released file, too,
+    so that the file can be written again.
 
-    Everything else in the released file is there too, so that the file can be written again.
-
-    Geometric attention learns with coordinates, and the table of structure tokens with structure tokens. Without these
-    tracks they are frozen, and what never learns is frozen always. Geometric attention without coordinates, and the
-    other heads, have no part in any output. The vectors of unknown tracks have; but they are the same at all residues,
-    which the learned rows of tokens can express as well, and of each table one row would get a gradient while weight
-    decay would wear away all others.
+    Geometric attention learns with coordinates, and the table of structure tokens learns with structure tokens. Without
+    these tracks they are frozen, and so are all other parameters in `never_learns`. Most of these change no output. The
+    vectors of unknown tracks do, but the rows of tokens can learn the same sum; and in each table one row would get a
+    gradient, while weight decay would shrink all other rows.
     """
 
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.", "geom_attn.", "other_tracks.", "other_heads.")
@@ -272,22 +260,19 @@ class ESM3(ESMC):
         d = config.dim
         super().__init__(config)
         self.other_tracks = OtherTracks(d)
-        # It belongs to the first block, but lies beside the blocks, since sharding, planner and streaming rely on
-        # equal blocks.
+        # A part of the first block. The module is kept outside, since sharding, planner and offload need equal blocks.
         self.geom_attn = GeometricAttention(d, config.v_heads)
         self.other_heads = nn.ModuleDict({name: UntiedLMHead(d, rows) for name, rows in HEADS.items()})
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Add the embeddings [T, D] of all tracks. `<mask>` has a learned row, and nothing is scaled."""
+        """Add the embeddings [T, D] of all tracks."""
         return super().embed(batch) + self.other_tracks(batch.tokens_T, batch.tracks.get(STRUCTURE))  # type: ignore[no-any-return]
 
     def run_block(
         self, index: int, x_TD: torch.Tensor, batch: TokenBatch, on_attention: OnAttention | None
     ) -> torch.Tensor:
-        """Apply block `index` to x [T, D]. With coordinates the first one has geometric attention, too.
-
-        It is computed wherever batches have the track, even if all coordinates are unknown, so that all ranks have
-        gradients of the same parameters.
+        """Apply block `index` to x [T, D]. With the track of coordinates, the first block has geometric attention, even
+        if all coordinates are unknown, so that all ranks have gradients of the same parameters.
         """
         if index or COORDINATES not in batch.tracks:
             return super().run_block(index, x_TD, batch, on_attention)
@@ -299,7 +284,7 @@ class ESM3(ESMC):
 
 
 class _EncoderBlock(nn.Module):
-    """Geometric attention and a gated feed-forward part, under the authors' names."""
+    """Geometric attention and a gated feed-forward part, with the authors' names."""
 
     def __init__(self, dim: int, v_heads: int, ffn_width: int) -> None:
         super().__init__()
@@ -314,7 +299,7 @@ class _Gate(nn.Module):
 
 
 class StructureEncoder(nn.Module):
-    """The encoder, without what its training needs. `codes` are the number C of codes, and their length Z."""
+    """The encoder of structure tokens, without parts for its training. `codes` is (number C, length Z) of the codes."""
 
     codes_CZ: torch.Tensor
 
@@ -326,20 +311,19 @@ class StructureEncoder(nn.Module):
         self.register_buffer("codes_CZ", torch.zeros(codes))
 
     def forward(self, coordinates_L33: torch.Tensor) -> torch.Tensor:
-        """Return the structure tokens of one protein, int64 [L].
-
-        As in the reference, residues without coordinates get a code, too, which is the same for all of them.
+        """Return the structure tokens of one protein, int64 [L]. As in the reference, all residues without coordinates
+        get the same token.
 
         Args:
-            coordinates_L33: N, CA and C of each residue in Ångström; NaN where unknown.
+            coordinates_L33: N, CA and C of each residue in Ångström; NaN for unknown coordinates.
         """
         z_LZ = self.described(coordinates_L33)
-        distances_LC = self.codes_CZ.square().sum(1) - 2 * z_LZ @ self.codes_CZ.t()  # and the square of z, alike in all
-        return distances_LC.argmin(1)
+        # Squared distances without the square of z, which is the same for all codes.
+        return (self.codes_CZ.square().sum(1) - 2 * z_LZ @ self.codes_CZ.t()).argmin(1)
 
     def described(self, coordinates_L33: torch.Tensor) -> torch.Tensor:
-        """Return the description of each residue before it becomes a code, [L, Z]."""
-        # Residues without coordinates have no part in the description of any other.
+        """Return the vector of each residue that becomes a code, [L, Z]."""
+        # Residues without coordinates do not count for other residues.
         place_N = frames(coordinates_L33)[2].nonzero().flatten()
         known_N33 = coordinates_L33[place_N].to(self.codes_CZ.dtype)
         x_LD = self.codes_CZ.new_zeros(len(coordinates_L33), self.positions.embedding_dim)
@@ -349,10 +333,10 @@ class StructureEncoder(nn.Module):
         return self.pre_vq_proj(x_LD)  # type: ignore[no-any-return]
 
     def _surroundings(self, part_P: torch.Tensor, known_N33: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
-        """Describe some of the residues with coordinates, [P, D]."""
+        """Describe some residues with coordinates, [P, D]."""
         ca_N3 = known_N33[:, 1]
         apart_PN = torch.cdist(ca_N3[part_P], ca_N3, compute_mode="donot_use_mm_for_euclid_dist")
-        # Each residue comes first among its neighbours.
+        # The residue itself comes first among its neighbours.
         apart_PN[torch.arange(len(part_P), device=part_P.device), part_P] = -1
         neighbour_PE = apart_PN.topk(min(NEIGHBOURS, len(ca_N3)), largest=False).indices
         offset_PE = place_N[neighbour_PE] - place_N[part_P, None]
@@ -363,7 +347,7 @@ class StructureEncoder(nn.Module):
         for n, block in enumerate(self.blocks):
             assert isinstance(block, _EncoderBlock)
             x_TD = x_TD + block.geom_attn(x_TD, coordinates_T33, counts)
-            if n + 1 == len(self.blocks):  # From here on only the residue itself counts.
+            if n + 1 == len(self.blocks):  # Now only the residue itself counts.
                 x_TD = x_TD[:: counts[0]]
             x_TD = x_TD + block.ffn(x_TD)
         return x_TD
@@ -371,17 +355,13 @@ class StructureEncoder(nn.Module):
 
 @lru_cache(maxsize=1)
 def read_encoder(path: Path) -> StructureEncoder:
-    """Read the authors' file `esm3_structure_encoder_v0.pth`. The file that was read last stays in memory.
-
-    Raises:
-        InputError: the file cannot be read, or holds something else.
-    """
+    """Read `esm3_structure_encoder_v0.pth`, and keep it in memory. Raises `InputError` for another file."""
     tensors = {
         re.sub(r"^relative_positional_embedding\.embedding\.", "positions.", name)
         .replace("transformer.blocks.", "blocks.")
         .replace("codebook.embeddings", "codes_CZ"): reader()
         for name, reader in weight_reader.read_tensors(path).items()
-        if name not in ("codebook.N", "codebook.z_avg")  # They are of training.
+        if name not in ("codebook.N", "codebook.z_avg")  # Only training needs these.
     }
     try:
         encoder = StructureEncoder(
@@ -392,7 +372,7 @@ def read_encoder(path: Path) -> StructureEncoder:
             codes=(tensors["codes_CZ"].shape[0], tensors["codes_CZ"].shape[1]),
         )
         encoder.load_state_dict(tensors)
-    except (KeyError, RuntimeError) as error:  # A tensor is missing, is of another shape, or has no place.
+    except (KeyError, RuntimeError) as error:  # A tensor is missing or unknown, or has another shape.
         raise InputError(
             f"{path}: not an encoder of structure tokens ({' '.join(str(error).split())}); give "
             "esm3_structure_encoder_v0.pth of the repository biohub/esm3-sm-open-v1"
@@ -405,8 +385,8 @@ def structure_tokens(
 ) -> npt.NDArray[np.int64]:
     """Return the structure tokens of one protein, int64 [L], each below 4,096, by the authors' file of the encoder.
 
-    `coordinates` are N, CA and C of each residue in Ångström [L, 3, 3]; NaN where unknown. Neighbouring rows are
-    neighbours in the sequence, so residues without coordinates must have rows, too.
+    `coordinates` are N, CA and C of each residue in Ångström [L, 3, 3]; NaN for unknown coordinates. Rows are positions
+    in the sequence, so that residues without coordinates must have rows, too.
     """
     coordinates_L33 = torch.from_numpy(coordinates).float().to(device)
     with torch.no_grad():
@@ -415,7 +395,7 @@ def structure_tokens(
 
 
 _HAYES = "Hayes et al. 2025, Science 387:850, doi:10.1126/science.ads0018"
-
+_HOLDER = "Chan Zuckerberg Biohub and the ESM3 authors"
 _TABLE = "encoder.sequence_embed.weight"
 _GEOMETRIC = "transformer.blocks.0.geom_attn."
 _SCALE = f"{_GEOMETRIC}distance_scale_per_head"
@@ -443,7 +423,7 @@ model.load_state_dict(state)""",
     code="[esm](https://github.com/Biohub/esm)",
     lacks=("head.", "contact_head."),
 )
-"""The `.pth` file in which ESM3-open was published: tensors alone, without sizes."""
+"""The `.pth` file in which ESM3-open was published: tensors without sizes."""
 
 
 class Esm3Family(Family):
@@ -453,16 +433,13 @@ class Esm3Family(Family):
     config = Esm3Config
     trunk = ESM3
     sizes: ClassVar[Mapping[str, ModelConfig]] = {
-        # These are for tests; nothing is released under these names. The authors' files do not tell the width of a
-        # head, which is 64 here as in the released model, so that these can be written as such files too.
+        # For tests; no released model has these names. The authors' files need heads of width 64.
         "esm3_nano": Esm3Config(n_layers=2, dim=128, n_heads=2, v_heads=8),
         "esm3_mini": Esm3Config(n_layers=6, dim=192, n_heads=3, v_heads=16),
         "esm3_sm_open_v1": Esm3Config(n_layers=48, dim=1536, n_heads=24, v_heads=256),
     }
     released: ClassVar[Mapping[str, Released]] = {
-        "esm3_sm_open_v1": Released(
-            "biohub/esm3-sm-open-v1", "mit", "Chan Zuckerberg Biohub and the ESM3 authors", _HAYES
-        )
+        "esm3_sm_open_v1": Released("biohub/esm3-sm-open-v1", "mit", _HOLDER, _HAYES)
     }
     paper = _HAYES
     window = 2046
@@ -482,18 +459,15 @@ class Esm3Family(Family):
             "geom_attn.": _GEOMETRIC,
             "other_tracks.": "encoder.",
             **{
-                f"{ours}.{part}.": f"output_heads.{theirs}.{place}."
-                for ours, theirs in {
-                    "lm_head": "sequence_head",
-                    **{f"other_heads.{head}": head for head in HEADS},
-                }.items()
-                for place, part in LM_HEAD.items()
+                f"{ours}.{part}.": f"output_heads.{theirs}.{index}."
+                for ours, theirs in (("lm_head", "sequence_head"), *((f"other_heads.{head}", head) for head in HEADS))
+                for index, part in LM_HEAD.items()
             },
         },
     )
 
     def initial(self, config: Esm3Config, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Draw a tensor of a new model as in ESM-C; scales of geometric attention are 0."""
+        """Draw a tensor of a new model. Scales of geometric attention are 0."""
         if name.endswith("_scale_per_head"):
             return torch.zeros(shape)
         return super().initial(config, name, shape, generator)

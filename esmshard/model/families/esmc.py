@@ -1,13 +1,13 @@
-"""ESM-C (ESM Cambrian) over packed sequences, and its files; and what ESM3 and AMPLIFY have in common with it: blocks
-with a gated feed-forward part, without biases.
+"""ESM-C (ESM Cambrian) over packed sequences, its files, and the base classes of ESM3 and AMPLIFY: blocks with a gated
+feed-forward part and without biases.
 
 The reference for every number is `transformers` 5.23 (`models/esmc/modeling_esmc.py`); `tests/parity/` compares the
 two. `esmshard.batch` explains the letters of tensor names.
 
-Four layouts of files exist, and all hold the same tensors. `transformers` from 5.16 on writes one key for each of our
-tensors. The files of 2026-05 and those of 2024-12 join the projections of queries, keys and values in one tensor, and
-gate and up in another, under two sets of names. ESM++ has the names of 2024-12. Keys are unambiguous, so that one
-function reads all of them; only the first layout is written, which the authors' code reads from 3.4 on.
+Files have four layouts with the same tensors. `transformers` from 5.16 on writes one key for each of our tensors. Files
+of 2026-05 and of 2024-12 join queries, keys and values in one tensor, and gate and up in another tensor, under two sets
+of names. ESM++ has the names of 2024-12. One function reads all layouts, since no key is ambiguous. Only the first
+layout is written, which the authors' code reads from 3.4 on.
 """
 
 import re
@@ -40,43 +40,40 @@ from esmshard.model.trunk import ContactRegression, Trunk, embedding
 from esmshard.vocab import CLS, EOS, MASK, PAD, SEPARATOR, TOKENS, UNK
 
 ROWS = 64
-"""Rows of the embedding and columns of the logits of ESM-C and ESM3. The first 33 are tokens, the others have no
-meaning."""
+"""Rows of the embedding and columns of the logits of ESM-C and ESM3. Only the first 33 are tokens."""
 
 HEAD = 64
-"""Width of an attention head in every published ESM-C and ESM3. Tensors alone do not tell it."""
+"""Width of an attention head in every published ESM-C and ESM3, which does not follow from tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EsmcConfig(ModelConfig):
-    """The architecture of an ESM-C, or of the trunk of an ESM3; other families override what differs.
-
-    Everything else (vocabulary, QK LayerNorm, rotary positions of base 10000, eps 1e-5, the divisor of the branches) is
-    fixed.
+    """The architecture of an ESM-C. Fixed are vocabulary, LayerNorm of queries and keys, rotary positions of base 10000
+    and eps 1e-5. Other families override what differs.
     """
 
     family: ClassVar[str] = "esmc"
     gated: ClassVar[bool] = True
     qk_norm: ClassVar[bool] = True
     chain_break: ClassVar[bool] = True
-    """`|` is a token. ESM-C was never trained on it, by its authors' own words (Biohub/esm#166)."""
+    """`|` is a token, on which ESM-C was never trained (Biohub/esm#166)."""
 
     ffn: int | None = None
-    """Width of the feed-forward part; None for the width of all released models, which follows from the model's."""
+    """Width of the feed-forward part; None for the width in released models, which follows from the model's width."""
 
     @property
     def n_logits(self) -> int:
-        """All rows of the embedding. The loss of the authors is over all of them."""
+        """All rows of the embedding, as in the authors' loss."""
         return ROWS
 
     @property
     def ffn_width(self) -> int:
-        """Width of gate and up: 8/3 of the model's width, up to a multiple of 256, in all released models."""
+        """Width of gate and up: in released models 8/3 of the model's width, rounded up to a multiple of 256."""
         return (8 * self.dim // 3 + 255) // 256 * 256 if self.ffn is None else self.ffn
 
     @property
     def branch_scale(self) -> float:
-        """Factor of what attention and feed-forward part add: 1 / sqrt(layers / 36)."""
+        """Factor of the outputs of attention and feed-forward part: 1 / sqrt(layers / 36)."""
         return float((36 / self.n_layers) ** 0.5)
 
     @property
@@ -87,7 +84,7 @@ class EsmcConfig(ModelConfig):
 
 
 def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up, [T, F] each. Of what lies between, the backward pass keeps nothing."""
+    """Return silu(gate) * up, [T, F] each. The backward pass keeps no other tensor than gate and up."""
     if torch.compiler.is_compiling():  # The compiler chooses what to keep.
         return F.silu(gate_TF) * up_TF
     if not torch.is_grad_enabled():
@@ -97,7 +94,7 @@ def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """The product of a gate. Autograd alone would keep silu(gate), a third of what the feed-forward part keeps."""
+    """silu(gate) * up. Autograd alone would also keep silu(gate), a third of the memory of the feed-forward part."""
 
     @staticmethod
     def forward(ctx: Any, gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
@@ -115,7 +112,7 @@ class _Gated(torch.autograd.Function):
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) x weight. The mean is computed in fp32.
 
-    On a GPU this is one kernel. Elsewhere torch has several operations, of which autograd keeps two more vectors.
+    On a GPU torch has one kernel. On other devices torch has several operations, and autograd keeps two more vectors.
     """
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -128,7 +125,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The norm, of which only input and scale are kept."""
+    """The norm. The backward pass keeps only input, weight and scale."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -153,7 +150,7 @@ class _RMSNorm(torch.autograd.Function):
 class GatedLayer(TrunkBlock):
     """A block with a norm before each part, rotary attention and a gated feed-forward part (SwiGLU).
 
-    `norm` makes the norms from their width, and `SelfAttention` explains `interleaved`.
+    `norm` makes a norm of a width, and `RotaryEmbedding` explains `interleaved`.
     """
 
     def __init__(self, config: EsmcConfig, norm: Callable[[int], nn.Module], interleaved: bool) -> None:
@@ -163,7 +160,7 @@ class GatedLayer(TrunkBlock):
         self.self_attn_layer_norm = norm(d)
         self.self_attn = SelfAttention(d, config.n_heads, interleaved=interleaved, bias=False, qk_norm=config.qk_norm)
         self.final_layer_norm = norm(d)
-        # Two products are as fast as a joined one, since each is wide enough to fill the cores.
+        # Two products are as fast as a joined product, since each is wide enough to fill the cores.
         self.gate = nn.Linear(d, f, bias=False)
         self.up = nn.Linear(d, f, bias=False)
         self.down = nn.Linear(f, d, bias=False)
@@ -176,7 +173,7 @@ class GatedLayer(TrunkBlock):
         on_attention: OnAttention | None = None,
         between: Between | None = None,
     ) -> torch.Tensor:
-        """Map x [T, D] to [T, D]. What `between` returns is added after attention, times the scale of the branches."""
+        """Map x [T, D] to [T, D]. The result of `between` is added after attention, times `branch_scale`."""
         on_qk = partial(on_attention, layer) if on_attention is not None else None
         y_TD = self.self_attn(self.self_attn_layer_norm(x_TD), batch, on_qk)
         x_TD = torch.add(x_TD, y_TD, alpha=self.branch_scale)
@@ -188,7 +185,7 @@ class GatedLayer(TrunkBlock):
 
 
 class UntiedLMHead(nn.Module):
-    """A masked-language-model head whose last matrix is its own."""
+    """A masked-language-model head that shares no matrix with the embedding."""
 
     def __init__(self, dim: int, n_logits: int) -> None:
         super().__init__()
@@ -202,8 +199,8 @@ class UntiedLMHead(nn.Module):
 
 
 class ESMC(Trunk):
-    """The ESM-C trunk: a token embedding, gated blocks, a norm, an LM head, and a contact regression, which no released
-    file has. Other families have subclasses; `norm` and `interleaved` are those of `GatedLayer`.
+    """The ESM-C trunk: token embedding, gated blocks, a norm, LM head, and a contact regression, which no released file
+    has. `GatedLayer` explains `norm` and `interleaved`.
     """
 
     config: EsmcConfig
@@ -220,7 +217,7 @@ class ESMC(Trunk):
         self.lm_head: nn.Module = UntiedLMHead(config.dim, ROWS)
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Look up the token embeddings [T, D]. `<mask>` has a learned row, and nothing is scaled."""
+        """Look up the token embeddings [T, D], with a learned row for `<mask>`."""
         return self.embed_tokens(batch.tokens_T)  # type: ignore[no-any-return]
 
     def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -242,16 +239,16 @@ AUTHORS = Names(
     },
     others={"layer_norm_after.": "transformer.norm."},
 )
-"""The names of 2024-12, but for those that differ between ESM-C and ESM3."""
+"""The names of 2024-12 that ESM-C and ESM3 share."""
 
 LM_HEAD = {"0": "dense", "2": "layer_norm", "3": "decoder"}
-"""Our names of the parts of an LM head, by their place in the authors' `nn.Sequential`."""
+"""Our names of the parts of an LM head, by the index in the authors' `nn.Sequential`."""
 
 JOINED = {
     "attn.layernorm_qkv.1.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "ffn.1.weight": ("gate.weight", "up.weight"),
 }
-"""The tensors of a block that are several of ours, of the same size and one below the other."""
+"""The tensors of a block that join several of our tensors of equal size along the rows."""
 
 _OF_2026 = {
     "layernorm_qkv.layer_norm_": "layernorm_qkv.0.",
@@ -260,11 +257,11 @@ _OF_2026 = {
     "ffn.fc1_weight": "ffn.1.weight",
     "ffn.fc2_weight": "ffn.3.weight",
 }
-"""What the names of 2026-05 were in 2024-12."""
+"""The names of 2024-12, by the names of 2026-05."""
 
 
 def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tuple[Piece, ...]:
-    """Return our tensors in a key of a file of the authors. An unknown key is returned as it is."""
+    """Return our tensors in a key of a file of the authors; see `Family.pieces`."""
     for new, old in _OF_2026.items():
         key = key.replace(new, old)
     match = re.fullmatch(r"transformer\.blocks\.(\d+)\.(.+)", key)
@@ -278,8 +275,8 @@ def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tupl
 
 
 def authors_sizes(keys: Iterable[str], table: str, shape: Sequence[int]) -> dict[str, Any]:
-    """Return layers, width and heads of a published model, of the keys of its file, and the key and shape of its token
-    embedding. Raises `ValueError` if this is not that of a published model.
+    """Return layers, width and heads of a published model, from the keys of a file, and key and shape of its token
+    embedding. Raises `ValueError` for another shape.
     """
     if len(shape) != 2 or shape[0] != ROWS or shape[1] % HEAD:
         raise ValueError(f"its {table} is {list(shape)}, and {ROWS} rows of a multiple of {HEAD} are expected")
@@ -288,13 +285,12 @@ def authors_sizes(keys: Iterable[str], table: str, shape: Sequence[int]) -> dict
 
 
 def write_tokenizer(directory: Path, vocabulary: Sequence[str], roles: Mapping[str, str], name: str) -> None:
-    """Write the files from which `transformers.AutoTokenizer` makes a tokenizer of single letters.
+    """Write the files of a tokenizer of single letters for `transformers.AutoTokenizer`.
 
     Args:
-        directory: where to write them.
+        directory: an existing directory.
         vocabulary: the tokens in the order of their rows.
-        roles: the tokens that stand for no residue, by the names of `transformers`; `bos` and `eos` are added to a
-            sequence.
+        roles: special tokens by the names of `transformers`. `bos` and `eos` are added to a sequence.
         name: the class of the tokenizer.
     """
     rows = {token: n for n, token in enumerate(vocabulary)}
@@ -302,22 +298,13 @@ def write_tokenizer(directory: Path, vocabulary: Sequence[str], roles: Mapping[s
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     first, last = ({"SpecialToken": {"id": roles[role], "type_id": 0}} for role in ("bos", "eos"))
     a, b = ({"Sequence": {"id": sequence, "type_id": n}} for n, sequence in enumerate("AB"))
-    tokenizer: dict[str, Any] = {
+    ends = {token: {"id": token, "ids": [rows[token]], "tokens": [token]} for token in (roles["bos"], roles["eos"])}
+    template = {"single": [first, a, last], "pair": [first, a, b, last], "special_tokens": ends}
+    tokenizer = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "decoder")),
         "added_tokens": [{"id": rows[token], "content": token, **flags, "special": True} for token in special],
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [first, a, last],
-            "pair": [first, a, b, last],
-            "special_tokens": {
-                token: {"id": token, "ids": [rows[token]], "tokens": [token]} for token in (roles["bos"], roles["eos"])
-            },
-        },
-        "decoder": None,
+        "post_processor": {"type": "TemplateProcessing", **template},
         "model": {"type": "BPE", "unk_token": "<unk>", "vocab": rows, "merges": []},
     }
     replace_json(directory / "tokenizer.json", tokenizer)
@@ -336,7 +323,7 @@ class EsmcFamily(Family):
     config = EsmcConfig
     trunk = ESMC
     sizes: ClassVar[Mapping[str, ModelConfig]] = {
-        # These are for tests and for training from scratch on a laptop; nothing is released under these names.
+        # For tests and for training from scratch on a laptop; no released model has these names.
         "esmc_nano": EsmcConfig(n_layers=2, dim=32, n_heads=4),
         "esmc_mini": EsmcConfig(n_layers=6, dim=128, n_heads=8),
         "esmc_300m": EsmcConfig(n_layers=30, dim=960, n_heads=15),
@@ -355,12 +342,8 @@ class EsmcFamily(Family):
     names = Names(
         block="esmc.layers.",
         in_block={
-            "self_attn.q_proj": "self_attn.q_proj",
-            "self_attn.k_proj": "self_attn.k_proj",
-            "self_attn.v_proj": "self_attn.v_proj",
+            **{f"self_attn.{name}": f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")},
             "self_attn.out_proj": "self_attn.o_proj",
-            "self_attn.q_norm": "self_attn.q_norm",
-            "self_attn.k_norm": "self_attn.k_norm",
             "self_attn_layer_norm": "input_layernorm",
             "final_layer_norm": "post_attention_layernorm",
             "gate": "mlp.gate_proj",
@@ -372,7 +355,7 @@ class EsmcFamily(Family):
 
     def pieces(self, key: str, config: EsmcConfig) -> tuple[Piece, ...]:
         bare = re.sub(r"^esmc\.", "", key)
-        # An empty record of TransformerEngine, and a buffer of `transformers`, which no file holds.
+        # An empty record of TransformerEngine, and a buffer of `transformers`.
         if bare.endswith("._extra_state") or bare == "rotary_emb.original_inv_freq":
             return ()
         if bare == "rotary_emb.inv_freq":  # All layers share one table.
@@ -387,16 +370,13 @@ class EsmcFamily(Family):
         return (Piece(key if name.startswith("esmc.") else name),)
 
     def read_config(self, raw: Mapping[str, Any]) -> EsmcConfig:
-        """Return the architecture of a `config.json`: that of `transformers`, of the authors of 2026-05, or of ESM++.
-
-        ESM++ has the names of transformers, and the authors' files of 2026-05 their own.
-        """
+        """Return the architecture of a `config.json` of `transformers`, of ESM++, or of the authors in 2026-05."""
         false = ("attention_bias", "mlp_bias", "tie_word_embeddings")
         check_settings(raw, {"vocab_size": ROWS, "hidden_act": "silu", **dict.fromkeys(false, False)})
         if isinstance(rope := raw.get("rope_parameters"), dict):
             check_settings(rope, {"rope_type": "default", "rope_theta": 10000.0}, "rope_parameters.")
-        own = {"n_layers": "n_layers", "dim": "d_model", "n_heads": "n_heads"}
-        config = EsmcConfig(**renamed(raw, own if "d_model" in raw else SIZES_OF_TRANSFORMERS))
+        authors_names = {"n_layers": "n_layers", "dim": "d_model", "n_heads": "n_heads"}
+        config = EsmcConfig(**renamed(raw, authors_names if "d_model" in raw else SIZES_OF_TRANSFORMERS))
         width = raw.get("intermediate_size")
         return config if width in (None, config.ffn_width) else replace(config, ffn=width)
 
@@ -430,7 +410,7 @@ class EsmcFamily(Family):
         write_tokenizer(directory, names, {role: names[n] for role, n in roles.items()}, "EsmcTokenizer")
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
-        """Read a `.pth` file in which ESM-C was published in 2024-12: tensors alone, without sizes."""
+        """Read a `.pth` file of 2024-12, which has tensors and no sizes."""
         table = data.get("embed.weight")
         if table is None or not any(str(key).startswith("transformer.blocks.") for key in data):
             return None

@@ -1,4 +1,4 @@
-"""All families, and what is looked up in all of them: sizes, released models, the family of a file."""
+"""All families of models, and lookups over the families: sizes, released models, the family of a file."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,22 +16,21 @@ from esmshard.model.trunk import Trunk
 from esmshard.vocab import Chains, read_chains
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (esm2, esmc, esm3, amplify, saprot)}
-"""The families by name. A new family is one more module here."""
+"""The families by name. A new family is one more module in this line."""
 
 SIZES: dict[str, ModelConfig] = {name: size for family in FAMILIES.values() for name, size in family.sizes.items()}
-"""The architectures that a name stands for."""
+"""The architectures by name."""
 RELEASED: dict[str, Released] = {name: model for family in FAMILIES.values() for name, model in family.released.items()}
 """The models that their authors published, by name."""
 
 WINDOW = "trained_window"
-"""The key of `config.json` for `ModelConfig.window`, which esmshard writes and `transformers` ignores."""
-
+"""The key of `config.json` for `ModelConfig.window`, which `transformers` ignores."""
 CHAINS = "joined_chains"
-"""The key of `config.json` for `ModelConfig.chains`, if they are not the default."""
+"""The key of `config.json` for `ModelConfig.chains` other than the default."""
 
 
 def released_name(name: str) -> str | None:
-    """Return the name of a released model for this name, or for its repository OWNER/NAME; None for other names."""
+    """Return the name of a released model for this name or for the repository OWNER/NAME; None for other names."""
     return next((known for known, model in RELEASED.items() if name in (known, model.repository)), None)
 
 
@@ -46,25 +45,20 @@ def window_of(config: ModelConfig) -> int:
 
 
 def build(config: ModelConfig) -> Trunk:
-    """Make a model of an architecture, on the current default device, with values that are not defined.
-
-    Under `torch.device("meta")` it takes no memory.
-    """
+    """Make a model with undefined values on the default device. On `torch.device("meta")` it takes no memory."""
     return family_of(config).trunk(config)
 
 
 @cache
 def n_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of a model, which is built without memory for it. A tied one counts once."""
+    """Count the parameters of a model without memory for them. A tied parameter counts once."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
 def recorded_config(record: Mapping[str, Any]) -> ModelConfig:
-    """Return the architecture that `ModelConfig.recorded` wrote.
-
-    Raises:
-        ValueError, TypeError: it is no architecture, or that of a family that is not known here.
+    """Return the architecture from `ModelConfig.recorded`. Raises `ValueError` for an unknown family, and `ValueError`
+    or `TypeError` for other content.
     """
     sizes = dict(record)
     name = sizes.pop("family", None)
@@ -75,19 +69,17 @@ def recorded_config(record: Mapping[str, Any]) -> ModelConfig:
 
 
 def transformers_config(raw: Any) -> ModelConfig:
-    """Return the architecture that a `config.json` in the layout of `transformers` describes.
-
-    Raises:
-        ValueError: it is not an architecture that can be read; the message says why.
+    """Return the architecture of a `config.json` in the layout of `transformers`. Raises `ValueError` with the reason
+    for a model that cannot be read.
     """
     kind = raw.get("model_type") if isinstance(raw, dict) else None
-    of_this_kind = [family for family in FAMILIES.values() if kind in family.model_types]
-    for family in of_this_kind:
+    candidates = [family for family in FAMILIES.values() if kind in family.model_types]
+    for family in candidates:
         if family.vocab_size in (None, raw.get("vocab_size")):
             chains = read_chains(str(raw.get(CHAINS, Chains().text)))
             return replace(family.read_config(raw), window=raw.get(WINDOW), chains=chains)
-    if of_this_kind:
-        sizes = " or ".join(f"{family.vocab_size} ({family.title})" for family in of_this_kind)
+    if candidates:
+        sizes = " or ".join(f"{family.vocab_size} ({family.title})" for family in candidates)
         raise ValueError(f"vocab_size is {raw.get('vocab_size')!r}, not {sizes}")
     kinds = ", ".join(dict.fromkeys(repr(name) for family in FAMILIES.values() for name in family.model_types))
     titles = ", ".join(family.title for family in FAMILIES.values())
@@ -95,16 +87,12 @@ def transformers_config(raw: Any) -> ModelConfig:
 
 
 def read_pickle(data: Mapping[str, Any], path: Path) -> Opened | None:
-    """Read the content of a file of any authors' own code; None if it is no such file."""
+    """Read the content of a file of any authors' code; None for another kind of file."""
     return next((opened for family in FAMILIES.values() if (opened := family.read_pickle(data, path))), None)
 
 
 def encoder_of(track: str) -> Encoder:
-    """Return the function that computes a track of codes from coordinates; see `Family.encoders`.
-
-    Raises:
-        UsageError: no family computes this track.
-    """
+    """Return the function that computes a track of codes, or raise `UsageError` if no family has one."""
     known = {name: encoder for family in FAMILIES.values() for name, encoder in family.encoders.items()}
     if track not in known:
         raise UsageError(f"{track}: no encoder of this track is known, only of {', '.join(known)}")

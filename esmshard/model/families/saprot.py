@@ -22,19 +22,19 @@ STRUCTURE = Track("3di", "structure letters (3Di)", "letters", unknown=20, lette
 
 SPECIAL = ("<cls>", "<pad>", "<eos>", "<unk>", "<mask>")
 UNKNOWN = "#"
-"""What stands in a pair for an amino acid, or for a structure letter, that is not known."""
+"""The letter in a pair for an unknown amino acid or structure letter."""
 VOCABULARY = SPECIAL + tuple(
     residue + structure for residue in STANDARD + UNKNOWN for structure in STRUCTURE.letters + UNKNOWN
 )
 PAIRS = len(SPECIAL)
-"""The row of the first pair. All 21 pairs of an amino acid follow each other."""
+"""The row of the first pair. The 21 pairs of an amino acid follow each other."""
 STRUCTURES = len(STRUCTURE.letters) + 1
 
 
 def _first_row(token: str) -> int:
-    """Return the row of a token of `esmshard.vocab`; of a residue, the first of its pairs.
+    """Return the row of a token of `esmshard.vocab`, and of a residue the row of its first pair.
 
-    `<mask>` is a residue whose amino acid is not known, and so are the letters that SaProt lacks.
+    The amino acid of `<mask>` and of letters that SaProt lacks is unknown.
     """
     if token in (*RESIDUES, TOKENS[MASK]):
         residue = token if token in STANDARD else UNKNOWN
@@ -50,14 +50,14 @@ def _first_rows(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SaprotConfig(EsmConfig):
-    """The architecture of a SaProt: an ESM-2 whose tokens are pairs of amino acid and structure letter."""
+    """The architecture of a SaProt: an ESM-2 with tokens for pairs of amino acid and structure letter."""
 
     family: ClassVar[str] = "saprot"
     vocabulary: ClassVar[tuple[str, ...]] = VOCABULARY
 
 
 class SaprotHead(LMHead):
-    """The LM head, whose probabilities of the pairs of an amino acid are summed, as the authors' scores sum them."""
+    """The LM head, which sums the probabilities of the pairs of an amino acid like the scores of the authors."""
 
     def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
         """Map x [P, D] to logits [P, 33]; see `logits_of_tokens`."""
@@ -65,10 +65,10 @@ class SaprotHead(LMHead):
 
 
 def logits_of_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Map logits of SaProt's 446 tokens to those of the 33 of `esmshard.vocab`, [P, 446] to [P, 33].
+    """Map logits of SaProt's 446 tokens [P, 446] to logits of `esmshard.vocab` [P, 33].
 
-    The softmax over the 33 is the sum of the softmax over the 446: an amino acid has the probability of its 21 pairs,
-    and X that of the 21 pairs whose amino acid is `#`. Tokens that SaProt lacks have the logit `ABSENT`.
+    The softmax over 33 tokens sums the softmax over 446 tokens: an amino acid has the probability of its 21 pairs, and
+    X has the probability of the 21 pairs with the amino acid `#`. Tokens that SaProt lacks have the logit `ABSENT`.
     """
     special_PV, pairs_PV = logits[:, :PAIRS], logits[:, PAIRS:].reshape(len(logits), -1, STRUCTURES).logsumexp(2)
     columns = dict(zip(SPECIAL, special_PV.unbind(1), strict=True))
@@ -78,13 +78,13 @@ def logits_of_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 class SaProt(ESM2):
-    """The SaProt trunk with its two own heads.
+    """The SaProt trunk with LM head and contact head.
 
-    A residue is the pair of its amino acid and its entry in the track `3di`, which is `#` where the track is absent or
-    says nothing. `<mask>` hides the amino acid and keeps the structure letter: it is the pair `#v` of a residue with
-    the letter v, as in the authors' pre-training and scores. So are X, B, U, Z and O, which SaProt lacks. The row
-    `<mask>` of SaProt is never read: the authors' training has no such token either, so that token dropout, which
-    counts this token only, multiplies all embeddings by 0.88.
+    A residue is the pair of its amino acid and its letter in the track `3di`. The letter is `#` if it is unknown or the
+    track is absent. `<mask>` hides the amino acid and keeps the structure letter v: the residue becomes the pair `#v`,
+    as in the authors' pre-training and scores. X, B, U, Z and O, which SaProt lacks, become `#v`, too. SaProt's own
+    token `<mask>` is never read, as in the authors' training. Token dropout counts only this token, so that all
+    embeddings are multiplied by 0.88.
     """
 
     make_lm_head: ClassVar[type[LMHead]] = SaprotHead
@@ -107,7 +107,7 @@ class SaprotFamily(EsmFamily):
     config = SaprotConfig
     trunk = SaProt
     sizes: ClassVar[Mapping[str, ModelConfig]] = {
-        # These are for tests and for training from scratch on a laptop; nothing is released under these names.
+        # For tests and for training from scratch on a laptop; no released model has these names.
         "saprot_nano": SaprotConfig(n_layers=2, dim=32, n_heads=4),
         "saprot_mini": SaprotConfig(n_layers=6, dim=128, n_heads=8),
         "saprot_35m_af2": SaprotConfig(n_layers=12, dim=480, n_heads=20),
