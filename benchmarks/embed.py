@@ -1,8 +1,6 @@
 """Measures whole `esmshard` commands: the start, the first result, processes against threads.
 
-    python benchmarks/embed.py --parts start first scaling
-
-`--help` has all options.
+python benchmarks/embed.py --parts start first scaling
 """
 
 import os

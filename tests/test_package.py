@@ -7,7 +7,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import LENGTHY, LONG, TESTS
 
 import esmshard
 from esmshard.model.config import SHIPPED
@@ -47,12 +46,6 @@ def test_public_names_are_there() -> None:
         assert getattr(esmshard, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = esmshard.nothing
-
-
-def test_lists_of_tests_name_files_that_exist() -> None:
-    names = {path.stem.removeprefix("test_") for path in TESTS.rglob("test_*.py")}
-    assert names.issuperset(LENGTHY)
-    assert names.issuperset(LONG)
 
 
 IMPORT_ALL = """

@@ -471,6 +471,7 @@ class ZarrFormat(BlockFormat):
         import zarr
 
         super().open()
+        check_replaced(self.out, ["*"], marker="zarr.json")  # The directory may be new since the first check.
         self._group: Any = zarr.open_group(self.work, mode="w", zarr_format=3)
         self._group.attrs.update(self.attributes)
         self._ids: list[str] = []

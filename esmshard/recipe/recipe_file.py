@@ -24,14 +24,8 @@ from esmshard.io.paths import is_hub_name, shared_place, shipped
 from esmshard.recipe.sections import EVERY, INSIDE, Recipe, sections
 from esmshard.recipe.yaml_keys import Tree, did_you_mean, read
 
-PATH_KEYS = (
-    ("model", "name"),
-    *(
-        ("data", key)
-        for key in ("train", "valid", "test", "labels", "mask", "complexes", "clusters", "table", "wild_type")
-    ),
-    ("out",),
-)
+_DATA_PATHS = ("train", "valid", "test", "labels", "mask", "complexes", "clusters", "table", "wild_type")
+PATH_KEYS = (("model", "name"), *(("data", key) for key in _DATA_PATHS), ("out",))
 """The keys that are paths, like the members of `data.tracks`."""
 
 TWO_WAYS = (("train", "steps", "epochs"), ("batch", "sequences", "global_tokens"))

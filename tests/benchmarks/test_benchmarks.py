@@ -1,18 +1,14 @@
-"""The benchmarks on a model so small that their figures say nothing."""
+"""The benchmark of the model beside its peers, with a model so small that its figures say nothing."""
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from esmshard.parallel.layout import Layout
-
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import measure
 import model
-import sharding
 
 
 def test_all_variants_do_the_same_and_every_turn_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +25,3 @@ def test_all_variants_do_the_same_and_every_turn_is_written(tmp_path: Path, monk
         note = next(note for note in table["notes"] if note.startswith("Largest difference from ours"))
         assert float(note.split()[-1].rstrip(".")) < 1e-4
     assert written.with_suffix(".md").read_text().count("| esmshard |") == 2
-
-
-def test_a_step_is_timed() -> None:
-    assert sharding.step_rank("nano", asdict(Layout()), 512) > 0

@@ -1,10 +1,11 @@
 """`esmshard doctor`: what it finds, its exit code, and that it leaves nothing behind."""
 
 import json
-import os
 import socket
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,11 +90,10 @@ def test_gpus_and_a_torch_that_cannot_use_them(
 def test_a_driver_that_does_not_answer(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = place / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    answer = SimpleNamespace(returncode=9, stdout="NVIDIA-SMI has failed\n", stderr="")
+    programs = SimpleNamespace(run=lambda *arguments, **options: answer, SubprocessError=subprocess.SubprocessError)
+    monkeypatch.setattr(doctor, "subprocess", programs)
+    monkeypatch.setattr("shutil.which", lambda program: program)
     code, findings = report(capsys)
     assert code == 1
     assert "exit code 9: NVIDIA-SMI has failed" in only(findings, "gpus", "error")[0]

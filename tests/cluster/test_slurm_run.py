@@ -251,7 +251,10 @@ def test_a_run_that_is_interrupted_ends_like_an_unbroken_one(
     hold.go_when_asked(lambda: shell.poll() is not None)
     assert cluster.wait(shell) == 75, cluster.log.read_text()
     assert cluster.requeued == ["4001"]
-    assert cluster.wait(cluster.start(script, 2)) == 0, cluster.log.read_text()
+    (cluster.work / "mistake.sbatch").write_text(script_of(tiny_recipe, *given, "optim.lr=0.5"))
+    both = "bash job.sbatch && { touch done; exec bash mistake.sbatch; }"
+    assert cluster.wait(cluster.start(script, 2, both)) == 2, cluster.log.read_text()
+    assert (cluster.work / "done").exists(), cluster.log.read_text()
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["step"], status["attempt"], status["job"]) == ("done", 20, 3, "4001")
     whole = tmp_path / "whole"
@@ -261,12 +264,8 @@ def test_a_run_that_is_interrupted_ends_like_an_unbroken_one(
     assert [step for step, _ in losses(run)] == list(range(1, 21)), "none was taken twice"
     assert (run / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     assert not list(tmp_path.rglob("pwned"))
-
-    starts = len(list(cluster.state.glob("start-*")))
-    shell = cluster.start(script_of(tiny_recipe, *given, "optim.lr=0.5"), 2)
-    assert cluster.wait(shell) == 2, cluster.log.read_text()
     assert cluster.log.read_text().count("was written under another recipe") == 1
-    assert (len(list(cluster.state.glob("start-*"))), cluster.requeued) == (starts + 1, ["4001"])
+    assert (len(list(cluster.state.glob("start-*"))), cluster.requeued) == (4, ["4001"])
 
 
 def test_workers_of_an_array_make_one_file(cluster: Cluster, tiny_recipe: Path, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def test_similar_records() -> None:
         # A fifth of the words of one training record is similar, less is not.
         (["MMMM", PROTEIN[:8] + "WWWW"], [PROTEIN], 0, 1, [("q0", "t1", 4 / 20)]),
         (["MMMM", PROTEIN[:7] + "WWWW"], [PROTEIN], 0, 0, []),
+        (["MMMM", PROTEIN[:8] + "WWWW"], [PROTEIN + "HKLM"], 0, 0, []),  # 4 of 24
+        (["MMMM", PROTEIN[:9] + "WWWW"], [PROTEIN + "HKLM"], 0, 1, [("q0", "t1", 5 / 24)]),
         # Words do not span two records, and the order of letters counts.
         ([PROTEIN[k : k + 4] for k in range(0, 24, 4)], [PROTEIN], 0, 0, []),
         # The share is that of the test record.

@@ -1,11 +1,13 @@
 """One file for train, valid and test is divided as it says itself."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 
-from esmshard.data.splits.recipe_splits import open_split
+from esmshard.data.splits.recipe_splits import fold_of, open_split, sequence_names
 from esmshard.errors import InputError, UsageError
+from esmshard.io.store import cached
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.registry import new_task
@@ -118,3 +120,17 @@ def test_marks_that_are_not_used_are_told() -> None:
     mixed = recipe("mlm", "x.fasta", "v.fasta", "v2.fasta")
     (notice,) = open_split(mixed, "train", None).notices
     assert notice.startswith("SET= in its headers is not used")
+
+
+def test_records_of_one_sequence_or_of_the_same_chains_in_any_order_are_in_one_fold() -> None:
+    sequences = [f"MKT{letter}" for letter in "ACDEFGHIK"]
+    Path("x.fasta").write_text(
+        "".join(f">{n}\n{a}:{b}\n>{n}_turned\n{b}:{a}\n" for n, (a, b) in enumerate(itertools.pairwise(sequences)))
+    )
+    store = cached(Path("x.fasta"))
+    fold_N = fold_of(store, 3, None)
+    assert (fold_N[::2] == fold_N[1::2]).all()
+    assert set(fold_N.tolist()) == {0, 1, 2}
+    assert len(set(sequence_names(store))) == 8
+    Path("c.tsv").write_text("".join(f"{'a' if n < 9 else n}\t{store.id(n)}\n" for n in range(len(store))))
+    assert len(set(fold_of(store, 3, "c.tsv")[:9].tolist())) == 1

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from esmshard.model import attention
-from esmshard.model.attention import Kernel
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -19,7 +18,7 @@ def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _register()
     before = attention.kernel_name
 
-    def kernel_name(device: torch.device, dtype: torch.dtype) -> Kernel:
+    def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
         return "varlen" if dtype in HALF else before(device, dtype)
 
     monkeypatch.setattr(attention, "kernel_name", kernel_name)

@@ -3,47 +3,32 @@
 import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from model_files import SMALL, fair_esm, ours, write_fair_esm, write_transformers
+from model_files import SMALL, fair_esm, write_fair_esm, write_transformers
 
 from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return write_transformers(tmp_path / "base", ours(fair_esm(SMALL["ESM-2"]), SMALL["ESM-2"]), SMALL["ESM-2"])
-
-
-def identity(path: Path) -> dict[str, object]:
+def identity(path: Path) -> dict[str, Any]:
     return weights.identity(weights.read(str(path)), str(path))
 
 
-def test_files_are_known_by_size_and_hash(base: Path) -> None:
-    content = (base / "model.safetensors").read_bytes()
+def test_files_are_known_by_size_and_hash_and_not_by_their_place(tmp_path: Path) -> None:
+    config = SMALL["ESM-2"]
+    base, changed = (write_transformers(tmp_path / str(k), fair_esm(config, seed=k), config) for k in (0, 1))
+    content, before = (base / "model.safetensors").read_bytes(), identity(base)
     entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    found = identity(base)
-    assert found["files"] == {"model.safetensors": entry}
-    assert (found["name"], found["seed"]) == (str(base), None)
-    assert found["config"]["dim"] == 64  # type: ignore[index]
-
-
-def test_of_fair_esm_the_regression_counts_too(tmp_path: Path) -> None:
-    file = write_fair_esm(tmp_path / "esm2_x.pt", fair_esm(SMALL["ESM-2"]))
-    assert identity(file)["files"].keys() == {"esm2_x.pt", "esm2_x-contact-regression.pt"}  # type: ignore[attr-defined]
-
-
-def test_a_model_that_moved_is_the_same_and_one_byte_more_is_not(base: Path, tmp_path: Path) -> None:
-    before = identity(base)
-    moved = shutil.copytree(base, tmp_path / "moved")
-    weights.check(identity(moved), before, "step_1")
-    other = ours(fair_esm(SMALL["ESM-2"], seed=1), SMALL["ESM-2"])
-    changed = write_transformers(tmp_path / "changed", other, SMALL["ESM-2"])
-    with pytest.raises(InputError, match=f"{changed} is another model .other files") as caught:
+    assert before["files"] == {"model.safetensors": entry}
+    assert (before["name"], before["seed"], before["config"]["dim"]) == (str(base), None, 64)
+    weights.check(identity(shutil.copytree(base, tmp_path / "moved")), before, "step_1")
+    with pytest.raises(InputError, match=f"{changed} is another model .other files.*{entry['sha256']}"):
         weights.check(identity(changed), before, "step_1")
-    assert before["files"]["model.safetensors"]["sha256"] in str(caught.value)  # type: ignore[index]
+    file = write_fair_esm(tmp_path / "esm2_x.pt", fair_esm(config))
+    assert identity(file)["files"].keys() == {"esm2_x.pt", "esm2_x-contact-regression.pt"}
 
 
 def test_fresh_weights_are_known_by_seed_and_architecture() -> None:

@@ -1,7 +1,6 @@
 """`esmshard push`: what goes to the library of the hub, and what is refused before."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -59,18 +58,14 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_model_is_pushed_and_again_only_if_asked(
-    server: Repositories, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_is_pushed_and_again_only_if_asked(server: Repositories, model: Path) -> None:
     assert push(str(model), NAME, private=True) == f"{URL}/{NAME}"
     assert server.made == {NAME: True}
-    said = capsys.readouterr().err
-    assert re.match(rf"{NAME}: uploading [\d.]+ \S+ to {URL}: README.md, config.json, model.safetensors", said)
     there = server.directory / NAME
     files = {file.name: file.read_bytes() for file in model.iterdir() if file.name != ".secret"}
     assert {file.name: file.read_bytes() for file in there.iterdir()} == files
     (model / "README.md").write_text("---\nlicense: mit\n---\n# Better\n")
-    with pytest.raises(UsageError, match=f"^{NAME}: exists already on {URL}; .* --overwrite"):
+    with pytest.raises(UsageError, match="--overwrite"):
         push(str(model), NAME)
     assert (there / "README.md").read_bytes() == files["README.md"]
     push(str(model), NAME, overwrite=True)
@@ -97,9 +92,7 @@ def test_what_is_no_model_for_others_is_refused_before_anything_is_sent(
         push(str(model), NAME)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "lora_alpha": 1, "base_model_name_or_path": "/home/me/base"})
-    )
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/home/me/base"}')
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match="is an adapter of /home/me/base, "):
         push(str(adapter), NAME)

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,11 @@ def last_of(key: str, value: float) -> Callable[[Path], None]:
     return tensors(lambda state: state[f"esm.{key}"].view(-1)[-1:].fill_(value))
 
 
+def more(key: str, *shape: int) -> Callable[[Path], None]:
+    return tensors(lambda state: state.update({key: torch.zeros(shape)}))
+
+
+FC2 = "encoder.layer.1.output.dense"
 FC1, REGRESSION = "encoder.layer.1.intermediate.dense.weight", "contact_head.regression.bias"
 ALTERED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "an ESMFold": (config(is_folding_model=True), "config.json", "it is an ESMFold"),
@@ -98,32 +104,20 @@ ALTERED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "no config": (lambda path: (path / "config.json").unlink(), "config.json", ""),
     "learned positions": (config(position_embedding_type="absolute"), "", "inv_freq"),
     "a LayerNorm before": (config(emb_layer_norm_before=True), "", "emb_layer_norm_before.bias"),
-    "a missing key": (
-        tensors(lambda state: state.pop("esm.encoder.layer.1.output.dense.weight")),
-        "",
-        "layers.1.fc2.weight are missing",
-    ),
+    "a missing key": (tensors(lambda state: state.pop(f"esm.{FC2}.weight")), "", "layers.1.fc2.weight are missing"),
     "a layer more": (
-        tensors(lambda state: state.update({"esm.encoder.layer.2.output.dense.bias": torch.zeros(32)})),
+        more("esm.encoder.layer.2.output.dense.bias", 32),
         "",
         "layers.2.fc2.bias do not belong",
     ),
-    "a head of another model": (
-        tensors(lambda state: state.update({"structure_head.weight": torch.zeros(32)})),
-        "",
-        "esm.structure_head.weight do not belong",
-    ),
+    "a head of another model": (more("structure_head.weight", 32), "", "esm.structure_head.weight do not belong"),
     # As a model that was trained with `tie_word_embeddings: false`: here the two are one tensor.
     "an LM head with a matrix of its own": (
-        tensors(lambda state: state.update({"lm_head.decoder.weight": torch.zeros(33, TINY.dim)})),
+        more("lm_head.decoder.weight", 33, TINY.dim),
         "",
         "lm_head.weight is not embed_tokens.weight",
     ),
-    "another shape": (
-        tensors(lambda state: state.update({"lm_head.bias": torch.zeros(64)})),
-        "",
-        "lm_head.bias is [64], [33] was expected",
-    ),
+    "another shape": (more("lm_head.bias", 64), "", "lm_head.bias is [64], [33] was expected"),
     **{
         f"{value} in {name}": (last_of(key, value), "", f"{name} holds a value that is not finite")
         for value in (torch.nan, torch.inf)
@@ -160,30 +154,23 @@ def test_an_index_that_is_not_true(directory: Path) -> None:
         refusal(directory, directory / "model-2.safetensors")
 
 
-@pytest.fixture(params=["pt", "regression", "safetensors", "safetensors alone", "config.json", "bin"])
-def place(request: pytest.FixtureRequest, directory: Path, file: Path) -> tuple[Path, Path]:
-    """The model to ask for, and the one of its files in whose place something else is put."""
-    if request.param == "bin":
-        torch.save(load((directory / "model.safetensors").read_bytes()), directory / "pytorch_model.bin")
-        (directory / "model.safetensors").unlink()
-    one = directory / "model.safetensors"
-    return {
-        "pt": (file, file),
-        "regression": (file, file.with_name(f"{file.stem}-contact-regression.pt")),
-        "safetensors": (directory, one),
-        "safetensors alone": (one, one),
-        "config.json": (directory, directory / "config.json"),
-        "bin": (directory, directory / "pytorch_model.bin"),
-    }[request.param]
-
-
-def test_a_truncated_file_a_pointer_or_a_page_in_the_place_of_a_file(place: tuple[Path, Path]) -> None:
-    model, path = place
-    whole = path.read_bytes()
-    parts = [whole[: size if path.suffix != ".json" else size // 20] for size in (0, 400, -1000)]
-    for content in (*parts, LFS_POINTER, PAGE):
-        path.write_bytes(content)
-        assert "git lfs pull" in refusal(model, path)
+def test_a_truncated_file_a_pointer_or_a_page_in_the_place_of_a_file(directory: Path, file: Path) -> None:
+    tensors, regression = directory / "model.safetensors", file.with_name(f"{file.stem}-contact-regression.pt")
+    pickle_only = directory.with_name("pickle")
+    shutil.copytree(directory, pickle_only)
+    torch.save(load((pickle_only / tensors.name).read_bytes()), pickle_only / "pytorch_model.bin")
+    (pickle_only / tensors.name).unlink()
+    config, bin_file = directory / "config.json", pickle_only / "pytorch_model.bin"
+    for model, path in (
+        *((file, file), (file, regression), (directory, tensors), (tensors, tensors), (directory, config)),
+        (pickle_only, bin_file),
+    ):
+        whole = path.read_bytes()
+        parts = [whole[: size if path.suffix != ".json" else size // 20] for size in (0, 400, -1000)]
+        for content in (*parts, LFS_POINTER, PAGE):
+            path.write_bytes(content)
+            assert "git lfs pull" in refusal(model, path)
+        path.write_bytes(whole)
 
 
 class Code:

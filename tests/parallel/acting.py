@@ -71,10 +71,7 @@ def main() -> None:
                         time.sleep(0.01)  # a checkpoint, with more signals coming in
                     (directory / f"saved-{attempt}-{rank}").write_text(preemption.reason(asking.asked))
             preemption.LEAVE_WITHIN = float(numbers[0])
-            if name == "blocked":
-                block(lambda: leave("ready"))
-            with asking.noted():
-                block(lambda: leave("ready"))
+            block(lambda: leave("ready"))
     except preemption.Preempted as stop:
         say(str(stop))
         sys.exit(stop.exit_code)

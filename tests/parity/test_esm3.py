@@ -112,21 +112,6 @@ def test_every_layer_the_logits_and_gradients_are_those_of_the_authors(repositor
     assert relative < TOLERANCE
 
 
-def test_other_tracks_and_attention_over_frames_have_the_parts_that_they_should(repository: Path) -> None:
-    """Without coordinates nothing depends on geometric attention; ends of a protein have structure tokens of ends."""
-    model = model_of(repository)
-    before = everything(model, tokens(TOKENS))
-    with torch.no_grad():
-        for parameter in [*model.geom_attn.parameters(), *model.other_heads.parameters()]:  # type: ignore[union-attr]
-            parameter.add_(1)
-    assert all(torch.equal(mine, other) for mine, other in zip(before, everything(model, tokens(TOKENS)), strict=True))
-    table = model.other_tracks.structure_tokens_embed.weight  # type: ignore[union-attr]
-    with torch.no_grad():
-        table[4098] += 1  # type: ignore[operator,index]
-    moved = everything(model, tokens(TOKENS))[0] - before[0]
-    assert torch.equal(moved.abs().sum(1) > 0.5, tokens(TOKENS).tokens_T == 0)
-
-
 def test_the_file_of_the_authors_is_written_as_it_was(tmp_path: Path) -> None:
     source = published(tmp_path / "source", torch.bfloat16)
     out = consolidate(source, tmp_path / "written", to="esm3-pth", dtype="bf16")
@@ -176,10 +161,7 @@ def test_what_cannot_be_read_is_refused_with_the_fix(tmp_path: Path) -> None:
     (source / "config.json").write_text('{"model_type": "esm3", "n_layers": 2, "dim": 128, "n_heads": 2}')
     with pytest.raises(InputError, match="'v_heads' is missing"):
         weights.read(str(source))
-
-
-def test_of_the_released_repository_only_the_model_is_downloaded() -> None:
-    """Its files are https://huggingface.co/biohub/esm3-sm-open-v1/tree/main."""
+    # The files of https://huggingface.co/biohub/esm3-sm-open-v1/tree/main.
     parts = ("structure_encoder", "structure_decoder", "function_decoder")
     others = [f"data/weights/esm3_{part}_v0.pth" for part in parts]
     assert hub.authors_weights(["README.md", "config.json", *others, FILE]) == FILE

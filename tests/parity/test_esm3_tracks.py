@@ -68,29 +68,6 @@ def test_every_layer_the_logits_and_gradients_are_those_of_the_authors(model: Tr
             assert (without - golden["structures.logits"]).abs().max() > 0.1, f"{name.name} are of no consequence"
 
 
-def test_what_is_unknown_of_one_protein_beside_others_adds_exactly_nothing(model: Trunk) -> None:
-    batch = structured()
-    own = slice(batch.bounds[1], batch.bounds[2])
-    assert batch.tracks["coordinates"][own].isnan().all()
-    coordinates = {"coordinates": batch.tracks["coordinates"]}
-    for mine, other in zip(
-        everything(model, replace(batch, tracks=coordinates)), everything(model, replace(batch, tracks={})), strict=True
-    ):
-        assert torch.equal(mine[own], other[own])
-    assert not torch.equal(mine, other)
-
-
-def test_where_the_structure_lies_does_not_matter(model: Trunk) -> None:
-    batch = structured()
-    rotation = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(2)))[0]
-    rotation *= torch.linalg.det(rotation)
-    coordinates = batch.tracks["coordinates"] @ rotation + torch.tensor([30.0, -50.0, 70.0])
-    moved = everything(model, replace(batch, tracks={**batch.tracks, "coordinates": coordinates}))
-    assert all((a - b).abs().max() < 2e-4 for a, b in zip(everything(model, batch), moved, strict=True))
-    mirrored = everything(model, replace(batch, tracks={**batch.tracks, "coordinates": -batch.tracks["coordinates"]}))
-    assert (mirrored[-1] - moved[-1]).abs().max() > 0.01
-
-
 def test_parts_of_heads_and_queries_give_the_same(model: Trunk, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> list[torch.Tensor]:
         model.zero_grad()
