@@ -125,7 +125,8 @@ class Model:
         """
         pools = [pool] if isinstance(pool, str) else list(pool)
         several = not (isinstance(pool, str) and (layers is None or isinstance(layers, int)))
-        outputs = choose(pools, [layers] if isinstance(layers, int) else layers, self.config, self.name)
+        wanted = None if layers is None else [layers] if isinstance(layers, int) else list(layers)
+        outputs = choose(pools, wanted, self.config, self.name)
         if not outputs:
             raise UsageError("pool: give at least one")
         for pool_name, part in (("logits", "lm_head"), ("contacts", "contact_head")):
@@ -241,8 +242,8 @@ class Model:
         mutations = sequence_inputs.variants(names, str(task.facts["protein"]))
         if shift := task.facts.get("offset"):
             warnings.warn(
-                f"{self.name}: number variants like the wild type, from 1; the positions of the training table are "
-                f"others, and get {shift:+d}",
+                f"{self.name}: number variants like the wild type, from 1; the training table had other numbers, "
+                f"and {shift:+d} was added to them",
                 stacklevel=3,
             )
         first, last = int(task.facts["first"]), int(task.facts["first"]) + int(task.facts["length"])

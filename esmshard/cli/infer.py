@@ -286,7 +286,7 @@ def score(
     ] = False,
     method: Annotated[
         Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity", "one-pass"] | None,
-        Option(help="For variants: one of the first three (default: the first); for sequences: the third or fourth."),
+        Option(help="Variants: the first (default), second or third. Sequences: the third (default) or fourth."),
     ] = None,
     ensemble: Annotated[
         list[str] | None, Option(metavar="MODEL", help="A further model, to average the scores; may be given again.")

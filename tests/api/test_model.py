@@ -87,6 +87,7 @@ def test_several_outputs_come_by_name(model: Model, reference: FairEsm) -> None:
         logits = reference(tokenise(SEQUENCES[:1])[0])["logits"][0, 1:-1].numpy()
     assert np.abs(found["logits"][0] - logits).max() <= 1e-4
     assert list(model.embed(SEQUENCES, layers=[1])) == ["mean_1"], "a list of one is a list"
+    assert list(model.embed("MKT", layers=np.arange(1, 3))) == ["mean_1", "mean_2"]
 
 
 def test_sequences_may_be_a_dictionary_or_a_file(model: Model, tmp_path: Path) -> None:

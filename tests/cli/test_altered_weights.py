@@ -10,6 +10,7 @@ from command import in_process
 from conftest import write_subset
 
 from esmshard.io.paths import sha256
+from esmshard.model import weights
 
 SAYS = "is not the file that"
 FEW = ("data.train=train.fasta", "data.valid=valid.fasta", "data.test=valid.fasta", "data.long=crop")
@@ -68,3 +69,10 @@ def test_altered_weights_are_reported(model: Path) -> None:
 def test_each_file_is_recorded(model: Path) -> None:
     about = json.loads((model / "esmshard.json").read_text())
     assert about["files"] == {"model.safetensors": sha256(model / "model.safetensors")}
+    out = model.parent / "starter"
+    assert in_process("consolidate", model, "-o", out, "--to", "fair-esm").returncode == 0
+    files = weights.read(str(next(out.glob("*[!n].pt")))).files
+    assert json.loads((out / "esmshard.json").read_text())["files"] == {path.name: sha256(path) for path in files}
+    assert weights.altered(files) is None
+    flip_signs(files[0], 10)
+    assert str(weights.altered(files)).startswith(str(files[0]))

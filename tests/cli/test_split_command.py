@@ -12,6 +12,7 @@ from conftest import write_subset
 from structure_texts import chain, expected_cb, pdb, three
 
 from esmshard.data.labels.coordinates import CoordinateLabels
+from esmshard.data.splits import split_files
 from esmshard.io.paths import shipped
 from esmshard.io.sequences import read_fasta
 from esmshard.io.store import cached
@@ -53,6 +54,22 @@ def listed(out: Path) -> dict[str, list[str]]:
 
 
 # sequences
+
+
+def test_mmseqs_is_run_where_no_clusters_are_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mmseqs(program: str, *arguments: str) -> str:
+        if arguments[0] == "easy-cluster":
+            Path(f"{arguments[2]}_cluster.tsv").write_text("".join(f"{n - n % 4}\t{n}\n" for n in range(20)))
+        return "9\n"
+
+    write_fasta(tmp_path / "x.fasta")
+    monkeypatch.setattr(split_files, "_run", mmseqs)
+    monkeypatch.setattr(split_files.shutil, "which", lambda program: f"/bin/{program}")
+    code, _, err = run("x.fasta", "-o", "deep/out", "--ratios", "3,1,1")
+    assert (code, err.splitlines()[0]) == (0, "clustering 20 records with MMseqs2")
+    assert listed(tmp_path / "deep" / "out")["r7"][1] == "r4"
+    assert json.loads((tmp_path / "deep" / "out" / "split.json").read_text())["clusters"].startswith("MMseqs2 9")
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
 
 
 def test_clusters_and_duplicates_are_not_cut(run: Run, tmp_path: Path) -> None:
@@ -326,8 +343,6 @@ def test_a_result_is_replaced_when_asked_and_nothing_else_ever(run: Run, tmp_pat
 
 
 def test_nothing_is_left_where_writing_fails(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from esmshard.data.splits import split_files
-
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

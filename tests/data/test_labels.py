@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esmshard.data.labels.coordinates import CoordinateLabels, contact_labels
+from esmshard.data.labels.coordinates import CoordinateLabels, contact_labels, npz_beside
 from esmshard.errors import InputError
 from esmshard.io.remote import data_file
 from esmshard.io.store import cached
@@ -92,6 +92,12 @@ def test_chains_of_a_record_have_rows_one_after_the_other_and_linkers_none(tmp_p
     assert "record 'a' has another sequence" in refusal(fasta)
     write(fasta, names=np.array(["c", "a"]), seqs=np.array(["MM", "MKT:TT"]), offsets=np.array([0, 1, 7]))
     assert "record 'a' has labels for 6 residues, but 5" in refusal(fasta)
+
+
+def test_the_coordinates_lie_beside_the_fasta_file_under_its_name() -> None:
+    for name in ("x.fasta", "x.fa", "x.fasta.gz", "kinase.family.fasta", "x.fab.fasta"):
+        stem = name.removesuffix(".gz").removesuffix(".fasta").removesuffix(".fa")
+        assert npz_beside(Path("d") / name) == Path("d") / f"{stem}.npz"
 
 
 def test_what_does_not_fit_is_refused(fasta: Path) -> None:

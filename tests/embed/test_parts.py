@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,6 +178,14 @@ def test_rows_are_copied_where_everything_is_the_same_and_nowhere_else(given: Gi
             EmbeddingStore(tmp_path / old).check_reuse(EmbeddingStore(tmp_path / new).spec)
     keys = [EmbeddingStore(tmp_path / name).index.keys.tolist() for name in HOW if name != "layer"]
     assert len({key for some in keys for key in some}) == sum(map(len, keys)), "nothing else has the key of a row"
+
+
+def test_attention_maps_are_copied_for_the_same_heads_only(given: Given, tmp_path: Path) -> None:
+    store = EmbeddingStore(make(given.model, given.fasta, tmp_path / "x", pools=["attentions"], heads=[0, 3]))
+    for heads in ([0, 3], [3], [3, 0], []):
+        spec = request(str(given.model), tmp_path / "y", pools=["attentions"], heads=heads).spec
+        with nullcontext() if heads == [0, 3] else pytest.raises(UsageError, match="attentions_2 of heads 0,3"):
+            store.check_reuse(spec)
 
 
 def test_of_a_store_with_more_outputs_those_that_are_asked_for_are_copied(given: Given, tmp_path: Path) -> None:

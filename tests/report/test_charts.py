@@ -44,6 +44,18 @@ def test_no_spike_of_a_long_curve_is_lost(axes: Any) -> None:
     assert axes.collections[0].get_paths()[0].vertices[:, 1].max() == 50
 
 
+def test_dots_and_intervals_are_where_their_values_are(axes: Any) -> None:
+    charts.dots(axes, np.array([1.0, 2.0]), np.array([3.0, -4.0]), "x", "y", same_unit=True)
+    assert points(axes.collections[0]) == [[1, 3], [2, -4]]
+    assert axes.lines[0].get_xydata().tolist() == [[-4, -4], [3, 3]]
+    axes.clear()
+    rows = {"ours": Interval(0.5, 0.4, 0.6), "none": Interval(np.nan, np.nan, np.nan), "bare": Interval(0.2, 0.1, 1)}
+    charts.intervals(axes, rows, "ours", "MCC")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["bare", "ours"]
+    drawn = [line.get_xydata().tolist() for line in axes.lines]
+    assert drawn == [[[0.1, 0], [1, 0]], [[0.2, 0]], [[0.4, 1], [0.6, 1]], [[0.5, 1]]]
+
+
 def test_confusion_has_true_classes_as_rows(axes: Any) -> None:
     charts.confusion(axes, ["H", "E"], np.array([[3.0, 1], [0, 0]]))
     assert axes.images[0].get_array().tolist() == [[0.75, 0.25], [0, 0]]

@@ -56,7 +56,7 @@ class CoordinateLabels:
     def __init__(self, fasta: Path, store: TokenStore) -> None:
         path = npz_beside(fasta)
         if not path.exists():
-            raise InputError(f"{path}: no such file; it has the coordinates of {fasta.name}; or name structure files")
+            raise InputError(f"{path}: no such file of coordinates of {fasta.name}; add it, or name structure files")
         arrays = read_arrays(path)
         try:
             names, seqs, offsets = arrays["names"], arrays["seqs"], arrays["offsets"]

@@ -229,7 +229,7 @@ def _letters(text: str, where: str) -> npt.NDArray[np.uint8]:
     """Convert the class letters of one record to ASCII codes, uint8 [L]."""
     if wrong := re.search("[^!-~]", text):
         at = wrong.start() + 1
-        raise InputError(f"{where} has {shown(wrong[0])} at position {at}, which is no label; write ASCII letters")
+        raise InputError(f"{where} has {shown(wrong[0])} at position {at}, which is no label; write letters or digits")
     return np.frombuffer(text.encode("ascii"), dtype=np.uint8)
 
 

@@ -45,7 +45,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
     data, seed = recipe.data, recipe.train.seed
     files = (remote.data_file(file) for file in (data.train, data.valid, data.test) if file is not None)
     if data.complexes is not None and not any(map(structure_folder.holds_structures, files)):
-        raise UsageError(f"data.complexes: {data.complexes} is for structure files, and this recipe names none")
+        raise UsageError(f"data.complexes: {data.complexes} is for structure files, and there are none; remove it")
     if recipe.task.reads_table:
         return open_variants(data, name, alone=recipe.task.wild_type_alone, tracks=tracks)
     valid_is_part = data.valid == data.train
