@@ -66,7 +66,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
 
 
 def model_tensors(model: nn.Module, *, trained_only: bool = False) -> dict[str, torch.Tensor]:
-    """Return the part of `state_tensors` that is the model's."""
+    """Return the tensors of the model, named as in `state_tensors`."""
     reshard(model)
     tensors = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad or not trained_only}
     buffers = {f"model.{name}": b for name, b in model.named_buffers() if name.startswith("head.") or not trained_only}

@@ -18,7 +18,7 @@ from esmshard.parallel.watch import Watch
 from esmshard.tasks.base import Task
 
 MAX_SKIPPED = 10
-"""After so many steps in a row with a non-finite loss or gradient the run stops with an error."""
+"""The number of steps in a row with a non-finite loss or gradient after which the run stops with an error."""
 
 
 @dataclass(frozen=True)
