@@ -73,8 +73,8 @@ def consolidate(
     Args:
         source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read` reads.
         out: the directory to create, or with `overwrite` to replace. It appears only when it is complete.
-        to: `hf`, or a family's word for a file that its authors' code reads. By default, a directory that all commands
-            of esmshard read, and also `transformers`, if it has the family.
+        to: `hf`, or a family's keyword for a file that its authors' code reads. By default, all commands of esmshard
+            read the directory. `transformers` reads it, too, if it has the family.
         dtype: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
         best: take the checkpoint of the best validation of the run.
@@ -190,7 +190,7 @@ def _open_model(source: Path | str, warn: Callable[[str], None]) -> Opened:
         if "recipe" in about:
             about["recipe"]["task"]["name"], about["recipe"]["model"]
         for named in (about.get("recipe", {}).get("model"), about.get("base")):
-            if named:  # the name is relative to that directory
+            if named:  # a recorded name is relative to the model's directory
                 named["name"] = found_place(named["name"], directory)
     evaluation, altered = _evaluation(directory.parent), weights.altered(model.files)
     for notice in (*model.notices, *([altered] if altered else [])):
@@ -317,7 +317,7 @@ def write_adapter(
 ) -> dict[str, str]:
     """Write the trained part as a PEFT adapter and a head, and return the sha256 of each file of weights, by name.
 
-    The base model is not read. Its name in the adapter is `base`, or the path of the run's base as seen from `out`, the
+    The base model is not read. Its name in the adapter is `base`, or the path of the run's base relative to `out`, the
     final path of `directory`. Raises `UsageError` for a checkpoint without a LoRA.
     """
     config = recorded_config(checkpoint.state["config"])

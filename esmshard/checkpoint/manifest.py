@@ -36,7 +36,7 @@ def path_of(directory: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of a checkpoint from its name; None for another name."""
+    """Return the step of a checkpoint from its name; None if a checkpoint has no such name."""
     match = _NAME.match(path.name)
     return int(match[1]) if match else None
 
@@ -105,7 +105,7 @@ def sweep(directory: Path) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint that a run does not continue from, such as to `step_000300.WHY`, and return the new path."""
+    """Rename a checkpoint that a run does not use, such as to `step_000300.damaged`, and return the new path."""
     aside = path.with_name(f"{path.name}.{why}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)

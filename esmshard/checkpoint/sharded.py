@@ -137,7 +137,7 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -
     The checkpoint must be verified. With `alone`, this process reads without the other ranks of its group.
 
     Raises:
-        InputError: the checkpoint lacks a tensor or a part of it, or the tensor has another shape or type in it.
+        InputError: the checkpoint lacks a tensor or a part of it, or holds it in another shape or type.
     """
     storage = HuggingFaceStorageReader(str(path))
     saved = _tensors_of(storage.read_metadata())
@@ -200,8 +200,8 @@ class Saver:
     save before it, so there is one copy at a time. The host needs room for one copy of the shards of its ranks (weights
     and both moments: 12 bytes for each trained parameter).
 
-    torch's `async_save` is not used: it would end before the files have hashes and before the checkpoint
-    has its name. A rank waits at most `timeout` seconds for the other ranks.
+    torch's `async_save` is not used: it would end before the files have hashes and before the checkpoint has its name.
+    A rank waits at most `timeout` seconds for the other ranks.
     """
 
     def __init__(self, directory: Path, keep: int, background: bool, timeout: int = 1800) -> None:

@@ -118,7 +118,7 @@ class Embedder:
         self._trunk_layers = sorted({*self._layers, *map_layers, *([esm.config.n_layers] if self._contacts else [])})
 
     def packs(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Group sequences of similar lengths. A pack has indices of `lengths`. Sequences in windows are last, each alone."""
+        """Group sequences of similar lengths. A pack has indices of `lengths`. Sequences in windows are last."""
         whole = [n for n, length in enumerate(lengths) if len(self.long.starts(length)) == 1]
         kept = self.long.kept(np.array([lengths[n] for n in whole], dtype=np.int64))
         groups = by_length(self._cost(kept).tolist(), self.tokens) if whole else iter(())
@@ -276,7 +276,7 @@ class Embedder:
         return self._reduce(sums, whole)
 
     def _finish(self, values: list[dict[str, torch.Tensor]]) -> list[Computed | Failed]:
-        """Move values to the CPU, in the dtype of the file. The host waits for each copy, so an output has only one."""
+        """Copy values to the CPU, in the dtype of the file. The host waits for each copy, so an output has only one."""
         done: list[dict[str, torch.Tensor]] = [{} for _ in values]
         reasons: dict[int, str] = {}
         for name in values[0]:

@@ -138,7 +138,7 @@ def _plan(
     folder = work / "work" / "tracks"
     tracks = [write_track(file.track, file.path, store, folder / file.track.name) for file in asked.tracks]
     unique, chained = write_index(index, store, spec, tracks)
-    length_N = store.lengths if chained else np.load(index / "lengths.npy", mmap_mode="r")  # with linkers
+    length_N = store.lengths if chained else np.load(index / "lengths.npy", mmap_mode="r")  # including linkers
     most, positions = int(length_N.max()), asked.weights.config.most_tokens
     if positions is not None and long.mode == "full" and most > positions - 2:
         record = int(length_N.argmax())
@@ -298,7 +298,7 @@ class RowPlaces:
         }
 
     def width(self, output: Output) -> int:
-        """Return how many numbers a row of the tensor has."""
+        """Return how many numbers a row of the output's tensor has."""
         return 1 if output.paired else output.shape(1, self.spec.dim)[-1]
 
     def slice(self, output: Output, row: int) -> slice:
@@ -306,7 +306,7 @@ class RowPlaces:
         return slice(*self._starts[output.name][row : row + 2].tolist())
 
     def empty(self, output: Output) -> torch.Tensor:
-        """Return a tensor for all rows, filled with zeros."""
+        """Return a tensor of zeros for the values of an output in all rows of the part."""
         n = int(self._starts[output.name][-1])
         return torch.zeros((n,) if output.paired else (n, self.width(output)), dtype=TORCH[self.spec.dtype])
 
@@ -344,7 +344,7 @@ class Parts:
         return (self.folder / self.name(part)).exists()
 
     def write(self, part: int, tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any]) -> None:
-        """Write a finished part. If two processes write the same part, the second file replaces the first."""
+        """Write the values of a part. If two processes write the same part, the second file replaces the first."""
         path = self.folder / self.name(part)
         scratch = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
         try:
@@ -553,7 +553,7 @@ class EmbeddingStore:
             raise UsageError(f"--reuse {self.path}: holds {held}, and no {' and '.join(missing)}")
 
     def rows_to_reuse(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-        """Return the row of each key, int64 [M]; -1 if no row has the key, or the row failed or is from windows."""
+        """Return the row to copy for each key, int64 [M]; -1 for none. Failed and windowed rows are not copied."""
         row_M = self.index.rows_of(keys_M)
         without = [*self.manifest["failed_rows"], *self.manifest["windowed_rows"]]
         return np.where(np.isin(row_M, without), -1, row_M)

@@ -72,8 +72,8 @@ def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Re
 
 
 def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
-    """Return the runs of the learning curve of a table of variants. Each of them is the first run with a part of the
-    training variants. A probe has no learning curve.
+    """Return the runs of the learning curve of a table of variants. Each of them is like the first of `runs`,
+    but trains on a share (SHARES) of the training variants. A probe has no learning curve.
     """
     if not recipe.divides_table or recipe.adapt.method == "probe":
         return []
@@ -83,7 +83,7 @@ def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
 
 
 def is_done(run: Path, steps: int | None = None) -> bool:
-    """Whether an earlier call has finished this run. If `steps` is given, the run must have at least this number."""
+    """Whether an earlier call has finished this run, with at least `steps` steps if `steps` is given."""
     status = read_status(run)
     if status is None or status["state"] != "done" or not (run / "evaluation.json").is_file():
         return False
@@ -168,10 +168,10 @@ def _mean(of_runs: Mapping[str, float]) -> Interval:
 def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = ()) -> str:
     """Write the joint result of all runs of a table to the recipe's `out`, and return this result as text.
 
-    `variants.csv` holds the user's columns. For each test variant it adds its name, measured value, fold, the
-    prediction of the model that did not train on it (mean and standard deviation over seeds), and the prediction of
-    every baseline. For a row that was left out it adds the reason. `summary.json` gets three entries: `table` (what was
-    changed in the user's table), `joint` (the scores of all methods on all test variants, with intervals) and
+    `variants.csv` holds the user's columns. A row of a test variant also has the variant's name, measured value, fold,
+    the prediction of the model that did not train on this variant (mean and standard deviation over seeds), and the
+    predictions of the baselines. A row that was left out has the reason. `summary.json` gets three entries: `table` (what
+    was changed in the user's table), `joint` (the scores of all methods on all test variants, with intervals) and
     `verdict`. `learning_curve.json` holds Spearman on the first run's test set for each number of training variants.
 
     Each fold has another model, so variants are compared only within their fold. Spearman is the mean over folds

@@ -98,8 +98,8 @@ def fit_baselines(task: Task, train: Examples, base: FineTuner, ranks: World) ->
     """Fit the baselines of a task on training records. The ranks share the forward passes of the model, and the first
     rank fits the baselines.
 
-    `base` is the model before the first step. All `ranks` that share the model call this. An undivided model has the
-    rank ALONE. Returns, on every rank, the arrays that the baselines have learned, by name.
+    `base` is the model before the first step. All `ranks` share the model and call this function. For an undivided
+    model, `ranks` is ALONE. Returns, on every rank, the arrays that the baselines have learned, by name.
     """
     examples = [train.get(n) for n in range(0, len(train), -(-len(train) // task.baseline_records))]
     with _together(base, ranks):
@@ -287,7 +287,7 @@ def _place(path: str | Path, out: Path) -> str:
 
 def described(model: str, about: Mapping[str, Any], data: Examples, out: Path) -> dict[str, Any]:
     """Return the facts on a model and a split for `evaluation.json` in `out`. `model` is a directory that `consolidate`
-    wrote, and `about` the content of its `esmshard.json`.
+    wrote, and `about` is the content of its `esmshard.json`.
     """
     facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256")}
     base = about["recipe"]["model"]
@@ -411,7 +411,7 @@ def _numbers(rows: Sequence[Row]) -> list[str]:
 
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
-    """Call `bootstrap`. A metric that has values for fewer than LEAST units keeps no resamples."""
+    """Return each metric and its resamples (`bootstrap`). A metric of fewer than LEAST units has no resamples."""
     samples = bootstrap(task.summary, ranked(rows), block_N=block_N)
     return {m: values if _units(rows, m, block_N) >= LEAST else values[:1] for m, values in samples.items()}
 
@@ -419,7 +419,7 @@ def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] |
 def _groups(
     task: Task, table: Mapping[str, Sequence[Row]], block_N: npt.NDArray[np.int64] | None, groups: Sequence[str]
 ) -> dict[str, Any]:
-    """Count the records of each group, and compute the metrics of every method, unless one group has all records."""
+    """Count the records of each group, and compute the metrics of every method in it, unless one group has all."""
     of_groups: dict[str, Any] = {}
     for group in sorted(set(groups) - {""}):
         members = [n for n, name in enumerate(groups) if name == group]
@@ -450,7 +450,7 @@ def _method(unit: str, intervals: Mapping[str, Interval]) -> str:
 
 def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]:
     """Return what a report draws for tasks with a value for each residue. `profiles` are of the records with the best,
-    the median and the worst score. For numbers, `residues` has observed and predicted values of an even sample.
+    the median and the worst score. For numbers, `residues` has the observed and predicted values of every n-th residue.
     """
     score = next((column for column in task.columns if column in rows[0]), None)
     if "profile" not in rows[0] or score is None:

@@ -98,8 +98,8 @@ def run(
                     ):
                         _evaluate(job, model, replace(ranks, together=job.layout.together), control)
         except (LostProcess, Preempted):
-            # Before training, a rank that was asked to stop may have left already. If a rank is
-            # lost during training, srun sends SIGTERM to the other ranks.
+            # Before training, a rank that was asked to stop may have left already. If a rank is lost during training,
+            # srun sends SIGTERM to the other ranks.
             if asked := preemption.unsaved:
                 raise Preempted(f"stopped by {reason(asked)}; go on with --resume auto", asked) from None
             raise

@@ -120,7 +120,7 @@ def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Ex
 
 
 def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
-    """Raise `UsageError` if `out` holds an earlier run, without `resume` or `overwrite`, or files that no run wrote.
+    """Raise `UsageError` if `out` holds files that no run wrote or, without `resume` and `overwrite`, an earlier run.
 
     A run wrote the files if `out` has a `status.json`, or the lock of a killed run. No file is changed.
     """
@@ -162,7 +162,7 @@ def describe(job: RunInputs, processes: int) -> str:
 
 
 def versions(recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Return versions of packages and facts of machine and device, for the files beside the results."""
+    """Return versions of packages, and facts on machine and device. They are saved with the results."""
     packages = ["esmshard", "torch", "numpy", "safetensors", "scikit-learn", "biopython"]
     packages += ["bitsandbytes"] if recipe.model.quantize is not None else []
     facts: dict[str, Any] = {name: version(name) for name in packages}

@@ -63,8 +63,8 @@ def train(
     Args:
         job: the prepared run.
         start: the checkpoint to continue from; None for a new run.
-        starting: all processes of the run. They wait for each other as long as the first read of weights may take.
-        ranks: the same processes with the time-out of a step.
+        starting: all processes of the run. They wait for each other up to the time-out of the start.
+        ranks: the same processes. They wait for each other up to the time-out of a step.
         control: the side channel over which each rank reports its activity.
         preemption: the requests to stop.
         attempt: the records of this attempt.
@@ -131,7 +131,7 @@ class TrainState:
 class Training:
     """One attempt at a run: the model over the ranks, its optimizer, and all that a step needs.
 
-    Args: see `train`. `ranks` have the time-out of the start.
+    For the arguments see `train`. `ranks` are the processes that `train` calls `starting`.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Training:
     ) -> None:
         self.job, self.ranks, self.control, self.preemption, self.attempt = job, ranks, control, preemption, attempt
         recipe, weights, trained_only = job.recipe, job.weights, job.recipe.adapt.method != "full"
-        # First shapes, then shards, then values, so that each of several ranks never holds the whole model.
+        # First shapes, then shards, then values. So a rank never holds the whole model, unless it is the only rank.
         with torch.device("meta"):
             self.model = FineTuner(family_registry.build(weights.config), job.task.head(weights.config))
         tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
@@ -419,7 +419,7 @@ def _memory_keys(recipe: Recipe) -> dict[str, Any]:
 def largest_fitting(job: RunInputs, numbers: planner.ModelNumbers, room: int, ranks: World) -> int:
     """Return the planner's largest `batch.tokens_per_rank` that fits; 0 if the longest record does not fit.
 
-    `numbers` are the sizes of the model with its head. `room` is the memory, in bytes and with the weights, that the
+    `numbers` are the sizes of the model with its head. `room` is the memory in bytes, including the weights, that the
     run may use on the rank with the least memory.
     """
     kernels: dict[str, planner.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}

@@ -212,7 +212,7 @@ class Search:
         raise optuna.TrialPruned if code in (0, 1) else LostProcess(reason)
 
     def _value(self, run: Path) -> float:
-        """Return the last validation value of a run, or the best one if the run keeps the best; NaN if undefined."""
+        """Return the last validation value of a run, or its best value if the run keeps the best; NaN if undefined."""
         lines, headline = _validations(run), self.task.columns[0]
         chosen = lines[-1]
         if recipe_file.load(run / "recipe.yaml").keeps_best:
