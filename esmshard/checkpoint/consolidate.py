@@ -301,7 +301,7 @@ def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, 
             model = weights.read(name)
         except InputError as error:
             raise InputError(
-                f"{error}; {checkpoint.path} needs this base model: say with --base where it lies now"
+                f"{error}; {checkpoint.path} needs this base model: give its present path with --base"
             ) from None
         weights.check(weights.identity(model, name), recorded, str(checkpoint.path))
 

@@ -424,7 +424,7 @@ class Worker:
         source, device = weights.read(work.model), torch.device(work.device)
         self.spec = spec = Spec.of(plan["spec"])
         if model_hash(source) != spec.model_hash:
-            raise InputError(f"{source.source}: its weights were changed since; --overwrite starts over")
+            raise InputError(f"{source.source}: its weights have changed since the start; --overwrite starts over")
         source, dtype = weights.joining(source, spec.chains, "--join"), TORCH[spec.compute]
         how: dict[str, Any] = {"dtype": spec.dtype, "long": spec.long, "tokens": work.tokens}
         if work.offload:

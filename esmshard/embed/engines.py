@@ -267,7 +267,7 @@ def embed(
     if offload and (engine != "local" or nproc not in (None, 1)):
         raise UsageError("--offload spreads one model over all memory of the machine; leave --nproc and --engine out")
     if engine == "array" and overwrite:
-        raise UsageError("--overwrite lets each worker remove the results of the others; remove the output before")
+        raise UsageError("--overwrite lets workers remove results of other workers; remove the output yourself")
     if worker is not None and engine != "array":
         raise UsageError("--worker is for --engine array; leave it out")
     mine, url = share(worker) if engine == "array" else Share(0, 1), remote.address(asked.out)

@@ -436,7 +436,7 @@ class EmbeddingStore:
         url = remote.address(path)
         finished = (Path(path) / "manifest.json").is_file() if url is None else remote.exists(f"{url}/manifest.json")
         if not finished:
-            raise InputError(f"{url or path}: is no finished directory of embeddings; run the same embed (again)")
+            raise InputError(f"{url or path}: is no finished directory of embeddings; run the embed command again")
         self.path = remote.local(path)
         self.manifest = read_json(self.path / "manifest.json")
         self.spec = Spec.of(self.manifest["spec"])

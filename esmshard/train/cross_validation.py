@@ -99,7 +99,7 @@ def check_out(out: Path) -> None:
         are_joint_results = False
     if names and not are_joint_results:
         raise UsageError(
-            f"{out}: holds {', '.join(names)}, which no runs left there, and which their results would replace; "
+            f"{out}: holds {', '.join(names)}, which no runs wrote and which the results would replace; "
             "choose another directory with out=DIR"
         )
 
@@ -170,8 +170,8 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
 
     `variants.csv` holds the user's columns. A row of a test variant also has the variant's name, measured value, fold,
     the prediction of the model that did not train on this variant (mean and standard deviation over seeds), and the
-    predictions of the baselines. A row that was left out has the reason. `summary.json` gets three entries: `table` (what
-    was changed in the user's table), `joint` (the scores of all methods on all test variants, with intervals) and
+    predictions of the baselines. A row that was left out has the reason. `summary.json` gets three entries: `table`
+    (what was changed in the user's table), `joint` (the scores of all methods on all test variants, with intervals) and
     `verdict`. `learning_curve.json` holds Spearman on the first run's test set for each number of training variants.
 
     Each fold has another model, so variants are compared only within their fold. Spearman is the mean over folds

@@ -257,7 +257,7 @@ def report(
     file = weights.place(model) / BASELINES
     if not file.is_file():
         left_out.append(
-            f"baselines left out of the table: all that learn from training records; no {shown_name}/{BASELINES}"
+            f"baselines left out of the table: all that learn from training records, as {shown_name} has no {BASELINES}"
         )
     known = read_baselines(file) if file.is_file() else {}
     leakage, n_trained_on = seen_before(shown_name, tuned.about.get("data", {}), known.pop(TRAINED_ON, None), data)

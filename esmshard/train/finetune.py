@@ -94,7 +94,7 @@ def run(
                     attempt.report("running", "consolidating and evaluating")
                     with advice_if_out_of_memory(
                         f"the evaluation does not fit on {ranks.device}; the model is trained, and kept in "
-                        f"{out / 'checkpoints'}; give it more memory, and --resume auto does what is left"
+                        f"{out / 'checkpoints'}; give it more memory, and run only the rest with --resume auto"
                     ):
                         _evaluate(job, model, replace(ranks, together=job.layout.together), control)
         except (LostProcess, Preempted):
