@@ -37,7 +37,7 @@ BASELINES = "baselines.npz"
 
 @dataclass(frozen=True)
 class Opened:
-    """An opened model that is to be written."""
+    """A model that is open for reading, and will be written to a directory."""
 
     config: ModelConfig
     sizes: Mapping[str, torch.Size]

@@ -230,7 +230,7 @@ def _part_tokens(tokens: int, config: ModelConfig) -> int:
 
 
 def _bounds(index: Path, spec: Spec, per_part: int) -> list[int]:
-    """Return the first row of each part, and at last the number of rows. A part has `per_part` tokens or PART_BYTES."""
+    """Return the first row of each part, then the number of rows. A part has `per_part` tokens or PART_BYTES."""
     first_U, length_N = (np.load(index / f"{name}.npy", mmap_mode="r") for name in ("first", "lengths"))
     kept_U = spec.long.kept(length_N[first_U].astype(np.int64))
     bytes_U = spec.numbers(kept_U) * np.dtype(NUMPY[spec.dtype]).itemsize
@@ -244,7 +244,7 @@ class RowIndex:
 
     Args:
         path: the directory `index`.
-        bounds: the first row of each part, and at last the number of rows.
+        bounds: the first row of each part, then the number of rows.
     """
 
     def __init__(self, path: Path, bounds: Sequence[int]) -> None:

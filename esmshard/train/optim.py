@@ -79,7 +79,7 @@ def state_tensors(
     """Return weights and optimizer state by name, as `model.NAME` and `optim.NAME.exp_avg`. The tensors are no copies.
 
     If the optimizer has no state yet, its state is created as zeros, so that a checkpoint can be loaded into it. A tied
-    weight is one entry.
+    weight has one entry.
 
     Args:
         model: the model; its task head is named `head`.

@@ -95,7 +95,7 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
 
 
 def history(saved: Mapping[str, Any] | None, steps: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return the history of a run. An entry has the step after which it counts, the planned steps and the device.
+    """Return the history of a run. An entry has the steps done before it, the planned steps and the kind of device.
 
     Args:
         saved: `state.json` of the checkpoint that the run goes on from; None for a new run.

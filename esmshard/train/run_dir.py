@@ -183,7 +183,7 @@ def holder(out: Path) -> Holder | None:
 
 
 def abandoned(out: Path) -> bool:
-    """Whether certainly no run holds a directory: there is no lock, or its process is gone from this machine."""
+    """Whether no run can hold a directory: there is no lock, or the process of the lock is gone from this machine."""
     held = holder(out)
     return not (out / LOCK).exists() if held is None else held.lives is False
 
