@@ -43,7 +43,7 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         repository = None
     front: dict[str, Any] = {
         "tags": ["biology", "protein-language-model", "esmshard", f"{task['name']}-prediction"],
-        # The card names the licence of the base, so that models which are made from this model know it, too.
+        # The card names the licence of the base, so that cards of models made from this model can name it, too.
         **({"license": RELEASED[base].licence} if base else _licence_of(recipe)),
     }
     if repository:
@@ -97,8 +97,8 @@ def _interval(value: Mapping[str, float | None] | None) -> str:
 
 
 def _licence_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the licence entries of the card of the weights that a run started from, which lies beside the weights or
-    in the hub's cache; empty if there is none.
+    """Return the licence entries in the model card of a run's starting weights; empty if there is no card. The card
+    lies beside the weights or in the hub's cache.
     """
     name = recipe["model"]["name"]
     place = Path(name).expanduser()
@@ -108,7 +108,7 @@ def _licence_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     try:
         data = ModelCard.load(place / "README.md", ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # the card of another program may be no YAML
+    except Exception:  # another program may have written a card without valid YAML
         return {}
     return {key: data[key] for key in ("license", "license_name") if data.get("license") and data.get(key)}
 
@@ -124,7 +124,7 @@ def _text(value: object) -> str:
 
 
 def _code(value: object) -> str:
-    """Put a text between backticks. Escape a text with HTML, which some readers of Markdown show even there."""
+    """Put a text between backticks. A text with HTML is escaped instead, as some viewers interpret HTML even there."""
     shown = " ".join(str(value).replace("`", "'").split())
     return _text(shown) if re.search("[<>&]", shown) else f"`{shown}`"
 

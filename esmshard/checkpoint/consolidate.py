@@ -37,20 +37,20 @@ BASELINES = "baselines.npz"
 
 @dataclass(frozen=True)
 class Opened:
-    """An opened model that is to be written."""
+    """A model that is open for reading, and will be written to a directory."""
 
     config: ModelConfig
     sizes: Mapping[str, torch.Size]
-    """The shapes by name: the trunk has our names, and the head has `head.*`. Tied tensors have one entry."""
+    """The shapes by the names of this package. Names in the head begin with `head.`. Tied tensors have one entry."""
     read: Source
     unlearned: Sequence[str]
     """Parts that no training has changed: `lm_head`, `contact_head`."""
     about: dict[str, Any]
-    """The content of `esmshard.json`. A model of another program has no recipe in it."""
+    """The content of `esmshard.json`. It has no recipe if another program trained the model."""
     evaluation: Mapping[str, Any] | None
     """The content of `evaluation.json` of the same model, if it exists."""
     directory: Path
-    """The directory with BASELINES and SEEN of the same run, if they exist."""
+    """The directory that holds the files BASELINES and SEEN of the same run, if they exist."""
 
 
 def consolidate(
@@ -73,8 +73,8 @@ def consolidate(
     Args:
         source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read` reads.
         out: the directory to create, or with `overwrite` to replace. It appears only when it is complete.
-        to: the word of a family for the file of its authors' code, or `hf`; by default a directory that all commands of
-            esmshard read. `transformers` reads it, too, if it has the family.
+        to: `hf`, or a family's keyword for a file that its authors' code reads. By default, all commands of esmshard
+            read the directory. `transformers` reads it, too, if it has the family.
         dtype: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
         best: take the checkpoint of the best validation of the run.
@@ -103,11 +103,11 @@ def consolidate(
         return out
     opened = _open_model(source, warn) if is_model else _open_run(Path(source), warn, best, base)
     kind = _target(to, opened.config)
-    # A directory lacks the parts that never learned, so that readers get an error. Authors' code reads whole models.
+    # A directory leaves out untrained parts, so that their use raises an error. The authors' code needs whole models.
     left_out = tuple(f"{part}." for part in opened.unlearned) if kind is None else kind.lacks
     for part in opened.unlearned:
         if f"{part}." not in left_out:
-            warn(f"{source}: its {part} never learned; what it says is random")
+            warn(f"{source}: its {part} never learned; its output is random")
     sizes = {name: size for name, size in opened.sizes.items() if not name.startswith(left_out)}
     with writing(out, _NO_ROOM), whole_directory(out) as work:
         try:
@@ -127,7 +127,7 @@ def consolidate(
 def _finish(
     work: Path, out: Path, about: Mapping[str, Any], digests: Mapping[str, str], run: Path | None
 ) -> dict[str, Any]:
-    """Write and return `esmshard.json`, without paths of this machine, and copy BASELINES and SEEN of the run."""
+    """Write and return `esmshard.json`, without paths of this machine, and copy the run's files BASELINES and SEEN."""
     shared = dict(about) | weights.record(digests)
     if "recipe" in shared:
         shared["recipe"] = for_others(shared["recipe"], out)
@@ -190,7 +190,7 @@ def _open_model(source: Path | str, warn: Callable[[str], None]) -> Opened:
         if "recipe" in about:
             about["recipe"]["task"]["name"], about["recipe"]["model"]
         for named in (about.get("recipe", {}).get("model"), about.get("base")):
-            if named:  # the name is relative to that directory
+            if named:  # a recorded name is relative to the model's directory
                 named["name"] = found_place(named["name"], directory)
     evaluation, altered = _evaluation(directory.parent), weights.altered(model.files)
     for notice in (*model.notices, *([altered] if altered else [])):
@@ -275,13 +275,13 @@ def _evaluation(run: Path) -> dict[str, Any] | None:
 
 
 def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, torch.Size], Source]:
-    """Return the shapes of the whole model, and a function that reads its tensors: the base with the trained part.
+    """Return the shapes of the whole model, and a function that reads its tensors (base and trained part).
 
     Each LoRA is added to its weight when this weight is read, so only requested tensors are in memory. Tied tensors
     have one entry. `base` is the path of the base model; by default its path when the run began.
 
     Raises:
-        InputError: the base model is missing or different, or has no place for a tensor of the checkpoint.
+        InputError: the base model is missing or different, or lacks a tensor of the checkpoint.
     """
     state, sizes = checkpoint.state, checkpoint.sizes
     config = recorded_config(state["config"])
@@ -301,7 +301,7 @@ def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, 
             model = weights.read(name)
         except InputError as error:
             raise InputError(
-                f"{error}; {checkpoint.path} needs this base model: say with --base where it lies now"
+                f"{error}; {checkpoint.path} needs this base model: give its present path with --base"
             ) from None
         weights.check(weights.identity(model, name), recorded, str(checkpoint.path))
 
@@ -317,7 +317,7 @@ def write_adapter(
 ) -> dict[str, str]:
     """Write the trained part as a PEFT adapter and a head, and return the sha256 of each file of weights, by name.
 
-    The base model is not read. Its name in the adapter is `base`, or the path of the run's base as seen from `out`, the
+    The base model is not read. Its name in the adapter is `base`, or the path of the run's base relative to `out`, the
     final path of `directory`. Raises `UsageError` for a checkpoint without a LoRA.
     """
     config = recorded_config(checkpoint.state["config"])
@@ -335,8 +335,8 @@ def write_adapter(
 
 
 def _with_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size], read: Source) -> Source | None:
-    """Return a function that reads a fine-tuned regression over attention maps as the contact regression of the model.
-    None if the head is another one, or the contact regression has learned.
+    """Return a function that reads the fine-tuned head, a regression over attention maps, as the model's contact
+    regression. None if the head is no such regression, or the contact regression itself was trained.
     """
     prefix = "contact_head.regression."
     in_head = {name: name.replace(prefix, "head.regression.") for name in sizes if name.startswith(prefix)}

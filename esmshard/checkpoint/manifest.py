@@ -1,6 +1,6 @@
-"""A directory of checkpoints: which are finished, unchanged, or may be removed. No torch.
+"""A directory of checkpoints: which of them are finished or damaged, and which may be removed. It needs no torch.
 
-    checkpoints/step_000100/    finished: MANIFEST.json names every other file with its bytes and sha256
+    checkpoints/step_000100/    finished: MANIFEST.json names every other file with its size in bytes and sha256
     checkpoints/LATEST           the name of the newest checkpoint
     checkpoints/BEST             the name of the checkpoint with the best validation, with `checkpoint.keep_best`
     checkpoints/.tmp-*           being written or removed; never read
@@ -36,7 +36,7 @@ def path_of(directory: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of a checkpoint from its name; None for another name."""
+    """Return the step of a checkpoint from its name; None if a checkpoint has no such name."""
     match = _NAME.match(path.name)
     return int(match[1]) if match else None
 
@@ -53,8 +53,8 @@ def complete(directory: Path) -> list[Path]:
 
 
 def seal(work: Path, final: Path, files: Mapping[str, Entry]) -> None:
-    """Write the manifest of a directory whose files are on disk, and rename the directory to `final` beside it. It then
-    survives a power cut.
+    """Write the manifest of a directory whose files are on disk, and rename the directory to `final`. The checkpoint
+    then survives a power cut.
     """
     replace_text(work / MANIFEST, json.dumps({"files": dict(files)}, indent=1))
     sync_directory(work)
@@ -80,7 +80,7 @@ def pointed(directory: Path, pointer: str) -> Path | None:
 
 
 def prune(directory: Path, newest: Path, keep: int) -> None:
-    """Remove damaged checkpoints, and all up to `newest` but the `keep` newest and `BEST`."""
+    """Remove damaged checkpoints. Of the checkpoints up to `newest`, remove all except the `keep` newest and `BEST`."""
     checkpoints = [path for path in complete(directory) if (step_of(path) or 0) <= (step_of(newest) or 0)]
     kept = {*checkpoints[-keep:], newest, pointed(directory, "BEST")}
     for path in [*(path for path in checkpoints if path not in kept), *directory.glob("step_*.damaged")]:
@@ -88,7 +88,7 @@ def prune(directory: Path, newest: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory. A half-removed directory, also of a killed process, has a hidden name, for `sweep`."""
+    """Remove a directory. It first gets a hidden name, so that `sweep` finds what a killed process has not removed."""
     hidden = path.with_name(f".tmp-removed-{path.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
@@ -105,7 +105,7 @@ def sweep(directory: Path) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint from which a run does not continue to `step_000300.WHY`, and return the new path."""
+    """Rename a checkpoint that a run does not use, such as to `step_000300.damaged`, and return the new path."""
     aside = path.with_name(f"{path.name}.{why}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)

@@ -2,7 +2,7 @@
 
     step_000100/    shard-00001-model-00001-of-00001.safetensors ...    pieces of weights and of the optimizer's state
                     state.json                                          step, recipe, configuration, versions
-                    MANIFEST.json                                       bytes and sha256 of every other file
+                    MANIFEST.json                                       size in bytes and sha256 of every other file
 
 No file holds a pickle, so reading a checkpoint runs no code. torch's reader takes every `*.safetensors` of a directory,
 has no checksum, infers the shape of a tensor from its pieces, and converts types silently. Therefore the manifest is
@@ -34,8 +34,8 @@ from esmshard.io.paths import read_json, replace_text
 
 FORMAT, VERSION = "esmshard-checkpoint", 3
 FILE_BYTES = 10**9
-"""The approximate bytes of a file of a rank. torch's writer holds the tensors of a file twice more in the memory of the
-host."""
+"""The approximate size of each file of a rank, in bytes. torch's writer holds two more copies of a file's tensors in
+the memory of the host."""
 PATIENCE = 60.0
 """How many seconds a run that ends with an error waits for its last checkpoint. Other ranks may be gone or stuck."""
 
@@ -50,12 +50,12 @@ def write(
     best: bool = False,
     group: Any = None,
 ) -> Path:
-    """Write the checkpoint of a step. Every rank calls this with its shards, or a single process without a group.
+    """Write the checkpoint of a step. Every rank calls this with its shards. A single process needs no group.
 
     Args:
         directory: `checkpoints` of the run.
         step: the number of optimizer steps done.
-        tensors: DTensors and plain tensors, of the same names on every rank. A plain tensor is equal on all ranks.
+        tensors: DTensors and plain tensors, with the same names on every rank. A plain tensor is equal on all ranks.
         state: other values that are needed to continue, written as JSON.
         keep: the number of newest checkpoints to keep. Older checkpoints are removed after this one is written.
         best: let `BEST` name this checkpoint.
@@ -84,7 +84,7 @@ def write(
         work.mkdir(parents=True)
 
     def hashes_of_shards() -> dict[str, manifest.Entry]:
-        # Each rank hashes its files. Another machine may not see them yet, and this machine has them in memory.
+        # Each rank hashes its own files. Another machine may not see them yet, and this machine has them in memory.
         return {path.name: manifest.entry(path) for path in work.glob(f"shard-{rank + 1:05d}-*")}
 
     def finish() -> None:
@@ -134,10 +134,10 @@ def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
 def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -> None:
     """Fill `tensors` in place with the checkpoint's values, resharding as needed.
 
-    The checkpoint must be verified. `alone` reads without the other ranks, as a process without a group always does.
+    The checkpoint must be verified. With `alone`, this process reads without the other ranks of its group.
 
     Raises:
-        InputError: the checkpoint lacks a tensor or a part of it, or has another shape or type of the tensor.
+        InputError: the checkpoint lacks a tensor or a part of it, or holds it in another shape or type.
     """
     storage = HuggingFaceStorageReader(str(path))
     saved = _tensors_of(storage.read_metadata())
@@ -150,7 +150,7 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -
                 "needed; take a checkpoint of this model",
                 not alone,
             )
-        # A number that no piece holds would keep an arbitrary value.
+        # A number that the checkpoint lacks would keep an arbitrary value in `tensors`.
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
             raise _shared(f"{path}: holds numbers of {name} twice or not at all; take another checkpoint", not alone)
     with _plain_errors():
@@ -200,13 +200,13 @@ class Saver:
     save before it, so there is one copy at a time. The host needs room for one copy of the shards of its ranks (weights
     and both moments: 12 bytes for each trained parameter).
 
-    torch's `async_save` is not used: it would end before the files have hashes and the checkpoint its name. A rank
-    waits `timeout` seconds for the others.
+    torch's `async_save` is not used: it would end before the files have hashes and before the checkpoint has its name.
+    A rank waits at most `timeout` seconds for the other ranks.
     """
 
     def __init__(self, directory: Path, keep: int, background: bool, timeout: int = 1800) -> None:
         self._directory, self._keep, self._background = directory, keep, background
-        # Both modes use this group, so that they share code, and that no check of a rank costs a GPU a kernel.
+        # Both modes use this gloo group: they share code, and the ranks exchange errors without a GPU kernel.
         seconds = timedelta(seconds=timeout)
         self._group: Any = dist.new_group(backend="gloo", timeout=seconds) if dist.is_initialized() else None
         # In a new thread the current GPU is the machine's first GPU, on which each rank would take half a gigabyte.
@@ -228,7 +228,7 @@ class Saver:
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], best: bool = False
     ) -> None:
-        """Write a checkpoint; see `write`. An error of the save before is raised here, too."""
+        """Write a checkpoint; see `write`. An error of the previous save is raised here, too."""
         self.finish()
         options: dict[str, Any] = {"keep": self._keep, "best": best, "group": self._group}
         if not self._background:
@@ -239,7 +239,7 @@ class Saver:
         self._writing = self._pool.submit(write, self._directory, step, staged, state, **options)
 
     def finish(self) -> None:
-        """Wait until nothing is being written. An error of the background thread is raised, once."""
+        """Wait until nothing is being written. If the background thread has failed, raise its error once."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -260,7 +260,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 def _together(function: Callable[[], Any], group: Any) -> list[Any]:
-    """Call a function on every rank, and return the results of all. All ranks raise the first `OSError` or
+    """Call a function on every rank, and return the results of all ranks. All ranks raise the first `OSError` or
     `InputError`.
     """
     try:

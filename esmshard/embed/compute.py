@@ -1,7 +1,7 @@
-"""The computation of arrays for sequences, in packs of similar length and in windows, and of the parts of a job.
+"""The computation of the arrays of sequences, in packs of similar lengths or in windows, and of the parts of a job.
 
-A pack that does not fit into memory is computed in smaller pieces, so the program does not end for lack of memory. A
-model that does not fit is spread over GPUs, memory and disk.
+A pack that does not fit into memory is computed in smaller packs or in windows, so the program does not end for lack of
+memory. A model that does not fit can be spread over GPUs, memory and disk.
 """
 
 import functools
@@ -38,11 +38,11 @@ from esmshard.vocab import CLS, EOS, VOCAB_SIZE, is_residue
 
 Tokens = npt.NDArray[np.uint8]
 Tracks = Mapping[str, npt.NDArray[Any]]
-"""Further values for each token, [L + 2, ...] by the name of the track."""
+"""The values of each track for each token, [L + 2, ...], by the name of the track."""
 PACK, GPU_PACK = 2048, 16384
-"""The tokens of a pack on a CPU and on a GPU. On a CPU, smaller packs are slower and larger packs are no faster."""
+"""How many tokens a pack has on a CPU and on a GPU. On a CPU, smaller packs are slower and larger packs no faster."""
 PACK_MAPS = 1 << 26
-"""The numbers in all attention maps of a pack, 256 MiB. They stay in memory until the whole pack is computed."""
+"""The maximum count of numbers in all attention maps of a pack (256 MiB). Memory holds all maps of a pack at once."""
 SMALLEST = 128
 """The smallest window, in residues, into which a sequence is divided for lack of memory."""
 SHARE = 0.8
@@ -50,16 +50,16 @@ SHARE = 0.8
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A sequence, or a piece of a sequence, as the model gets it."""
+class ModelInput:
+    """The tokens and tracks that the model gets for a sequence or for a piece of it."""
 
     tokens: Tokens
     tracks: Tracks
 
-    def piece(self, start: int, length: int) -> "Seen":
+    def piece(self, start: int, length: int) -> "ModelInput":
         """Return at most `length` residues from `start` on, between `<cls>` and `<eos>`."""
         tracks = {name: piece(values, start, length) for name, values in self.tracks.items()}
-        return Seen(piece(self.tokens, start, length), tracks)
+        return ModelInput(piece(self.tokens, start, length), tracks)
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Computed:
 
 @dataclass(frozen=True)
 class Failed:
-    """A sequence without arrays, and the reason as a clause."""
+    """The reason, as a clause, why the arrays of a sequence could not be computed."""
 
     reason: str
 
 
 class Embedder:
-    """The computation of some outputs with one model, for any number of sequences.
+    """The computation of the requested outputs with one model, for any number of sequences.
 
     The other sequences of a pack change the values of a sequence only by rounding (1e-6 in fp32).
 
@@ -89,9 +89,9 @@ class Embedder:
         outputs: at least one output. Values are reduced in fp32.
         dtype: dtype of the arrays.
         long: the treatment of long sequences.
-        tokens: tokens of a pack. A longer sequence is computed alone.
+        tokens: the maximum number of tokens of a pack. A longer sequence is computed alone.
         device: the device to which batches are sent; by default the device of the weights.
-        threads: whether each core of a CPU may compute a pack of its own.
+        threads: whether the cores of a CPU may compute several packs at the same time.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Embedder:
         self._trunk_layers = sorted({*self._layers, *map_layers, *([esm.config.n_layers] if self._contacts else [])})
 
     def packs(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Group sequences by their numbers of residues. A pack holds indices of `lengths`; long sequences are last."""
+        """Group sequences of similar lengths. A pack has indices of `lengths`. Sequences in windows are last."""
         whole = [n for n, length in enumerate(lengths) if len(self.long.starts(length)) == 1]
         kept = self.long.kept(np.array([lengths[n] for n in whole], dtype=np.int64))
         groups = by_length(self._cost(kept).tolist(), self.tokens) if whole else iter(())
@@ -142,7 +142,7 @@ class Embedder:
         tracks: Sequence[Tracks] | None,
         take: Callable[[int, Computed | Failed], None],
     ) -> None:
-        """Compute the arrays of each sequence, and keep none of them.
+        """Compute the arrays of each sequence, and pass them to `take`.
 
         Args:
             sequences: `<cls> ... <eos>`, uint8 [L + 2], as from `esmshard.vocab.encode`.
@@ -151,52 +151,51 @@ class Embedder:
         """
 
         def compute(members: Sequence[int]) -> None:
-            seen = [Seen(sequences[n], {} if tracks is None else tracks[n]) for n in members]
-            for n, result in zip(members, self._pack(seen), strict=True):
+            inputs = [ModelInput(sequences[n], {} if tracks is None else tracks[n]) for n in members]
+            for n, result in zip(members, self._pack(inputs), strict=True):
                 take(n, result)
 
         packs = self.packs([len(tokens) - 2 for tokens in sequences])
         side_by_side(compute, packs, self.device, threads=self._threads)
 
-    def _pack(self, sequences: Sequence[Seen]) -> list[Computed | Failed]:
-        """Compute as much as fits: all sequences at once, each half, windows of one sequence, or nothing."""
-        results = halving(lambda members: self._finish(self._values(members)), sequences, self.device)
-        return [result or self._in_windows(seen) for seen, result in zip(sequences, results, strict=True)]
+    def _pack(self, inputs: Sequence[ModelInput]) -> list[Computed | Failed]:
+        """Compute all sequences at once if they fit into memory, else each half, and at last each one in windows."""
+        results = halving(lambda members: self._finish(self._values(members)), inputs, self.device)
+        return [result or self._in_windows(whole) for whole, result in zip(inputs, results, strict=True)]
 
-    def _in_windows(self, seen: Seen) -> Computed | Failed:
+    def _in_windows(self, whole: ModelInput) -> Computed | Failed:
         """Compute a sequence that does not fit into memory in smaller and smaller windows."""
-        length = int(self.long.kept(np.array([len(seen.tokens) - 2]))[0])
-        seen, window = seen.piece(0, length), min(length, self.long.window)
+        length = int(self.long.kept(np.array([len(whole.tokens) - 2]))[0])
+        kept, window = whole.piece(0, length), min(length, self.long.window)
         if window == length or len(self.long.starts(length)) > 1:
             window //= 2
 
-        def in_windows(members: Sequence[Seen], window: int) -> list[Computed | Failed]:
+        def in_windows(members: Sequence[ModelInput], window: int) -> list[Computed | Failed]:
             long = replace(self.long, mode="window", window=window, overlap=min(self.long.overlap, window // 4))
             return self._finish([self._blend(member, long, at_once=1) for member in members])
 
         while window >= SMALLEST:
-            (result,) = halving(functools.partial(in_windows, window=window), [seen], self.device)
+            (result,) = halving(functools.partial(in_windows, window=window), [kept], self.device)
             if result is not None:
                 return replace(result, windowed=window) if isinstance(result, Computed) else result
             window //= 2
         return Failed(f"memory does not suffice for its {length:,} residues, nor for small windows of it")
 
-    def _values(self, sequences: Sequence[Seen]) -> list[dict[str, torch.Tensor]]:
+    def _values(self, inputs: Sequence[ModelInput]) -> list[dict[str, torch.Tensor]]:
         """Compute the outputs of each sequence, fp32, on the device."""
         long = self.long
-        if len(sequences) == 1 and len(long.starts(len(sequences[0].tokens) - 2)) > 1:
+        if len(inputs) == 1 and len(long.starts(len(inputs[0].tokens) - 2)) > 1:
             (cost,) = self._cost(np.array([long.window])).tolist()
-            return [self._blend(sequences[0], long, at_once=max(1, self.tokens // cost))]
+            return [self._blend(inputs[0], long, at_once=max(1, self.tokens // cost))]
         if long.mode == "truncate":
-            sequences = [seen.piece(0, long.window) for seen in sequences]
-        return [self._reduce(part, seen) for part, seen in zip(self._forward(sequences), sequences, strict=True)]
+            inputs = [whole.piece(0, long.window) for whole in inputs]
+        return [self._reduce(part, kept) for part, kept in zip(self._forward(inputs), inputs, strict=True)]
 
-    def _forward(self, sequences: Sequence[Seen]) -> list[dict[str, torch.Tensor]]:
+    def _forward(self, inputs: Sequence[ModelInput]) -> list[dict[str, torch.Tensor]]:
         """Compute values of each sequence: `residue_K` [L, D], `cls_K` [D], `logits` [L, 33], `contacts` [L, L],
         `attentions_K` [H, L, L] on the CPU.
         """
-        tokens, tracks = [seen.tokens for seen in sequences], [seen.tracks for seen in sequences]
-        batch = pack(tokens, tracks=tracks).to(self.device)
+        batch = pack([x.tokens for x in inputs], tracks=[x.tracks for x in inputs]).to(self.device)
         regression = self.esm.contact_head.regression
         sums = ContactAccumulators(len(batch), regression.weight, regression.bias) if self._contacts else None
         maps = AttentionMaps(self.outputs, len(batch)) if self._maps else None
@@ -210,7 +209,7 @@ class Embedder:
         output = self.esm(
             batch, layers=self._trunk_layers, logits_at=logits_at, on_attention=on_attention if listeners else None
         )
-        parts: list[dict[str, torch.Tensor]] = [{} for _ in sequences] if maps is None else maps.maps_N
+        parts: list[dict[str, torch.Tensor]] = [{} for _ in inputs] if maps is None else maps.maps_N
         for layer in self._layers:
             x_TD = output.representations[layer]
             for part, start, x_LD in zip(parts, batch.bounds, batch.residues(x_TD), strict=False):
@@ -223,9 +222,9 @@ class Embedder:
                 part["contacts"] = logits_1LL[0].sigmoid()
         return parts
 
-    def _reduce(self, part: dict[str, torch.Tensor], seen: Seen) -> dict[str, torch.Tensor]:
+    def _reduce(self, part: dict[str, torch.Tensor], source: ModelInput) -> dict[str, torch.Tensor]:
         """Remove the values of the linkers between chains, and pool."""
-        kept_L, values = torch.from_numpy(is_residue(seen.tokens[1:-1])), dict[str, torch.Tensor]()
+        kept_L, values = torch.from_numpy(is_residue(source.tokens[1:-1])), dict[str, torch.Tensor]()
         for output in self.outputs:
             x = part[f"residue_{output.layer}" if output.pool in ("mean", "max", "residue") else output.name]
             if not kept_L.all() and output.pool != "cls":
@@ -238,20 +237,20 @@ class Embedder:
             values[output.name] = x
         return values
 
-    def _blend(self, seen: Seen, long: Long, at_once: int) -> dict[str, torch.Tensor]:
+    def _blend(self, whole: ModelInput, long: Long, at_once: int) -> dict[str, torch.Tensor]:
         """Compute the outputs of one sequence from overlapping windows, `at_once` windows at a time.
 
         Where two windows overlap, the weight of a window falls towards its cut: a cross-fade. The ends of a protein are
         no cuts. The weight of a pair is the product of both residues' weights. A pair that no window contains is NaN.
         `cls` is the mean over the windows. Each window has `<cls>` and `<eos>`, like the crops of training.
         """
-        length = len(seen.tokens) - 2
+        length = len(whole.tokens) - 2
         starts = long.starts(length)
         sums: dict[str, torch.Tensor] = {}
         weight_L = torch.zeros(length, device=self.device)
         pair_LL = torch.zeros(length if self._paired else 0, length, device=self.device)
         for at in range(0, len(starts), at_once):
-            pieces = [seen.piece(start, long.window) for start in starts[at : at + at_once]]
+            pieces = [whole.piece(start, long.window) for start in starts[at : at + at_once]]
             for start, part in zip(starts[at:], self._forward(pieces), strict=False):
                 rows = slice(start, start + long.window)
                 taper_W = _taper(start, long, length).to(self.device)
@@ -267,17 +266,17 @@ class Embedder:
                     elif name.startswith("cls"):
                         sums[name] = sums.get(name, 0) + x.float() / len(starts)
                     else:
-                        whole = sums.setdefault(name, torch.zeros(length, x.shape[-1], device=self.device))
-                        whole[rows] += x.float() * taper_W[:, None]
+                        sum_LX = sums.setdefault(name, torch.zeros(length, x.shape[-1], device=self.device))
+                        sum_LX[rows] += x.float() * taper_W[:, None]
         for name, x in sums.items():
             if name in self._paired:
                 sums[name] = x.div_(pair_LL.to(x.device))  # 0 / 0 is NaN
             elif not name.startswith("cls"):
                 sums[name] = x / weight_L[:, None]
-        return self._reduce(sums, seen)
+        return self._reduce(sums, whole)
 
     def _finish(self, values: list[dict[str, torch.Tensor]]) -> list[Computed | Failed]:
-        """Move values to the CPU, in the dtype of the file. Each copy makes the host wait, so each output has one."""
+        """Copy values to the CPU, in the dtype of the file. The host waits for each copy, so an output has only one."""
         done: list[dict[str, torch.Tensor]] = [{} for _ in values]
         reasons: dict[int, str] = {}
         for name in values[0]:
@@ -363,10 +362,10 @@ def offloaded(source: Weights, folder: Path, dtype: torch.dtype, device: torch.d
     others = {name: part for name, part in model.named_children() if name != "layers"}
     if main in memory:
         memory[main] -= sum(x.numel() * x.element_size() for part in others.values() for x in part.parameters())
-    # A layer stays in one place, because attention reads the weights of its projections without calling them.
+    # A layer is not divided over devices, because attention reads the weights of its projections without calling them.
     block = [type(model.layers[0]).__name__]
     layers = infer_auto_device_map(model.layers, memory, block, dtype=dtype, clean_result=False)
-    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # It warns of weights in other places.
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # It warns of weights on other devices.
     places = dict.fromkeys(others, main) | {f"layers.{n}": place for n, place in layers.items()}
     dispatch_model(model, places, main_device=main, offload_dir=str(folder), preload_module_classes=block)
     counts = Counter({"cpu": "in memory", "disk": "on disk"}.get(str(p), f"on GPU {p}") for p in layers.values())
@@ -404,7 +403,7 @@ class Work:
     model: str
     device: str
     tokens: int | None
-    """Tokens of a pack."""
+    """The maximum number of tokens of a pack; None for the default."""
     reuse: Path | None = None
     """An earlier directory of parts."""
     offload: bool = False
@@ -414,10 +413,10 @@ class Work:
 
 
 class Worker:
-    """A job with its model, in a process that computes parts.
+    """The model and the data of a job, in a process that computes parts.
 
     Raises:
-        InputError: if the model is not the one that the plan was made for.
+        InputError: if the weights of the model have changed since the plan was made.
     """
 
     def __init__(self, work: Work) -> None:
@@ -425,7 +424,7 @@ class Worker:
         source, device = weights.read(work.model), torch.device(work.device)
         self.spec = spec = Spec.of(plan["spec"])
         if model_hash(source) != spec.model_hash:
-            raise InputError(f"{source.source}: its weights were changed since; --overwrite starts over")
+            raise InputError(f"{source.source}: its weights have changed since the start; --overwrite starts over")
         source, dtype = weights.joining(source, spec.chains, "--join"), TORCH[spec.compute]
         how: dict[str, Any] = {"dtype": spec.dtype, "long": spec.long, "tokens": work.tokens}
         if work.offload:
@@ -494,5 +493,5 @@ worker_of = functools.lru_cache(maxsize=1)(Worker)
 
 
 def compute_part(work: Work, part: int) -> tuple[int, int]:
-    """Compute a part in a process that keeps the model for the next one; see `Worker.compute`."""
+    """Compute a part in a process that keeps the model for the next part; see `Worker.compute`."""
     return worker_of(work).compute(part)

@@ -1,12 +1,12 @@
 """The `embed` command: it cuts an input into parts, an engine computes the parts, and one file is made of them.
 
 The engines are processes of this machine (`local`), workers that a scheduler or a launcher has started (`array`), and
-Ray. A part is finished when its file exists (`esmshard.embed.parts`), so processes need no protocol: each engine only
-divides the numbers of the missing parts. The same command again computes the missing parts.
+Ray. A part is finished when its file exists (`esmshard.embed.parts`), so processes exchange no messages. Each engine
+only divides the numbers of the missing parts. If the same command runs again, it computes the missing parts.
 
 After the last part `OUT.partial` becomes OUT, or its rows are copied, in input order, into the file OUT. A bucket
-cannot rename: parts are uploaded to their final address. The manifest, which shows that the directory is complete, is
-uploaded last.
+cannot rename, so parts are uploaded to their final address. The manifest is uploaded last. It shows that the directory
+is complete.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def summary(out: Path | str, manifest: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Share:
-    """Worker `number` of `count` workers: it computes the parts number, number + count, ...
+    """The share of worker `number` of `count` workers. It computes the parts number, number + count, ...
 
     Worker 0 also makes the plan, computes the unfinished parts of other workers, and writes the output.
     """
@@ -87,7 +87,7 @@ class Share:
     count: int
 
     def of(self, missing: list[int]) -> list[int]:
-        """Return the missing parts that this worker computes, in its order."""
+        """Return the missing parts that this worker computes, in the order of computation."""
         mine = [part for part in missing if part % self.count == self.number]
         # Worker 0 computes the parts of other workers backwards, while these workers may be computing them forwards.
         return mine + (sorted(set(missing) - set(mine), reverse=True) if self.number == 0 else [])
@@ -132,7 +132,7 @@ def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int
     With the device `cuda` each process has its own GPU.
 
     Raises:
-        InputError: with the message of a process, or if processes were killed again and again.
+        InputError: with the error message of a process, or if processes were killed again and again.
     """
     losses, context = 0, multiprocessing.get_context("spawn")
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cpu_limits.cores() // processes))
@@ -164,7 +164,7 @@ def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int
 
 
 _number = 0
-"""The number of this process of a pool."""
+"""The number of this process in its pool."""
 
 
 def _begin_process(numbers: Any, threads: int) -> None:
@@ -196,7 +196,7 @@ def compute_on_ray(work: Work, parts: Sequence[int], address: str, progressed: P
 
     Raises:
         UsageError: if Ray is not installed, or the cluster cannot be reached.
-        InputError: with the message of a task.
+        InputError: with the error message of a task.
     """
     try:
         import ray
@@ -204,7 +204,7 @@ def compute_on_ray(work: Work, parts: Sequence[int], address: str, progressed: P
         raise UsageError("--engine ray needs Ray; pip install 'esmshard[ray]'") from None
     try:
         host, _, port = address.rpartition(":")
-        if port.isdecimal():  # Ray itself tries an address at which nobody answers for many minutes.
+        if port.isdecimal():  # Ray itself waits many minutes for an address that does not answer.
             socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=10).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:
@@ -251,10 +251,10 @@ def embed(
     ray_address: str = "auto",
     part_tokens: int | None = None,
 ) -> dict[str, Any] | None:
-    """Compute the embeddings and write the output. If some parts are finished already, compute the others.
+    """Compute the embeddings and write the output. Parts that are finished already are kept.
 
     The arguments are the options of `esmshard embed` (docs/embed.md). `fasta` may be a plain or compressed file, `-`
-    for the standard input, a token store, structures, or an address in a bucket. `part_tokens`: the tokens of a part.
+    for the standard input, a token store, structures, or an address in a bucket. `part_tokens`: tokens of each part.
 
     Returns:
         The manifest (see `esmshard.embed.parts`) and the path of `failed_file`. Worker 0 of an array writes the output;
@@ -267,7 +267,7 @@ def embed(
     if offload and (engine != "local" or nproc not in (None, 1)):
         raise UsageError("--offload spreads one model over all memory of the machine; leave --nproc and --engine out")
     if engine == "array" and overwrite:
-        raise UsageError("--overwrite lets each worker remove the results of the others; remove the output before")
+        raise UsageError("--overwrite lets workers remove results of other workers; remove the output yourself")
     if worker is not None and engine != "array":
         raise UsageError("--worker is for --engine array; leave it out")
     mine, url = share(worker) if engine == "array" else Share(0, 1), remote.address(asked.out)
@@ -326,7 +326,7 @@ def embed(
 
 
 def reusable(path: Path, asked: EmbedRequest) -> EmbeddingStore:
-    """Open an earlier directory of parts. `UsageError` if its rows are not those of the request."""
+    """Open an earlier directory of parts. `UsageError` if its settings or outputs do not suit the request."""
     store = EmbeddingStore(remote.local(path).resolve())
     store.check_reuse(asked.spec)
     return store
@@ -334,9 +334,9 @@ def reusable(path: Path, asked: EmbedRequest) -> EmbeddingStore:
 
 @contextlib.contextmanager
 def read_from(asked: EmbedRequest, fasta: Path) -> Iterator[tuple[EmbedRequest, Path, list[str]]]:
-    """Provide the request with a path for each track, the file of the sequences, and sentences about both.
+    """Provide three things: the request (each track has a path), the file of the sequences, and sentences about them.
 
-    Structures are read into a FASTA file of their chains. The standard input is copied, because it can be read once.
+    Structures become a FASTA file of their chains. The standard input is copied, because it can be read only once.
     """
     with contextlib.ExitStack() as stack:
         sentences = [*asked.weights.notices, *without_tracks(asked.model, [file.track.name for file in asked.tracks])]
@@ -353,7 +353,7 @@ def read_from(asked: EmbedRequest, fasta: Path) -> Iterator[tuple[EmbedRequest, 
 
 @dataclass(frozen=True)
 class _Job:
-    """A request, and how it is carried out; see `embed`. Its output has a path on this machine, even for a bucket."""
+    """A request of `embed` and its steps. Its output has a path on this machine, even if it is uploaded to a bucket."""
 
     asked: EmbedRequest
     fasta: Path
@@ -439,8 +439,8 @@ class _Job:
             raise UsageError(f"{place}: was {verb} with {different}; --overwrite starts over")
 
     def clear_way(self) -> None:
-        """Refuse to replace an output, or an interrupted run with other settings, unless `overwrite` is set. Other
-        files are never replaced.
+        """Raise `UsageError` if there is an output, or an interrupted run with other settings. `overwrite` allows to
+        replace these. Files of other programs are never replaced.
         """
         asked, directory, overwrite = self.asked, partial(self.asked.out), self.overwrite
         bucket = None if self.url is None else RemoteDirectory(self.url)
@@ -497,8 +497,8 @@ def part_bytes(asked: EmbedRequest, index: RowIndex, parts: Iterable[int]) -> in
 
 
 def file_bytes(asked: EmbedRequest, index: RowIndex) -> int:
-    """Return about the size, in bytes, of the file that is made from the parts; 0 if no file is made. `UsageError` if
-    the format has no room for so many records.
+    """Return the approximate size, in bytes, of the file that is made from the parts; 0 if no file is made.
+    `UsageError` if the format cannot hold so many records.
     """
     if asked.fmt == PARTS:
         return 0
@@ -570,7 +570,7 @@ def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: Token
 
 
 def status(out: Path) -> str:
-    """Describe the progress of an output, in two lines. `InputError` if there is no output."""
+    """Describe the progress of an output, in one or two lines. `InputError` if there is no output."""
     if (url := remote.address(out)) is not None:
         raise UsageError(f"{url}: status reads a directory on a disk; list {url}/parts/, where each object is a part")
     directory = next((folder for folder in (out, partial(out)) if (folder / "plan.json").is_file()), None)
@@ -589,7 +589,7 @@ def status(out: Path) -> str:
 
 
 def merge(directory: Path, out: Path, fmt: str | None, overwrite: bool) -> str:
-    """Make one file from a finished directory of parts, which stays."""
+    """Make one file from a finished directory of parts. The directory stays."""
     fmt, embeddings = fmt or out.suffix.removeprefix("."), EmbeddingStore(directory)
     size = {"records": len(embeddings), "id_bytes": int(embeddings.index.ids[-1])}
     suits(fmt, embeddings.outputs, embeddings.spec.dtype, out, **size)

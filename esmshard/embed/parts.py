@@ -8,7 +8,7 @@
                            `residue_6` [sum of L, D], `logits` [sum of L, 33], `contacts` [sum of L^2],
                            `attentions_6` [sum of H x L^2]; in the metadata a JSON `note` on failed rows and versions
       index/
-        ids.txt, ids.npy       ids of the N records, one on each line, and the first byte of each, int64 [N + 1]
+        ids.txt, ids.npy       ids of the N records, one on each line, and where each begins (in bytes), int64 [N + 1]
         id_keys.npy, id_rows.npy   `io.store.keys` of the ids, sorted, and the record of each
         lengths.npy            int32 [N]: residues of each record
         rows.npy               int64 [N]: the row of each record; equal sequences share one of U rows
@@ -17,9 +17,9 @@
         chains.json            residues of each chain by id, for records with several chains
       failed.tsv           id, residues and reason of each failed record, if there are any
 
-Rows are in the order in which their sequences first occur. A part is finished when its file exists: it is written under
-another name and renamed, or is an object in a bucket. The directory is called `OUT.partial` until it is finished. The
-plan follows from the request and the input alone, so all machines make the same plan.
+Rows are in the order in which their sequences first occur. A part is finished when its file, or its object in a bucket,
+exists. A file is written under another name and then renamed. The directory is called `OUT.partial` until it is
+finished. The plan follows from the request and the input alone, so all machines make the same plan.
 """
 
 import copy
@@ -62,15 +62,15 @@ from esmshard.vocab import chain_spans, decode
 FORMAT = "3"
 """The version of the plan and of parts."""
 LEAST_PART, MOST_PART = 1 << 14, 1 << 18
-"""The fewest and the most tokens of a part. MOST_PART is for a model of 8M; larger models have smaller parts, which
-take about as long.
+"""The minimum and maximum number of tokens of a part. MOST_PART is for a model of 8 million parameters. Larger models
+have smaller parts, which take about as much time.
 """
 SHARE_OF_PART, MOST_PARTS = 128, 4096
-"""A part is 1/SHARE_OF_PART of the input, so that several processes end at about the same time. In a very large input
-parts grow instead of becoming more than MOST_PARTS.
+"""A part is 1/SHARE_OF_PART of the input, so that several processes end at about the same time. A very large input
+has larger parts instead, and at most MOST_PARTS parts.
 """
 PART_BYTES = 1 << 29
-"""The most bytes of values of a part. They are in memory until the part is written."""
+"""The maximum size of the values of a part, in bytes. The values are in memory until the part is written."""
 _OPEN_PARTS = 16
 _AT_ONCE = 1 << 14
 
@@ -102,7 +102,7 @@ def begin(
         fasta: a FASTA file or a token store.
         asked: the request; each track has a path.
         notices: sentences on the input, for the plan.
-        part_tokens: tokens of a part; by default from the size of the input.
+        part_tokens: how many tokens a part has; by default this depends on the sizes of input and model.
 
     Raises:
         UsageError: if a sequence is too long for the model.
@@ -138,7 +138,7 @@ def _plan(
     folder = work / "work" / "tracks"
     tracks = [write_track(file.track, file.path, store, folder / file.track.name) for file in asked.tracks]
     unique, chained = write_index(index, store, spec, tracks)
-    length_N = store.lengths if chained else np.load(index / "lengths.npy", mmap_mode="r")  # with linkers
+    length_N = store.lengths if chained else np.load(index / "lengths.npy", mmap_mode="r")  # including linkers
     most, positions = int(length_N.max()), asked.weights.config.most_tokens
     if positions is not None and long.mode == "full" and most > positions - 2:
         record = int(length_N.argmax())
@@ -154,8 +154,8 @@ def _plan(
     new = RecordTracks(tracks, asked.tracks).notices(np.arange(len(store)))
     if long.mode == "full" and (longer := int((length_N > long.window).sum())):
         new.append(
-            f"{counted(longer, 'record')} over {long.window:,} residues computed whole; the models saw no longer "
-            "sequences in training, and --long window computes windows of this length"
+            f"{counted(longer, 'record')} over {long.window:,} residues computed whole; in training the model got at "
+            "most this length, and --long window computes windows of this length"
         )
     for notice in new:
         say(notice)
@@ -224,13 +224,13 @@ def write_index(index: Path, store: TokenStore, spec: Spec, tracks: Sequence[Tra
 
 
 def _part_tokens(tokens: int, config: ModelConfig) -> int:
-    """Return the tokens of a part, given the tokens of the input."""
+    """Return how many tokens a part has if the input has `tokens` tokens."""
     most = max(LEAST_PART, MOST_PART * 6 * 320**2 // (config.n_layers * config.dim**2))
     return max(min(max(tokens // SHARE_OF_PART, LEAST_PART), most), tokens // MOST_PARTS)
 
 
 def _bounds(index: Path, spec: Spec, per_part: int) -> list[int]:
-    """Return the first row of each part, and the number of rows. A part ends at `per_part` tokens or at PART_BYTES."""
+    """Return the first row of each part, then the number of rows. A part has `per_part` tokens or PART_BYTES."""
     first_U, length_N = (np.load(index / f"{name}.npy", mmap_mode="r") for name in ("first", "lengths"))
     kept_U = spec.long.kept(length_N[first_U].astype(np.int64))
     bytes_U = spec.numbers(kept_U) * np.dtype(NUMPY[spec.dtype]).itemsize
@@ -244,7 +244,7 @@ class RowIndex:
 
     Args:
         path: the directory `index`.
-        bounds: the first row of each part, and the number of rows.
+        bounds: the first row of each part, then the number of rows.
     """
 
     def __init__(self, path: Path, bounds: Sequence[int]) -> None:
@@ -254,7 +254,7 @@ class RowIndex:
         self.ids, self.id_keys, self.id_rows, self.lengths, self.rows, self.first, self.keys, self.key_rows = arrays
 
     def lengths_of(self, part: int) -> npt.NDArray[np.int64]:
-        """Return the residues of the sequences of a part, int64 [n]."""
+        """Return the number of residues of each sequence of a part, int64 [n]."""
         first_n = self.first[self.bounds[part] : self.bounds[part + 1]]
         return np.asarray(self.lengths[first_n], np.int64)
 
@@ -267,7 +267,7 @@ class RowIndex:
         return [text[a - at[0] : b - at[0] - 1].decode() for a, b in itertools.pairwise(at)]
 
     def find(self, record_id: str) -> int | None:
-        """Return the record of an id; None if no record has this id."""
+        """Return the number of the record with an id; None if no record has this id."""
         wanted = keys([record_id.encode(errors="surrogatepass")])[0]
         begin, end = (int(self.id_keys.searchsorted(wanted, side)) for side in ("left", "right"))
         for record in self.id_rows[begin:end].tolist():
@@ -287,7 +287,7 @@ class RowPlaces:
 
     Args:
         spec: the spec of the job.
-        length_n: the residues of each row of the part, int64 [n].
+        length_n: the number of residues of each row of the part, int64 [n].
     """
 
     def __init__(self, spec: Spec, length_n: npt.NDArray[np.int64]) -> None:
@@ -298,7 +298,7 @@ class RowPlaces:
         }
 
     def width(self, output: Output) -> int:
-        """Return how many numbers a row of the tensor has."""
+        """Return how many numbers a row of the output's tensor has."""
         return 1 if output.paired else output.shape(1, self.spec.dim)[-1]
 
     def slice(self, output: Output, row: int) -> slice:
@@ -306,18 +306,18 @@ class RowPlaces:
         return slice(*self._starts[output.name][row : row + 2].tolist())
 
     def empty(self, output: Output) -> torch.Tensor:
-        """Return a tensor for all rows, filled with zeros."""
+        """Return a tensor of zeros for the values of an output in all rows of the part."""
         n = int(self._starts[output.name][-1])
         return torch.zeros((n,) if output.paired else (n, self.width(output)), dtype=TORCH[self.spec.dtype])
 
 
 class Parts:
-    """The parts of a job: which are finished, and how a part is finished.
+    """The parts of a job: their file names, which of them are missing, and how a part is written and read.
 
     Args:
         directory: `OUT.partial`, or a finished directory of parts.
         plan: its plan.
-        bucket: where the parts lie, if it is a bucket.
+        bucket: the bucket that holds the parts; None if they are on a disk.
     """
 
     def __init__(self, directory: Path, plan: Mapping[str, Any], bucket: RemoteDirectory | None = None) -> None:
@@ -344,7 +344,7 @@ class Parts:
         return (self.folder / self.name(part)).exists()
 
     def write(self, part: int, tensors: Mapping[str, torch.Tensor], note: Mapping[str, Any]) -> None:
-        """Finish a part. If two processes finish the same part, the second file replaces an equal file."""
+        """Write the values of a part. If two processes write the same part, the second file replaces the first."""
         path = self.folder / self.name(part)
         scratch = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
         try:
@@ -411,7 +411,7 @@ def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory, if it exists. It is first renamed, so that nobody sees half of it or adds a file."""
+    """Remove a directory, if it exists. It is first renamed, so that no process reads half of it or adds a file."""
     removed = directory.with_name(f".removed-{directory.name}")
     shutil.rmtree(removed, ignore_errors=True)
     if directory.exists():
@@ -422,8 +422,8 @@ def remove(directory: Path) -> None:
 class EmbeddingStore:
     """Embeddings by id.
 
-    `store["P12345"]` is an array; of several outputs it is a dictionary of arrays by name. `store[["P12345",
-    "Q67890"]]` is an array [N, D] of vectors, or a list of arrays.
+    `store["P12345"]` is an array. `store[["P12345", "Q67890"]]` is an array [N, D] if each record has one vector, else
+    a list of arrays. If there are several outputs, both are dictionaries by the name of the output.
 
     Args:
         path: the directory, or its address in a bucket. The local cache keeps a copy of a bucket's directory.
@@ -436,7 +436,7 @@ class EmbeddingStore:
         url = remote.address(path)
         finished = (Path(path) / "manifest.json").is_file() if url is None else remote.exists(f"{url}/manifest.json")
         if not finished:
-            raise InputError(f"{url or path}: is no finished directory of embeddings; run the same embed (again)")
+            raise InputError(f"{url or path}: is no finished directory of embeddings; run the embed command again")
         self.path = remote.local(path)
         self.manifest = read_json(self.path / "manifest.json")
         self.spec = Spec.of(self.manifest["spec"])
@@ -445,11 +445,11 @@ class EmbeddingStore:
         self.parts = Parts(self.path, self.manifest)
         self.index = self.parts.index
         self.chains: dict[str, list[int]] = read_json(self.index.path / "chains.json")
-        """The residues of each chain, by id, of the records with several chains. An array has the residues of one chain
-        after the other.
+        """The number of residues of each chain, by id, for records with several chains. The rows of an array are in the
+        order of the chains.
         """
         self.failed: dict[str, str] = {}
-        """The reasons why records have no values, by id."""
+        """The reason why a record has no values, by id."""
         if (failed := self.path / "failed.tsv").is_file():
             lines = failed.read_text(encoding="utf-8").splitlines()[1:]
             self.failed = {record_id: reason for record_id, _, reason in (line.split("\t") for line in lines)}
@@ -510,7 +510,7 @@ class EmbeddingStore:
         return attributes | ({"overlap": long.overlap} if long.mode == "window" else {})
 
     def rows(self, sequences: TokenStore | None = None) -> Iterator[Row]:
-        """Yield the records that have values, in input order; bf16 as its bits.
+        """Yield the records that have values, in input order. bf16 values are given as their bits, uint16.
 
         Args:
             sequences: the token store of the input, for formats that need the sequences.
@@ -525,7 +525,7 @@ class EmbeddingStore:
                     yield Row(record_id, int(length), self.values(int(row)), residues, chains=chains)
 
     def values(self, row: int) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of a row by output; bf16 as its bits. A failed row has zeros."""
+        """Return the arrays of a row by output name. bf16 values are given as their bits. A failed row has zeros."""
         part = int(np.searchsorted(self.index.bounds, row, side="right")) - 1
         file, places = self._open_part(part)
         at, values = row - self.index.bounds[part], {}
@@ -553,7 +553,7 @@ class EmbeddingStore:
             raise UsageError(f"--reuse {self.path}: holds {held}, and no {' and '.join(missing)}")
 
     def rows_to_reuse(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-        """Return the row of each key, int64 [M]; -1 if there is no row, or it failed or was computed in windows."""
+        """Return the row to copy for each key, int64 [M]; -1 for none. Failed and windowed rows are not copied."""
         row_M = self.index.rows_of(keys_M)
         without = [*self.manifest["failed_rows"], *self.manifest["windowed_rows"]]
         return np.where(np.isin(row_M, without), -1, row_M)

@@ -36,13 +36,13 @@ PARTS = "parts"
 def choose(
     pools: Sequence[str], layers: Sequence[int] | None, config: ModelConfig, model: str, heads: Sequence[int] = ()
 ) -> tuple[Output, ...]:
-    """Return every pool of every layer, in the given order.
+    """Return the outputs: every pool of every layer, in the given order.
 
     Args:
         pools: see `Output`.
-        layers: 0 (embedding) to the number of layers; the last, normed layer by default, which is also -1.
+        layers: 0 (embedding) to the number of layers. The default is the last, normed layer, which is also -1.
         config: the architecture of the model.
-        model: its name, for messages.
+        model: the name of the model, for messages.
         heads: the heads of `attentions`, from 0; all by default.
 
     Raises:
@@ -84,14 +84,14 @@ class Long:
 
     `full`: the model gets the whole sequence. Rotary positions allow this, but models were trained on some 1,000 to
     2,000 residues. `window`: the model gets overlapping windows, and their values are blended. `truncate`: the model
-    gets the first `window` residues, and the others have no values.
+    gets the first `window` residues, and further residues have no values.
     """
 
     mode: Literal["full", "window", "truncate"] = "full"
     window: int = 0
-    """Residues; 0 means the most residues that the model saw at once in training."""
+    """The residues of a window; 0 means the maximum number of residues that the model got at once in training."""
     overlap: int = 256
-    """The residues that neighbouring windows share."""
+    """The number of residues that neighbouring windows share."""
 
     def for_model(self, config: ModelConfig) -> "Long":
         """Return the treatment with the default window of a model. `UsageError` for impossible values."""
@@ -106,7 +106,7 @@ class Long:
         return long
 
     def kept(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the number of residues that have values, for many lengths."""
+        """Return, for each length of a sequence, the number of residues that have values."""
         return np.minimum(length, self.window) if self.mode == "truncate" else length
 
     def starts(self, length: int) -> list[int]:
@@ -151,14 +151,14 @@ class Spec:
         return texts | {"--join": self.chains.text}
 
     def row_key(self, tokens: npt.NDArray[np.uint8], tracks: Mapping[str, bytes]) -> bytes:
-        """Return the key of a row, 16 bytes: a digest of the settings, the tokens and the known tracks.
+        """Return the key of a row, 16 bytes: a digest of the settings, the tokens and the tracks.
 
         Rows with equal keys are equal except for rounding, so that a row may be copied from another store. The outputs
         are no part of the key, since a store may hold more outputs than a request needs.
 
         Args:
             tokens: the residues of the record, with the linkers between its chains, uint8 [L].
-            tracks: the bytes of each known track, by name.
+            tracks: the values, as bytes, of each track that the record has, by name.
         """
         digest = hashlib.blake2b(self._salt, digest_size=16)
         digest.update(tokens.data)
@@ -171,7 +171,7 @@ class Spec:
         return json.dumps(self.settings | {"model": self.model_hash}).encode()
 
     def numbers(self, kept_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return how many numbers each row has over all outputs, given its residues, int64 [U]."""
+        """Return how many numbers each row has over all outputs, int64 [U], given the number of its residues."""
         return sum((output.numbers(kept_U, self.dim) for output in self.outputs), np.zeros_like(kept_U))
 
 
@@ -220,7 +220,7 @@ def request(
     """Check a request, and open the weights of the model.
 
     The arguments are the options of `esmshard embed` (docs/embed.md). `pools` and `layers`: see `choose`. `device`: see
-    `chosen_device`; with `cuda` each process has its own GPU. `tracks`: a path, or `inside`, by the name of each track.
+    `chosen_device`; with `cuda` each process has its own GPU. `tracks` gives each track, by name, a path or `inside`.
 
     Raises:
         UsageError: if the outputs cannot be computed or written.

@@ -1,7 +1,7 @@
 """Several runs of one recipe, over seeds and cross-validation folds, and their joint results.
 
-`summarise` averages the metrics of any runs. `conclude` does more for the folds of a table of variants: it compares all
-methods over all test variants, each of which one model has predicted.
+`summarise` averages the metrics over the runs. For the folds of a table of variants, `conclude` also compares all
+methods over all test variants. No model predicts a variant on which it was trained.
 """
 
 import csv
@@ -32,7 +32,7 @@ from esmshard.train.run_dir import read_status
 
 SUMMARY, CURVE = "summary.json", "learning_curve.json"
 JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.csv.json", "report.html")
-"""The files that are written beside the directories of several runs when all runs are done."""
+"""The files with the joint results of several runs, in the directory that also holds the directories of the runs."""
 SHARES = (0.25, 0.5)
 """The shares of the training variants at the points of a learning curve. All training variants are a further point."""
 SPEARMAN, RECALL, CHOSEN = "Spearman", "recall", "mean of chosen"
@@ -42,7 +42,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Repeat:
-    """One of the runs."""
+    """One of several runs of a recipe."""
 
     out: Path
     overrides: tuple[str, ...] = ()
@@ -50,8 +50,8 @@ class Repeat:
 
 
 def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Repeat]:
-    """Return one run for each seed and fold; none if the recipe is a single run. A table of variants has 5 folds by
-    default. Seeds count up from the seed of the recipe. All seeds have the same folds.
+    """Return one run for each seed and fold, or an empty list if the recipe is a single run. A table of variants has 5
+    folds by default. Seeds count up from the seed of the recipe. All seeds have the same folds.
 
     Raises:
         UsageError: the recipe already names one fold.
@@ -72,8 +72,8 @@ def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Re
 
 
 def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
-    """Return the runs of the learning curve of a table of variants. They are like the first run, each with a share of
-    the training variants. A probe has no learning curve.
+    """Return the runs of the learning curve of a table of variants. Each of them is like the first of `runs`,
+    but trains on a share (SHARES) of the training variants. A probe has no learning curve.
     """
     if not recipe.divides_table or recipe.adapt.method == "probe":
         return []
@@ -83,7 +83,7 @@ def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
 
 
 def is_done(run: Path, steps: int | None = None) -> bool:
-    """Whether a run of an earlier call is done, with at least these steps if `steps` is given."""
+    """Whether an earlier call has finished this run, with at least `steps` steps if `steps` is given."""
     status = read_status(run)
     if status is None or status["state"] != "done" or not (run / "evaluation.json").is_file():
         return False
@@ -91,7 +91,7 @@ def is_done(run: Path, steps: int | None = None) -> bool:
 
 
 def check_out(out: Path) -> None:
-    """Refuse to write the joint results of several runs over files of another origin. Nothing is changed."""
+    """Raise `UsageError` if the joint results would replace files that no runs wrote. No file is changed."""
     names = [name for name in JOINT_FILES if os.path.lexists(out / name)]
     try:
         are_joint_results = "verdict" in read_json(out / SUMMARY)
@@ -99,7 +99,7 @@ def check_out(out: Path) -> None:
         are_joint_results = False
     if names and not are_joint_results:
         raise UsageError(
-            f"{out}: holds {', '.join(names)}, which no runs left there, and which their results would replace; "
+            f"{out}: holds {', '.join(names)}, which no runs wrote and which the results would replace; "
             "choose another directory with out=DIR"
         )
 
@@ -107,9 +107,10 @@ def check_out(out: Path) -> None:
 def summarise(out: Path, runs: Sequence[Repeat]) -> str:
     """Write `summary.json` to `out`, and return its table as text: the mean of each metric over runs, with interval.
 
-    The 95% interval is Student's. It shows how much the mean would change with other seeds and folds. The intervals in
-    `evaluation.json` of each run show how much it would change with other test proteins. Runs of different folds share
-    training records, so their interval is somewhat too narrow (Bengio and Grandvalet 2004, JMLR 5:1089).
+    The 95% interval is from Student's t distribution. It shows how much the mean would change with other seeds and
+    folds. The intervals in `evaluation.json` of each run show how much the value would change with other test proteins.
+    Runs of different folds share training records, so the interval is somewhat too narrow (Bengio and Grandvalet 2004,
+    JMLR 5:1089).
     """
     evaluations = {run.out.name: read_json(run.out / "evaluation.json") for run in runs}
     first = next(iter(evaluations.values()))
@@ -129,14 +130,14 @@ def summarise(out: Path, runs: Sequence[Repeat]) -> str:
             row[metric] = {"mean": mean.value, "deviation": deviation, "low": mean.low, "high": mean.high}
             row[metric]["runs"] = of_runs
             lines[-1].append(str(mean))
-    # Differences are paired, run by run.
+    # Differences are paired: each is between two methods in the same run.
     headline = first["columns"][0]
     means, gains = (
         {method: _mean(values(key, method, headline)) for method in first[key]} for key in ("metrics", "differences")
     )
-    seen, records = (max(scores.get(key, 0) for scores in evaluations.values()) for key in ("in_sample", "records"))
+    trained_on, records = (max(each.get(key, 0) for each in evaluations.values()) for key in ("in_sample", "records"))
     comparison = Comparison(headline, means, gains, first["lower_is_better"])
-    text = in_sample(seen, records) + comparison.verdict(f"Student's t, paired over {len(runs)} runs")
+    text = in_sample(trained_on, records) + comparison.verdict(f"Student's t, paired over {len(runs)} runs")
     summary = {
         "task": first["task"],
         "recipe": first["recipe"] | {"out": str(out)},
@@ -165,23 +166,23 @@ def _mean(of_runs: Mapping[str, float]) -> Interval:
 
 
 def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = ()) -> str:
-    """Write the joint result of all runs of a table to the recipe's `out`, and return the result as text.
+    """Write the joint result of all runs of a table to the recipe's `out`, and return this result as text.
 
-    `variants.csv` holds the user's columns. For each test variant it adds its name, measured value, fold, the
-    prediction of the model that did not train on it (mean and standard deviation over seeds), and the prediction of
-    every baseline. For a row that was left out it adds the reason. `summary.json` gets three entries: `table` (what was
-    changed in the user's table), `joint` (the scores of all methods on all test variants, with intervals) and
-    `verdict`. `learning_curve.json` holds Spearman on the first test set by number of training variants.
+    `variants.csv` holds the user's columns. A row of a test variant also has the variant's name, measured value, fold,
+    the prediction of the model that did not train on this variant (mean and standard deviation over seeds), and the
+    predictions of the baselines. A row that was left out has the reason. `summary.json` gets three entries: `table`
+    (what was changed in the user's table), `joint` (the scores of all methods on all test variants, with intervals) and
+    `verdict`. `learning_curve.json` holds Spearman on the first run's test set for each number of training variants.
 
-    Each fold has another model, so variants are compared only within their fold: Spearman is the mean over folds
-    (`metrics.spearman_within`), and the best variants are chosen within folds (`metrics.top_of_list`). Predictions are
-    averaged over seeds before. `runs` are finished runs over folds and seeds, and `curve` those of `curve_runs`.
+    Each fold has another model, so variants are compared only within their fold. Spearman is the mean over folds
+    (`metrics.spearman_within`), and the best variants are chosen within folds (`metrics.top_of_list`). Before this,
+    predictions are averaged over seeds. `runs` (over folds and seeds) and `curve` (of `curve_runs`) are finished runs.
     """
     out = Path(recipe.out)
     tested = [_Predictions(run.out) for run in runs]
     names = tested[0].targets
     by_seed = {seed: [part for part in tested if part.seed == seed] for seed in sorted({part.seed for part in tested})}
-    # The variants are in the order of the folds. A test set is the same for every seed.
+    # The variants are in the order of the folds. The test set of a fold is the same for every seed.
     first, *_ = by_seed.values()
     ids = [name for part in first for name in part.ids]
     fold_N = np.concatenate([np.full(len(part.ids), part.fold) for part in first])
@@ -205,9 +206,9 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         for method, predicted_SNT in predicted.items()
     }
     units, resamples = counted(count_units(len(ids), block_N), unit), len(ours) - 1
-    seen = "" if recipe.data.split != "random" else "; random folds test on positions that training has seen"
+    caution = "" if recipe.data.split != "random" else "; random folds test on positions that training has seen"
     metric = "Spearman within folds" if len(set(fold_N.tolist())) > 1 else "Spearman"
-    text = Comparison(metric, intervals, gains).verdict(f"paired over {units}; split {recipe.data.split}{seen}")
+    text = Comparison(metric, intervals, gains).verdict(f"paired over {units}; split {recipe.data.split}{caution}")
     best = sum(metrics.best_count(measured_NT[fold_N == fold, 0]) for fold in set(fold_N.tolist()))
     joint: dict[str, Any] = {
         "statistic": metric + (", weighted by their variants" if metric != "Spearman" else " over the test variants"),
@@ -256,7 +257,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
 
 
 def _table(data: DataSettings) -> dict[str, Any]:
-    """Describe what was read from the user's table and what was changed. `data` is the section of the runs."""
+    """Describe what was read from the user's table and what was changed. `data` is the recipe section of the runs."""
     variants = table_of(data)
     fold_N, left_out = divide(data)
     return {
@@ -295,7 +296,7 @@ class _Predictions:
 
 
 def _spearman(predicted_NT: Array, measured_NT: Array, fold_N: npt.NDArray[np.int64]) -> float:
-    """Return Spearman within folds, the mean over the targets for which it is defined."""
+    """Return the mean of Spearman within folds over the targets for which Spearman is defined."""
     targets = zip(predicted_NT.T, measured_NT.T, strict=True)
     return metrics.mean(np.array([metrics.spearman_within(x_N, y_N, fold_N) for x_N, y_N in targets]))
 
@@ -307,8 +308,8 @@ def _samples(
     block_N: npt.NDArray[np.int64],
     lower_is_better: bool,
 ) -> dict[str, list[float]]:
-    """Compute Spearman, and for the first target recall and mean of the chosen variants. The first number of each is of
-    all variants, and the others are of resamples (`metrics.draws`).
+    """Compute Spearman, and for the first target recall and mean of the chosen variants. The first number of each list
+    is computed from all variants, and each further number from one resample (`metrics.draws`).
     """
     sign = -1 if lower_is_better else 1
 
@@ -327,13 +328,13 @@ def _as_text(
     columns: Sequence[Mapping[str, Interval]],
     each: Mapping[str, Sequence[float]],
 ) -> str:
-    """Make the table for the terminal: a line for each method, and a line for a choice without any method."""
+    """Make the table for the terminal: a line for each method, and a last line with the mean of all variants."""
     top = [f"recall of the best 1% ({best['count']:,})", f"mean {best['target']} of the chosen"]
     head = [metric, "fine-tuned is better by", *top, "of each seed"]
     lines = [["", *head]]
     for method, seeds in each.items():
         cells = ["" if method not in column else str(column[method]) for column in columns]
-        value, *limits = astuple(columns[-1][method])  # in any unit
+        value, *limits = astuple(columns[-1][method])  # measured values may have any unit
         cells[-1] = f"{value:.4g}" + ("" if math.isnan(limits[0]) else " [{:.4g}, {:.4g}]".format(*limits))
         of_seeds = " ".join(f"{value:.3f}" for value in seeds)
         if math.isnan(columns[0][method].value):

@@ -1,4 +1,4 @@
-"""The scores of a model on a split: metrics of each record, with intervals, beside baselines."""
+"""The scores of a model and its baselines on a split: metrics of each record, and of all records with intervals."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -46,13 +46,13 @@ from esmshard.vocab import chain_spans
 R = TypeVar("R")
 
 LOWER_IS_BETTER = ("RMSE", "log loss")
-"""The metrics with better lower values, apart from headlines."""
+"""The metrics, apart from headline metrics, for which a lower value is better."""
 LONGEST_PROFILE, MOST_RESIDUES = 1000, 2000
-"""The longest record whose profile a report draws, and the most residues that a report draws as dots."""
+"""The maximum length of a record whose profile a report draws, and the maximum number of residues drawn as dots."""
 TRAINED_ON, MOST_TRAINED_ON = "training sequences", 1_000_000
-"""The array of BASELINES with the hashes of the training sequences, and the most sequences for which it is kept."""
+"""The array of `baselines.npz` with hashes of the training sequences, and the maximum number of these sequences."""
 ALONE = World(0, 1, torch.device("cpu"), None)
-"""The rank for an undivided model in single precision, in a single process."""
+"""The only rank of a single process, whose model is undivided and in single precision."""
 
 
 def validate(
@@ -63,7 +63,7 @@ def validate(
     world: World,
     stop: Callable[[], object] = lambda: False,
 ) -> tuple[float, list[Row]] | None:
-    """Compute the loss and one row of metrics for each record, in the order of the split, on every rank.
+    """Compute the loss of a split, and a row of metrics for each record in the order of the split, on every rank.
 
     Records are whole, and no gradient is computed. `stop` is called before each micro-batch and must return the same
     value on all ranks. If the value is true, the validation ends and the result is None.
@@ -95,11 +95,11 @@ def validate(
 
 
 def fit_baselines(task: Task, train: Examples, base: FineTuner, ranks: World) -> dict[str, npt.NDArray[Any]]:
-    """Fit the baselines of a task on training records. The ranks divide the passes through the model, and the first
-    rank fits.
+    """Fit the baselines of a task on training records. The ranks share the forward passes of the model, and the first
+    rank fits the baselines.
 
-    `base` is the model before the first step. `ranks` share the model, and all of them call this; or ALONE. Returns the
-    arrays that the baselines have learned, by name, on every rank.
+    `base` is the model before the first step. All `ranks` share the model and call this function. For an undivided
+    model, `ranks` is ALONE. Returns, on every rank, the arrays that the baselines have learned, by name.
     """
     examples = [train.get(n) for n in range(0, len(train), -(-len(train) // task.baseline_records))]
     with _together(base, ranks):
@@ -127,11 +127,11 @@ def sequence_hashes(data: Examples) -> npt.NDArray[np.uint64]:
 def seen_before(
     model: str, trained_on: Mapping[str, Any], trained: npt.NDArray[np.uint64] | None, data: Examples
 ) -> tuple[list[str], int]:
-    """Return a sentence on the records of a split that a model was trained on, and the number of these records. Without
-    facts on the training there is no sentence.
+    """Return a list with a sentence on the records of a split on which a model was trained, and the number of these
+    records. The list is empty if nothing is recorded on the training.
 
-    `trained_on` is the entry `data` of the model's `esmshard.json`, and `trained` the hashes of its training sequences,
-    if they are kept.
+    `trained_on` is the entry `data` of the model's `esmshard.json`. `trained` has the hashes of its training sequences,
+    or is None if there are none.
     """
     digests = {split: facts.get("tokens_sha256") for split, facts in trained_on.items()}
     if data.digest in (digests.get("train"), digests.get("valid")):
@@ -151,7 +151,7 @@ def seen_before(
 
 
 def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays of `fit_baselines`, and the TRAINED_ON hashes, if they were kept."""
+    """Read the arrays of `fit_baselines` from a file. The file may also have the array TRAINED_ON."""
     with np.load(path, allow_pickle=False) as file:
         return dict(file)
 
@@ -227,14 +227,14 @@ def report(
     tracks: Mapping[str, str] | None = None,
     complexes: str | None = None,
 ) -> str:
-    """Score a consolidated model on a split, beside the model before fine-tuning and the baselines of the task.
+    """Score a consolidated model, the model before fine-tuning, and the baselines of the task on a split.
 
     Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text of `write`. Prints what is left out,
-    and which of the records the model was trained on.
+    and how many of the records the model was trained on.
 
-    `model` is a directory that `consolidate` wrote, and `tuned` the model in it. `evaluation.json` names the file of
-    the labels, if they do not lie beside the records; the paths of the tracks, if they differ from the recipe's; and
-    the chains that were joined (`complexes`).
+    `model` is a directory that `consolidate` wrote, and `tuned` is the model in it. `labels` is the file of the labels
+    if this is not the file of the records. `tracks` are the paths of tracks that differ from the recipe's. `complexes`
+    tells which chains were joined. `evaluation.json` names all three.
     """
     base, why = None, ""
     shown_name = model if model in SHIPPED else Path(model).name  # no directory, since results are shared
@@ -244,8 +244,8 @@ def report(
     name = Path(recipe.model.name)
     on_hub = is_hub_name(recipe.model.name) and not name.exists() and hub.find(recipe.model.name) is not None
     if not name.is_absolute() and len(name.parts) > 1 and not on_hub:
-        # A relative path of the model's publisher is another file on this machine. Nothing is downloaded that a file of
-        # a stranger names.
+        # On this machine a relative path of the model's publisher names another file. A name in a stranger's file must
+        # not start a download.
         why = f"{shown_name} comes without the model that it was fine-tuned from"
     else:
         try:
@@ -257,10 +257,10 @@ def report(
     file = weights.place(model) / BASELINES
     if not file.is_file():
         left_out.append(
-            f"baselines left out of the table: all that learn from training records; no {shown_name}/{BASELINES}"
+            f"baselines left out of the table: all that learn from training records, as {shown_name} has no {BASELINES}"
         )
     known = read_baselines(file) if file.is_file() else {}
-    leakage, seen = seen_before(shown_name, tuned.about.get("data", {}), known.pop(TRAINED_ON, None), data)
+    leakage, n_trained_on = seen_before(shown_name, tuned.about.get("data", {}), known.pop(TRAINED_ON, None), data)
     for sentence in [*left_out, *leakage]:
         say(sentence)
     table = {MAIN: score(tuned.model, tuned.task, data), **score_baselines(tuned.task, data, known, base)}
@@ -268,7 +268,7 @@ def report(
         "device": str(tuned.model.device),
         "precision": "fp32",
         "labels": None if labels is None else _place(labels, out),
-        "in_sample": seen,
+        "in_sample": n_trained_on,
         "left_out": left_out,
         "leakage": leakage,
     }
@@ -281,13 +281,13 @@ def report(
 
 
 def _place(path: str | Path, out: Path) -> str:
-    """Return a path as seen from the directory of an evaluation, which may be shared. Other names stay unchanged."""
+    """Return an existing path as `shared_place` in `out`, because evaluations are shared. Other names do not change."""
     return shared_place(str(Path(path).absolute()), out) if Path(path).exists() else str(path)
 
 
 def described(model: str, about: Mapping[str, Any], data: Examples, out: Path) -> dict[str, Any]:
     """Return the facts on a model and a split for `evaluation.json` in `out`. `model` is a directory that `consolidate`
-    wrote, and `about` the content of its `esmshard.json`.
+    wrote, and `about` is the content of its `esmshard.json`.
     """
     facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256")}
     base = about["recipe"]["model"]
@@ -305,11 +305,11 @@ def write(
     groups: Sequence[str] = (),
     name: str = MAIN,
 ) -> str:
-    """Write `evaluation.json` and `per_protein.csv`, and return a text: the table, missing intervals, and the verdict.
+    """Write `evaluation.json` and `per_protein.csv`, and return as text the table, notes and the verdict.
 
-    Contact maps of an earlier evaluation are removed. `table` has the rows of every method, `about` has more entries
-    for `evaluation.json`, and `groups` has the group of each record (`Task.groups`), if there are groups. `name` is the
-    name of the model in the results. Only a shipped model has another name than MAIN.
+    Contact maps of an earlier evaluation are removed. `table` has the rows of every method. `about` has further entries
+    for `evaluation.json`. `groups` has the group of each record (`Task.groups`), if there are groups. `name` is the
+    name of the model in the results: MAIN, or the name of a shipped model.
     """
     block_N, unit = task.units(data)
     samples = {method: _resampled(task, rows, block_N) for method, rows in table.items()}
@@ -383,7 +383,7 @@ def _write_rows(
     head = ["id", "length", *(["length_a", "length_b"] if task.settings.pairs else [])]
     head += [*([] if block_N is None else ["block"]), *(["group"] if any(groups) else [])]
     keys = [(MAIN, key, key) for key in numbers]
-    if block_N is not None:  # the folds of a table of variants are tested together, and so are their baselines
+    if block_N is not None:  # `conclude` compares the methods over all folds of a table of variants
         predictions = [key for key in numbers if key.startswith("prediction")]
         keys += [(name, key, f"{key} of {name}") for name in table if name != MAIN for key in predictions]
     lines = [[*head, *(title for _, _, title in keys)]]
@@ -411,7 +411,7 @@ def _numbers(rows: Sequence[Row]) -> list[str]:
 
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
-    """Call `bootstrap`. A metric with a value for too few records has no resamples."""
+    """Return each metric and its resamples (`bootstrap`). A metric of fewer than LEAST units has no resamples."""
     samples = bootstrap(task.summary, ranked(rows), block_N=block_N)
     return {m: values if _units(rows, m, block_N) >= LEAST else values[:1] for m, values in samples.items()}
 
@@ -419,7 +419,7 @@ def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] |
 def _groups(
     task: Task, table: Mapping[str, Sequence[Row]], block_N: npt.NDArray[np.int64] | None, groups: Sequence[str]
 ) -> dict[str, Any]:
-    """Count the records of each group, and compute the metrics of every method on them, unless all are in one group."""
+    """Count the records of each group, and compute the metrics of every method in it, unless one group has all."""
     of_groups: dict[str, Any] = {}
     for group in sorted(set(groups) - {""}):
         members = [n for n, name in enumerate(groups) if name == group]
@@ -449,8 +449,8 @@ def _method(unit: str, intervals: Mapping[str, Interval]) -> str:
 
 
 def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]:
-    """Return what a report draws for tasks with a value for each residue: `profiles` of the records with the best, the
-    median and the worst score; and for numbers `residues`, observed and predicted values of an even sample.
+    """Return what a report draws for tasks with a value for each residue. `profiles` are of the records with the best,
+    the median and the worst score. For numbers, `residues` has the observed and predicted values of every n-th residue.
     """
     score = next((column for column in task.columns if column in rows[0]), None)
     if "profile" not in rows[0] or score is None:
@@ -472,7 +472,7 @@ def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]
 
 
 def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | None:
-    """Return a sentence on the temperature of the probabilities; None for a task that fits none."""
+    """Return a sentence on the temperature of the probabilities; None if the task fits no temperature."""
     if "temperature" not in facts:
         return None
     records = f"{facts['validation_records']:,} validation records"
@@ -483,9 +483,9 @@ def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | No
 
 
 def _summed(rows: Sequence[Row], task: Task, scaling: str | None) -> dict[str, Any]:
-    """Return what a report draws for tasks with classes: `confusion`, counts [C, C] with true classes on the first
-    axis; and `calibration`, with the number of predictions, their mean confidence and the share of correct ones for
-    each bin of confidence, and `scaling`, a sentence on the temperature.
+    """Return what a report draws for tasks with classes. `confusion` has counts [C, C], with true classes on the first
+    axis. `calibration` has, for each bin of confidence, the number of predictions, their mean confidence and the share
+    of correct predictions. It also has `scaling`, a sentence on the temperature.
     """
     summed: dict[str, Any] = {}
     if "confusion" in rows[0]:
@@ -511,7 +511,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A metric of a model beside those of its baselines."""
+    """The values of one metric for a model and its baselines."""
 
     metric: str
     values: Mapping[str, Interval]
@@ -571,8 +571,9 @@ class Comparison:
 
 
 def _others(comparisons: Sequence[Comparison]) -> str:
-    """Return a sentence on the metrics in which the model clearly differs from the best baseline, if the first metric,
-    the headline, does not show this. ECE is left out, because predicting the frequencies has the best ECE.
+    """Return a sentence on the metrics in which the model is clearly better or worse than the best baseline. Metrics
+    that agree with the first metric, the headline, are left out. ECE is left out, because a baseline that predicts the
+    frequencies of the classes has the best ECE.
     """
     clear: dict[str, list[str]] = {"better than": [], "worse than": []}
     for other in comparisons[1:]:
@@ -584,8 +585,8 @@ def _others(comparisons: Sequence[Comparison]) -> str:
     return f" In other metrics it is {', and '.join(parts)}." if parts else ""
 
 
-def in_sample(seen: int, records: int) -> str:
+def in_sample(trained_on: int, records: int) -> str:
     """Return the sentence before a verdict for a model that was trained on test records; empty for other models."""
-    if not seen:
+    if not trained_on:
         return ""
-    return f"In sample: {seen:,} of {records:,} test records were in training, and the values count them. "
+    return f"In sample: {trained_on:,} of {records:,} test records were in training, and the values count them. "

@@ -1,4 +1,4 @@
-"""The main job, from the recipe to the evaluated model, in the order of its steps."""
+"""Fine-tuning from the recipe to the evaluated model, in the order of its steps."""
 
 import os
 import time
@@ -46,7 +46,7 @@ def run(
 ) -> Path | None:
     """Fine-tune in all processes that were launched together, then write the results.
 
-    A trial of a sweep (`launch.TRIAL`) ends with its last validation. It writes no model and has no test.
+    A trial of a sweep (`launch.TRIAL`) ends with its last validation. It writes no model and is not tested.
 
     Args:
         recipe: the checked recipe; `out` names the run's directory.
@@ -94,12 +94,12 @@ def run(
                     attempt.report("running", "consolidating and evaluating")
                     with advice_if_out_of_memory(
                         f"the evaluation does not fit on {ranks.device}; the model is trained, and kept in "
-                        f"{out / 'checkpoints'}; give it more memory, and --resume auto does what is left"
+                        f"{out / 'checkpoints'}; give it more memory, and run only the rest with --resume auto"
                     ):
                         _evaluate(job, model, replace(ranks, together=job.layout.together), control)
         except (LostProcess, Preempted):
-            # Before training, a rank that was asked to stop may have left already. During training, a rank that is gone
-            # was lost, and srun then sends SIGTERM to the other ranks.
+            # Before training, a rank that was asked to stop may have left already. If a rank is lost during training,
+            # srun sends SIGTERM to the other ranks.
             if asked := preemption.unsaved:
                 raise Preempted(f"stopped by {reason(asked)}; go on with --resume auto", asked) from None
             raise

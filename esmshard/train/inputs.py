@@ -40,7 +40,7 @@ RUN_FILES = (
 """The files that a run writes. `--overwrite` removes only these files from the directory of an earlier run."""
 
 NOTICES_PRINTED = "ESMSHARD_NOTICES_PRINTED"
-"""An environment variable for later runs of one command. The first run has printed the notices on the data."""
+"""This environment variable tells later runs of a command that the first run has printed the notices on the data."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class RunInputs:
 
 
 def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.device) -> RunInputs:
-    """Open and check all files that a recipe names. Every mistake that can be seen before training is raised here.
+    """Open and check all files that a recipe names. Every mistake that can be found before training is raised here.
 
-    `processes` train together, of which `per_machine` run on one machine, each on a device like `device`.
+    `processes` train together, with `per_machine` processes on each machine. Each process has a device like `device`.
     """
     check_installed(recipe.track)
     if recipe.model.quantize is not None:
@@ -96,8 +96,8 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
 
 
 def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Examples, Examples, Examples]]:
-    """Open and check the three splits of a recipe. Return the recipe with its batch in tokens, the task, which has read
-    the training labels, and the splits.
+    """Open and check the three splits of a recipe. Return the recipe (its batch sizes are in tokens), the task (it has
+    read the training labels), and the splits.
     """
     task = new_task(recipe.task, {})
     tracks = tracks_of(recipe)
@@ -120,9 +120,9 @@ def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Ex
 
 
 def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
-    """Refuse to write over an earlier run without `resume` or `overwrite`, and over files that no run left.
+    """Raise `UsageError` if `out` holds files that no run wrote or, without `resume` and `overwrite`, an earlier run.
 
-    Files are those of a run if a `status.json` or the lock of a killed run lies beside them. Nothing is changed.
+    A run wrote the files if `out` has a `status.json`, or the lock of a killed run. No file is changed.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file; choose another directory with out=DIR")
@@ -162,7 +162,7 @@ def describe(job: RunInputs, processes: int) -> str:
 
 
 def versions(recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Return versions of packages and facts of machine and device, for the files beside the results."""
+    """Return versions of packages, and facts on machine and device. They are saved with the results."""
     packages = ["esmshard", "torch", "numpy", "safetensors", "scikit-learn", "biopython"]
     packages += ["bitsandbytes"] if recipe.model.quantize is not None else []
     facts: dict[str, Any] = {name: version(name) for name in packages}
@@ -189,8 +189,8 @@ def provenance(job: RunInputs) -> dict[str, Any]:
 
 
 def leakage_notices(job: RunInputs) -> list[str]:
-    """Return sentences on what validation and test set share with the training set, and on the training data of the
-    model that the run starts from. Large data are sampled.
+    """Return sentences on what the validation and test sets share with the training set, and on what the test set
+    shares with the training data of the starting model. Large data are sampled.
     """
     try:
         splits = (job.train, job.valid, job.test)
@@ -214,7 +214,7 @@ def leakage_notices(job: RunInputs) -> list[str]:
 
 
 def seen_in_training(job: RunInputs) -> int:
-    """Count the test records whose sequence the run, or the model that it starts from, was trained on."""
+    """Count the test records with a sequence on which this run, or its starting model, was trained."""
     before = weights.record_of(job.weights.files).get("data", {})
     if job.test.digest == before.get("train", {}).get("tokens_sha256"):
         return len(job.test)
@@ -222,7 +222,7 @@ def seen_in_training(job: RunInputs) -> int:
 
 
 def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
-    """Return notices on data and weights: what was changed or left out and, if requested, what the splits share."""
+    """Return notices on data and weights: what was changed or left out and, with `leakage`, what the splits share."""
     of_data: list[str] = []
     for split in (job.train, job.valid, job.test):
         for notice in split.notices if NOTICES_PRINTED not in os.environ else ():

@@ -63,8 +63,8 @@ def train(
     Args:
         job: the prepared run.
         start: the checkpoint to continue from; None for a new run.
-        starting: all processes of the run. They wait for each other as long as the first read of weights may take.
-        ranks: the same processes with the time-out of a step.
+        starting: all processes of the run. They wait for each other up to the time-out of the start.
+        ranks: the same processes. They wait for each other up to the time-out of a step.
         control: the side channel over which each rank reports its activity.
         preemption: the requests to stop.
         attempt: the records of this attempt.
@@ -108,12 +108,12 @@ def train(
 
 @dataclass
 class TrainState:
-    """The values that change from step to step. A checkpoint stores them beside the tensors."""
+    """The values that change from step to step. A checkpoint stores them, except `validation` and `asked`."""
 
     step: int = 0
     """The number of optimizer steps done."""
     skipped_in_a_row: int = 0
-    """The last so many steps changed no weight, because gradients were not finite."""
+    """The number of latest steps in a row that changed no weight, because gradients were not finite."""
     best: dict[str, Any] | None = None
     """Step, metric and value of the best validation so far."""
     stale: int = 0
@@ -121,7 +121,7 @@ class TrainState:
     scale: LossScale | None = None
     """The scale of the loss, in fp16 only."""
     validation: str = ""
-    """The last validation in a few words, for the progress line. A checkpoint does not store them."""
+    """The last validation in a few words, for the progress line."""
     asked: int = 0
     """The reason to stop that all ranks agreed on after the last step; 0 if there is none."""
     of_validation: Mapping[str, Any] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class TrainState:
 class Training:
     """One attempt at a run: the model over the ranks, its optimizer, and all that a step needs.
 
-    Args: see `train`. `ranks` have the time-out of the start.
+    For the arguments see `train`. `ranks` are the processes that `train` calls `starting`.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Training:
     ) -> None:
         self.job, self.ranks, self.control, self.preemption, self.attempt = job, ranks, control, preemption, attempt
         recipe, weights, trained_only = job.recipe, job.weights, job.recipe.adapt.method != "full"
-        # First shapes, then shards, then values: of several ranks, no rank ever holds the whole model.
+        # First shapes, then shards, then values. So a rank never holds the whole model, unless it is the only rank.
         with torch.device("meta"):
             self.model = FineTuner(family_registry.build(weights.config), job.task.head(weights.config))
         tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
@@ -153,7 +153,7 @@ class Training:
         self.numbers = planner.numbers_of(self.model, weights.config, tracks=tracks, quantization=quantization)
         shard(self.model, job.layout, ranks)
         saved = sharded.read_state(start) if start is not None else None
-        # This comes before the model has memory of its own, because the planner counts the model's memory, too.
+        # The free memory is read before the model takes memory, because the planner also counts the model's memory.
         free = planner.free_bytes(ranks.device, processes_per_machine(ranks.size))
         self.largest_fitting = partial(largest_fitting, job, self.numbers, int(ranks.min(RESERVED * free)), ranks)
         self.tokens_per_rank = self._choose_tokens_per_rank(saved)
@@ -185,7 +185,7 @@ class Training:
             "unlearned": [part for part in weights.unlearned if part != "lm_head" or not self.model.asks_logits],
             "base": None,
         }
-        """The part of a checkpoint that no step changes."""
+        """The part of a checkpoint's `state.json` that no step changes."""
         if ranks.is_first and trained_only:  # the checkpoint holds only what is trained, and names the base model
             self.facts["base"] = saved["base"] if saved else identity(weights, recipe.model.name)
         is_gpu, in_background = ranks.device.type == "cuda", recipe.checkpoint.async_save
@@ -197,10 +197,10 @@ class Training:
         self.plan = StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed)
 
     def _choose_tokens_per_rank(self, saved: Mapping[str, Any] | None) -> int:
-        """Return the number of the recipe. For `auto`, return the number of the checkpoint if the layout is unchanged,
-        else what fits into memory. `saved` is `state.json` of the checkpoint.
+        """Return `batch.tokens_per_rank` of the recipe. If it is `auto`, return the number of the checkpoint if the
+        layout is unchanged, else the number that fits into memory. `saved` is `state.json` of the checkpoint.
 
-        With other micro-batches a step has the same records, but gradients are summed in another order, so results
+        With other micro-batches a step has the same records, but gradients are summed in another order. Results then
         agree only up to rounding.
         """
         job, ranks = self.job, self.ranks
@@ -251,7 +251,7 @@ class Training:
         return f"micro-batches of {tokens} tokens do not fit; {fix}"
 
     def share_of(self, step: int) -> tuple[int, int, list[MicroBatch]]:
-        """Return epoch, number of records and this rank's micro-batches of a step. All ranks plan the same records."""
+        """Return the epoch of a step, its number of records over all ranks, and its micro-batches for this rank."""
         epoch, records = self.plan.step(step)
         data_rank, data_size = self.ranks.data_rank, self.ranks.data_size
         mine = assign(records, self.job.train.tokens, self.tokens_per_rank, data_rank, data_size)
@@ -324,7 +324,7 @@ class Training:
         return line
 
     def validate_and_save(self, step: int) -> None:
-        """Validate and save if they are due after a step, and stop if the run was asked to stop.
+        """Validate and save if this is due after a step, and stop if the run was asked to stop.
 
         Raises:
             Preempted: the run was asked to stop. This step is saved.
@@ -369,7 +369,7 @@ class Training:
         return True
 
     def save(self, step: int, *, validated: bool, is_best: bool) -> None:
-        """Write a checkpoint after `step` steps. `validated`: a validation that is due at this step is done."""
+        """Write a checkpoint after `step` steps. `validated` is false if a due validation was not done."""
         self.control.note("saving a checkpoint")
         self.attempt.check()
         began, state = time.perf_counter(), self.state
@@ -404,7 +404,7 @@ def advice_if_out_of_memory(advice: str | Callable[[], str]) -> Iterator[None]:
 def _work(
     mine: Sequence[MicroBatch], tokens_N: npt.NDArray[np.integer[Any]], numbers: planner.ModelNumbers
 ) -> tuple[int, float]:
-    """Return the residues of this rank's share of a step, and the FLOPs of the forward and backward pass over them."""
+    """Return the number of residues in this rank's share of a step, and the FLOPs of the forward and backward pass."""
     mine_N = tokens_N[[n for micro in mine if not micro.is_dummy for n in micro.records]].astype(np.int64)
     tokens = int(mine_N.sum())
     attended = float((mine_N**2).sum()) / max(tokens, 1)
@@ -412,15 +412,15 @@ def _work(
 
 
 def _memory_keys(recipe: Recipe) -> dict[str, Any]:
-    """Return the keys of `parallel` that change the memory. Time-outs do not, and the precision cannot differ."""
+    """Return the keys of `parallel` that change the memory use. Time-outs do not, and the precision cannot differ."""
     return recipe.parallel.model_dump(exclude={"start_timeout", "step_timeout", "precision"})
 
 
 def largest_fitting(job: RunInputs, numbers: planner.ModelNumbers, room: int, ranks: World) -> int:
-    """Return the largest `batch.tokens_per_rank` that fits, as the planner says; 0 if the longest record does not fit.
+    """Return the planner's largest `batch.tokens_per_rank` that fits; 0 if the longest record does not fit.
 
-    `numbers` are the sizes of the model with its head. `room` is the bytes that the run may use, weights included, on
-    the rank with the least memory.
+    `numbers` are the sizes of the model with its head. `room` is the memory in bytes, including the weights, that the
+    run may use on the rank with the least memory.
     """
     kernels: dict[str, planner.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
     device = kernels[kernel_name(ranks.device, DTYPES[job.layout.precision])]

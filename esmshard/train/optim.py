@@ -66,7 +66,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
 
 
 def model_tensors(model: nn.Module, *, trained_only: bool = False) -> dict[str, torch.Tensor]:
-    """Return the part of `state_tensors` that is the model's."""
+    """Return the tensors of the model, named as in `state_tensors`."""
     reshard(model)
     tensors = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad or not trained_only}
     buffers = {f"model.{name}": b for name, b in model.named_buffers() if name.startswith("head.") or not trained_only}
@@ -79,7 +79,7 @@ def state_tensors(
     """Return weights and optimizer state by name, as `model.NAME` and `optim.NAME.exp_avg`. The tensors are no copies.
 
     If the optimizer has no state yet, its state is created as zeros, so that a checkpoint can be loaded into it. A tied
-    weight is one entry.
+    weight has one entry.
 
     Args:
         model: the model; its task head is named `head`.

@@ -33,9 +33,9 @@ _FREE = (
 def starting_point(job: RunInputs, resume: str | None) -> Path | None:
     """Return the checkpoint to continue from. For a new run, remove old files from the directory and return None.
 
-    Call this on the rank that holds the directory. Later checkpoints than the returned one are set aside. The next save
-    removes the damaged ones. Good ones, from which the user chose not to continue, stay. Arguments and errors are those
-    of `check_start`.
+    Call this on the rank that holds the lock of the directory. Checkpoints after the returned one are set aside. The
+    next save removes damaged checkpoints. Good checkpoints, from which the user chose not to continue, stay. For
+    arguments and errors see `check_start`.
     """
     directory = job.out / "checkpoints"
     if resume is not None:
@@ -95,11 +95,11 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
 
 
 def history(saved: Mapping[str, Any] | None, steps: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return the history of a run: after which step it was planned with which number of steps, on which kind of device.
+    """Return the history of a run. An entry has the steps done before it, the planned steps and the kind of device.
 
     Args:
         saved: `state.json` of the checkpoint that the run goes on from; None for a new run.
-        steps: the steps of the recipe now.
+        steps: the number of steps in the recipe now.
         device: the device now.
 
     >>> history({"step": 30, "history": [{"after": 0, "steps": 30, "device": "cpu"}]}, 60, torch.device("cpu"))
@@ -112,7 +112,7 @@ def history(saved: Mapping[str, Any] | None, steps: int, device: torch.device) -
 
 
 def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
-    """Return the recipe with the values that were chosen on this machine. It is saved beside the results."""
+    """Return the recipe with the values that were chosen on this machine. It is saved with the results."""
     batch = job.recipe.batch.model_copy(update={"tokens_per_rank": tokens_per_rank})
     parallel = job.recipe.parallel.model_copy(update={"precision": job.layout.precision})
     train = job.recipe.train.model_copy(update={"steps": job.steps or None, "epochs": None})

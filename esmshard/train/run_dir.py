@@ -35,7 +35,7 @@ SWEEP = "sweep.json"
 """The state of a sweep (`esmshard.train.search`)."""
 
 TAIL = 1 << 18
-"""The bytes at the end of metrics.jsonl that are searched for the last step. A line of 64 ranks has 5 KB."""
+"""How many bytes at the end of metrics.jsonl are searched for the last step. A line has 5 KB with 64 ranks."""
 
 State = Literal["running", "preempted", "done", "failed"]
 EXIT_CODES: Mapping[State, int] = {
@@ -44,7 +44,7 @@ EXIT_CODES: Mapping[State, int] = {
     "preempted": ExitCode.REQUEUE,
     "done": ExitCode.DONE,
 }
-"""The exit code of `esmshard status` for each state. For several runs, the first state of any run counts."""
+"""The exit code of `esmshard status` for each state. Several runs together have the first state that any run has."""
 
 
 class Holder(BaseModel):
@@ -59,7 +59,7 @@ class Holder(BaseModel):
     job: str | None
     """The scheduler's id of the job. It stays the same when the job is restarted after a preemption."""
     since: str
-    """The local time at which the lock was taken, for people."""
+    """The local time at which the lock was taken, as users read it."""
 
     @classmethod
     def here(cls) -> "Holder":
@@ -91,7 +91,7 @@ class Lock:
 
     The file is created exclusively (`O_EXCL`), which NFS and Lustre guarantee even if locks are switched off. A run
     that was killed leaves its lock. The next run takes this lock over if the process is gone from this machine, or if
-    the lock is of the same job of a scheduler. A run cannot see the processes of another machine, so the user decides.
+    the same job of a scheduler took the lock. A run cannot see the processes of another machine, so the user decides.
 
     Args:
         out: the run directory. It is created if it does not exist.
@@ -142,7 +142,7 @@ class Lock:
         )
 
     def _make_room(self) -> None:
-        """Move the lock of a run away that has ended. Raise `InputError` if this run may still live."""
+        """Remove the lock of a run that has ended. Raise `InputError` if that run may still be alive."""
         try:
             text, age = self._path.read_bytes(), time.time() - self._path.stat().st_mtime
         except FileNotFoundError:
@@ -175,7 +175,7 @@ class Lock:
 
 
 def holder(out: Path) -> Holder | None:
-    """Return who holds a run directory; None if nobody does, or the file is damaged."""
+    """Return the holder of a run directory; None if there is no lock, or its file is damaged."""
     try:
         return _parsed((out / LOCK).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -183,7 +183,7 @@ def holder(out: Path) -> Holder | None:
 
 
 def abandoned(out: Path) -> bool:
-    """Whether no run holds a directory for certain: it has no lock, or the process is gone from this machine."""
+    """Whether no run can hold a directory: there is no lock, or the process of the lock is gone from this machine."""
     held = holder(out)
     return not (out / LOCK).exists() if held is None else held.lives is False
 
@@ -196,8 +196,8 @@ def _parsed(text: bytes) -> Holder | None:
 
 
 def process_start(pid: int) -> str | None:
-    """Return the start of a process in the kernel's ticks, which distinguishes it from a later process of the same id.
-    The text is empty if the system does not show the start. None if the process is gone, or only its exit code is left.
+    """Return the start of a process in the kernel's ticks, which distinguishes it from a later process with the same
+    id. The text is empty if the system does not show the start. The result is None if the process has ended.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -234,8 +234,9 @@ class Status(TypedDict):
 
     state: State
     step: int
-    """The number of optimizer steps done, of the `steps` of the recipe."""
+    """The number of optimizer steps done."""
     steps: int
+    """The number of optimizer steps in the recipe."""
     attempt: int
     """The number of attempts at this run so far."""
     exit_code: int | None
@@ -273,7 +274,7 @@ def _status_as_written(out: Path) -> Status | None:
 
 
 def begun_by_this_job(out: Path) -> bool:
-    """Whether the job that started this process again also began the run in a directory."""
+    """Whether an earlier start of this job began the run in a directory."""
     status = _status_as_written(out)
     return status is not None and status["job"] is not None and status["job"] == job_id()
 
@@ -329,9 +330,8 @@ class Attempt:
             self._lock.check()
 
     def begin(self, done: int, validated: bool = True) -> None:
-        """Begin after `done` steps. The lines of later steps leave metrics.jsonl, because these steps are taken again.
-
-        The line of the validation after step `done` leaves metrics.jsonl, too, unless that checkpoint is `validated`.
+        """Begin after `done` steps. The lines of later steps are removed from metrics.jsonl, because these steps are
+        taken again. If `validated` is false, the line of the validation after step `done` is removed, too.
         """
         if self._lock is None:
             return
@@ -412,8 +412,8 @@ class Attempt:
 
 
 def metrics_of(out: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics.jsonl, or only those in its last `tail` bytes. Incomplete lines, which a crash
-    leaves, are skipped.
+    """Yield the lines of a run's metrics.jsonl; with `tail`, only the lines in its last `tail` bytes. Incomplete lines,
+    which a crash leaves, are skipped.
     """
     if not (out / METRICS).is_file():
         return
@@ -430,14 +430,14 @@ def metrics_of(out: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]
 
 
 def is_step(line: Mapping[str, Any]) -> bool:
-    """Whether a line is of an optimizer step. The line of a validation has a step, too."""
+    """Whether a line is of an optimizer step. The line of a validation has the key `step`, too."""
     return "event" not in line and "split" not in line and "step" in line
 
 
 def cut(
     lines: Iterable[Mapping[str, Any]], done: int, validated: bool = True
 ) -> tuple[list[Mapping[str, Any]], int, float]:
-    """Return the lines that stay when a run continues after `done` steps, and the lost steps and their seconds.
+    """Return the lines that stay when a run continues after `done` steps, the number of lost steps, and their seconds.
 
     The lines of later steps will be written again. Events stay. An attempt that was killed gets an end line, because
     its last line may be removed. If `validated` is false, the line of the validation after step `done` is removed, too.
@@ -448,7 +448,7 @@ def cut(
     kept: list[Mapping[str, Any]] = []
     lost, seconds = 0, 0.0
     last: float | None = None  # time of the newest line of an attempt without an end line
-    for line in [*lines, {"event": "attempt"}]:  # the attempt that begins now ends a killed one
+    for line in [*lines, {"event": "attempt"}]:  # the attempt that begins now ends a killed attempt
         event = line.get("event")
         if event == "attempt" and last is not None:
             kept.append({"event": "end", "state": "killed", "time": last})
@@ -465,9 +465,9 @@ def cut(
 def goodput(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Sum up how the time of a run was used, from the lines of its metrics.jsonl. The last attempt may still run.
 
-    Returns the number of `attempts`, `steps_lost`, seconds (`lost_s`, `useful_s`, `allocated_s`) and `goodput`: useful
-    divided by allocated time, as the "productive time" of Google's ML Goodput Measurement; None without allocated time.
-    An hour of the run is one hour, whatever the number of processes.
+    Returns the number of `attempts`, `steps_lost`, seconds (`lost_s`, `useful_s`, `allocated_s`) and `goodput`. This
+    is useful divided by allocated time, as in Google's ML Goodput Measurement, or None without allocated time. An hour
+    of the run is one hour, whatever the number of processes.
 
     - Useful time is the time of optimizer steps (`step_s`, including the wait for data) whose result was kept. Start,
       validation, checkpoints, consolidation and repeated steps are not useful time.
@@ -514,9 +514,9 @@ def goodput_text(use: Mapping[str, Any]) -> str:
 def standings(out: Path) -> list[dict[str, Any]]:
     """Return the state of the run or sweep in a directory, or of the runs in its subdirectories, ordered by name.
 
-    Each state has the entries of `status.json`, corrected for newer steps and for a killed run. It also has `run`, the
-    path; `unit`, what `step` and `steps` count; `holder`; and `last_seen`, the time of the last change of the files, if
-    there is a holder.
+    Each state has the entries of `status.json`, corrected for newer steps and for a killed run. It also has `run` (the
+    path), `unit` (what `step` and `steps` count), `holder`, and `last_seen` (the time of the last change of the files,
+    if there is a holder).
 
     Raises:
         UsageError: if no run has begun in the directory.
@@ -557,12 +557,12 @@ def _seen(held: Holder | None, *files: Path) -> dict[str, Any]:
 
 
 def joint_state(runs: Sequence[Mapping[str, Any]]) -> State:
-    """Return the joint state of several runs: the first one of EXIT_CODES that any run has."""
+    """Return the joint state of several runs: the first state in EXIT_CODES that any run has."""
     return next(state for state in EXIT_CODES if any(run["state"] == state for run in runs))
 
 
 def status_text(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Format as text: a line for each run, and below a single run further lines."""
+    """Format states as text, with a line for each run. A single run has further lines."""
     lines = []
     for run in runs:
         when = f", last seen {duration(time.time() - run['last_seen'])} ago" if run["last_seen"] else ""

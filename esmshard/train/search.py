@@ -44,7 +44,7 @@ HEARTBEAT, GRACE = 10, 60
 
 @dataclass(kw_only=True)
 class Search:
-    """One worker of a sweep. It may be the only one."""
+    """A worker of a sweep. A sweep has one or several workers."""
 
     name: str
     """The recipe as the user named it."""
@@ -59,7 +59,7 @@ class Search:
     count: int
     """The number of trials of all workers together."""
     flags: Sequence[str]
-    """The options of each run for the command line."""
+    """The command-line options of each run."""
     max_restarts: int
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Search:
         self._shared_settings = self.settings.model_dump(mode="json", exclude={"storage"})
 
     def check_directory(self, *, goes_on: bool) -> None:
-        """Refuse to write over other files, or over an earlier sweep unless it `goes_on`."""
+        """Raise `UsageError` if the directory holds files, unless an earlier sweep `goes_on` in it."""
         is_sweep = (self.out / DATABASE_LOCK).is_file()  # a sweep.json may be a file of another program
         is_empty = not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir()))
         if not is_empty and not (is_sweep and goes_on):
@@ -98,7 +98,7 @@ class Search:
                 break
             study.optimize(self._train, n_trials=1, catch=(LostProcess,))
         if running := sum(trial.state.name == "RUNNING" for trial in trials):
-            say(f"no trial is left to begin; others train {running}, and the last one trains the best settings")
+            say(f"no trial is left to begin; other workers train {running}, and the last one trains the best settings")
             return False
         if sweep["best"] is None:
             self.write(study, state="failed")
@@ -156,7 +156,7 @@ class Search:
 
         Raises:
             optuna.TrialPruned: the pruner has stopped the trial, or its settings diverge or do not fit into memory.
-                The sampler learns from these.
+                The sampler learns from such settings.
             LostProcess: a process was lost. This says nothing about the settings.
             RunFailed: this worker was asked to stop. The trial is queued again.
         """
@@ -171,16 +171,16 @@ class Search:
         run, title = self.out / TRIALS / name, f"trial {int(name)} of {self.count}"
         overrides = [*(override(key, value) for key, value in values.items()), f"out={run}"]
         say(f"{title}: {shown(values)}")
-        reported, last_look, is_pruned = 0, 0.0, False
+        reported, last_read, is_pruned = 0, 0.0, False
 
         def is_over(interval: float = 1.0) -> bool:
             """Report new validations to Optuna, and return whether the trial is pruned. The metrics are read at most
-            once per `interval` seconds. The result depends only on values and steps, and not on the time of the look.
+            once per `interval` seconds. The result depends only on values and steps, and not on the time of reading.
             """
-            nonlocal reported, last_look, is_pruned
-            if is_pruned or time.monotonic() < last_look + interval or (status := read_status(run)) is None:
+            nonlocal reported, last_read, is_pruned
+            if is_pruned or time.monotonic() < last_read + interval or (status := read_status(run)) is None:
                 return is_pruned
-            last_look = time.monotonic()
+            last_read = time.monotonic()
             for line in _validations(run)[reported:]:
                 reported += 1
                 if line[self.metric] is not None:
@@ -212,7 +212,7 @@ class Search:
         raise optuna.TrialPruned if code in (0, 1) else LostProcess(reason)
 
     def _value(self, run: Path) -> float:
-        """Return the last validation value of a run, or the best one if the run keeps the best; NaN if undefined."""
+        """Return the last validation value of a run, or its best value if the run keeps the best; NaN if undefined."""
         lines, headline = _validations(run), self.task.columns[0]
         chosen = lines[-1]
         if recipe_file.load(run / "recipe.yaml").keeps_best:

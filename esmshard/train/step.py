@@ -18,7 +18,7 @@ from esmshard.parallel.watch import Watch
 from esmshard.tasks.base import Task
 
 MAX_SKIPPED = 10
-"""After so many steps in a row with a non-finite loss or gradient the run stops with an error."""
+"""The number of steps in a row with a non-finite loss or gradient after which the run stops with an error."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def train_step(
         task: the task, which computes the loss.
         optimizer: the optimizer over the shards, with its learning rates set.
         micro_batches: (batch, targets, whether it is a dummy). Every rank has the same number of micro-batches.
-        clip: the largest norm of the gradients.
+        clip: the maximum norm of the gradients.
         world: the ranks that take the step together.
         layout: the layout of the model over the ranks.
         scale: the scale of the loss, in fp16 only. An overflow skips the step and halves the scale.
@@ -93,7 +93,7 @@ def train_step(
     """
     optimizer.zero_grad(set_to_none=True)
     parts, residues = [], 0
-    # The next micro-batch is made before this one is computed.
+    # The next micro-batch is prepared before the current micro-batch is computed.
     for micro_batch, following in pairwise(chain(watch.data(micro_batches) if watch else micro_batches, [None])):
         assert micro_batch is not None
         batch, targets, is_dummy = micro_batch

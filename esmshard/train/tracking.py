@@ -23,7 +23,7 @@ TRACKED = ("tensorboard", "wandb", WANDB_ID)
 def check_installed(trackers: Sequence[str]) -> None:
     """Raise `UsageError` if the package of a tracker is not installed."""
     for name in trackers:
-        # A directory with the name of the package in the working directory has no origin, and is no package.
+        # If a directory in the working directory has the name of the package, it has no origin and is no package.
         missing = [package for package in ("accelerate", name) if getattr(find_spec(package), "origin", None) is None]
         if missing:
             extra = "track" if name == "tensorboard" else name
@@ -52,7 +52,7 @@ class Tracking:
                 self._trackers[name] = _opened(name, self._out, done)
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Show the numbers of a line of metrics.jsonl: of a step, or of a validation."""
+        """Show the numbers of a line of metrics.jsonl if it is the line of a step or of a validation."""
         if "event" in line:
             return
         prefix, step = f"{line['split']}/" if "split" in line else "", int(line["step"])
