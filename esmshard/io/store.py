@@ -304,7 +304,7 @@ SHARD = 1 << 26
 
 @dataclass(frozen=True)
 class Piece:
-    """The input of one `read_piece`: several small files, one large compressed file, or a part of a large plain file."""
+    """The input of one `read_piece`: several small files, one large compressed file, or a part of a large file."""
 
     sources: list[int]
     """The indices of the files in the list of all input files."""

@@ -34,7 +34,7 @@ class Writer(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Create `self.work`, and further files if needed. `self.work` has the name of `out`, in a scratch directory."""
+        """Create `self.work`, a path with the name of `out` in a scratch directory, and further files if needed."""
 
     def finish(self) -> None:  # noqa: B027  # Some writers have no remaining data.
         """Write the remaining data after the last record."""
