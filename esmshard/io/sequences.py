@@ -564,17 +564,17 @@ def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: 
     """
     path = Path(path)
     edits = Edits() if edits is None else edits
-    seen: dict[bytes, bytes] = {}
+    tokens_of: dict[bytes, bytes] = {}
     for block in read_blocks(path, edits, rules):
         end = 0
         for name, header, length in zip(block.ids, block.headers, block.lengths.tolist(), strict=True):
             tokens, end = block.tokens[end : end + length], end + length + 1
-            if name in seen:
-                if seen[name] != tokens:
+            if name in tokens_of:
+                if tokens_of[name] != tokens:
                     raise InputError(repeated(name.decode(), str(path)))
                 edits.add(READ_ONCE, name.decode())
                 continue
-            seen[name] = tokens
+            tokens_of[name] = tokens
             yield Record(name.decode(), header.strip().decode(), decode(np.frombuffer(tokens, np.uint8)))
 
 
