@@ -478,7 +478,7 @@ def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
 def _column(table: Table) -> tuple[str, bool]:
     """Find the mutation column, else the column of mutated sequences. Return its name, and whether it has sequences."""
     mutant = table.only_column(MUTANT_COLUMNS, NAME_MUTANT)
-    column = mutant or table.only_column(SEQUENCE_COLUMNS, "rename the one that is not")
+    column = mutant or table.only_column(SEQUENCE_COLUMNS, "rename the one that is not meant")
     if column is None:
         raise InputError(
             f"{table.path}: has no column with a usual name for mutations ({', '.join(MUTANT_COLUMNS)}) or mutated "

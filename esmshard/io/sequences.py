@@ -52,7 +52,7 @@ ID_NAMES = (
 NO_SEQUENCE = "row(s) without a sequence left out"
 ONE_CHAIN = "row(s) with one chain of two read as that chain"
 
-_RENAME = "rename the one that is not"
+_RENAME = "rename the one that is not meant"
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def read_format(path: Path, kind: str) -> ConvertedSource:
     if not records:
         raise InputError(f"{path}: is {title} without a record; download or make it again")
     for warning in warned:
-        edits.add(f"Biopython warned of this: {' '.join(str(warning.message).split())}", path.name)
+        edits.add(f"Biopython warned: {' '.join(str(warning.message).split())}", path.name)
     headers = []
     for record in records:
         description = "" if record.description in ("<unknown description>", record.id) else record.description

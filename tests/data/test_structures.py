@@ -108,7 +108,7 @@ def test_nucleic_acids_waters_and_ligands_are_left_out(read: Read) -> None:
     assert (found.id, found.sequence) == ("1abc_A", SEQ)
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
     assert len(changes) == 1
-    assert changes[0].startswith("1 chain of no protein left out (1ABC.")
+    assert changes[0].startswith("1 non-protein chain left out (1ABC.")
     (bare,) = read(lines, None)
     assert (bare.id, bare.sequence) == ("1abc_A", SEQ)
 

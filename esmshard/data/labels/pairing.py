@@ -107,7 +107,7 @@ def rows_of_records(
     cells = table.column(column)
     extra = [shown(cells[row], 20)[1:-1] for row in rows.values() if not used_R[row]]
     for name in extra if what == "split" else ():
-        edits.add("a split of no record was passed over", name)
+        edits.add("a split of an unknown record was ignored", name)
     unmatched = () if used_R.any() else extra
     check_labelled(store, fasta, row_N >= 0, f"{what} in {table.path}", unmatched, edits, required=required)
     return row_N

@@ -149,7 +149,7 @@ def residue_labels(
     if edits.counts.get("no residue has a label") == len(store):
         raise InputError(f"{fasta}: no residue of any record has a label; look at labels and masks")
     for record_id in unmasked if mask is None and len(unmasked) < len(store) else ():
-        edits.add("record(s) without MASK=, so that all residues count", record_id)
+        edits.add("record(s) without MASK=, in which all residues count", record_id)
     names = ""
     if kind == "class":
         names = classes or "".join(map(chr, sorted(codes)))

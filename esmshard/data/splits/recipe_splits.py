@@ -232,7 +232,7 @@ def members(
         return None, [unused] if marked(tokens) else []
     source = label_source(fasta, data) if data.labels is not None else None
     if isinstance(source, Table):
-        in_source = source.only_column(("set", "split"), "rename the one that is not") is not None
+        in_source = source.only_column(("set", "split"), "rename the one that is not meant") is not None
     else:
         headers = [] if source is None else (record.header for record in read_label_fasta(source))
         in_source = any(_of_header(header, str(source), Edits()) != LEFT_OUT for header in headers)
@@ -358,7 +358,7 @@ def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Numbers:
         number, n = _of_header(record.header, where, edits), store.find(record.id)
         if n is None:
             if number != LEFT_OUT:
-                edits.add("a split of no record was passed over", record.id)
+                edits.add("a split of an unknown record was ignored", record.id)
             continue
         if line_N[n] and number_N[n] != number:
             raise InputError(f"{where}: {shown(record.id)} has another split than in line {line_N[n]}; keep one")

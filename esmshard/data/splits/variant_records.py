@@ -204,10 +204,10 @@ def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
     Raises:
         InputError: there is no column `set` or `split`, or a cell does not name a set.
     """
-    column = table.only_column(("set", "split"), "rename the one that is not")
+    column = table.only_column(("set", "split"), "rename the one that is not meant")
     if column is None:
         raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
-    validation = table.only_column(("validation",), "rename the one that is not")
+    validation = table.only_column(("validation",), "rename the one that is not meant")
     sets, truths = table.columns[column], table.columns[validation] if validation else [""] * len(table)
     numbers = [
         SETS.index(split_of(sets[row], truths[row], table.where(row))) if sets[row] else LEFT_OUT for row in rows
@@ -249,7 +249,7 @@ def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
             notices.append(
                 f"{variants.table.path}: {share:.0%} of the values of {name!r} lie in the worst tenth of their range, "
                 "so that a correlation over all variants says little about the best ones; look at the recall of the "
-                "best 1% and at the mean of the chosen"
+                "best 1% and at the mean of the chosen variants"
             )
     return notices
 

@@ -108,7 +108,7 @@ def read_chains(
             else:
                 other += 1
     edits.add("file(s) with several models, of which the first was read", path.name, int(len(structure) > 1))
-    edits.add("chain(s) of no protein left out", path.name, other)
+    edits.add("non-protein chain(s) left out", path.name, other)
     count = Counter(name for name, _, _ in polymers)
     for wanted in chains or ():
         if wanted not in count:
@@ -305,7 +305,7 @@ def _chain(
             f"{path}: in chain {chain_id} {differing} of {len(at_place) + wrong} residues with atoms are not those of "
             "its sequence (SEQRES or _entity_poly_seq); download the file again, or remove that sequence"
         )
-    edits.add("residue(s) with atoms of another residue, read as the sequence has them", chain_id, differing)
+    edits.add("residue(s) with atoms of another residue, read as in the sequence", chain_id, differing)
     sequence = "".join(_letter(name, parents) for name in names)
     unknown = sum(letter == "X" and name != "UNK" for letter, name in zip(sequence, names, strict=True))
     edits.add("residue(s) without a standard parent, read as X", chain_id, unknown)

@@ -241,7 +241,7 @@ def listed_files(source: Path, edits: Edits) -> list[Path]:
             if entry.is_dir():
                 edits.add("inner folder(s) not read", entry.name)
             elif not is_structure_name(entry.name) or entry.name.startswith("."):
-                edits.add("file(s) not read, as the name is not that of a structure", entry.name)
+                edits.add("file(s) not read, as the name is not a structure file name", entry.name)
             elif not entry.is_file():
                 raise InputError(f"{source}/{ascii(entry.name)[1:-1]}: no file, or a broken link; remove it")
             else:
