@@ -198,8 +198,8 @@ def _structure_entries(source: Path, records: TokenStore, edits: Edits) -> Itera
 def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: TokenStore) -> Chain | None:
     """Return the chain of a structure file that belongs to record n; None if the file has no such chain.
 
-    The record `1abc_A` gets chain A of `1abc.cif`. The record `1abc` gets the chain that has the same sequence; a file
-    with one chain needs no equal sequence.
+    The record `1abc_A` gets chain A of `1abc.cif`. The record `1abc` gets the chain with the same sequence. If the file
+    has only one chain, the sequence of this chain may differ.
     """
     record_id = records.id(n)
     name, _, chain_name = record_id.rpartition("_")

@@ -175,7 +175,9 @@ MOST_UNUSABLE = 0.1
 """The maximum share of unusable rows. If more rows are unusable, the table is refused."""
 
 FEW_SITES, COMBINED = 10, 0.1
-"""A combinatorial library has at most FEW_SITES sites. More than the share COMBINED of its variants changes several."""
+"""A combinatorial library has at most FEW_SITES sites. More than the share COMBINED of its variants change two or more
+sites.
+"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Files with arrays for each record: one writer for each format, and their registry.
+"""Writers of files with arrays for each record, one class for each file format. `FORMATS` lists the classes.
 
 `embed` and `predict` use these writers. Rows are added one by one (`esmshard.io.writers.Writer`). The memory of a
 writer does not grow with the number of records, except for h5ad and for the header of safetensors files.
@@ -138,7 +138,7 @@ class FormatWriter(Writer):
     several: ClassVar[bool] = True
     """Whether the format can hold more than one output."""
     by_sequence: ClassVar[bool] = False
-    """Whether the file has each sequence once, with the id of its first record."""
+    """Whether the file has each distinct sequence only once, with the id of the first record that has the sequence."""
     number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 4, "fp16": 2, "bf16": 2}
     """The maximum size of one number in the file, in bytes."""
     header: ClassVar[float] = float("inf")

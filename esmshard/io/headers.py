@@ -24,7 +24,7 @@ _SPLITS: dict[str, Split] = {
 }  # fmt: skip
 _WORD = re.compile(r"\S+", re.ASCII)  # The FASTA reader also splits ids only at ASCII white space.
 TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""The meaning of texts such as `true` and `0.0`, in lower case."""
+"""Whether a text means yes or no. The texts are in lower case."""
 FLOAT32_MAX = 3.4028234663852886e38
 
 

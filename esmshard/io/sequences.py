@@ -50,7 +50,7 @@ ID_NAMES = (
     "id", "name", "entry", "identifier", "accession", "protein", "protein_id", "sequence_id", "seq_id", "uniprot_id",
 )  # fmt: skip
 NO_SEQUENCE = "row(s) without a sequence left out"
-ONE_CHAIN = "row(s) with one chain of two read as that chain"
+ONE_CHAIN = "row(s) with only one of the two chains, read as one chain"
 
 _RENAME = "rename the one that is not meant"
 
@@ -87,8 +87,8 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
     chain_columns = [sequences] if sequences is not None else _sequence_columns(table)
     if not chain_columns:
         raise InputError(
-            f"{path}: has no column of sequences that is known; {listed(table.columns)}; call the one with the amino "
-            "acids 'sequence', or name it (data.sequence_column in a recipe, --sequence-column of `ingest` and `split`)"
+            f"{path}: has no column of sequences that is known; {listed(table.columns)}; rename the column of amino "
+            "acids to 'sequence', or give its name (data.sequence_column, or --sequence-column of `ingest` and `split`)"
         )
     edits, kept, joined = Edits(), list[int](), list[str]()
     for row, cells in enumerate(zip(*(table.columns[name] for name in chain_columns), strict=True)):
@@ -105,7 +105,7 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
             f"{path}: column {quoted(chain_columns[0])} has only empty cells; amino acid sequences are expected"
         )
     others = [name for name in ID_NAMES if name not in [column.lower() for column in chain_columns]]
-    ids = names or table.only_column(("id",), _RENAME) or table.only_column(others, "call the one with the ids 'id'")
+    ids = names or table.only_column(("id",), _RENAME) or table.only_column(others, "rename the id column to 'id'")
     columns = {name: [texts[row] for row in kept] for name, texts in table.columns.items()}
     lines = [table.lines[row] for row in kept]
     if ids is None:

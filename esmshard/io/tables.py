@@ -144,7 +144,7 @@ def first_three(items: Sequence[_T], name: Callable[[_T], str]) -> str:
 
 
 def listed(names: Sequence[str] | Mapping[str, object]) -> str:
-    """Format a clause that lists at most twenty columns.
+    """Return a clause for messages that lists the columns of a table, at most twenty.
 
     >>> listed(["mutant", "score"])
     "its columns are 'mutant', 'score'"

@@ -114,7 +114,7 @@ class StepPlan:
         return shuffled
 
     def _drawn(self, n: int, what: int) -> npt.NDArray[np.uint64]:
-        """Draw n random numbers of the open epoch from a raw stream, as in `_shuffled`."""
+        """Return n random numbers that depend on the seed, the open epoch and `what`."""
         return np.random.PCG64(np.random.SeedSequence((self._seed, self._epoch, what))).random_raw(n)
 
     def _fill_window(self, window: int) -> list[Integers]:

@@ -103,7 +103,7 @@ class CoordinateLabels:
 CONTACT_DISTANCE = 8.0
 """Two residues are in contact if their Cb atoms (Ca for glycine) are closer than this distance in Angstrom."""
 MIN_SEPARATION = 6
-"""Pairs in one chain are trained on and scored only if j - i is at least this number. All pairs between chains are."""
+"""In training and scoring, pairs i < j of one chain need j - i of at least this number. Pairs of two chains do not."""
 UNDEFINED, LINKER = -1, -2
 
 

@@ -93,7 +93,7 @@ class ComparedRecords:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Counts of the records of one set that are also, or have close relatives, in the training set."""
+    """How many records of one set are identical or similar to training records."""
 
     records: int
     """The number of records of the set."""
@@ -141,8 +141,8 @@ class Leakage:
 
 
 def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> Leakage:
-    """Compare sets of proteins with the training set. If there are more than `most` training residues, a sample of the
-    training set is compared. If there are more than `most` pairs of equal 5-mers, samples of the other sets are.
+    """Compare sets of proteins with the training set. Only a sample of the training set is compared if it has more than
+    `most` residues, and only samples of the other sets if there are more than `most` pairs of equal 5-mers.
     """
     total = train.count
     if train.about() > most:

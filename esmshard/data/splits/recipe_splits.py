@@ -34,7 +34,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
     """Open one split of a recipe: its tokens (ingested on first use) and labels. Only training records are cropped.
 
     In a cross-validation, the test set is one fold of the training file. If the recipe names this file for validation
-    too, the next fold is the validation set. Otherwise, if a file has several splits, each record may have `SET=`.
+    too, the next fold is the validation set. Without folds, `SET=` in the headers may divide a file into splits.
 
     Args:
         recipe: the recipe as loaded.
@@ -125,7 +125,7 @@ def joined(recipe: Recipe, chains: Chains) -> Recipe:
 
 
 def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
-    """Copy a recipe, and convert `batch.sequences` to `batch.global_tokens` by the longest training example."""
+    """Copy a recipe, and set `batch.global_tokens` to `batch.sequences` times the length of the longest example."""
     if recipe.batch.sequences is None:
         return recipe
     tokens = recipe.batch.sequences * int(train.tokens.max())

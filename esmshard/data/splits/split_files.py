@@ -57,7 +57,7 @@ _READS = {
 OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
 """Options of MMseqs2: 30% identity over 80% of both sequences, at the highest sensitivity of the search."""
 IDENTITY, COVERAGE = 0.3, 0.8
-"""Two sequences are in one cluster with at least this identity over this share of both sequences, as in `OPTIONS`."""
+"""Two sequences are linked if they have at least this identity over at least this share of both, as in `OPTIONS`."""
 MOST_ALIGNED = 100_000
 """The maximum number of pairs to align. This number takes some minutes on one core."""
 

@@ -6,7 +6,7 @@
 | alternative locations | for each residue, the location with the highest occupancy (the first if equal), counted |
 | insertion codes | a residue with an insertion code is a residue of its own |
 | SEQRES, or `_entity_poly_seq` with `label_seq_id` | the sequence; residues without atoms have no coordinates |
-| neither of them | the sequence of the residues with atoms; such chains and gaps in their numbers are counted |
+| no listed sequence | the sequence of the residues with atoms; such chains and gaps in their numbers are counted |
 | MSE, SEC, PYL, ASX, GLX, UNK | `M U O B Z X` |
 | another residue | its parent in gemmi's table, in `_pdbx_struct_mod_residue` or in MODRES; else `X`, counted |
 | hydrogens, water, ligands, nucleic acids | not read |
@@ -336,7 +336,9 @@ def _conformer(residues: list[gemmi.Residue], chain_id: str, edits: Edits) -> tu
     edits.add("atom(s) left out that came twice", chain_id, len(atoms) - len(by_location))
     altered = [(name, atom) for name, atom in atoms if atom.has_altloc()]
     several = len({atom.altloc for _, atom in altered}) > 1
-    edits.add("residue(s) with alternative locations, read at that of highest occupancy", chain_id, int(several))
+    edits.add(
+        "residue(s) with alternative locations, read at the location of highest occupancy", chain_id, int(several)
+    )
     name, best = max(altered, key=lambda pair: pair[1].occ, default=(residues[0].name, None))
     locations = ["\0"] if best is None else ["\0", best.altloc]
     return name, {

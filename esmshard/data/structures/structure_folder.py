@@ -35,9 +35,9 @@ def read_records(
 
     Args:
         path: the file.
-        wanted: the chains of each record by their author names, such as `A` or `A:B`. `all`: all protein chains are one
-            record, in the order of the file. None: every chain is a record, except chains with the sequence of an
-            earlier chain.
+        wanted: the chains of each record by the author's chain names, such as `A` or `A:B`. `all`: all protein chains
+            are one record, in the order of the file. None: every chain is a record, except a chain with the sequence of
+            an earlier chain.
         min_plddt: see `read_chains`.
         edits: gets counts of changes (see `read_chains`), and of records that are left out or have several chains.
 
