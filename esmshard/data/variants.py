@@ -324,7 +324,7 @@ class _Reading:
             self.notices.append(f"{self.table.path}: {verb} {counted(len(rows), 'row')} {what} ({lines})")
 
     def leave_out(self, reason_of: dict[int, str], what: str, *, each: bool = False) -> None:
-        """Leave out the rows in `reason_of`, with a notice. If `each` is true, it has the reasons of the first rows."""
+        """Leave out the rows in `reason_of`, and add a notice: with the first three reasons if `each` is true."""
         if reason_of and each:
             count = counted(len(reason_of), "row")
             self.notices.append(f"{self.table.path}: left out {count} {what}: {self.reasons(reason_of)}")

@@ -217,9 +217,9 @@ def assign(
     rank: int,
     world_size: int,
 ) -> list[MicroBatch]:
-    """Divide the records of a step into micro-batches of at most `tokens_per_rank` tokens, and return those of `rank`.
-    All ranks get the same number of micro-batches, with nearly equal numbers of tokens. `lengths` has the number of
-    tokens of every record of the data set.
+    """Divide the records of a step into micro-batches of at most `tokens_per_rank` tokens. Return the micro-batches of
+    one rank. All ranks get the same number of micro-batches, with nearly equal numbers of tokens. `lengths` has the
+    number of tokens of every record of the data set.
 
     Raises:
         InputError: a record alone exceeds `tokens_per_rank`.
@@ -258,7 +258,7 @@ def fewest_bins(lengths: npt.NDArray[np.integer[Any]], tokens: int) -> int:
     """Return a lower bound for the number of bins of `tokens` tokens. The bound is exact for records of equal length.
 
     A bin has room for at most j records that are longer than 1 / (j + 1) of the bin (Martello & Toth 1990, chapter 8).
-    For example, a step of 16,384 tokens has room for 56 records of 288 tokens. The total of tokens alone says 56.9.
+    For example, 16,384 tokens have room for only 56 records of 288 tokens, although 16,384 / 288 is 56.9.
     """
     counts = np.bincount(lengths)
     total = int(counts @ np.arange(len(counts)))

@@ -176,8 +176,8 @@ def table_of(data: DataSettings) -> Variants:
 
 
 def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
-    """Return the fold of each variant, int64 [N], and notices. For the splits `mutations` and `given`, it is the set in
-    place of the fold. The result is the same for all seeds.
+    """Return the fold of each variant, int64 [N], and notices. The splits `mutations` and `given` have no folds: for
+    them, return the set of each variant. The result is the same for all seeds.
     """
     variants = table_of(data)
     path, names, given = variants.table.path, variants.names(), data.split == "given"
