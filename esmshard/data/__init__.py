@@ -1,1 +1,1 @@
-"""Everything between input files and packed batches, without a model."""
+"""From input files to packed batches: labels, tracks, variants, structures, splits and batching. No model is used."""

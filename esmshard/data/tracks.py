@@ -1,10 +1,10 @@
-"""Tracks: further inputs of a model for each residue, such as 3Di letters.
+"""Tracks: additional inputs of a model for each residue, such as 3Di letters.
 
 Letters are read from FASTA files, codes from `.npz` files, and coordinates from PDB and mmCIF files. Each source is
-read once. The cache then keeps the values of all residues of a token store, in the order of the store:
+read once. Then the cache has the values of all residues of a token store, in the order of the store:
 
-    values.npy      [R, ...]: the values of the R residues of all records end to end
-    known.npy       int32 [N]: the number of known residues of each record
+    values.npy      [R, ...]: the values of all R residues, one record after the other
+    known.npy       int32 [N]: the number of residues with a known value in each record
     manifest.json   sha256 of both arrays, and notices
 """
 
@@ -37,19 +37,19 @@ from esmshard.recipe.sections import INSIDE
 from esmshard.vocab import Track, decode
 
 UNKNOWN_LETTER = "#"
-"""The letter of a residue without a known value. SaProt uses the same letter."""
+"""The letter for an unknown value, as in SaProt."""
 _DTYPE: dict[str, npt.DTypeLike] = {"letters": np.uint8, "codes": np.int64, "coordinates": np.float32}
 _INVALID = 255
 
 
 def _value_shape(track: Track) -> tuple[int, ...]:
-    """Return the dimensions of the value of one residue."""
+    """Return the shape of the value of one residue."""
     return (3, 3) if track.kind == "coordinates" else ()
 
 
 def in_batches(track: Track, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Convert the values of a protein [L, ...] for a batch, [L + 2, ...]. The dtype follows from `Track.kind`. `<cls>`
-    and `<eos>` get the unknown value.
+    """Convert the values of a protein, [L, ...], to the values of its tokens in a batch, [L + 2, ...]. `<cls>` and
+    `<eos>` get the unknown value. `Track.kind` gives the dtype.
 
     >>> dssp = Track("dssp", "DSSP letters", "letters", unknown=3, letters="HEC")
     >>> in_batches(dssp, values_of(dssp, "HC", "here")).tolist()
@@ -60,7 +60,7 @@ def in_batches(track: Track, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def unknown_entry(track: Track, length: int) -> npt.NDArray[Any]:
-    """Return the values of a protein without a known value, [L, ...]."""
+    """Return the unknown value for all residues of a protein, [L, ...]."""
     return np.full((length, *_value_shape(track)), track.unknown, dtype=_DTYPE[track.kind])
 
 
@@ -77,10 +77,10 @@ def values_of(track: Track, given: Any, where: str) -> npt.NDArray[Any]:
     Args:
         track: the track.
         given: for `letters` a string in upper or lower case, with `#` for an unknown value; otherwise an array.
-        where: the beginning of messages, such as `x.fasta:3: record 'P01308'`.
+        where: the beginning of error messages, such as `x.fasta:3: record 'P01308'`.
 
     Raises:
-        InputError: the type or the shape is wrong, or the track has no such value.
+        InputError: the type or the shape is wrong, or a value is not valid for the track.
     """
     if track.kind == "letters":
         return _letters(track, given, where)
@@ -104,7 +104,7 @@ def values_of(track: Track, given: Any, where: str) -> npt.NDArray[Any]:
 
 
 def require_length(track: Track, values: npt.NDArray[Any], length: int, where: str) -> None:
-    """Require one value for each residue; `where` begins the message."""
+    """Raise `InputError` if a protein of `length` residues has another number of values. `where` begins the message."""
     if len(values) != length:
         unknown = UNKNOWN_LETTER if track.kind == "letters" else f"{track.unknown:g}"
         of_files = " (structure files have the whole sequence in SEQRES or _entity_poly_seq)"
@@ -117,7 +117,7 @@ def require_length(track: Track, values: npt.NDArray[Any], length: int, where: s
 
 @functools.cache
 def _numbers(letters: str, unknown: int) -> npt.NDArray[np.uint8]:
-    """Return the number of each ASCII letter, uint8 [256]."""
+    """Return the track value of each ASCII code, uint8 [256]; `_INVALID` for other characters."""
     numbers = np.full(256, _INVALID, np.uint8)
     for number, letter in enumerate(letters):
         numbers[[ord(letter.lower()), ord(letter.upper())]] = number
@@ -140,14 +140,14 @@ def _letters(track: Track, given: Any, where: str) -> npt.NDArray[np.uint8]:
 
 
 def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yield the number and the values [L, ...] of each record that the source has, in the order of the source.
+    """Read the values of records from a source. Yield the record number and the values, [L, ...], in source order.
 
-    Other proteins are skipped. `edits` collects what is worth a notice.
+    Proteins that are no record of the store are skipped. `edits` collects notices.
 
     Raises:
         InputError: the source cannot be read, or values do not fit their record; the message names the record.
     """
-    given: Iterable[tuple[int, Any, str, str]]  # number of the record, values, place, and beginning of a message
+    given: Iterable[tuple[int, Any, str, str]]  # record number, values, file and line, and beginning of a message
     if track.kind == "coordinates":
         given = _structure_entries(source, records, edits)
     elif track.kind == "letters":
@@ -173,7 +173,7 @@ def _by_id(records: TokenStore, given: Iterable[tuple[str, Any, str]]) -> Iterat
 
 
 def _structure_entries(source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, Any, str, str]]:
-    """Read the files whose names belong to a record: `1abc.cif` for `1abc`, `1ABC`, `1abc_A` or `sp|1ABC|NAME`."""
+    """Read the structure files of the records. `1abc.cif` belongs to `1abc`, `1ABC`, `1abc_A` and `sp|1ABC|NAME`."""
     records_of_name: dict[str, list[int]] = defaultdict(list)
     for n in range(len(records)):
         name = records.id(n).lower()
@@ -196,10 +196,10 @@ def _structure_entries(source: Path, records: TokenStore, edits: Edits) -> Itera
 
 
 def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: TokenStore) -> Chain | None:
-    """Return the chain of record n in a file; None if the file has no such chain.
+    """Return the chain of a structure file that belongs to record n; None if the file has no such chain.
 
-    The record `1abc_A` gets chain A of `1abc.cif`. The record `1abc` gets the chain with its sequence, or the only
-    chain.
+    The record `1abc_A` gets chain A of `1abc.cif`. The record `1abc` gets the chain with the same sequence. If the file
+    has only one chain, the sequence of this chain may differ.
     """
     record_id = records.id(n)
     name, _, chain_name = record_id.rpartition("_")
@@ -214,21 +214,21 @@ def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: Tok
 
 
 VERSION = 3
-"""The version of the rules by which a source becomes a track. After a change, all sources are read again."""
+"""The version of the code that makes a track from a source. After a change, all sources are read again."""
 
 
 class TrackStore:
-    """A track of the N records of a token store, opened for reading."""
+    """The values of one track for the N records of a token store, read from the files of `write_track`."""
 
     def __init__(self, path: Path, track: Track, store: TokenStore) -> None:
         self.path, self.track, self.records = path, track, store
         about = read_json(path / "manifest.json")
         self.sha256: dict[str, str] = about["sha256"]
-        """The sha256 of the two arrays, by the name of the file."""
+        """The sha256 of `values.npy` and `known.npy`, by file name."""
         self.notices: list[str] = about["notices"]
-        """Sentences about the content of the source."""
+        """Sentences about problems in the source."""
         self.known_N: npt.NDArray[np.int32] = np.load(path / "known.npy", mmap_mode="r", allow_pickle=False)
-        """The number of known residues of each record."""
+        """The number of residues with a known value in each record."""
         self._values = np.load(path / "values.npy", mmap_mode="r", allow_pickle=False)
 
     def __getitem__(self, n: int) -> npt.NDArray[Any]:
@@ -243,7 +243,7 @@ def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> Tra
     """Read a track for the records of a store, and write it to a new directory.
 
     Raises:
-        InputError: see `entries`; the source has none of the records, or a record has several chains.
+        InputError: see `entries`. Also if the source has none of the records, or if a record has several chains.
     """
     sealed_directory(out, functools.partial(_write, track, source, store))
     return TrackStore(out, track, store)
@@ -280,8 +280,8 @@ def _write(track: Track, source: Path, store: TokenStore, directory: Path) -> li
 def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
     """Open a track for the records of a store. The track is read on first use and kept in the user's cache.
 
-    The key is the path and `paths.state` of the source, or of all files of a directory, and the digests of the store.
-    Of several processes, one reads the track, and the others wait.
+    The cache key is the path and `paths.state` of the source (or of all files of a directory), and the sha256 of the
+    files of the store. While one process reads the track, other processes wait.
 
     Raises:
         InputError: see `write_track`.
@@ -293,24 +293,24 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
 
 @dataclass(frozen=True)
 class TrackFile:
-    """A track, and the path of its values."""
+    """A track, and the file or directory that has its values."""
 
     track: Track
     path: Path
-    """The file or directory; INSIDE for the coordinates of the structures that the sequences are read from."""
+    """The path; INSIDE means the structure files from which the sequences are read."""
 
 
 def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, key: str) -> list[TrackFile]:
-    """Return the tracks that a user named.
+    """Look up the tracks that a user named among the tracks of a model.
 
     Args:
-        named: a path, or INSIDE, by the name of the track.
+        named: for each track name, a path or INSIDE.
         takes: the tracks that the model takes.
         model: name of the model, for messages.
-        key: how the user named a track: `data.tracks.`, or `--track `.
+        key: the recipe key or option before the track name in messages: `data.tracks.` or `--track `.
 
     Raises:
-        UsageError: the model takes no track of a name.
+        UsageError: the model takes no track with one of these names.
     """
     known = {track.name: track for track in takes}
     if unknown := [name for name in named if name not in known]:
@@ -325,10 +325,10 @@ def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, ke
 
 
 def named_tracks(options: Sequence[str]) -> dict[str, str]:
-    """Return the paths of `--track NAME=PATH` by the name of the track.
+    """Parse the values of the option `--track NAME=PATH`. Return the path of each track by its name.
 
     Raises:
-        UsageError: an option is not of this form, or a track is named twice.
+        UsageError: a value has another form, or two values have the same name.
     """
     paths: dict[str, str] = {}
     for option in options:
@@ -342,10 +342,10 @@ def named_tracks(options: Sequence[str]) -> dict[str, str]:
 
 
 def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
-    """Return the tracks, each with a path. Coordinates `inside` the data have the path of the data.
+    """Replace the path INSIDE of a track by `path`, the path of the data.
 
     Raises:
-        InputError: a track is `inside`, and the data are no structures or the track is no coordinates.
+        InputError: a track has the path INSIDE, but it is not coordinates, or the data are not structure files.
     """
     resolved = []
     for file in files:
@@ -357,8 +357,8 @@ def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
 
 
 def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
-    """Return the file name and a digest of the state of each source, by the name of the track. A source that has
-    changed has another digest.
+    """Return for each track name the file name (`path`) and a digest of names, sizes and mtimes of the files (`state`).
+    The digest changes when a source changes.
     """
     state_by_name = {}
     for file in files:
@@ -369,12 +369,12 @@ def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
 
 
 class RecordTracks:
-    """The tracks of the records of a token store; see `Examples.add_tracks`.
+    """All tracks of the records of a token store, for `Examples.add_tracks`.
 
     Args:
         stores: the opened tracks.
         files: the path of each track, for notices.
-        protein: for variants of one protein, the residues of record 0 that the model sees.
+        protein: for variants of one protein, the part of record 0 that the model reads. All variants get its values.
     """
 
     def __init__(
@@ -384,19 +384,21 @@ class RecordTracks:
 
     @property
     def digest(self) -> str:
-        """A digest of all values."""
+        """A hash of the values of all tracks."""
         text = " ".join(f"{store.track.name} {store.sha256['values.npy']}" for store in self._stores)
         if self._protein is not None:
             text += f" {self._protein}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def get(self, n: int, part: slice | npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-        """Return the values of a part of record n, see `in_batches`, by the name of the track."""
+        """Return the values of a part of record n by track name, in the form of `in_batches`."""
         record, protein = (n, slice(None)) if self._protein is None else (0, self._protein)
         return {store.track.name: in_batches(store.track, store[record][protein][part]) for store in self._stores}
 
     def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
-        """Say how many of these records and residues have known values. For variants, only the wild type counts."""
+        """Return sentences about how many of these records and residues have known values. For variants of one protein,
+        only the residues of the wild type are counted.
+        """
         sentences: list[str] = []
         for store, source in zip(self._stores, (file.path for file in self._files), strict=True):
             if self._protein is not None:
@@ -413,10 +415,10 @@ class RecordTracks:
 
 
 def record_tracks(files: Sequence[TrackFile], store: TokenStore, protein: slice | None = None) -> RecordTracks:
-    """Open the tracks of the records of a store (`cached_track`). Each has a path; see `with_paths`."""
+    """Open the tracks of the records of a store with `cached_track`. No path may be INSIDE; see `with_paths`."""
     return RecordTracks([cached_track(file.track, file.path, store) for file in files], files, protein)
 
 
 def protein_tracks(files: Sequence[TrackFile], fasta: Path, protein: slice = slice(None)) -> RecordTracks:
-    """Open the tracks of the protein in a FASTA file with one record, which all variants of it have."""
+    """Open the tracks of the one protein in a FASTA file. All variants of the protein have the same tracks."""
     return record_tracks(files, cached(fasta), protein) if files else RecordTracks(())

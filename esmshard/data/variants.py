@@ -1,20 +1,20 @@
 """Measured variants of one protein, read from tables as laboratories write them.
 
-A cell of the column of mutations names substitutions. Every cell that is not in this list is refused with a reason.
+A cell of the mutation column has one of these forms. All other cells are refused with a reason.
 
-| the cell | its meaning |
+| cell | meaning |
 |---|---|
 | `A24G`, `p.A24G`, `p.Ala24Gly`, `p.(Ala24Gly)`, `NP_000509.1:p.Ala24Gly` | one substitution |
 | `A24G:V30L`, also with `;`, `,`, `/`, `+` or spaces, `p.[Ala24Gly;Val30Leu]` | several substitutions in one protein |
 | `WT`, `_wt`, `wild-type`, `p.=` | the wild type |
-| `A24*`, `p.Ala24Ter` | a stop codon: refused or dropped |
-| `A24A`, `p.Ala24=` | a synonymous change: refused, dropped or kept |
+| `A24*`, `p.Ala24Ter` | a stop codon: an error, or the row is left out |
+| `A24A`, `p.Ala24=` | a synonymous change: an error, or the row is left out or kept |
 
-Three-letter codes and brackets are HGVS (den Dunnen et al. 2016, https://hgvs-nomenclature.org); `_wt` comes from
-Enrich2 (Rubin et al. 2017). Lower case is read too.
+Three-letter codes and brackets are from HGVS (den Dunnen et al. 2016, https://hgvs-nomenclature.org); `_wt` is from
+Enrich2 (Rubin et al. 2017). Lower case is accepted too.
 
-Tables often count from the start of the mature protein, of a construct or of a crystal structure instead of residue 1
-of the sequence. So each wild-type letter is compared with the sequence, and a wrong shift of positions is noticed.
+The positions of a table often count from the start of the mature protein, of a construct or of a crystal structure, and
+not from residue 1 of the sequence. So each wild-type letter is compared with the sequence, to detect a wrong numbering.
 """
 
 import functools
@@ -46,16 +46,16 @@ _ACCESSION = re.compile(r"([NX]P_\d+|[A-Z][A-Z0-9_]*\d\.\d+):(?=p\.)")
 _JOINED = re.compile(r"\s*[:;,/+]\s*|\s+")
 _SUBSTITUTION = re.compile(r"([A-Z]{3}|[A-Z])(-?\d{1,6})([A-Z]{3}|[A-Z]|\*|=)", re.ASCII | re.IGNORECASE)
 _HOW = "write A24G, A24G:V30L or p.Ala24Gly, and WT for the wild type; remove rows of other changes"
-"""Advice for messages about cells that cannot be used."""
+"""The advice at the end of messages about cells that cannot be used."""
 
 
 class RefusedVariant(InputError):
-    """A cell cannot be used."""
+    """The error for a cell that names no valid variant."""
 
 
-# A dataclass sorts and hashes ten times slower, and tables have hundreds of thousands of mutations.
+# A named tuple sorts and hashes ten times faster than a dataclass, and tables have hundreds of thousands of mutations.
 class Mutation(NamedTuple):
-    """A substitution of one residue.
+    """A change of one residue.
 
     >>> print(Mutation(23, "A", "G"))
     A24G
@@ -65,7 +65,7 @@ class Mutation(NamedTuple):
     """Position in the protein, counted from 0."""
     wild: str
     mutant: str
-    """One letter. `*` is a stop codon; the letter of `wild` is a synonymous change."""
+    """The new residue as one letter. `*` is a stop codon. The same letter as `wild` is a synonymous change."""
 
     def __str__(self) -> str:
         return f"{self.wild}{self.position + 1}{self.mutant}"
@@ -86,7 +86,7 @@ def renumbered(mutations: tuple[Mutation, ...], shift: int) -> tuple[Mutation, .
 
 
 def parse_variant(cell: str) -> tuple[Mutation, ...]:
-    """Read the substitutions that a cell names, sorted by position; none for the wild type.
+    """Parse a cell of the mutation column. Return its mutations, sorted by position; () for the wild type.
 
     >>> [str(mutation) for mutation in parse_variant("p.[Val30Leu;Ala24Gly]")]
     ['A24G', 'V30L']
@@ -94,7 +94,7 @@ def parse_variant(cell: str) -> tuple[Mutation, ...]:
     ()
 
     Raises:
-        RefusedVariant: the cell is no list of substitutions; the message quotes the wrong part.
+        RefusedVariant: the cell has another form; the message quotes the wrong part.
     """
     cell = cell.strip()
     if cell.lower() in _WILD_TYPE:
@@ -130,13 +130,13 @@ def _substitution(word: str) -> Mutation:
 
 
 def compare(sequence: str, wild_type: str) -> tuple[Mutation, ...]:
-    """Return the substitutions that turn the wild type into another sequence of its length.
+    """Return the substitutions that turn `wild_type` into `sequence`, which has the same length.
 
     >>> [str(mutation) for mutation in compare("MKV", "MKT")]
     ['T3V']
 
     Raises:
-        RefusedVariant: the sequence has another length, gaps, or differs by a letter that is not one residue.
+        RefusedVariant: the sequence has another length, or it differs in a letter that is no residue, such as a gap.
     """
     text = "".join(sequence.split())
     if len(text) == len(wild_type) + 1:
@@ -154,9 +154,9 @@ def compare(sequence: str, wild_type: str) -> tuple[Mutation, ...]:
     return mutations
 
 
-_ENOUGH = 0.99  # the share of the mutations that must fit a shift of the numbering
-_FEWEST = 5  # the sites for an automatic shift: fewer fit some shift by chance (a letter matches one time in 17)
-_PROPOSED = 3  # the sites for a shift that an error message proposes
+_ENOUGH = 0.99  # an automatic shift must fit this share of the mutations
+_FEWEST = 5  # an automatic shift must fit this number of sites, since few sites fit by chance (1 letter in 17 matches)
+_PROPOSED = 3  # a shift that an error message proposes must fit this number of sites
 
 
 MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
@@ -167,15 +167,17 @@ TARGET_COLUMNS = (
 )
 NAME_MUTANT = "pass data.mutant=COLUMN to finetune, or --mutant COLUMN to score, predict and split"
 NAME_TARGET = "pass data.target=COLUMN to finetune, or --target COLUMN to score and split"
-"""Advice for messages: how to name a column."""
+"""The advice in messages about how to name a column."""
 
 Replicates = Literal["error", "mean", "keep"]
 Unusable = Literal["error", "drop"]
 MOST_UNUSABLE = 0.1
-"""Largest share of the rows that may be left out as unusable. If more rows are unusable, the table is refused."""
+"""The maximum share of unusable rows. If more rows are unusable, the table is refused."""
 
 FEW_SITES, COMBINED = 10, 0.1
-"""The most sites of a combinatorial library, and the least share of its variants with several changes."""
+"""A combinatorial library has at most FEW_SITES sites. More than the share COMBINED of its variants change two or more
+sites.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,20 +186,19 @@ class Variants:
 
     wild_type: str
     mutations: list[tuple[Mutation, ...]]
-    """Mutations of each variant, by position; empty for the wild type. Positions count residues of `wild_type` from 0.
-    """
+    """Mutations of each variant, sorted by position; empty for the wild type. Position 0 is the first residue."""
     target_NT: npt.NDArray[np.float64]
     """Measured values, float64 [N, T]. A missing value is NaN; every variant has at least one value."""
     target_names: tuple[str, ...]
     rows: list[tuple[int, ...]]
-    """The rows of `table` that name each variant."""
+    """For each variant, the indices of its rows in `table`."""
     table: Table
     notices: list[str]
     """Sentences about what was changed, left out or averaged."""
     offset: int
-    """This number was added to the positions of the table."""
+    """The number that was added to the positions of the table."""
     left_out: dict[int, str]
-    """The rows of `table` without a variant, with the reasons."""
+    """For each row of `table` that was left out, the reason."""
 
     def __len__(self) -> int:
         return len(self.mutations)
@@ -213,7 +214,7 @@ class Variants:
         return sequences
 
     def names(self) -> list[str]:
-        """Return names such as `A24G:V30L`, in the numbering of `wild_type` from 1; `WT` for the wild type."""
+        """Return the name of each variant, such as `A24G:V30L` or `WT`. Residue 1 is the first one of `wild_type`."""
         return [name_of(mutations) for mutations in self.mutations]
 
     def positions(self) -> list[frozenset[int]]:
@@ -239,18 +240,19 @@ def read_variants(
         wild_type: a FASTA file with one record (a Path), or the sequence itself in upper case (a str).
         mutant: column of mutations; by default the only column with a usual name (MUTANT_COLUMNS, in any case). Without
             such a column, the column of mutated sequences (SEQUENCE_COLUMNS) is compared with the wild type.
-        targets: columns of measured values; by default the only column with a usual name (TARGET_COLUMNS). None reads
-            no values, for variants that are to be predicted.
-        offset: number added to the positions of the table. "auto" takes the only shift that fits five sites or more.
-        unusable: whether some rows are left out or are an error: rows with a stop codon or a synonymous change, rows
-            that name no substitution, and rows with a residue that the wild type does not have. If the last two are
-            more than a tenth of the rows, the table is refused in any case.
-        keep_synonymous: whether changes to the same residue are kept, in the names and positions too.
-        replicates: what to do with a variant in several rows; `mean` averages the values of each target.
+        targets: columns of measured values; by default the only column with a usual name (TARGET_COLUMNS). With None,
+            no values are read, for variants that are to be predicted.
+        offset: number to add to the positions of the table. "auto" finds a shift if the positions do not fit. The shift
+            must fit at least five sites and nearly all mutations.
+        unusable: `drop` leaves out unusable rows, `error` refuses them. Unusable rows have a stop codon, a synonymous
+            change, no valid mutation, or another residue than the wild type. With `drop`, too, the table is refused if
+            more than a tenth of its rows have no valid mutation, or if more than a tenth do not fit the wild type.
+        keep_synonymous: whether synonymous changes are kept, also in the names and positions of variants.
+        replicates: `error` refuses a variant in several rows, `mean` averages its values, `keep` keeps its rows apart.
 
     Raises:
         UsageError: arguments contradict each other.
-        InputError: the table cannot be read or does not fit; the message has the first three lines of each problem.
+        InputError: the table cannot be read, or does not fit the wild type; the message names the first three lines.
     """
     table, notices = read_table(path), list[str]()
     protein = wild_type if isinstance(wild_type, str) else protein_of(wild_type, notices)
@@ -287,7 +289,7 @@ def read_variants(
 
 
 def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
-    """Return whether variants are a combinatorial library: combinations of changes at few sites.
+    """Return whether variants are a combinatorial library: many of them combine changes at the same few sites.
 
     >>> a, b = Mutation(0, "M", "A"), Mutation(4, "K", "C")
     >>> is_library([(a,), (b,), (a, b)]), is_library([(a,), (b,)])
@@ -299,7 +301,7 @@ def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
 
 @dataclass
 class _Reading:
-    """A table of variants of a protein while it is read."""
+    """The state of `read_variants` while it reads a table."""
 
     table: Table
     protein: str
@@ -308,21 +310,21 @@ class _Reading:
     notices: list[str]
     left_out: dict[int, str] = field(default_factory=dict)
     variants: dict[int, tuple[Mutation, ...]] = field(default_factory=dict)
-    """The variant of each row that was not left out."""
+    """The mutations of each row that is not left out."""
 
     @property
     def most(self) -> float:
-        """The largest share of the rows that may be left out as unusable."""
+        """The maximum share of the rows that may be left out as unusable."""
         return MOST_UNUSABLE if self.unusable == "drop" else 0.0
 
     def note(self, rows: Sequence[int], what: str, verb: str) -> None:
-        """Add a notice about these rows, if there are any."""
+        """Add a notice about `rows`, such as `read 2 rows ...`, if `rows` is not empty."""
         if rows:
             lines = first_three(rows, self.table.at)
             self.notices.append(f"{self.table.path}: {verb} {counted(len(rows), 'row')} {what} ({lines})")
 
     def leave_out(self, reason_of: dict[int, str], what: str, *, each: bool = False) -> None:
-        """Leave out these rows, with a notice. If `each` is true, the notice has the reasons of the first rows."""
+        """Leave out the rows in `reason_of`, and add a notice: with the first three reasons if `each` is true."""
         if reason_of and each:
             count = counted(len(reason_of), "row")
             self.notices.append(f"{self.table.path}: left out {count} {what}: {self.reasons(reason_of)}")
@@ -332,11 +334,11 @@ class _Reading:
         self.variants = {row: variant for row, variant in self.variants.items() if row not in reason_of}
 
     def reasons(self, reason_of: dict[int, str]) -> str:
-        """Return the first three rows with their reasons."""
+        """Return the first three rows and their reasons as text."""
         return first_three(list(reason_of), lambda row: f"{self.table.at(row)} {reason_of[row]}")
 
     def targets(self, targets: Sequence[str] | None) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
-        """Return the names of the T targets and their values in the R rows, float64 [R, T]. Rows without a value are
+        """Return the names of the T targets and their values in the R rows, float64 [R, T]. Rows without any value are
         left out.
         """
         table = self.table
@@ -365,7 +367,7 @@ class _Reading:
         return names, target_RT
 
     def parse(self, column: str, read: Callable[[str], tuple[Mutation, ...]]) -> None:
-        """Read the variants of all rows that are not left out."""
+        """Read the variants of all rows that are not left out yet."""
         rows = [row for row in range(len(self.table)) if row not in self.left_out]
         cells, refused = self.table.column(column), dict[int, str]()
         for row in rows:
@@ -379,8 +381,8 @@ class _Reading:
         self.leave_out(refused, f"whose {shown(column)} names no substitutions", each=True)
 
     def place(self, offset: int | Literal["auto"]) -> int:
-        """Renumber the variants as the wild type, and return the number that was added to the positions. Each mutation
-        is checked against the wild type. Variants that do not fit are left out, if they are at most the share `most`.
+        """Renumber the variants as the wild type, and return the number that was added to the positions. Variants that
+        do not fit the wild type are left out. If they are more than the share `most`, an error is raised.
 
         Raises:
             InputError: mutations do not fit; the message names the first three, or the shift that would fit.
@@ -431,7 +433,7 @@ class _Reading:
         return shift
 
     def remove(self, test: Callable[[Mutation], bool], what: str) -> None:
-        """Leave out or refuse the rows with a mutation that passes the test."""
+        """Leave out the rows with a mutation for which `test` is true, or raise an error if `unusable` is `error`."""
         rows = [row for row, mutations in self.variants.items() if any(map(test, mutations))]
         if rows and self.unusable == "error":
             lines = first_three(rows, lambda row: f"{self.table.at(row)} {shown(name_of(self.variants[row]))}")
@@ -442,7 +444,7 @@ class _Reading:
         self.leave_out(dict.fromkeys(rows, what), f"with {what}")
 
     def grouped(self, replicates: Replicates) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
-        """Return each variant with its rows: all rows with the same mutations, unless replicates are kept apart."""
+        """Return each variant and its rows. Rows with the same mutations become one variant, except for `keep`."""
         table, groups = self.table, defaultdict[tuple[Mutation, ...], list[int]](list)
         for row, mutations in self.variants.items():
             groups[mutations].append(row)
@@ -459,7 +461,7 @@ class _Reading:
 
 
 def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
-    """Read the sequence of a FASTA file with one record; `notices` gets sentences about changes to the sequence."""
+    """Return the sequence of a FASTA file with one record. Sentences about changes are appended to `notices`."""
     edits = Edits()
     records = list(read_fasta(fasta, edits))
     if len(records) > 1:
@@ -476,9 +478,9 @@ def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
 
 
 def _column(table: Table) -> tuple[str, bool]:
-    """Find the column of mutations, or else the column of mutated sequences; also return whether it has sequences."""
+    """Find the mutation column, else the column of mutated sequences. Return its name, and whether it has sequences."""
     mutant = table.only_column(MUTANT_COLUMNS, NAME_MUTANT)
-    column = mutant or table.only_column(SEQUENCE_COLUMNS, "rename the one that is not")
+    column = mutant or table.only_column(SEQUENCE_COLUMNS, "rename the one that is not meant")
     if column is None:
         raise InputError(
             f"{table.path}: has no column with a usual name for mutations ({', '.join(MUTANT_COLUMNS)}) or mutated "
@@ -488,8 +490,8 @@ def _column(table: Table) -> tuple[str, bool]:
 
 
 def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]:
-    """Return the shift that fits the most mutations, the number of these mutations, and the number of their sites. The
-    last number is 0 if another shift fits more than half as many sites.
+    """Find the shift of positions that fits the largest number of mutations. Return the shift, the number of mutations
+    that fit, and the number of their sites; 0 sites if another shift fits more than half as many sites.
     """
     sites: Counter[tuple[int, str]] = Counter()
     for mutation, count in counts.items():
@@ -508,7 +510,7 @@ def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]
 
 
 def _averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:
-    """Average the values of each target over the rows of each variant, float64 [N, T]; NaN if no row has a value."""
+    """Return the mean of each target over the rows of each variant, float64 [N, T]; NaN if no row has a value."""
     group_R = np.repeat(np.arange(len(rows_N)), [len(rows) for rows in rows_N])
     values_RT = target_RT[[row for rows in rows_N for row in rows]]
     sum_NT, count_NT = np.zeros((2, len(rows_N), target_RT.shape[1]))

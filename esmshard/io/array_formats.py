@@ -1,4 +1,4 @@
-"""Files with arrays for each record: one writer for each format, and their registry.
+"""Writers of files with arrays for each record, one class for each file format. `FORMATS` lists the classes.
 
 `embed` and `predict` use these writers. Rows are added one by one (`esmshard.io.writers.Writer`). The memory of a
 writer does not grow with the number of records, except for h5ad and for the header of safetensors files.
@@ -40,13 +40,14 @@ class Output:
 
     `mean`, `max` and `cls` are [D], `residue` [L, D], `logits` [L, 33] over the tokens of `esmshard.vocab`, `contacts`
     [L, L] probabilities, `attentions` [H, L, L] probabilities of H heads, with a row for each residue that attends.
-    Only `cls` uses `<cls>` and `<eos>`. The softmax of `attentions` includes both, so rows sum to less than 1.
+    Only `cls` uses the tokens `<cls>` and `<eos>`. A row of `attentions` sums to less than 1, because its softmax
+    includes these two tokens.
     """
 
     pool: Pool
     layer: int | None
-    """The layer, from 0 (embedding) to the number of layers; None for `logits` and `contacts`. `attentions` of layer n
-    are those of the n-th block, which computes representation n, so layer 0 has no attentions.
+    """The layer, from 0 (embedding) to the number of layers; None for `logits` and `contacts`. Block n computes the
+    representation and the attentions of layer n. Layer 0 has no attentions.
     """
     heads: tuple[int, ...] = ()
     """The heads of `attentions`, from 0; empty for every other pool."""
@@ -58,7 +59,7 @@ class Output:
 
     @property
     def title(self) -> str:
-        """The name with the heads, for messages, such as `attentions_6 of heads 0,3`."""
+        """The name and the heads as text for messages, such as `attentions_6 of heads 0,3`."""
         return f"{self.name} of heads {','.join(map(str, self.heads))}" if self.heads else self.name
 
     @property
@@ -80,7 +81,7 @@ class Output:
         return (length, dim if self.pool == "residue" else VOCAB_SIZE)
 
     def numbers(self, length: npt.NDArray[np.int64], dim: int) -> npt.NDArray[np.int64]:
-        """Return the number of values of the array, for each of many lengths."""
+        """Return the number of values in the array of each sequence, given the lengths of the sequences."""
         return math.prod(self.shape(length, dim), start=np.ones_like(length))
 
 
@@ -105,18 +106,18 @@ class Row:
 
     id: str
     length: int
-    """The residues of the whole record, even if only a part was computed."""
+    """The number of residues of the whole record, even if the model read only a part."""
     chains: tuple[int, ...] = field(default=(), kw_only=True)
-    """The residues of each chain; empty for a record of one chain. Arrays have one chain after the other, without
-    linkers."""
+    """The number of residues of each chain; empty for a record of one chain. The rows of `values` follow the chains in
+    order, without linkers."""
     values: Mapping[str, npt.NDArray[Any]]
     """The arrays by `Output.name`, each of `Output.shape` and type `NUMPY[About.dtype]`."""
     residues: str = ""
-    """The whole sequence, for formats with `by_sequence`; otherwise empty."""
+    """The whole sequence if the format has `by_sequence`; otherwise empty."""
 
 
 def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
-    """Return numbers that numpy can compute with. The bits of bf16 become float32; other types do not change."""
+    """Return the values in a type that numpy can compute with: bf16 becomes float32, other types do not change."""
     if dtype != "bf16":
         return values
     return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -129,7 +130,7 @@ class FormatWriter(Writer):
     """
 
     default_pool: ClassVar[Pool]
-    """The pool without the option `--pool`."""
+    """The default of the option `--pool`."""
     pools: ClassVar[tuple[Pool, ...]] = POOLS
     """The pools that the format can hold."""
     dtypes: ClassVar[tuple[Dtype, ...]] = ("fp32", "fp16")
@@ -137,13 +138,13 @@ class FormatWriter(Writer):
     several: ClassVar[bool] = True
     """Whether the format can hold more than one output."""
     by_sequence: ClassVar[bool] = False
-    """Whether the file has each sequence once, with the id of its first record."""
+    """Whether the file has each distinct sequence only once, with the id of the first record that has the sequence."""
     number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 4, "fp16": 2, "bf16": 2}
-    """The most bytes of a number in the file."""
+    """The maximum size of one number in the file, in bytes."""
     header: ClassVar[float] = float("inf")
-    """The most bytes of the header, which has the names of all records."""
+    """The maximum size of the header in bytes. The header has the names of all records."""
     extra: ClassVar[tuple[str, str] | None] = None
-    """The module that writes the format, and the extra of this package that installs the module."""
+    """The Python module that writes the format, and the pip extra of esmshard that installs the module."""
 
     def __init__(self, out: Path, about: About) -> None:
         self.require(out)
@@ -153,11 +154,11 @@ class FormatWriter(Writer):
         if about.n_records is not None:
             self.attributes["records"] = about.n_records
         self.n = 0
-        """The number of the row that is written next, counted from 0."""
+        """The index of the next row, from 0."""
 
     @classmethod
     def require(cls, out: Path) -> None:
-        """Raise a `UsageError` with the command to install the library of the format, if the library is missing."""
+        """Raise a `UsageError` if the library of the format is missing. The message has the command to install it."""
         if cls.extra is not None:
             library(*cls.extra, out)
 
@@ -180,7 +181,7 @@ class FormatWriter(Writer):
         """Write one row."""
 
     def finish(self) -> None:
-        """Check the number of rows. Formats then write their remaining data."""
+        """Check the number of rows. Subclasses also write their remaining data."""
         assert self.about.n_records in (None, self.n), f"{self.n} rows came, not {self.about.n_records}"
 
     def named(self, row: Row) -> list[tuple[str, npt.NDArray[Any]]]:
@@ -192,9 +193,9 @@ class FormatWriter(Writer):
 class Hdf5Format(FormatWriter):
     """`x.h5`: one data set for each record, in input order. The key is the id with `_` instead of `/`.
 
-    A data set has the attribute `original_id`, and with several chains `chain_lengths`, the residues of each chain. If
-    two ids give the same key, the later key gets a number. With several outputs, each output has a group of data sets.
-    The file has `About.attributes`. The same rows give the same bytes.
+    Each data set has the attribute `original_id`. If the record has several chains, the attribute `chain_lengths` has
+    the number of residues of each chain. If two ids give the same key, the later key gets a number. With several
+    outputs, each output has a group of data sets. The file has `About.attributes`. The same rows give the same bytes.
     """
 
     default_pool = "residue"
@@ -218,7 +219,7 @@ class Hdf5Format(FormatWriter):
             number += 1
             key = f"{base}_{number}"
         for name, group in self._groups.items():
-            # With times, two files of the same rows would differ.
+            # HDF5 time stamps would make two files of the same rows differ.
             data = group.create_dataset(key, data=row.values[name], track_times=False)
             data.attrs["original_id"] = row.id
             if row.chains:
@@ -228,8 +229,9 @@ class Hdf5Format(FormatWriter):
 class BiotrainerFormat(Hdf5Format):
     """An HDF5 file for biotrainer 1.4: one data set for each sequence. The key is a hash of the sequence.
 
-    The hash is the sha256 of the letters, a `_` and their number. `original_id` is the id of the first record with this
-    sequence (`biotrainer.utilities.calculate_sequence_hash` and `biotrainer.embedders.services.EmbeddingService`).
+    The key is the sha256 of the sequence, `_` and its length, such as `MKV_3`. `original_id` is the id of the first
+    record with this sequence. (Sources in biotrainer: `utilities.calculate_sequence_hash` and
+    `embedders.services.EmbeddingService`.)
     """
 
     pools = ("mean", "max", "cls", "residue")
@@ -250,7 +252,7 @@ class BiotrainerFormat(Hdf5Format):
 
 
 class NpyFormat(FormatWriter):
-    """`x.npy` [N, D] has one pooled output in input order, and `x.ids.txt` has one id in each line."""
+    """`x.npy` [N, D] has one pooled output in input order, and `x.ids.txt` has one id per line."""
 
     default_pool = "mean"
     pools = ("mean", "max", "cls")
@@ -278,14 +280,14 @@ class NpyFormat(FormatWriter):
 class CsvFormat(FormatWriter):
     """`x.csv`: a line for each record in input order, with the id and the D numbers of one pooled output.
 
-    The first line has an empty cell and the numbers 0 to D - 1, as in files of `pandas.DataFrame.to_csv`, which
+    The first line has an empty cell and the numbers 0 to D - 1. This is the format of `pandas.DataFrame.to_csv`, which
     EVOLVEpro reads (https://github.com/mat10d/EvolvePro). Numbers have enough digits to be read back exactly.
     """
 
     default_pool = "mean"
     pools = ("mean", "max", "cls")
     several = False
-    number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 16, "fp16": 12}  # nine or five digits, and `-.e-05,`
+    number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 16, "fp16": 12}  # nine (or five) digits and `-.e-05,`
 
     def open(self) -> None:
         file = self.files.enter_context(open(self.work, "w", encoding="utf-8", newline=""))
@@ -298,10 +300,10 @@ class CsvFormat(FormatWriter):
 
 
 class BlockFormat(FormatWriter):
-    """A format whose rows wait in memory and are written in blocks."""
+    """A writer that keeps rows in memory and writes them in blocks."""
 
     BLOCK: ClassVar[float] = 1 << 20
-    """How many numbers fill a block."""
+    """The rows are written when they have this number of values."""
 
     def open(self) -> None:
         self._waiting: list[Row] = []
@@ -332,7 +334,7 @@ class ParquetFormat(BlockFormat):
     """`x.parquet`: one row for each record, with columns `id`, `length` and the name of each output.
 
     A pooled output is a list of D numbers. `residue` and `logits` are lists of lists of D and 33 numbers. `contacts` is
-    one list of L x L numbers, row by row. The schema's metadata has `About.attributes`. A row group is a block.
+    one list of L x L numbers, row by row. The schema's metadata has `About.attributes`. Each block is one row group.
     """
 
     default_pool = "mean"
@@ -351,7 +353,7 @@ class ParquetFormat(BlockFormat):
             numbers = pa.list_(number, -1 if output.paired else output.shape(1, self.about.dim)[-1])
             types[output.name] = numbers if output.pooled or output.paired else pa.list_(numbers)
         schema = pa.schema(types, metadata={key: str(value) for key, value in self.attributes.items()})
-        # A network's outputs are all different, so dictionary, compression and statistics cost time and save nothing.
+        # The numbers of a network rarely repeat, so dictionary, compression and statistics cost time and save nothing.
         plain: dict[str, Any] = {"use_dictionary": False, "compression": "none", "write_statistics": ["id", "length"]}
         self._file = self.files.enter_context(parquet.ParquetWriter(self.work, schema, **plain))
 
@@ -414,9 +416,9 @@ class AnnDataFormat(BlockFormat):
 class SafetensorsFormat(FormatWriter):
     """`x.safetensors`: one tensor for each record, named ID, or `OUTPUT/ID` for several outputs.
 
-    The file has the header's length (8 bytes, little-endian), a JSON header, and the tensors
-    (https://github.com/huggingface/safetensors). The library can write only tensors in memory. This writer first writes
-    them to a temporary file, because the header comes first and is known last.
+    The file has the length of the header (8 bytes, little-endian), a JSON header, and the tensors
+    (https://github.com/huggingface/safetensors). The library can write only tensors that are all in memory. This writer
+    first writes the tensors to a temporary file, because the header comes first and is complete only at the end.
     """
 
     default_pool = "residue"
@@ -454,8 +456,9 @@ class SafetensorsFormat(FormatWriter):
 class ZarrFormat(BlockFormat):
     """`x.zarr`: a Zarr group (format 3) with one array for each output. The group has `About.attributes`.
 
-    A pooled output is [N, D]. `residue` [L, D], `logits` [L, 33] and flat maps [L x L] are joined along the first axis.
-    `starts_OUTPUT` [N + 1] has the first row of each record. `ids` and `lengths` are [N].
+    A pooled output is [N, D]. For `residue` [L, D], `logits` [L, 33] and flattened maps [L x L], the arrays of all
+    records are joined along the first axis. Record n has the rows `starts_OUTPUT[n] : starts_OUTPUT[n + 1]`. `ids` and
+    `lengths` are [N].
     """
 
     default_pool = "mean"
@@ -511,15 +514,15 @@ FORMATS: dict[str, type[FormatWriter]] = {
     "safetensors": SafetensorsFormat,
     "biotrainer-h5": BiotrainerFormat,
 }
-"""The writer of each format, by the value of `--format` or the ending of the file."""
+"""The writer class of each format. The key is the value of `--format`, or the file extension."""
 _NO_ROOM = "{}: the header of a safetensors file has no room for the names of so many records; write them to x.h5"
 
 
 def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, records: int = 0, id_bytes: int = 0) -> None:
-    """Refuse outputs that a format cannot hold, and a format whose library is missing.
+    """Raise a `UsageError` if a format cannot hold the outputs, or if the library of the format is missing.
 
-    The sizes are 0 if they are not known. The `UsageError` names a format that can hold the outputs, or the command to
-    install the library.
+    The message names a format that can hold the outputs, or the command to install the library. `records` and
+    `id_bytes` are 0 if the number of records and the size of their ids are not known.
     """
     if fmt not in FORMATS:
         raise UsageError(f"{out}: no format '{fmt}'; there are {', '.join(FORMATS)} (by ending, or --format)")

@@ -4,7 +4,7 @@
     >Seq1 TARGET=DVCD SET=val MASK=1101                biotrainer 1.0 and later
 
 White space separates attributes, so a value is one word. Only the requested keys are read: `OS=Homo sapiens OX=9606`
-in a UniProt header is ignored. A lower-case key is read as upper case, and counted.
+in a UniProt header is ignored. A lower-case key is read as upper case and counted in `Edits`.
 (Format: `docs/data_standardization.md` of sacdallago/biotrainer.)
 """
 
@@ -22,9 +22,9 @@ Split = Literal["train", "valid", "test"]
 _SPLITS: dict[str, Split] = {
     "train": "train", "val": "valid", "valid": "valid", "validation": "valid", "test": "test",
 }  # fmt: skip
-_WORD = re.compile(r"\S+", re.ASCII)  # The readers of ids also accept only ASCII white space.
+_WORD = re.compile(r"\S+", re.ASCII)  # The FASTA reader also splits ids only at ASCII white space.
 TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""Texts that mean yes or no, in lower case, as programs write them."""
+"""Whether a text means yes or no. The texts are in lower case."""
 FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -35,10 +35,10 @@ def attributes(header: str, keys: Sequence[str], where: str, edits: Edits | None
         header: the header line without `>`. The first word is the id.
         keys: the requested keys, in upper case.
         where: the file, or file and line, for messages.
-        edits: counts lower-case keys.
+        edits: gets a count of the lower-case keys.
 
     Raises:
-        InputError: an attribute comes twice, has no value, or has no space before it; the message names the record.
+        InputError: an attribute occurs twice, has no value, or has no space before it; the message names the record.
 
     >>> attributes("Seq1 TARGET=0.1 SET=train", ("TARGET", "SET"), "x.fasta")
     {'TARGET': '0.1', 'SET': 'train'}
@@ -81,15 +81,15 @@ def id_of(header: str) -> str:
 
 
 def split_of(set_value: str, validation: str, where: str) -> Split:
-    """Return the split that the values of SET and VALIDATION mean. `SET=train VALIDATION=True` is the validation split.
+    """Return the split that SET and VALIDATION give together. `SET=train VALIDATION=True` gives the validation split.
 
     Args:
         set_value: `train`, `val`, `valid`, `validation` or `test`, in upper or lower case.
-        validation: a text of TRUTH; empty without VALIDATION.
+        validation: a key of `TRUTH`; empty if the record has no VALIDATION.
         where: file and record, for messages.
 
     Raises:
-        InputError: a value has no meaning, or the two values contradict each other.
+        InputError: a value is unknown, or the two values contradict each other.
     """
     split = _SPLITS.get(set_value.lower())
     if split is None:
@@ -110,7 +110,7 @@ def split_of(set_value: str, validation: str, where: str) -> Split:
 
 
 def is_split(name: str) -> bool:
-    """Return whether a text names a split."""
+    """Return whether a text is the name of a split, such as `train`."""
     return name.lower() in _SPLITS
 
 

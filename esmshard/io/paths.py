@@ -1,4 +1,4 @@
-"""Files and directories: atomic writes, sha256, sizes and caches, without torch."""
+"""Files and directories: atomic writes, sha256, sizes and caches. This module does not import torch."""
 
 import fnmatch
 import glob
@@ -25,10 +25,10 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
-    """Provide an open file of UTF-8 text or of bytes, which replaces `path` when the block ends.
+    """Provide a new open file, of UTF-8 text or of bytes, which replaces `path` when the block ends.
 
-    The file first has another name, and all its bytes are on disk before it gets the name `path`. If the block ends
-    with an error, the new file is removed and an older file stays.
+    The new file first has a temporary name. It is renamed to `path` after all its bytes are on disk. If the block ends
+    with an error, the new file is removed, and an older file at `path` stays.
     """
     work = path.with_name(f".tmp-{path.name}")
     try:
@@ -62,7 +62,7 @@ def _without_nan(node: Any) -> Any:
 
 
 def sync_directory(path: Path) -> None:
-    """Write the file names of a directory to disk, so that they survive a power cut. Windows needs no such call."""
+    """Write the list of names in a directory to disk, so that renames survive a power cut. Do nothing on Windows."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -77,9 +77,9 @@ _IN_USE: set[str] = set()
 
 @contextmanager
 def scratch_directory(out: Path) -> Iterator[Path]:
-    """Provide an empty directory beside `out`, and remove it when the block ends.
+    """Provide an empty directory in the parent of `out`, and remove it when the block ends.
 
-    Scratch directories that killed processes of this machine left beside `out` are removed first.
+    First remove the scratch directories for `out` that killed processes of this machine left behind.
     """
     out = _absolute(out)
     _remove_leftovers(out)
@@ -98,9 +98,8 @@ def scratch_directory(out: Path) -> Iterator[Path]:
 def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
     """Provide an empty directory, which replaces `out` when the block ends without an error.
 
-    If `sync` is set, all files are on disk before the directory is renamed. An older `out` is first moved to
-    `.old-NAME` beside it. If this process is killed in between, one of the two directories exists, and `settle` cleans
-    up.
+    If `sync` is set, all files are on disk before the directory is renamed. An older `out` is first renamed to
+    `.old-NAME`. If this process is killed between the two renames, `settle` gives the older directory its name back.
     """
     out = _absolute(out)
     settle(out)
@@ -122,12 +121,12 @@ def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
 
 
 def check_replaced(out: Path, written: Collection[str], marker: str | None = None) -> None:
-    """Refuse to replace a directory that holds other files than an earlier result. A missing directory is no error.
+    """Refuse to replace a directory that holds files which no earlier result has. A missing directory is no error.
 
     Args:
-        out: the directory that would be removed as a whole.
-        written: `fnmatch` patterns for the files of a result, relative to `out`.
-        marker: a file that every result has. Without this file, no file of `out` counts as a file of a result.
+        out: the directory that the result would replace as a whole.
+        written: `fnmatch` patterns of the files that a result has, relative to `out`.
+        marker: a file that every result has. If `out` lacks this file, `out` is no result, and any file is an error.
 
     Raises:
         UsageError: `out` is a file, or the directory holds other files; the message names them.
@@ -148,10 +147,10 @@ def check_replaced(out: Path, written: Collection[str], marker: str | None = Non
 
 
 def settle(out: Path) -> list[str]:
-    """Remove what earlier calls of `whole_directory` left behind when their processes were killed.
+    """Remove what killed processes left behind in `whole_directory`, and restore `out` if only `.old-NAME` exists.
 
     Returns:
-        A sentence for each scratch directory of another machine, whose process may still run.
+        A sentence for each scratch directory that another machine made. The process that made it may still run.
     """
     out = _absolute(out)
     old = out.with_name(f".old-{out.name}")
@@ -183,7 +182,7 @@ def _absolute(out: Path) -> Path:
 
 
 def _work(out: Path) -> Path:
-    """Return a new name with machine and process. mkdtemp would make a directory that the user's group cannot read."""
+    """Return a new path that names machine and process. Group members cannot read a directory of `mkdtemp`."""
     return out.with_name(f".tmp-{out.name}-{socket.gethostname()}-{os.getpid()}.{uuid.uuid4().hex[:8]}")
 
 
@@ -195,7 +194,7 @@ def _remove(path: Path) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process of this machine exists."""
+    """Return whether a process with this id exists on this machine; on systems other than POSIX always True."""
     if os.name != "posix":  # On other systems signal 0 is a real signal.
         return True
     try:
@@ -234,18 +233,18 @@ def sha256(path: Path) -> str:
 
 
 def state(path: Path) -> tuple[int, int, int, int]:
-    """Return inode, size, mtime and ctime (ns) of a file. One of them changes when the file is replaced or altered.
+    """Return inode, size, mtime and ctime (ns) of a file. At least one changes when the file is replaced or edited.
 
-    The ctime shows a change even if a program set the mtime back.
+    The ctime shows an edit even if a program sets the mtime back.
     """
     status = path.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def remembered_sha256(path: Path) -> str:
-    """Return the sha256 of a file. The user's cache keeps it by path and `state`, so that a large file is read once.
+    """Return the sha256 of a file, and keep it in the user's cache. The cache key is the path and the `state`.
 
-    Damage on the disk does not change the `state`; call `sha256` to notice such damage.
+    A large file is thus read only once. Disk damage does not change the `state`; to detect damage, call `sha256`.
     """
     name = f"{path.resolve()}/{state(path)}"
     known = cache_directory() / "hashes" / hashlib.sha256(name.encode()).hexdigest()[:32]
@@ -269,7 +268,7 @@ ABSOLUTE = re.compile(r"(?<![\w.:/~<&])~?/(?:[^\s/\"'<>,;:()]+/)+(?=[^\s/])")
 
 
 def without_directories(value: Any) -> Any:
-    """Replace every absolute path in the texts of a JSON value by its last part, so that the value can be shared.
+    """Shorten every absolute path in the texts of a JSON value to its last part, so that no private directory is shown.
 
     >>> without_directories({"model": "/home/me/my runs/model", "notices": ["/data/x.fasta: 3 records"]})
     {'model': 'model', 'notices': ['x.fasta: 3 records']}
@@ -284,10 +283,10 @@ def without_directories(value: Any) -> Any:
 
 
 def shared_place(path: str, directory: Path) -> str:
-    """Return the path of a model for a shared file in `directory`. The result never names a user's home.
+    """Return the path of a model as a shared file in `directory` may name it, without the home of the user.
 
-    An absolute path becomes relative to `directory`, and begins with `./` or `../`. If path and directory share only
-    the root or the parent of all homes, the result is `./NAME`. Other paths and names of models do not change.
+    An absolute path becomes relative to `directory`, and begins with `./` or `../`. If `path` and `directory` have only
+    the root or a parent of the home in common, the result is `./NAME`. Relative paths and hub names do not change.
     """
     if not Path(path).is_absolute():
         return path
@@ -300,19 +299,19 @@ def shared_place(path: str, directory: Path) -> str:
 
 
 def found_place(name: str, directory: Path) -> str:
-    """Return the absolute path for a result of `shared_place`. Other names do not change."""
+    """Make a path absolute that begins with `./` or `../` (see `shared_place`). Other names do not change."""
     return os.path.abspath(directory / name) if name.startswith(("./", "../")) else name  # noqa: PTH100
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a text has the form OWNER/NAME of a Hugging Face repository. A relative path may have it too."""
+    """Return whether a text has the form OWNER/NAME of a Hugging Face repository. Relative paths may have this form."""
     is_file = Path(name).suffix in (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
     form = re.fullmatch(r"[a-z0-9][\w.-]*/\w[\w.-]*", name, re.ASCII | re.IGNORECASE)
     return form is not None and not is_file and "--" not in name and ".." not in name
 
 
 def cache_directory() -> Path:
-    """Return the user's cache, which keeps token stores, hashes and copies between runs."""
+    """Return the cache directory of the user. It keeps token stores, hashes and copies of remote files between runs."""
     if "ESMSHARD_CACHE" in os.environ:
         return Path(os.environ["ESMSHARD_CACHE"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "esmshard"
@@ -320,7 +319,7 @@ def cache_directory() -> Path:
 
 @contextmanager
 def locked_directory(kind: str, key: str) -> Iterator[Path]:
-    """Provide the path of a key in the user's cache. One process at a time uses the path."""
+    """Provide the cache path of a key under a lock: other processes that ask for the same key wait."""
     from filelock import FileLock  # This import is slow.
 
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -331,9 +330,9 @@ def locked_directory(kind: str, key: str) -> Iterator[Path]:
 
 
 def cached_directory(kind: str, key: str, make: Callable[[Path], list[str]]) -> Path:
-    """Return the directory of a key in the user's cache, made by `sealed_directory` if it is missing or damaged.
+    """Return the cache directory of a key. If it is missing or damaged, make it with `sealed_directory`.
 
-    While one process makes the directory, the others wait.
+    While one process makes the directory, other processes wait.
     """
     with locked_directory(kind, key) as out:
         if not _is_whole(out):
@@ -342,7 +341,10 @@ def cached_directory(kind: str, key: str, make: Callable[[Path], list[str]]) -> 
 
 
 def sealed_directory(out: Path, make: Callable[[Path], list[str]]) -> None:
-    """Make a directory by `make`, which returns notices. `manifest.json` gets the notices and each file's sha256."""
+    """Let `make` write the files of a new directory, and add `manifest.json`: the sha256 of each file, and notices.
+
+    `make` returns the notices.
+    """
     with whole_directory(out) as work:
         notices = make(work)
         hashes = {path.name: sha256(path) for path in sorted(work.iterdir())}
@@ -358,6 +360,6 @@ def _is_whole(directory: Path) -> bool:
 
 
 def shipped(kind: Literal["recipes", "data"]) -> Path:
-    """Return the directory of shipped recipes or data, in the installed package or at the top of a clone."""
+    """Return the directory of the recipes or the sample data, in the installed package or at the top of a clone."""
     installed = Path(__file__).parents[1] / "_shipped" / kind
     return installed if installed.is_dir() else Path(__file__).parents[2] / kind

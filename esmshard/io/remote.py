@@ -1,6 +1,7 @@
-"""Addresses in buckets (`s3://`, `gs://`): copies of inputs in the local cache, and uploads of results.
+"""Cloud buckets (`s3://`, `gs://`): copies of inputs in the local cache, and uploads of results.
 
-A bucket cannot rename, append or map to memory. But an object appears complete or not at all, and uploads rely on this.
+A bucket cannot rename or append to objects, or map them to memory. It writes each object in one step: readers never see
+half an object.
 """
 
 import functools
@@ -27,7 +28,7 @@ _CREDENTIALS = {
 
 
 def address(path: str | os.PathLike[str]) -> str | None:
-    """Return the address in a bucket; None for a path on a disk.
+    """Return the normal form of an address in a bucket; None for a path on a disk.
 
     `pathlib` turns two slashes into one, so `s3:/bucket/name` is also an address.
 
@@ -50,19 +51,19 @@ def address(path: str | os.PathLike[str]) -> str | None:
 
 
 class Stored(NamedTuple):
-    """The entry of an object in the listing of a bucket."""
+    """Size and tag of an object in a bucket."""
 
     size: int
-    """The bytes of the object."""
+    """The size of the object in bytes."""
     tag: str
-    """The bucket's tag for the content. It changes whenever the object is written again."""
+    """The tag that the bucket gives to the content (ETag). A new tag means that the object was written again."""
 
 
 class RemoteDirectory:
-    """The objects of a bucket whose names begin with one address.
+    """The object at an address in a bucket, and all objects below this address.
 
-    Names are relative to the address. The empty name is the object at the address. All methods raise `InputError` if
-    the bucket cannot be used.
+    Methods take names relative to the address. The empty name is the object at the address itself. All methods raise
+    `InputError` if the bucket cannot be used.
     """
 
     def __init__(self, url: str) -> None:
@@ -70,14 +71,14 @@ class RemoteDirectory:
         self._path = url.partition("://")[2]
 
     def listing(self, folder: str = "") -> dict[str, Stored]:
-        """Return all objects below the address, or below a folder of it, by name."""
+        """Return size and tag of each object below the address, by name. `folder` limits the list to one folder."""
         with one_sentence(self.url):
             entries = self._files.find(self._key(folder), detail=True)
         prefix = f"{self._path}/"
         return {name.removeprefix(prefix): _stored(entry) for name, entry in entries.items() if name.startswith(prefix)}
 
     def look(self, name: str) -> Stored | None:
-        """Return the entry of an object; None if the object does not exist."""
+        """Return size and tag of an object; None if the object does not exist."""
         with one_sentence(self.url):
             try:
                 entry = self._files.info(self._key(name))
@@ -88,7 +89,7 @@ class RemoteDirectory:
         return _stored(entry) if entry["type"] == "file" else None
 
     def read(self, *names: str) -> dict[str, bytes]:
-        """Return the contents of objects by name, without objects that do not exist. They are read at the same time."""
+        """Read objects in parallel, and return their contents by name. Leave out objects that do not exist."""
         keys = {self._key(name): name for name in names}
         if not keys:
             return {}
@@ -105,12 +106,12 @@ class RemoteDirectory:
             self._files.pipe_file(self._key(name), data)
 
     def first_bytes(self, name: str, count: int) -> bytes:
-        """Return the first bytes of an object."""
+        """Return the first `count` bytes of an object."""
         with one_sentence(f"{self.url}/{name}"):
             return bytes(self._files.cat_file(self._key(name), start=0, end=count))
 
     def upload(self, file: Path, name: str) -> Stored:
-        """Copy a file into the bucket, and return the entry of the object."""
+        """Copy a file into the bucket, and return size and tag of the object."""
         with one_sentence(self.url):
             self._files.put_file(str(file), self._key(name))
         entry, size = self.look(name), file.stat().st_size
@@ -120,7 +121,7 @@ class RemoteDirectory:
         return entry
 
     def download(self, name: str, file: Path) -> None:
-        """Copy an object into a file, which gets its name when it is complete."""
+        """Copy an object into a file. The file has a temporary name until it is complete."""
         file.parent.mkdir(parents=True, exist_ok=True)
         work = file.with_name(f".tmp-{os.getpid()}-{file.name}")
         try:
@@ -149,7 +150,7 @@ class RemoteDirectory:
 
 @functools.cache
 def _library(scheme: str, process: int) -> Any:
-    """Return the fsspec file system of a process, since a forked process cannot use its threads."""
+    """Return the fsspec file system of a process. A forked process needs a new one, since threads do not survive."""
     import fsspec
 
     return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
@@ -162,7 +163,7 @@ def _stored(entry: Mapping[str, Any]) -> Stored:
 
 @contextmanager
 def one_sentence(url: str) -> Iterator[None]:
-    """Raise an error of a bucket as `InputError` with one sentence, without credentials."""
+    """Turn an error of a bucket into an `InputError` with one sentence."""
     try:
         yield
     except (InputError, FileExistsError, KeyboardInterrupt):
@@ -180,27 +181,27 @@ def one_sentence(url: str) -> Iterator[None]:
 
 
 def local(path: str | os.PathLike[str], *, needed: bool = True) -> Path:
-    """Return a path on a disk unchanged. For an address, return the path of its copy in the cache.
+    """Return the local path of an input. An address in a bucket is copied to the cache; a path on a disk is unchanged.
 
-    A process updates each copy once.
+    Each process updates a copy only once.
 
     Raises:
-        InputError: the address is `needed` and has no object, the bucket cannot be read, or the disk has no room.
+        InputError: the bucket cannot be read, the disk is full, or nothing is at the address and `needed` is true.
     """
     url = address(path)
     return Path(path) if url is None else _copied(url, needed)
 
 
 def exists(url: str) -> bool:
-    """Return whether an address is an object."""
+    """Return whether there is an object at this address."""
     return RemoteDirectory(url).look("") is not None
 
 
 @functools.cache
 def _copied(url: str, needed: bool) -> Path:
-    """Update the copy of an object, or of all objects below an address, and return its path.
+    """Copy the object at an address, or all objects below it, to the cache, and return the path of the copy.
 
-    Only objects whose size or tag changed are copied.
+    Objects whose size and tag have not changed are not copied again.
     """
     place, target = RemoteDirectory(url), cache_directory() / "remote" / url.replace("://", "/")
     state = cache_directory() / "remote" / ".state" / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json"
@@ -265,22 +266,22 @@ def _updated(place: RemoteDirectory, target: Path, objects: Mapping[str, Stored]
 
 
 def scratch() -> AbstractContextManager[Path]:
-    """Provide a directory for an upload (`scratch_directory`)."""
+    """Provide a temporary directory for the files of an upload (`scratch_directory`)."""
     return scratch_directory(cache_directory() / "uploads" / "result")
 
 
 def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
-    """Let a function write a file or directory on this disk, and upload the result with all files beside it.
+    """Let `write` make a result in a temporary directory, and upload all files of the temporary directory.
 
-    The manifest or configuration, which makes a directory complete, is uploaded last.
+    `manifest.json` and `config.json` are uploaded last, because they mark a directory as complete.
 
     Args:
         url: the address of the result.
-        overwrite: replace objects at the address. Only objects that the function replaces are removed.
-        write: the function. It gets a path with the name of the address.
+        overwrite: replace objects at the address. Only objects that `write` replaces are removed.
+        write: writes a file or a directory at the path that it gets. The path ends like the address.
 
     Raises:
-        UsageError: the address has objects, and `overwrite` is not set.
+        UsageError: there are objects at the address, and `overwrite` is not set.
     """
     place, parent = RemoteDirectory(url), RemoteDirectory(url.rpartition("/")[0])
     is_file, before = place.look("") is not None, place.listing()
@@ -290,7 +291,7 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
         out = folder / url.rpartition("/")[2]
         lists = (failures_file(out).name, chains_file(out).name)
         old = {name for name in lists if parent.look(name) is not None}
-        for name in before:  # The function sees empty files, so it can refuse to replace files of the user.
+        for name in before:  # `write` finds empty files in place of the objects, and can refuse to replace them.
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).touch()
             os.utime(out / name, ns=(1, 1))
@@ -318,11 +319,11 @@ _LAST = {"config.json": 1, "manifest.json": 1}
 
 
 def data_file(path: str) -> Path:
-    """Return the file of a data path. `sample:contact/train` is `contact/train.fasta` of the shipped data. A sample
-    with an ending, such as `sample:contact/labels.csv`, is the file of this name. An address is copied to the cache.
+    """Return the local file of a data path. `sample:contact/train` is `contact/train.fasta` in the sample data of this
+    package, and `sample:contact/labels.csv` is `contact/labels.csv`. An address in a bucket is copied to the cache.
     """
     if (url := address(path)) is not None:
-        local(f"{_ENDING.sub('', url)}.npz", needed=False)  # The labels of a FASTA file may lie beside the file.
+        local(f"{_ENDING.sub('', url)}.npz", needed=False)  # The `.npz` has the labels of a FASTA file, if it exists.
         return local(url)
     if not path.startswith("sample:"):
         return Path(path)

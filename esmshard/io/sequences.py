@@ -1,17 +1,17 @@
-"""Sequence files: FASTA files, plain or compressed, and tables and other formats, which become FASTA text.
+"""Readers of sequence files. They read FASTA files, and convert tables and other formats to FASTA text.
 
-A FASTA file is read in blocks of whole records, of about a mebibyte. One `bytes.translate` encodes all usual records of
-a block. Only unusual records are treated one by one, by the rules of `esmshard.io.symbols`.
+A FASTA file is read in blocks of about 1 MiB, each with whole records. One `bytes.translate` encodes all usual records
+of a block. Only unusual records are treated one by one, by the rules of `esmshard.io.symbols`.
 
-The id is the first word of the header. A header without an id gets the name `seqnum000000004`, with the number of its
-line counted from 0, as in fair-esm.
+The id is the first word of the header. A header without an id gets a name such as `seqnum000000004`. The number is the
+line of the header, counted from 0, as in fair-esm.
 
-A table has these columns, in upper or lower case:
+In a table, these column names are known, in upper or lower case:
 
-| column | names |
+| content | column names |
 |---|---|
 | sequences | one of SEQUENCE_NAMES; else a pair of CHAIN_NAMES; else `protein`, as in SaprotHub's tables |
-| ids | `id`, else one of ID_NAMES; without such a column, ids are `row_` and the number of the line |
+| ids | `id`, else one of ID_NAMES; without such a column, the id of line 17 is `row_17` |
 | sets | `set` or `split`, with `validation` as in FLIP's tables; else `stage`, if all its cells name sets |
 """
 
@@ -45,14 +45,14 @@ CHAIN_NAMES = (
     ("vh", "vl"), ("alpha_chain", "beta_chain"), ("chain_a", "chain_b"), ("sequence_a", "sequence_b"),
     ("seq_a", "seq_b"), ("sequence_1", "sequence_2"), ("sequence1", "sequence2"), ("seq1", "seq2"),
 )  # fmt: skip
-"""Pairs of columns for the two chains of a record. The Observed Antibody Space has `sequence_alignment_aa_heavy`."""
+"""Names of two columns with one chain each. The Observed Antibody Space uses `sequence_alignment_aa_heavy`."""
 ID_NAMES = (
     "id", "name", "entry", "identifier", "accession", "protein", "protein_id", "sequence_id", "seq_id", "uniprot_id",
 )  # fmt: skip
 NO_SEQUENCE = "row(s) without a sequence left out"
-ONE_CHAIN = "row(s) with one chain of two read as that chain"
+ONE_CHAIN = "row(s) with only one of the two chains, read as one chain"
 
-_RENAME = "rename the one that is not"
+_RENAME = "rename the one that is not meant"
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class SequenceTable:
     """The rows of a table that have a sequence. All lists are in the order of the rows."""
 
     rows: Table
-    """All columns of these rows; `rows.ids` names the column of ids."""
+    """The table with these rows only; `rows.ids` is the name of its id column."""
     headers: list[str]
-    """The header of each record: its id, and `SET=` and `VALIDATION=` if the table has a column of sets."""
+    """The header of each record: the id, and `SET=` and `VALIDATION=` if the table has a column of sets."""
     sequences: list[str]
     edits: Edits
-    """The number of rows that were left out."""
+    """Counts of rows that were left out, and of rows with one chain of two."""
 
 
 def read_sequence_table(path: Path, sequences: str | None = None, names: str | None = None) -> SequenceTable:
@@ -73,12 +73,12 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
 
     Args:
         path: the table.
-        sequences: the column of sequences; None for a known name.
-        names: the column of ids; None for a known name.
+        sequences: the name of the sequence column; None to look for a known name.
+        names: the name of the id column; None to look for a known name.
 
     Raises:
-        InputError: the table cannot be read, its columns of sequences or ids are not clear, or an id is invalid; the
-            message names the columns or the line.
+        InputError: the table cannot be read, the sequence column or the id column is not clear, or an id is invalid.
+            The message names the columns or the line.
     """
     table = read_table(path)
     for name in (sequences, names):
@@ -87,8 +87,8 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
     chain_columns = [sequences] if sequences is not None else _sequence_columns(table)
     if not chain_columns:
         raise InputError(
-            f"{path}: has no column of sequences that is known; {listed(table.columns)}; call the one with the amino "
-            "acids 'sequence', or name it (data.sequence_column in a recipe, --sequence-column of `ingest` and `split`)"
+            f"{path}: has no column of sequences that is known; {listed(table.columns)}; rename the column of amino "
+            "acids to 'sequence', or give its name (data.sequence_column, or --sequence-column of `ingest` and `split`)"
         )
     edits, kept, joined = Edits(), list[int](), list[str]()
     for row, cells in enumerate(zip(*(table.columns[name] for name in chain_columns), strict=True)):
@@ -105,7 +105,7 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
             f"{path}: column {quoted(chain_columns[0])} has only empty cells; amino acid sequences are expected"
         )
     others = [name for name in ID_NAMES if name not in [column.lower() for column in chain_columns]]
-    ids = names or table.only_column(("id",), _RENAME) or table.only_column(others, "call the one with the ids 'id'")
+    ids = names or table.only_column(("id",), _RENAME) or table.only_column(others, "rename the id column to 'id'")
     columns = {name: [texts[row] for row in kept] for name, texts in table.columns.items()}
     lines = [table.lines[row] for row in kept]
     if ids is None:
@@ -124,7 +124,7 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
 
 
 def _sequence_columns(table: Table) -> tuple[str, ...]:
-    """Return the name of the column of sequences, or of the two columns of chains; () if the table has neither."""
+    """Find the sequence column, or the two chain columns. Return one or two names; () if the table has neither."""
     if column := table.only_column(SEQUENCE_NAMES, _RENAME):
         return (column,)
     lower = {name.lower() for name in table.columns}
@@ -137,10 +137,10 @@ def _sequence_columns(table: Table) -> tuple[str, ...]:
 
 
 def _set_attributes(table: Table) -> list[str]:
-    """Return the attributes SET and VALIDATION for the header of each record; '' for a table without sets."""
+    """Return ` SET=... VALIDATION=...` for the header of each record; '' if the table has no column of sets."""
 
     def attribute(key: str, cell: str) -> str:
-        # An attribute is one word. Names of two words are refused where sets are read.
+        # A value must be one word. A name of two words becomes an unknown set, which `split_of` refuses.
         return "" if cell.lower() in MISSING else f" {key}={'_'.join(cell.split())}"
 
     column = table.only_column(("set", "split"), _RENAME)
@@ -156,7 +156,7 @@ def _set_attributes(table: Table) -> list[str]:
 
 STDIN = Path("-")
 CONVERSION = 3
-"""The version of the conversion of other files to FASTA text. A new version makes cached stores of them invalid."""
+"""The version of the code that converts other files to FASTA text. After a change, cached stores are made again."""
 
 _MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
 _NUL_HEADER = re.compile(rb"(?<![^\r\n])>([^\r\n]*\0[^\r\n]*)")
@@ -171,13 +171,13 @@ FORMATS = {
     "stockholm": ("a Stockholm alignment", re.compile(rb"# STOCKHOLM")),
     "clustal": ("a Clustal alignment", re.compile(rb"CLUSTAL")),
 }
-"""The formats that Biopython reads, by their names in `Bio.SeqIO`: the title, and how every file begins."""
+"""The formats that Biopython reads. Key: name in `Bio.SeqIO`. Value: title for messages, and the begin of a file."""
 
 
 class ConvertedSource(io.BytesIO):
-    """FASTA text of another file, with one line for each header and one line for each sequence.
+    """FASTA text that was made from another format. Each header and each sequence is one line.
 
-    `edits` counts what was left out. `lines` has the line of each record in the file; None if the lines are not known.
+    `edits` counts what was left out. `lines` has the line number of each record in the original file, if it is known.
     """
 
     def __init__(
@@ -189,12 +189,15 @@ class ConvertedSource(io.BytesIO):
         self._lines = lines
 
     def line_in_file(self, at: int) -> int:
-        """Return the line of the file, counted from 1, for byte `at` of the text; 0 if the lines are not known."""
+        """Return the line of the original file (from 1) for byte `at` of the FASTA text; 0 if it is not known."""
         return 0 if self._lines is None else self._lines[self.getvalue().count(b"\n", 0, at) // 2]
 
 
 def read_format(path: Path, kind: str) -> ConvertedSource:
-    """Read a file of one of FORMATS, plain or compressed. `InputError` if the file cannot be read or has no record."""
+    """Convert a file in the format `kind` (a key of FORMATS) to FASTA text. The file may be compressed.
+
+    Raise `InputError` if the file cannot be read or has no record.
+    """
     from Bio import SeqIO
 
     title, _ = FORMATS[kind]
@@ -208,13 +211,13 @@ def read_format(path: Path, kind: str) -> ConvertedSource:
             is_empty = kind == "clustal" and re.search(r"\n\S", body) is None
             records = [] if is_empty else list(SeqIO.parse(source, kind))  # type: ignore[no-untyped-call]
             sequences = ["".join(str(record.seq).split()) for record in records]
-    except Exception as error:  # Each reader raises other classes of errors.
+    except Exception as error:  # The readers of Biopython raise different error classes.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"{path}: cannot be read as {title} ({reason}); download or make it again") from None
     if not records:
         raise InputError(f"{path}: is {title} without a record; download or make it again")
     for warning in warned:
-        edits.add(f"Biopython warned of this: {' '.join(str(warning.message).split())}", path.name)
+        edits.add(f"Biopython warned: {' '.join(str(warning.message).split())}", path.name)
     headers = []
     for record in records:
         description = "" if record.description in ("<unknown description>", record.id) else record.description
@@ -223,7 +226,7 @@ def read_format(path: Path, kind: str) -> ConvertedSource:
 
 
 def is_plain(path: Path) -> bool:
-    """Return whether a file is FASTA text without compression. The first bytes decide, since names are often wrong."""
+    """Return whether a file is FASTA text without compression. Only its first bytes count; names are often wrong."""
     if path == STDIN:
         return False
     with readable(path, "a FASTA file"), _open(path) as file:
@@ -231,10 +234,9 @@ def is_plain(path: Path) -> bool:
 
 
 def other_kind(path: Path) -> str | None:
-    """Return the kind of a sequence file that is not a FASTA file: `table`, or a name of FORMATS; otherwise None.
+    """Return `table` or a key of FORMATS for a sequence file; None for a FASTA file and for the standard input.
 
-    The first bytes decide. A table also needs a known ending: .parquet or .xlsx, or .csv, .tsv or .tab for text.
-    The standard input has no kind.
+    The first bytes of the file decide. A table must also have a known extension: .parquet, .xlsx, .csv, .tsv or .tab.
     """
     if path == STDIN or not path.is_file():
         return None
@@ -250,15 +252,15 @@ def other_kind(path: Path) -> str | None:
 
 
 def is_sequence_table(path: Path) -> bool:
-    """Return whether a path is a table of sequences."""
+    """Return whether a path is a table, by its first bytes and its extension (`other_kind`)."""
     return other_kind(path) == "table"
 
 
 def open_source(path: Path, rules: Rules = Rules()) -> BinaryIO:  # noqa: B008  # frozen
     """Open a sequence file or the standard input as a stream of FASTA text.
 
-    The stream of a table or another format is a `ConvertedSource`. `rules` names the columns of a table. `InputError`
-    if the file cannot be converted.
+    For a table or another format, the stream is a `ConvertedSource`. `rules` may name the columns of a table. Raise
+    `InputError` if the file cannot be converted.
     """
     kind = other_kind(path)
     if kind is None:
@@ -281,15 +283,15 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def _open(path: Path) -> BufferedReader:
-    if path.is_fifo() or path.is_char_device():  # Files are read several times, a pipe only once.
+    if path.is_fifo() or path.is_char_device():  # A file is read several times, but a pipe can be read only once.
         raise InputError(f"{path}: is a pipe, not a file; pipe it into the standard input and name that, as -")
     return open(path, "rb")
 
 
 BLOCK = 1 << 20
-"""The bytes of one read. A block that fits into the cache of a core is translated twice as fast as a large block."""
+"""The size of one read in bytes. `translate` is twice as fast for a block that fits into the cache of a core."""
 LONGEST = 1 << 26
-"""The most bytes of a record with its line ends. The longest known protein has 36,000 residues."""
+"""The maximum size of a record in bytes, with line ends. The longest known protein has 36,000 residues."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +302,7 @@ class Block:
     headers: list[bytes]
     """The header lines of the file, without `>`."""
     tokens: bytes
-    """The residue tokens of all records, with `<eos>` after each record."""
+    """The residue tokens of all records, one byte each, with `<eos>` after each record."""
     lengths: npt.NDArray[np.int64]
     """Number of residues of each record, int64 [N]."""
 
@@ -312,10 +314,10 @@ def read_blocks(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[Block]:
-    """Read in blocks the records that begin at bytes `start` to `stop` (exclusive) of a plain file. Ids may repeat.
+    """Yield the records of a file in blocks. Ids may repeat. Raise the same errors as `read_fasta`.
 
-    Adjacent ranges give every record exactly once. A file that is not plain is read whole. Errors are those of
-    `read_fasta`.
+    In a plain file, only records are read whose first byte is in the range from `start` to `stop` (exclusive). So
+    adjacent ranges together give every record exactly once. A file that is not plain is always read as a whole.
     """
     with readable(path, "a FASTA file"), open_source(path, rules) as stream:
         converted = stream if isinstance(stream, ConvertedSource) else None
@@ -334,12 +336,12 @@ class _Reader:
     def __init__(self, path: Path, edits: Edits, rules: Rules, converted: ConvertedSource | None) -> None:
         self._path, self._edits, self._rules, self._converted = path, edits, rules, converted
         self._table = table(rules, {">": EOS})  # '>' separates the records.
-        # `self._lines` is the number of lines before byte `self._counted`. A file is read again when a message needs a
-        # line number. The standard input cannot be read again, so its lines are counted from the start.
+        # `self._lines` is the number of lines before byte `self._counted`. If a message needs a line number, the file
+        # is read again. The standard input cannot be read again, so its lines are always counted.
         self._lines, self._counted = 0, 0 if path == STDIN else -1
 
     def chunks(self, stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-        """Yield the offset and the bytes of chunks of whole records. A chunk has about BLOCK bytes."""
+        """Yield chunks of about BLOCK bytes, each with whole records. The offset of a chunk comes before its bytes."""
         at, rest = self._first(stream) if start <= len(_MARK) else (0, b"")
         if at < start:
             at, rest = self._next(stream, start)
@@ -363,7 +365,7 @@ class _Reader:
             at, rest = at + cut, whole[cut:]
 
     def _first(self, stream: BinaryIO) -> tuple[int, bytes]:
-        """Return the offset of the first record, and the bytes read from this offset on."""
+        """Return the offset of the first record, and the bytes from this offset to the end of the last read."""
         at, data = 0, stream.read(BLOCK)
         if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise InputError(f"{self._path}: is UTF-16 text; save it as UTF-8")
@@ -389,7 +391,9 @@ class _Reader:
         raise InputError(f"{self._path}: holds no record; a FASTA file has lines that begin with '>'")
 
     def _next(self, stream: BinaryIO, start: int) -> tuple[int, bytes]:
-        """Return the offset and the text of the first record at or after byte `start`; no text if there is none."""
+        """Find the first record that begins at or after byte `start`. Return its offset and the bytes from there on;
+        no bytes if there is no such record.
+        """
         at = start - 1
         stream.seek(at)
         data = stream.read(BLOCK)
@@ -401,7 +405,7 @@ class _Reader:
         return at, b""
 
     def block(self, at: int, chunk: bytes, stop: int | None) -> Block:
-        """Encode the records of a chunk that begin before `stop`."""
+        """Encode those records of a chunk whose first byte is before `stop`. The chunk begins at byte `at`."""
         if stop is not None and at + len(chunk) > stop:
             marks = _marks(chunk)
             inside = int(np.searchsorted(marks, stop - at))
@@ -459,7 +463,7 @@ class _Reader:
         )
 
     def _named(self, at: int, chunk: bytes, headers: list[bytes]) -> list[bytes]:
-        """Return the header lines of a chunk. A header without an id becomes `seqnum` and its line."""
+        """Return the header lines of a chunk. An empty header becomes `seqnum` and its line number."""
         line, before, named = self.line(at, chunk, 0) - 1, 0, []
         for header, mark in zip(headers, _marks(chunk).tolist(), strict=True):
             line, before = line + _newlines(chunk[before:mark]), mark
@@ -469,7 +473,7 @@ class _Reader:
     def _unusual(
         self, name: bytes, header: bytes, body: bytes, where: tuple[int, bytes, int]
     ) -> list[tuple[bytes, bytes, bytes]]:
-        """Apply the rules to an unusual record. Return id, header and residue tokens of each resulting record."""
+        """Apply the rules to an unusual record. Return the id, header and tokens of the records that it becomes."""
         record_id = name.decode()
         try:
             tokens = clean(body.decode(), self._rules, self._edits, record_id)
@@ -490,7 +494,7 @@ class _Reader:
                 ) from None
 
     def line(self, at: int, chunk: bytes, place: int) -> int:
-        """Return the line, counted from 1, of byte `place` of the chunk that begins at byte `at` of the text."""
+        """Return the line (from 1) of byte `place` of a chunk. The chunk begins at byte `at` of the text."""
         if self._counted != at:
             text = None if self._converted is None else io.BytesIO(self._converted.getvalue())
             with text or open_bytes(self._path) as stream:
@@ -502,7 +506,7 @@ class _Reader:
         return self._lines + _newlines(chunk[:place]) + 1
 
     def _where(self, at: int, chunk: bytes, place: int) -> str:
-        """Return file and line of byte `place` of the chunk, for messages. The line may be unknown."""
+        """Return file and line of byte `place` of a chunk, for messages; only the file if the line is not known."""
         if self._converted is None:
             return f"{self._path}:{self.line(at, chunk, place)}"
         line = self._converted.line_in_file(at + place)
@@ -516,7 +520,7 @@ def _newlines(text: bytes) -> int:
 
 
 def _last_record(text: bytes) -> int:
-    """Return the first byte of the last record; 0 if the text has only one record."""
+    """Return the index of the byte where the last record begins; 0 if the text has only one record."""
     at = text.rfind(b">")
     if at > 0 and text[at - 1] not in b"\r\n":  # This '>' is inside a line.
         at = max(text.rfind(b"\n>"), text.rfind(b"\r>")) + 1
@@ -524,7 +528,7 @@ def _last_record(text: bytes) -> int:
 
 
 def _marks(chunk: bytes) -> npt.NDArray[np.int64]:
-    """Return the first byte of each record of a chunk, int64 [N]."""
+    """Return the index of the byte where each record of a chunk begins, int64 [N]."""
     letters = np.frombuffer(chunk, np.uint8)
     marks: npt.NDArray[np.int64] = np.flatnonzero(letters == ord(">"))
     before = letters[marks - 1]
@@ -545,31 +549,32 @@ class Record:
 def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: Rules = Rules()) -> Iterator[Record]:  # noqa: B008  # frozen
     """Read the records of a sequence file in file order, plain or compressed (gz, bgz, bz2, xz, zst).
 
-    The path `-` is the standard input. A record that comes twice with the same id and sequence is read once and
-    counted. All sequences stay in memory for this check, so use a token store for more than a few million records.
+    The path `-` is the standard input. If two records have the same id and sequence, only the first is returned, and
+    `edits` counts the second. For this check all sequences stay in memory. For more than a few million records, use a
+    token store.
 
     Args:
         path: the file.
-        edits: counts the changes.
+        edits: gets the counts of all changes.
         rules: the changes that are allowed.
 
     Raises:
-        InputError: the file cannot be read or has no record, or an id has two sequences; the message names file, line,
-            record and position.
+        InputError: the file cannot be read or has no record, or two records with one id have different sequences. The
+            message names file, line, record and position.
     """
     path = Path(path)
     edits = Edits() if edits is None else edits
-    seen: dict[bytes, bytes] = {}
+    tokens_of: dict[bytes, bytes] = {}
     for block in read_blocks(path, edits, rules):
         end = 0
         for name, header, length in zip(block.ids, block.headers, block.lengths.tolist(), strict=True):
             tokens, end = block.tokens[end : end + length], end + length + 1
-            if name in seen:
-                if seen[name] != tokens:
+            if name in tokens_of:
+                if tokens_of[name] != tokens:
                     raise InputError(repeated(name.decode(), str(path)))
                 edits.add(READ_ONCE, name.decode())
                 continue
-            seen[name] = tokens
+            tokens_of[name] = tokens
             yield Record(name.decode(), header.strip().decode(), decode(np.frombuffer(tokens, np.uint8)))
 
 
@@ -577,7 +582,7 @@ READ_ONCE = "a record that came twice was read once"
 
 
 def repeated(name: str, files: str) -> str:
-    """Return the message about an id that has two sequences in these files."""
+    """Return the error message for two records of `files` that have the id `name` and different sequences."""
     return (
         f"{files}: '{shown(name)}' comes twice with two sequences; rename one of the two, or "
         f"{in_a_store('--on-duplicate suffix')}"

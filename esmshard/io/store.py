@@ -1,18 +1,18 @@
-"""The token store: memory-mapped uint8 tokens of sequence files with int64 offsets; and `ingest`, which writes a store.
+"""The token store: the tokens of sequence files as memory-mapped arrays. `ingest` writes a store.
 
-A store is a directory, which gets its name when it is complete. Version 4:
+A store is a directory. It has a temporary name until it is complete. Files of version 4:
 
     tokens-00000.u8 ...   residues of all records, one byte each, with `<eos>` after each record
-    headers-00000.txt ... a header without `>` in each line; the first word is the id
-    offsets.npy           int64 [N + 1]: record n is bytes offsets[n] : offsets[n + 1] of all token shards in order
+    headers-00000.txt ... one header without `>` per line; its first word is the id
+    offsets.npy           int64 [N + 1]: record n is bytes offsets[n] : offsets[n + 1] of the joined token shards
     headers.npy           int64 [N + 1]: the same for the header shards
-    ids.npy               uint64 [N]: `keys` of the ids, sorted
-    rows.npy              uint32 or uint64 [N]: the number of the record of each key
+    ids.npy               uint64 [N]: the hashes of the ids (`keys`), sorted
+    rows.npy              uint32 or uint64 [N]: the record number of each hash in `ids.npy`
     manifest.json         version, alphabet, counts, lengths, sources, rules, edits; sha256 of each file, of all tokens
                           together, and of the manifest
 
-The manifest and the arrays are compared with their sha256 when a store is opened, and a shard when a process first
-reads it. So an altered byte is never read as a residue or an id. Memory does not grow with the number of records.
+The manifest and the arrays are compared with their sha256 when a store is opened. A shard is compared when a process
+first reads it. So a damaged byte is never read as a residue or an id. Memory does not grow with the number of records.
 """
 
 import bisect
@@ -46,18 +46,18 @@ from esmshard.vocab import ALPHABET_HASH
 FORMAT, VERSION = "esmshard-tokens", 4
 ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
 COLUMNS = {"lengths": np.int32, "headers": np.int32, "keys": np.uint64}
-"""The columns of the index: residues, bytes of the header line, and `keys` of the id of each record."""
+"""What `ingest` notes about each record: the number of residues, the bytes of the header, and the hash of the id."""
 _OPEN_SHARDS = 256
-"""How many shards stay mapped. Each shard uses a file descriptor."""
+"""The maximum number of shards that stay mapped. Each mapped shard uses a file descriptor."""
 _SAMPLE = 10_000
-"""How many records, evenly spread, are checked for nucleotides."""
+"""The number of records, evenly spread over the store, that are checked for nucleotides."""
 
 
 class TokenStore:
     """An open token store. Tokens and headers are read from disk when they are used."""
 
     def __init__(self, path: Path, checked: frozenset[str] = frozenset()) -> None:
-        """Open the store in directory `path`. The files `checked` were compared with their sha256 before.
+        """Open the store in directory `path`. The files in `checked` are not compared with their sha256 again.
 
         Raises:
             InputError: the manifest or an array is missing or altered.
@@ -72,7 +72,7 @@ class TokenStore:
         self.offsets, self.header_offsets, self.keys, self.rows = (
             np.asarray(np.load(path / name, mmap_mode="r", allow_pickle=False)) for name in ARRAYS
         )
-        # The first record, the first byte of tokens, and the first byte of headers of each shard.
+        # For each shard: the number of its first record, and the offsets of its first token and header byte.
         sizes = [[shard["records"], shard["tokens"], shard["headers"]] for shard in self.manifest["shards"]]
         self._first_records, *self._first_bytes = np.cumsum([[0, 0, 0], *sizes], axis=0).T.tolist()
         # The cache gets the path and not `self`. A reference to `self` would keep the files open.
@@ -82,7 +82,7 @@ class TokenStore:
         return {"path": self.path, "checked": frozenset(self._checked)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # Another process maps the files again.
+        self.__init__(**state)  # type: ignore[misc]  # The process that unpickles the store maps the files again.
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -96,11 +96,11 @@ class TokenStore:
 
     @property
     def linker(self) -> int | None:
-        """The number of tokens between two chains; None if every record is one chain."""
+        """The number of tokens in each linker between chains; None if every record is one chain."""
         return linker_of(self.manifest)
 
     def check_linker(self, linker: int, path: Path) -> None:
-        """Raise `InputError` if another number of tokens than `linker` joins chains. `path` is for the message."""
+        """Raise `InputError` if the linkers of this store do not have `linker` tokens. `path` is for the message."""
         if self.linker not in (None, linker):
             raise InputError(
                 f"{path}: its chains were joined by a linker of {self.linker}, and a linker of {linker} is asked for; "
@@ -109,7 +109,7 @@ class TokenStore:
             )
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the residue tokens of record n, with the tokens between chains, uint8 [L]."""
+        """Return the residue tokens of record n, with the linkers between chains, uint8 [L]."""
         return self._read("tokens", 0, self.offsets, n)
 
     def description(self, n: int) -> str:
@@ -121,7 +121,7 @@ class TokenStore:
         return self.header(n).split(None, 1)[0].decode()
 
     def find(self, record_id: str) -> int | None:
-        """Return the number of the record with this id, or None. Only a few pages of the index are read."""
+        """Return the number of the record with this id; None if no record has it. The search reads little data."""
         name = record_id.encode(errors="surrogatepass")
         wanted = keys([name])[0]
         at = int(self.keys.searchsorted(wanted))
@@ -134,16 +134,16 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """A digest of the sequences and their order. It does not depend on the shards."""
+        """A hash of the sequences and their order. It does not depend on the division into shards."""
         return hashlib.sha256(self.manifest["tokens_sha256"].encode()).hexdigest()
 
     def verify(self) -> None:
-        """Compare every file with its sha256 now. The `InputError` names the first altered file."""
+        """Compare every file with its sha256 now. Raise `InputError` about the first file that differs."""
         for name in self.manifest["sha256"]:
             self._check(name)
 
     def _check(self, name: str) -> None:
-        """Compare a file with its sha256, unless this was done before."""
+        """Compare a file with its sha256, unless this process has done so already."""
         if name in self._checked:
             return
         try:
@@ -159,11 +159,11 @@ class TokenStore:
         self._checked.add(name)
 
     def header(self, n: int) -> bytes:
-        """Return the bytes of the header line of record n in the file, without `>`."""
+        """Return the header line of record n as bytes, without `>`."""
         return self._read("headers", 1, self.header_offsets, n).tobytes()
 
     def _read(self, kind: str, column: int, offsets: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of record n without the byte at its end."""
+        """Return the tokens or the header of record n, without the `<eos>` or line feed at its end."""
         if not 0 <= n < len(self):
             raise IndexError(n)
         shard = bisect.bisect_right(self._first_records, n) - 1
@@ -188,19 +188,19 @@ def header_shard(k: int) -> str:
 
 
 def keys(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """Return a hash of each id, uint64 [N]. Two ids may have the same hash, so callers also compare the ids."""
+    """Return a hash of each id, uint64 [N]. Different ids may have the same hash, so callers also compare the ids."""
     high = np.fromiter(map(zlib.crc32, names), np.uint64, len(names))
     return high << np.uint64(32) | np.fromiter(map(zlib.adler32, names), np.uint64, len(names))
 
 
 def linker_of(manifest: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens between two chains of a store's records; None if every record is one chain."""
+    """Return the number of tokens in each linker of a store; None if every record is one chain."""
     joined = any(kind.startswith(JOINED) for kind in manifest.get("edits", {}))
     return int(manifest["rules"]["linker"]) if joined else None
 
 
 def is_store(path: Path) -> bool:
-    """Return whether a path has the manifest of a token store."""
+    """Return whether a path is a token store, that is, a directory with `manifest.json`."""
     return (path / "manifest.json").is_file()
 
 
@@ -220,26 +220,26 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def manifest_sha256(manifest: Mapping[str, Any]) -> str:
-    """Return the sha256 of the values of a manifest, without the value of `manifest_sha256`."""
+    """Return the sha256 of all entries of a manifest except the entry `manifest_sha256`."""
     values = {name: value for name, value in manifest.items() if name != "manifest_sha256"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 _EDGES = np.array([0, 32, 64, 128, 192, 256, 384, 512, 768, 1023, 2048, 4096, 8192, 1 << 31])
-"""The smallest length of each bin of the histogram, in residues. ESM-2 saw at most 1022 residues in training."""
+"""The bin edges of the length histogram, in residues. ESM-2 was trained on at most 1022 residues at once."""
 
 
 @dataclass
 class Shard:
-    """The entry of the manifest for one shard: a file of tokens and a file of headers."""
+    """Sizes and hashes of one shard, which is a token file and a header file. The manifest lists them."""
 
     records: int = 0
     tokens: int = 0
-    """The bytes of the file of tokens."""
+    """The size of the token file in bytes."""
     headers: int = 0
-    """The bytes of the file of headers."""
+    """The size of the header file in bytes."""
     sha256: list[str] = field(default_factory=list)
-    """The sha256 of both files."""
+    """The sha256 of the token file and of the header file."""
 
 
 def write_index(
@@ -249,9 +249,9 @@ def write_index(
     facts: Mapping[str, Any],
     edits: Edits,
 ) -> None:
-    """Write the arrays and the manifest of a store, whose directory already has the files of all shards.
+    """Write the arrays and the manifest of a store. The directory already has the files of all shards.
 
-    `columns` are the arrays of COLUMNS for all records in file order, and `facts` are further entries of the manifest.
+    `columns` has one array for each entry of COLUMNS, in file order. `facts` has further entries of the manifest.
     """
     length_N, header_N, keys = columns
     total, residues = len(length_N), int(length_N.sum(dtype=np.int64))
@@ -304,13 +304,14 @@ SHARD = 1 << 26
 
 @dataclass(frozen=True)
 class Piece:
-    """The input of one process: several small files, one compressed file, or a range of bytes of one plain file."""
+    """The input of one `read_piece`: several small files, one large compressed file, or a part of a large file."""
 
     sources: list[int]
-    """The numbers of the input files."""
+    """The indices of the files in the list of all input files."""
     start: int = 0
+    """The first byte of the range."""
     stop: int | None = None
-    """The byte after the last byte of the range."""
+    """The end of the range (exclusive); None for whole files."""
 
 
 def ingest(
@@ -328,16 +329,16 @@ def ingest(
         fastas: plain or compressed files. `-` is the standard input.
         out: the directory of the store.
         rules: the changes that are allowed.
-        on_duplicate: what happens to an id that comes again, also in another file. `error` reads the record once if the
-            sequence is the same, and refuses it otherwise. `first` leaves out all records but the first. `suffix` gives
-            later records the free names `ID_2`, `ID_3` ...
-        workers: the number of processes. One process reads a compressed file.
-        overwrite: replace a store at `out` when the new store is complete.
-        say: gets the number of records every few seconds.
+        on_duplicate: what happens if several records have the same id, in one file or in different files. `error` keeps
+            the first record if all have the same sequence, and raises an error otherwise. `first` keeps the first
+            record. `suffix` keeps all, and renames the later records to `ID_2`, `ID_3` ... (names that are free).
+        workers: the number of processes. A compressed file is always read by one process.
+        overwrite: replace an existing store at `out` after the new store is complete.
+        say: gets a message with the number of records every few seconds.
 
     Raises:
-        InputError: a file cannot be read. No part of the store is left.
-        UsageError: `out` exists.
+        InputError: a file cannot be read. The unfinished store is removed.
+        UsageError: `out` exists and `overwrite` is false.
     """
     if out.name in ("", ".."):
         raise UsageError(f"{out}: give the directory of the store a name")
@@ -381,7 +382,7 @@ def ingest(
 
 
 def _pieces(fastas: Sequence[Path]) -> list[Piece]:
-    """Divide the files into pieces by their sizes. So the shards do not depend on the number of processes."""
+    """Divide the files into pieces by size only, so that the shards do not depend on the number of processes."""
     pieces, size = [Piece([])], 0
     for number, fasta in enumerate(fastas):
         plain, more = (False, SHARD) if fasta == STDIN else (is_plain(fasta), fasta.stat().st_size)
@@ -403,7 +404,7 @@ def _folder(work: Path, number: int) -> Path:
 def _read_pieces(
     work: Path, pieces: Sequence[Piece], fastas: Sequence[Path], rules: Rules, workers: int, say: Say
 ) -> Iterator[tuple[list[Shard], Edits]]:
-    """Read all pieces, in this process or in several. Yield the results of `read_piece` in file order."""
+    """Read all pieces, in this process or in workers. Yield the results of `read_piece` in file order."""
     total, last = 0, time.monotonic()
 
     def count(more: int) -> None:
@@ -413,7 +414,7 @@ def _read_pieces(
             last = time.monotonic()
             say(f"ingest: {total:,} records")
 
-    if workers == 1 or len(pieces) == 1 or STDIN in fastas:  # Other processes do not have this standard input.
+    if workers == 1 or len(pieces) == 1 or STDIN in fastas:  # A worker cannot read the standard input of this process.
         for number, piece in enumerate(pieces):
             yield read_piece(_folder(work, number), piece, fastas, rules, count)
         return
@@ -439,7 +440,7 @@ def _read_pieces(
 def read_piece(
     folder: Path, piece: Piece, fastas: Sequence[Path], rules: Rules, count: Callable[[int], None] = lambda _: None
 ) -> tuple[list[Shard], Edits]:
-    """Write the shards and the columns of one piece into a new directory. Return the shards and the changes."""
+    """Write the shards and `columns.npz` of one piece into a new directory. Return the shards and the counted edits."""
     folder.mkdir()
     edits, shards = Edits(), list[Shard]()
     columns: list[list[npt.NDArray[Any]]] = [[np.zeros(0, kind)] for kind in COLUMNS.values()]
@@ -472,13 +473,13 @@ def read_piece(
 
 
 def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> TokenStore:  # noqa: B008  # frozen
-    """Open a store, or the cached store of a sequence file. The first call for a file ingests it.
+    """Open a store, or ingest a sequence file into the cache and open the cached store.
 
-    The cache (`$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`) finds a store by the path,
-    the `paths.state` and the rules, so an edited file is read again. While one process reads a file, others wait.
+    The cache is `$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`. Its key is the path, the
+    `paths.state` and the rules, so an edited file is read again. While one process reads a file, other processes wait.
 
-    A `linker` is the number of tokens between two chains. None means `rules.linker` for a file, and any number for a
-    store. `InputError` if the path cannot be read, or if another linker joins the chains of a store.
+    `linker` is the required number of tokens between two chains. If it is None, a file gets `rules.linker`, and a store
+    may have any linker. Raise `InputError` if the path cannot be read, or if a store has another linker.
     """
     if is_store(source):
         store = TokenStore(source)
@@ -510,7 +511,7 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
 def _without_duplicates(
     store: TokenStore, final: Path, on_duplicate: OnDuplicate, names: str, facts: Mapping[str, Any], edits: Edits
 ) -> TokenStore:
-    """Return a store in which every id is unique: the store itself, or a new store at `final` (see `ingest`)."""
+    """Apply `on_duplicate` (see `ingest`). Return `store` if all its ids are unique, else a new store at `final`."""
     dropped: dict[int, str] = {}
     renamed: dict[int, tuple[str, str]] = {}
     clash: tuple[int, str] | None = None
@@ -577,7 +578,7 @@ def _without_duplicates(
 
 
 def _repeated_ids(store: TokenStore) -> Iterator[tuple[str, list[int]]]:
-    """Yield each id of several records, with the numbers of the records in file order."""
+    """Yield each id that several records have, and the numbers of these records in file order."""
     again = np.flatnonzero(store.keys[1:] == store.keys[:-1])  # Rows k and k + 1 of the index share a key.
     for run in np.split(again, np.flatnonzero(np.diff(again) > 1) + 1) if len(again) else []:
         by_id: dict[str, list[int]] = {}

@@ -1,17 +1,17 @@
-"""ESM's symbol rules. Nothing is changed silently: every kind of edit is counted and named.
+"""The rules for symbols in sequences, for the alphabet of ESM. Every change is counted and reported.
 
 | in the file | becomes |
 |---|---|
 | lower-case letters | upper case, counted; in A3M files they are insertions: removed, counted |
-| upper-case and lower-case letters in turns | an error, since the lower-case letters are SaProt's structure letters |
+| alternating upper and lower case, as `MdEv` | an error, since the lower-case letters are SaProt's structure letters |
 | `J` (leucine or isoleucine) | `X`, counted |
 | `-` and `.` | removed, counted; `keep_gaps` keeps them, except `.` in A3M files |
 | one `*` at the end of a chain | removed, counted |
 | `:` between two chains, but not in A3M files | as many `SEPARATOR` tokens as the linker has residues, counted |
 | spaces, carriage returns, blank lines, a byte-order mark | removed |
-| `X B U Z O` | kept: ESM-2 saw them in training |
-| other symbols, an inner `*`, no residues at all | an error, unless `on_unknown` says otherwise |
-| `<mask>` as text | one unknown symbol, which `on_unknown` `mask` reads as `<mask>` |
+| `X B U Z O` | kept: they are in the training data of ESM-2 |
+| other symbols, an inner `*`, no residues at all | an error, unless `on_unknown` is `mask` or `drop` |
+| the text `<mask>` | treated as one unknown symbol; with `on_unknown=mask` it becomes the token `<mask>` |
 """
 
 import hashlib
@@ -30,16 +30,16 @@ from esmshard.vocab import BETWEEN, GAPS, LINKER, MASK, RESIDUES, SEPARATOR, TOK
 
 @dataclass(frozen=True)
 class ChainWindows:
-    """The windows of one record."""
+    """The windows of one long record. A window has a part of each chain."""
 
     spans: tuple[tuple[int, int], ...]
-    """The first token of each chain in the record, and the token after its last."""
+    """The begin and the end (exclusive) of each chain in the tokens of the record."""
     sizes: tuple[int, ...]
     """The number of residues of each chain in a window."""
 
     @property
     def rooms(self) -> list[int]:
-        """How many residues of each chain are not in a window."""
+        """For each chain, the number of its residues that a window leaves out."""
         return [end - start - size for (start, end), size in zip(self.spans, self.sizes, strict=True)]
 
     @property
@@ -49,17 +49,17 @@ class ChainWindows:
         return max(-(-length // size) for length, size in zip(lengths, self.sizes, strict=True))
 
     def spread(self, place: int) -> list[int]:
-        """Return the first residue of each chain in window `place` of `count` evenly spread windows."""
+        """Return where window `place` of `count` evenly spread windows begins in each chain."""
         return [place * room // max(self.count - 1, 1) for room in self.rooms]
 
     def drawn(self, key: str) -> list[int]:
-        """Draw the first residue of each chain in a window. The same key gives the same window."""
+        """Return where a random window begins in each chain. The same key gives the same window."""
         keys = [key] if len(self.spans) == 1 else [f"{key}:{k}" for k in range(len(self.spans))]
         numbers = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") for name in keys]
         return [number % (room + 1) for number, room in zip(numbers, self.rooms, strict=True)]
 
     def kept(self, starts: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the tokens of the record that are in a window, int64 [W], for the first residue of each chain."""
+        """Return the indices of the record's W tokens in the window that begins at `starts`, int64 [W]."""
         ranges, linker = list[npt.NDArray[np.int64]](), self.spans[0][0]
         for (begin, end), size, start in zip(self.spans, self.sizes, starts, strict=True):
             ranges += [np.arange(linker, begin), np.arange(begin + start, begin + start + size)]
@@ -67,12 +67,12 @@ class ChainWindows:
         return np.concatenate(ranges)
 
     def name(self, starts: Sequence[int]) -> str:
-        """Return the first and the last residue of each chain in a window, counted from 1, such as `1-300:5-204`."""
+        """Return the range of residues of each chain in a window, counted from 1, such as `1-300:5-204`."""
         return ":".join(f"{start + 1}-{start + size}" for start, size in zip(starts, self.sizes, strict=True))
 
 
 def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
-    """Return the windows of a record with more than `most` tokens. `most` does not count `<cls>` and `<eos>`.
+    """Divide a record of more than `most` tokens into windows of at most `most` tokens, without `<cls>` and `<eos>`.
 
     >>> from esmshard.vocab import encode_residues
     >>> tokens = np.frombuffer(encode_residues("MKTAYIAKQR:GQI", linker=2), np.uint8)
@@ -80,7 +80,7 @@ def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
     (6, 3)
 
     Raises:
-        InputError: there is no room for a residue of each chain between the linkers.
+        InputError: the linkers leave less room than one residue for each chain.
     """
     spans = chain_spans(tokens)
     lengths = [end - start for start, end in spans]
@@ -101,7 +101,7 @@ def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
 
 BLANKS = b" \t\n\r\v\f"
 STRANGE = 255
-"""The code in `table` for bytes that only `clean` can treat."""
+"""The code that `table` gives to all other bytes. Only `clean` can treat these bytes."""
 
 _NO_BLANKS = str.maketrans("", "", BLANKS.decode())
 # Only ASCII letters change, since str.upper() turns a German sharp s into two serines.
@@ -109,9 +109,9 @@ _UPPER = str.maketrans(string.ascii_lowercase, string.ascii_uppercase)
 _MASKED = "\0"
 _MASK_TEXT = re.compile(re.escape(TOKENS[MASK]), re.IGNORECASE)
 _MASK_SYMBOL = "\uf8ff"
-"""One symbol instead of the text `<mask>`: a code point for private use."""
+"""A single symbol that replaces the text `<mask>`; Unicode reserves it for private use."""
 _IN_TURNS = re.compile(r"(?:[A-Z][a-z#]){3,}")
-"""Residues with a structure letter after each residue, such as `MdEvVp`; `#` is an unknown structure."""
+"""A structure letter after each residue, such as `MdEvVp`; `#` is an unknown structure."""
 _STOP = re.compile(r"\*(?=:|\Z)")
 JOINED = "chains were joined by a linker"
 LEFT_OUT = "a sequence with symbols that are no residues, or without any, was left out"
@@ -119,31 +119,31 @@ LEFT_OUT = "a sequence with symbols that are no residues, or without any, was le
 
 @dataclass(frozen=True)
 class Rules:
-    """What a reader may change. Every change is counted."""
+    """The changes that a reader of sequences may make. Every change is counted."""
 
     on_unknown: Literal["error", "mask", "drop"] = "error"
-    """What happens to a symbol that is no residue: refuse it, read it as `<mask>`, or drop the record. `drop` also
-    drops a record without residues.
+    """The treatment of a symbol that is no residue. `error` refuses the record, `mask` reads the symbol as `<mask>`,
+    and `drop` leaves out the record. `drop` also leaves out a record without residues.
     """
     a3m: bool = False
     """Whether the file is an A3M alignment, in which lower-case letters and `.` are insertions."""
     keep_gaps: bool = False
     """Whether to keep `-` (and `.`, but not in A3M files) as the gap tokens of the alphabet."""
     long: Literal["full", "crop", "window", "skip", "error"] = "full"
-    """What happens to a sequence over `max_length`. `full` keeps it. `crop` keeps one window, whose start is drawn from
-    the id, and adds `residues=FIRST-LAST` to the header. `window` makes the smallest number of evenly spread windows
-    that cover the sequence, each a record `ID/FIRST-LAST`. `skip` leaves the record out; `error` refuses it.
+    """The treatment of a sequence over `max_length`. `full` keeps it. `crop` keeps one random window, which depends
+    only on the id, and adds `residues=FIRST-LAST` to the header. `window` makes records `ID/FIRST-LAST`: as few evenly
+    spread windows as cover the sequence. `skip` leaves out the record. `error` refuses it.
     """
     max_length: int | None = None
-    """The most residues of a sequence, for `long`."""
+    """The length in residues above which `long` applies."""
     on_nucleotides: Literal["error", "keep"] = "error"
-    """What happens to a file that looks like DNA or RNA (`nucleotides`): refuse it, or read it as proteins."""
+    """The treatment of a file that looks like DNA or RNA (`nucleotides`): `error` refuses it, `keep` reads it."""
     linker: int = LINKER
     """The number of `SEPARATOR` tokens between two chains of a record (`esmshard.vocab.Chains.tokens`)."""
     sequence_column: str | None = None
-    """The column of sequences in a table; None for a known name."""
+    """The name of the sequence column of a table; None to look for a known name."""
     id_column: str | None = None
-    """The column of ids in a table; None for a known name."""
+    """The name of the id column of a table; None to look for a known name."""
 
     def __post_init__(self) -> None:
         if self.long != "full" and self.max_length is None:
@@ -160,7 +160,8 @@ class Rules:
 class RefusedSymbols(Exception):
     """A record breaks the rules. The caller puts `FILE:LINE: record 'ID' ` before the message.
 
-    `what` is wrong, and `fix` helps. `droppable` says whether `on_unknown=drop` would drop the record.
+    `what` is the problem, and `fix` tells how to solve it. `droppable` is true if `on_unknown=drop` would drop the
+    record.
     """
 
     def __init__(self, what: str, fix: str, *, droppable: bool = False) -> None:
@@ -170,19 +171,19 @@ class RefusedSymbols(Exception):
 
 @dataclass
 class Edits:
-    """Counts of what was changed or left out while reading.
+    """Counts of the changes and omissions while a file is read.
 
-    A kind of edit is a clause about one record, such as `gaps were removed`, or about counted items, with `(s)` after
-    their name, such as `chain(s) left out`.
+    A kind of edit is a text. It is either about one record, such as `gaps were removed`, or about counted items. The
+    noun of counted items has `(s)`, as in `chain(s) left out`.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     """The number of records or items of each kind."""
     first: dict[str, list[str]] = field(default_factory=dict)
-    """The names of the first four records or places of each kind. Messages show three."""
+    """The names of the first four records or places of each kind. A message shows three names."""
 
     def add(self, kind: str, name: str, count: int = 1) -> None:
-        """Count one edit of the record `name`, or `count` items in the place `name`."""
+        """Add an edit of the record `name`, or of `count` items in the file or chain `name`."""
         if count:
             self.counts[kind] = self.counts.get(kind, 0) + count
             names = self.first.setdefault(kind, [])
@@ -207,7 +208,7 @@ class Edits:
 
 
 def in_a_store(option: str) -> str:
-    """Return the advice to make a store with an option that only `ingest` has. All commands accept the store."""
+    """Return the advice to make a store with an option of `ingest`, and to give the store to the command instead."""
     return f"type `esmshard ingest FILE -o NAME.store {option}`, and name NAME.store instead"
 
 
@@ -218,7 +219,9 @@ def shown(name: str) -> str:
 
 
 def table(rules: Rules, others: Mapping[str, int]) -> bytes:
-    """Make a table for `bytes.translate`: letters become tokens, `others` their codes, and other bytes STRANGE."""
+    """Make a table for `bytes.translate` from residue letters (and kept gaps) to tokens. `others` has the codes of
+    further letters. All other bytes become STRANGE.
+    """
     codes = bytearray([STRANGE]) * 256
     for letter in _kept(rules):
         codes[ord(letter)] = TOKENS.index(letter)
@@ -228,10 +231,10 @@ def table(rules: Rules, others: Mapping[str, int]) -> bytes:
 
 
 def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | None:
-    """Return the residue tokens of a sequence in a file; None if the record is left out.
+    """Convert the text of a sequence to residue tokens by the rules; None if the record is left out.
 
     Raises:
-        RefusedSymbols: the sequence has a symbol that is no residue, or a chain without residues; the message names
+        RefusedSymbols: the sequence has a symbol that is no residue, or a chain without residues. The message names
             symbol and position.
     """
     kinds: list[str] = []
@@ -289,7 +292,7 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
 
 
 def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -> list[tuple[bytes, bytes, bytes]]:
-    """Apply `rules.long` to a sequence. Return id, header and tokens of each resulting record.
+    """Apply `rules.long` to a sequence. Return the id, header and tokens of each record that it becomes.
 
     Raises:
         RefusedSymbols: the sequence is longer than `max_length`, and `rules.long` is `error`.
@@ -328,12 +331,12 @@ NUCLEOTIDE_LETTERS, NUCLEOTIDE_SHARE, EACH_SHARE = 100, 0.95, 0.05
 
 
 def nucleotides(tokens: Iterable[npt.NDArray[np.uint8]], count: str) -> str | None:
-    """Return a clause that says why `count` sequences seem to be DNA or RNA; None if they seem to be proteins.
+    """Return the reason why sequences seem to be DNA or RNA; None if they seem to be proteins.
 
-    Letters of nucleotides are residues too, so only their shares tell. Sequences seem to be nucleotides if they have
-    at least NUCLEOTIDE_LETTERS letters together, if NUCLEOTIDE_SHARE of the letters are A, C, G, T, U or N, and if each
-    of A, C, G and T (or U) is at least EACH_SHARE of these without N. A rare protein with so much alanine, glycine and
-    threonine has almost no cysteine.
+    The letters of nucleotides are residues too, so their frequencies decide. The sequences must have at least
+    NUCLEOTIDE_LETTERS letters in total. At least NUCLEOTIDE_SHARE of the letters must be A, C, G, T, U or N. Each of A,
+    C, G and T (or U) must be at least EACH_SHARE of the letters A, C, G, T and U. A rare protein with so much alanine,
+    glycine and threonine has almost no cysteine. `count` is the number of sequences as text, such as `3 records`.
     """
     counts = np.zeros(len(TOKENS), np.int64)
     for token_L in tokens:

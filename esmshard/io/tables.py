@@ -1,9 +1,9 @@
-"""Tables: text with commas, tabs or semicolons, plain or compressed; Parquet files; Excel workbooks.
+"""Reads tables: text files with commas, tabs or semicolons, Parquet files and Excel workbooks. Writes CSV tables.
 
 Every cell stays text until a column is read as numbers. Every row keeps its line number for messages. Only empty parts
 are dropped without a message: blank lines, rows with separators only, and empty columns at the right.
 
-The csv module reads text. pandas does not give the line of a row, and its import takes 1.0 s of processor time.
+Text files are read with the csv module. pandas does not give the line of a row, and its import takes 1.0 s of CPU time.
 """
 
 import csv
@@ -29,7 +29,7 @@ from esmshard.errors import InputError
 MISSING = frozenset(
     {"", "-", "na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "null", "none", "nd", "n.d.", "n.d", "n/d"}
 )
-"""Cells that mean "no number", in lower case. docs/labels.md lists them."""
+"""Texts that mean "no number" in a cell, in lower case. docs/labels.md lists them."""
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float() also accepts 1_000.
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}", re.ASCII)
@@ -51,9 +51,9 @@ class Table:
     columns: Mapping[str, list[str]]
     """The stripped cells of each column, in the order of the file. An empty cell is ''."""
     lines: list[int]
-    """The line of each row, counted from 1. A Parquet file or a workbook has numbers of rows instead."""
+    """The line number of each row, from 1; for a Parquet file or a workbook, the row number."""
     ids: str | None = None
-    """The column of ids, if the table also has the sequences."""
+    """The name of the id column if this is a table of sequences; otherwise None."""
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -67,7 +67,7 @@ class Table:
         return f"{'row' if self.path.suffix.lower() in (PARQUET, WORKBOOK) else 'line'} {self.lines[row]:,}"
 
     def column(self, name: str, fix: str | None = None) -> list[str]:
-        """Return the N cells of a column. The `InputError` about a missing column ends with `fix`."""
+        """Return the N cells of a column. Raise `InputError` if the column is missing; the message ends with `fix`."""
         if name in self.columns:
             return self.columns[name]
         lower = {other.lower(): other for other in self.columns}
@@ -78,10 +78,10 @@ class Table:
         )
 
     def only_column(self, names: Sequence[str], fix: str) -> str | None:
-        """Return the column that has one of these names, in upper or lower case; None if no column has.
+        """Return the name of the column that is one of `names`, in upper or lower case; None if there is none.
 
         Raises:
-            InputError: several columns have such names. The message ends with `fix`.
+            InputError: there are several such columns. The message ends with `fix`.
         """
         lower = {name.lower() for name in names}
         matches = [column for column in self.columns if column.lower() in lower]
@@ -92,8 +92,8 @@ class Table:
     def numbers(self, name: str) -> npt.NDArray[np.float64]:
         """Return a column as numbers, float64 [N]. A cell in MISSING becomes NaN.
 
-        A comma is a decimal comma (`1,5`) if no cell of the column has a point, and if at least one comma cannot
-        separate thousands.
+        Commas are read as decimal commas (`1,5`) under two conditions: no cell of the column has a point, and at least
+        one comma cannot separate thousands.
 
         Raises:
             InputError: the column is missing, or a cell is not a finite number; the message names line and cell.
@@ -117,7 +117,7 @@ class Table:
 
 
 def shown(text: str, most: int = 40) -> str:
-    r"""Format a cell or a name for a message: with quotes, on one line, and at most `most` characters.
+    r"""Format a cell or a name for a message: with quotes, on one line, and with at most `most` characters.
 
     >>> print(shown("two\nlines"), shown("A" * 100))
     'two\nlines' 'AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA...'
@@ -144,7 +144,7 @@ def first_three(items: Sequence[_T], name: Callable[[_T], str]) -> str:
 
 
 def listed(names: Sequence[str] | Mapping[str, object]) -> str:
-    """Format a clause that lists at most twenty columns.
+    """Return a clause for messages that lists the columns of a table, at most twenty.
 
     >>> listed(["mutant", "score"])
     "its columns are 'mutant', 'score'"
@@ -163,9 +163,10 @@ PARQUET, WORKBOOK = ".parquet", ".xlsx"
 def read_table(path: Path) -> Table:
     """Read a table from a text file (plain, gz, bz2, xz or zst), or from a file that ends in `.parquet` or `.xlsx`.
 
-    The first line must name the columns. The separator is the tab, semicolon or comma that divides the first rows into
-    the most cells. If two separators do, the name of the file decides. Quoted cells may hold separators and line
-    breaks. A column without a name gets a name such as `column 3` if one of its cells is not empty.
+    The first line must name the columns. The separator is the tab, the semicolon or the comma: the one that gives the
+    largest number of cells in the first rows. If two separators give the same number, the file extension decides.
+    Quoted cells may hold separators and line breaks. A column without a name gets a name such as `column 3`, unless all
+    its cells are empty.
 
     Raises:
         InputError: the file cannot be read, or has no rows; the message names file and line.
@@ -209,12 +210,12 @@ def read_table(path: Path) -> Table:
 
 
 def _cells(values: Sequence[Any]) -> list[str]:
-    """Return values as texts. `str` of a float has enough digits to get the same number again."""
+    """Convert values to text. `str` writes a float with enough digits to read back the same number."""
     return ["" if value is None else str(value).strip() for value in values]
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
-    """Yield the names of the columns, and then the cells and the number of each row, counted from 1."""
+    """Yield the column names with the number 0, and then the cells of each row with its number, from 1."""
     try:
         import pyarrow as pa
         from pyarrow import parquet
@@ -232,7 +233,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
 
 
 def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
-    """Yield the cells and the number of each row of the only sheet. A formula has the value that the file holds."""
+    """Yield the cells and the number of each row of the only sheet. For a formula, the cell is its saved value."""
     try:
         import openpyxl
     except ImportError:
@@ -243,7 +244,7 @@ def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
     with open(path, "rb") as file:
         try:
             for sheet in openpyxl.load_workbook(file, read_only=True, data_only=True).worksheets:
-                sheet.reset_dimensions()  # A program may have written a wrong size, and cells would be lost.
+                sheet.reset_dimensions()  # The file may state a wrong size of the sheet, and cells would be lost.
                 rows = enumerate(map(_cells, sheet.iter_rows(values_only=True)), 1)
                 if cells := [(row, number) for number, row in rows if any(row)]:
                     sheets[sheet.title] = cells
@@ -260,9 +261,9 @@ def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
 
 @contextmanager
 def readable(path: Path, expected: str) -> Iterator[None]:
-    """Raise the errors of reading a file, plain or compressed, as `InputError` with one sentence.
+    """Turn an error while a file is read or decompressed into an `InputError` with one sentence.
 
-    `expected` says what the file should be, such as `a table`.
+    `expected` is the kind of file for the message, such as `a table`.
     """
     try:
         yield
@@ -274,7 +275,7 @@ def readable(path: Path, expected: str) -> Iterator[None]:
         raise InputError(f"{path}: may not be read; change its permissions") from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: is not UTF-8 text; {expected} is expected") from None
-    except Exception as error:  # Several libraries have a class ZstdError. Python's version decides which one is used.
+    except Exception as error:  # The library that defines ZstdError depends on the version of Python.
         damaged = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, OSError))
         if not damaged and type(error).__name__ not in ("ZstdError", "IsalError"):
             raise
@@ -327,7 +328,7 @@ def _separator(path: Path, text: str) -> str:
 
 
 def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str], int]]:
-    """Yield the stripped cells and the first line of each record that is not empty."""
+    """Yield the stripped cells and the first line number of each record with a cell that is not empty."""
     # With newline="" the csv module accepts all line ends, and keeps line breaks inside quotes.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
     line = 1
@@ -347,7 +348,7 @@ def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str],
 
 
 def write_rows(file: IO[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a CSV table, whose first row has the names of the columns. Lines end in a line feed."""
-    # Before Python 3.13 the csv module does not quote a carriage return, and readers would end the line there.
+    """Write a CSV table. The first of `rows` has the column names. Each line ends with a line feed."""
+    # The csv module quotes a carriage return only since Python 3.13. Without quotes, readers would end the line there.
     quoted = any("\r" in cell for row in rows for cell in row)
     csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL).writerows(rows)

@@ -1,7 +1,7 @@
-"""The base class of all writers, and the writer of tables. A file gets its name only when it is complete.
+"""The base class of all writers of results, and the writer of tables.
 
-A writer is a context manager. It takes the records one by one, in input order. If the block ends without an error, the
-finished files replace older files. If it ends with an error, the new files are removed, and older files stay.
+A writer is a context manager. It takes the records one by one, in input order, and writes to temporary files. If the
+`with` block ends without an error, the new files replace older files. Otherwise the new files are removed.
 """
 
 import csv
@@ -21,20 +21,20 @@ from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import replacing, scratch_directory
 
 GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
-"""The most rows and the most numbers of a row group of a Parquet file."""
+"""The maximum number of rows, and of numbers, in a row group of a Parquet file."""
 
 
 class Writer(ABC):
-    """A writer of `out` that works in a scratch directory beside it."""
+    """A writer of the file or directory `out`. It works in a scratch directory in the parent of `out`."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.files = ExitStack()
-        """The open files, which are closed when the block ends."""
+        """The open files. They are closed when the `with` block ends."""
 
     @abstractmethod
     def open(self) -> None:
-        """Create `self.work`, the file with the name of `out` in the scratch directory, and others beside it."""
+        """Create `self.work`, a path with the name of `out` in a scratch directory, and further files if needed."""
 
     def finish(self) -> None:  # noqa: B027  # Some writers have no remaining data.
         """Write the remaining data after the last record."""
@@ -58,7 +58,7 @@ class Writer(ABC):
                 if kind is None:  # Otherwise the earlier error is raised.
                     raise
             if kind is None:
-                # The old facts are removed first and the new facts come last, so facts never describe another file.
+                # The old facts are removed first, and the new facts come last. So facts never describe a wrong file.
                 for older in (facts_file(self.out), failures_file(self.out), chains_file(self.out)):
                     older.unlink(missing_ok=True)
                 if self.work.is_dir() and self.out.is_dir():
@@ -69,15 +69,15 @@ class Writer(ABC):
 
 
 class TableWriter(Writer):
-    """A writer of `x.csv`, with numbers of six digits, or of `x.parquet` (extra `tables`).
+    """A writer of `x.csv`, with six digits for each number, or of `x.parquet` (needs the pip extra `tables`).
 
-    Rows wait in memory until they make a block of GROUP_ROWS rows or GROUP_NUMBERS numbers. NaN becomes an empty cell.
+    Rows stay in memory until there are GROUP_ROWS rows or GROUP_NUMBERS numbers. NaN becomes an empty cell.
 
     Args:
         out: the file to write.
-        columns: the type of each column: `string`, `int32`, `int64`, `float32` or `float64`.
+        columns: the type of each column by name: `string`, `int32`, `int64`, `float32` or `float64`.
         about: the metadata of a Parquet file.
-        quoted: whether all cells of a CSV file are quoted. A cell with a carriage return needs quotes (`write_rows`).
+        quoted: whether all cells of a CSV file get quotes, which cells with a carriage return need (`write_rows`).
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TableWriter(Writer):
         self._most = max(1, min(GROUP_ROWS, GROUP_NUMBERS // len(columns)))
 
     def open(self) -> None:
-        """Create the file with the names of the columns."""
+        """Create the file, and write the column names."""
         self._waiting: dict[str, list[Any]] = {name: [] for name in self._columns}
         if self._arrow is not None:
             from pyarrow import parquet
@@ -137,7 +137,7 @@ class TableWriter(Writer):
 
 
 def text(value: float) -> str:
-    """Format a number with six digits; NaN becomes an empty text.
+    """Format a number with six digits. NaN becomes an empty string.
 
     >>> text(0.123456789), text(float("nan"))
     ('0.123457', '')
@@ -146,25 +146,25 @@ def text(value: float) -> str:
 
 
 def chains_file(out: Path) -> Path:
-    """Return the path of the list of records with several chains, such as `maps/x.npz.chains.tsv`."""
+    """Return the path of the file that lists records of several chains, such as `maps/x.npz.chains.tsv`."""
     return out.with_name(f"{out.name}.chains.tsv")
 
 
 def failures_file(out: Path) -> Path:
-    """Return the path of the list of failed records, such as `maps/x.npz.failed.tsv`."""
+    """Return the path of the file that lists failed records, such as `maps/x.npz.failed.tsv`."""
     return out.with_name(f"{out.name}.failed.tsv")
 
 
 def facts_file(out: Path) -> Path:
-    """Return the path of the facts about an output, such as `maps/x.npz.json`."""
+    """Return the path of the JSON file that describes an output, such as `maps/x.npz.json`."""
     return out.with_name(f"{out.name}.json")
 
 
 def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> None:
-    """Write `OUT.chains.tsv`, unless no record has several chains.
+    """Write `OUT.chains.tsv` if `lengths`, the records of several chains, is not empty.
 
-    A line has the id of a record, the number of residues of each chain, and how the chains were joined. The output has
-    the rows of one chain after the other.
+    A line has the id of a record, the number of residues of each chain, and how the chains were joined. The rows of a
+    record in `out` follow its chains in this order.
     """
     rows = [(record_id, ",".join(map(str, residues)), join) for record_id, residues in lengths.items()]
     if rows:
@@ -173,18 +173,18 @@ def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> 
 
 
 def write_failures(path: Path, failures: Sequence[tuple[str, int, str]]) -> None:
-    """Write id, residues and reason of each failed record. Without failures, an older file is removed."""
+    """Write the id, the number of residues and the reason of each failed record. Without failures, remove the file."""
     path.unlink(missing_ok=True)
     if not failures:
         return
-    # Reasons come from libraries, and may have any white space.
+    # A reason may be a message of a library, with tabs or line breaks.
     rows = ((record_id, str(length), " ".join(reason.split())) for record_id, length, reason in failures)
     with replacing(path) as file:
         file.writelines("\t".join(row) + "\n" for row in [("id", "length", "reason"), *rows])
 
 
 def library(module: str, extra: str, out: Path) -> Any:
-    """Import the library that writes a file. `UsageError` with the command to install the library if it is missing."""
+    """Import the library that writes `out`. If it is missing, raise `UsageError` with the command to install it."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -192,7 +192,7 @@ def library(module: str, extra: str, out: Path) -> Any:
 
 
 def check(*paths: Path, overwrite: bool) -> None:
-    """Refuse to replace files unless `overwrite` is set."""
+    """Raise an error if a path is a directory, or if it is an existing file and `overwrite` is not set."""
     for path in paths:
         if path.is_dir():
             raise InputError(f"{path}: is a directory; name a file")

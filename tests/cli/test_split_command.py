@@ -150,7 +150,7 @@ def test_structures_are_split_with_their_coordinates(run: Run, tmp_path: Path) -
     code, out, err = run("set", "-o", "out", "--by", "ratio", "--ratios", "3,1,1")
     assert code == 0
     assert out.startswith("out\nset    records  residues\ntrain        3        36\n")
-    assert "set: 1 file not read, as the name is not that of a structure (notes.txt)" in err
+    assert "set: 1 file not read, as the name is not a structure file name (notes.txt)" in err
     assert json.loads((tmp_path / "out" / "split.json").read_text())["source"] == folder.name
     found = []
     for name in SETS:

@@ -198,7 +198,7 @@ def test_splits_from_label_files(tmp_path: Path) -> None:
     edits = Edits()
     assert splits(store, path, required=False, edits=edits) == ["train", "none", "test"]
     assert edits.notices() == [
-        "a split of no record was passed over in 1 record (d)",
+        "a split of an unknown record was ignored in 1 record (d)",
         f"1 record without SET= here or in {path} left out (b)",
     ]
     for text, message in (

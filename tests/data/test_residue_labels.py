@@ -71,7 +71,7 @@ def test_numbers_from_headers() -> None:
     assert labels[0]["target"].dtype == np.float32
     assert labels.names == ""
     np.testing.assert_array_equal(labels.values, np.float32([0.5, -0.01, NAN, 3, NAN, 2, NAN, 0.5, NAN]))
-    assert [notice[:29] for notice in labels.notices] == ["2 records without MASK=, so t"]
+    assert [notice[:29] for notice in labels.notices] == ["2 records without MASK=, in w"]
     np.testing.assert_array_equal(of(InMemory(">a KD=1;2 MT"), "number", column="kd")[0]["target"], [1, 2])
 
 

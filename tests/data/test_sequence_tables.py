@@ -241,7 +241,7 @@ def test_two_columns_of_chains_are_one_record() -> None:
     for columns in ("Heavy,Light", "VH,VL", "chain_A,chain_B", "sequence_1,sequence_2"):
         found, notices = read(write(f"name,{columns},y\nab,mk t,MKV*,1\nnano,MKK,,2\nnone,,nan,3\n"))
         assert [(record.id, record.sequence) for record in found] == [("ab", "MKT:MKV"), ("nano", "MKK")]
-        assert "1 row with one chain of two read as that chain (line 3)" in notices
+        assert "1 row with only one of the two chains, read as one chain (line 3)" in notices
         assert "1 row without a sequence left out (line 4)" in notices
         assert "chains were joined by a linker of 25 in 1 record (ab)" in notices
     (found,), _ = read(write("sequence,heavy,light\nMKT,1.5,2\n"))

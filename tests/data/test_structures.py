@@ -87,7 +87,7 @@ def test_the_alternative_location_of_highest_occupancy(read: Read) -> None:
         expected[3, 0] += move[taken]
         (found,) = read(lines, {"A": three(SEQ)})
         np.testing.assert_allclose(found.cb_L3, expected, atol=2e-5)
-        assert changes == ["1 residue with alternative locations, read at that of highest occupancy (1abc_A)"]
+        assert changes == ["1 residue with alternative locations, read at the location of highest occupancy (1abc_A)"]
     lines = []
     for x in chain(SEQ):
         if x.seq == 4 and x.name == "C":
@@ -108,7 +108,7 @@ def test_nucleic_acids_waters_and_ligands_are_left_out(read: Read) -> None:
     assert (found.id, found.sequence) == ("1abc_A", SEQ)
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
     assert len(changes) == 1
-    assert changes[0].startswith("1 chain of no protein left out (1ABC.")
+    assert changes[0].startswith("1 non-protein chain left out (1ABC.")
     (bare,) = read(lines, None)
     assert (bare.id, bare.sequence) == ("1abc_A", SEQ)
 

@@ -1,1 +1,1 @@
-"""The records of each optimizer step and micro-batch, planned alike for every number of processes."""
+"""The examples of a split, and the plan of optimizer steps, which does not depend on the number of processes."""

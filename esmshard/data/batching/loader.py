@@ -1,4 +1,4 @@
-"""Records with their labels, cropped as the recipe says. A task collates them to batches."""
+"""The examples of a split: records with their labels and tracks, cropped as the recipe says."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -21,17 +21,17 @@ Long = Literal["crop", "window", "full", "skip", "error"]
 FIXED = "fixed"
 """The value of `Example.draw` outside training."""
 SEEN = "seen_in_training.txt"
-"""File of a model with the ids of its training and validation records, one a line. Predictions of these records are no
-test.
+"""The file in a model directory that lists the ids of the training and validation records, one per line. Predictions
+for these records do not test the model.
 """
 
 
 class Labels(Protocol):
-    """Labels of the records of a store: arrays by name for each record."""
+    """Labels of the records of a store. `labels[n]` has the arrays of record n by name."""
 
     @property
     def per_residue(self) -> bool:
-        """Whether the first dimension of the arrays is L. A crop of the sequence then crops the arrays too."""
+        """Whether the first dimension of the arrays is L. Such arrays are cropped together with the sequence."""
 
     @property
     def labelled_N(self) -> npt.NDArray[np.bool_] | None:
@@ -41,7 +41,7 @@ class Labels(Protocol):
 
 
 class Store(Protocol):
-    """A store of records: a `TokenStore`, or an object with the same members."""
+    """A store of records, such as a `TokenStore` or `VariantRecords`."""
 
     notices: list[str]
 
@@ -51,11 +51,11 @@ class Store(Protocol):
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Facts about all records, such as `residues`."""
+        """Facts about the store, such as `residues`, the total number of residues."""
 
     @property
     def digest(self) -> str:
-        """A digest of the sequences and their order."""
+        """A hash of the sequences and their order."""
 
     def __len__(self) -> int: ...
 
@@ -68,34 +68,33 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Example:
-    """One record or a part of it, as a task sees it."""
+    """The input of a task for one record or for a part of one record."""
 
     id: str
     tokens: npt.NDArray[np.uint8]
     """`<cls> ... <eos>`, uint8 [L + 2]."""
     labels: Mapping[str, npt.NDArray[Any]]
-    """Arrays of first dimension L, cropped with the tokens, or values of the whole protein."""
+    """Arrays by name: values of the whole protein, or of each residue, [L, ...], cropped like the tokens."""
     draw: str = FIXED
-    """Random choices follow from this text and the id. The text is seed and epoch in training, and FIXED otherwise."""
+    """The seed of random choices, together with the id: `SEED:EPOCH` in training, and FIXED otherwise."""
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Values of each token, [L + 2, ...], by the name of the track (`esmshard.vocab.Track`), cropped with the tokens.
-    """
+    """The values of each token, [L + 2, ...], by track name (`esmshard.vocab.Track`), cropped like the tokens."""
 
 
 class Examples:
-    """The examples of a split. Records over `max_length` are treated as `long` says.
+    """The examples of a split. An example is a record, or a crop or a window of a long record.
 
     Args:
         name: name of the split, for messages.
         path: path of the FASTA file.
         store: the N records of the file.
         labels: labels of the N records; None without labels.
-        long: see `recipe.DataSettings.long`.
-        max_length: most residues of an example; None keeps every record whole.
+        long: the treatment of records over `max_length`; see `recipe.DataSettings.long`.
+        max_length: maximum number of residues of an example; None keeps every record whole.
         seed: seed of the recipe. Crops depend on (seed, epoch, id), never on rank or batch.
         members_N: whether each record belongs to the split, bool [N]; by default all records do.
-        digest: a digest of the sequences, their order and the choice of members; by default the digest of the store.
-        apart: whether the model reads each chain of a record as a sequence. `max_length` then limits each chain.
+        digest: a hash of the sequences, their order and the choice of members; by default the digest of the store.
+        apart: whether the model reads each chain of a record as its own sequence. `max_length` then limits each chain.
 
     Raises:
         InputError: a record is longer than `max_length` and `long` is `error`, or no record is left.
@@ -126,13 +125,13 @@ class Examples:
         """Tracks of all records of the store; see `add_tracks`."""
         self._seed = seed
         self._long: Long = "full"
-        self._most = 0  # residues of a crop or window; 0 if no record is longer
+        self._most = 0  # the number of residues of a crop or window; 0 if no record is cut
         self._chained = linker_of(store.manifest) is not None
         longest_N, tokens_N = _of_chains(store) if apart else (store.lengths, None)
         taken_N = np.ones(len(store), dtype=np.bool_) if members_N is None else members_N
         if labels is not None and labels.labelled_N is not None:
             taken_N = taken_N & labels.labelled_N
-        # The record of each example, [E], and the number of its window. A range and a broadcast number take no memory.
+        # The record number and the window number of each example, [E]. A range and a broadcast number take no memory.
         self._record_E: range | npt.NDArray[np.int64] = range(len(store))
         length_E: npt.NDArray[np.int32] = longest_N
         if not taken_N.all():
@@ -144,16 +143,16 @@ class Examples:
         if max_length is not None and long != "full" and int(length_E.max()) > max_length:
             length_E = self._shorten(long, max_length, length_E)
         self.tokens: npt.NDArray[np.int32] = length_E + np.int32(2) if tokens_N is None else tokens_N[self._record_E]
-        """Tokens of each example as trained on, with `<cls>` and `<eos>`, int32 [E]."""
+        """The number of tokens of each example after cropping, with `<cls>` and `<eos>`, int32 [E]."""
         self.beside = 0
-        """Additional tokens of every micro-batch. For variants, these are the tokens of the wild type."""
+        """The number of additional tokens in every micro-batch. For variants, these are the tokens of the wild type."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def digest(self) -> str:
-        """A digest of the sequences with their tracks, their order and the choice of members."""
+        """A hash of the sequences, their order, their tracks and the choice of members."""
         digest = self._digest or self.store.digest
         if self.tracks is None:
             return digest
@@ -165,9 +164,9 @@ class Examples:
         self.notices += tracks.notices(np.unique(self._record_E))
 
     def get(self, n: int, epoch: int | None = None) -> Example:
-        """Return example n as it is trained on in an epoch. Without an epoch, nothing is cropped at random.
+        """Return example n of an epoch. Without an epoch, there are no random crops.
 
-        Crops and windows have `<cls>` and `<eos>`, although their ends are not the ends of the protein.
+        Crops and windows have `<cls>` and `<eos>`, even where they do not reach the ends of the protein.
         """
         record = int(self._record_E[n])
         record_id, residues = self.id(n), self.store.residues(record)
@@ -189,7 +188,7 @@ class Examples:
         return Example(record_id, tokens, labels, FIXED if epoch is None else draw, tracks)
 
     def id(self, n: int) -> str:
-        """Return the id of example n. The id of a window has its place, as `id/1-30`."""
+        """Return the id of example n. The id of a window has the range of its residues, such as `id/1-30`."""
         record = int(self._record_E[n])
         record_id = self.store.id(record)
         windows = self._windows(record) if self._long == "window" else None
@@ -198,23 +197,23 @@ class Examples:
         return f"{record_id}/{windows.name(windows.spread(int(self._window_E[n])))}"
 
     def length(self, n: int) -> int:
-        """Return the number of residues of the record of example n, without linkers between chains."""
+        """Return the number of residues of the whole record of example n, without linkers."""
         record = int(self._record_E[n])
         return int(is_residue(self.store.residues(record)).sum() if self._chained else self.store.lengths[record])
 
     def whole(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return all residue tokens of the record of example n, without cropping, uint8 [L]."""
+        """Return the residue tokens of the whole record of example n, uint8 [L]."""
         return self.store.residues(int(self._record_E[n]))
 
     def blocks(self) -> npt.NDArray[np.int64] | None:
-        """Return a block number for each example, int64 [E]; None if all examples are independent. Examples of one
-        block, such as variants of one position, are not independent.
+        """Return a block number for each example, int64 [E]; None if all examples are independent. Examples with the
+        same block number, such as variants of the same position, are not independent.
         """
         block_N: npt.NDArray[np.int64] | None = getattr(self.labels, "block_N", None)
         return None if block_N is None else block_N[self._record_E]
 
     def _windows(self, record: int) -> ChainWindows | None:
-        """Return the windows of a record; None if it is not longer than one."""
+        """Return the windows of a record; None if the whole record fits into one window."""
         if not self._most or (length := int(self.store.lengths[record])) <= self._most:
             return None
         if self._chained:
@@ -222,7 +221,7 @@ class Examples:
         return ChainWindows(((0, length),), (self._most,))
 
     def _shorten(self, long: Long, most: int, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Apply `long` to records over `most` residues, and return the residues of each example, int32 [E]."""
+        """Apply `long` to records over `most` residues. Return the number of residues of each example, int32 [E]."""
         over = np.flatnonzero(lengths > most)
         first = self.store.id(int(self._record_E[over[0]]))
         if long == "error":
@@ -241,7 +240,7 @@ class Examples:
             self._window_E = self._window_E[: len(self._record_E)]
             return lengths[lengths <= most]
         self._long, self._most = long, most
-        # A record is covered by as few windows as possible, evenly spread.
+        # Each record gets the smallest number of windows that cover it.
         windows = -(-lengths.astype(np.int64) // most)
         for k in over.tolist() if self._chained else ():
             try:
@@ -258,16 +257,16 @@ class Examples:
 
 
 def _of_chains(store: Store) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return the residues of the longest chain of each record, and the tokens of all its chains, int32 [N] each."""
+    """Return the length of the longest chain of each record, and the total tokens of its chains, int32 [N] each."""
     chains = [[end - start for start, end in chain_spans(store.residues(n))] for n in range(len(store))]
     tokens = [sum(lengths) + 2 * len(lengths) for lengths in chains]
     return np.array(list(map(max, chains)), dtype=np.int32), np.array(tokens, dtype=np.int32)
 
 
 def digests(data: Examples, batches: Sequence[MicroBatch], epoch: int) -> dict[bytes, str]:
-    """Return the ids of the examples of some micro-batches by a digest of each. Dummy micro-batches are left out.
+    """Return a dict from a hash of each example in `batches` to its id. Dummy micro-batches are left out.
 
-    The digest includes the number of the example, so that one sequence under two ids has two digests.
+    The hash includes the number of the example, so that the same sequence with two ids has two hashes.
     """
     id_of: dict[bytes, str] = {}
     for n in (n for batch in batches if not batch.is_dummy for n in batch.records):

@@ -1,14 +1,14 @@
-"""The records of each optimizer step, and the micro-batches that a step is cut into for the ranks.
+"""Plans the records of each optimizer step, and divides each step into micro-batches for the ranks.
 
-Everything follows from lengths, (seed, epoch) and two integers, rank and world size, so that one process can compute
-the plans of all ranks.
+The plan depends only on the lengths, the seed, the epoch, the rank and the world size. So one process can compute the
+plans of all ranks.
 
-An epoch's records are shuffled and divided into windows of 64 steps or more, each with the same mix of lengths. Inside
-a window the records are combined so that its steps have nearly equal token counts. No step has more tokens than
-`global_tokens`, unless a single record is longer. The records of a step are then assigned to W ranks: to W x m bins of
-nearly equal token counts, where m is the least number of micro-batches for which no bin exceeds `tokens_per_rank`. The
-records of a step never depend on W. Only tokens are balanced, not the cost of attention. Assigning the longest records
-first gives all bins a similar mix of lengths.
+The records of an epoch are shuffled and divided into windows of 64 steps or more. All windows have the same mix of
+lengths. Inside a window, the records are combined into steps with nearly equal numbers of tokens. A step has at most
+`global_tokens` tokens, unless a single record is longer. The records of a step are then assigned to W ranks with m
+micro-batches each: to W x m bins with nearly equal numbers of tokens. m is the smallest number for which no bin exceeds
+`tokens_per_rank`. The records of a step never depend on W. Only tokens are balanced, not the cost of attention. Since
+the longest records are assigned first, all bins have a similar mix of lengths.
 """
 
 from bisect import bisect_right
@@ -24,13 +24,13 @@ from esmshard.errors import InputError
 Integers = npt.NDArray[np.int64]
 
 WINDOW = 64
-"""Least number of steps of a window. A plan that opens at any step computes one window."""
+"""The minimum number of steps in a window. To start at any step, a plan computes only the window of this step."""
 SCORED_TOKENS = 4096
-"""Tokens of a batch of the final evaluation. A longer record is a batch of its own."""
+"""The maximum number of tokens in a batch of the final evaluation. A longer record is a batch of its own."""
 SLACK = 160
-"""One part in SLACK of every step stays free. Otherwise the ranks' shares would fit their budgets only if they were
-exactly equal. With this SLACK, of 3,000 steps of 50 proteins and 16,384 tokens, all fit 4 shares of 4,096 and 99.9% fit
-8 shares of 2,048.
+"""1 / SLACK of every step stays empty. Without this room, a step would fit its ranks only if their shares were exactly
+equal. A test had 3,000 steps of 50 proteins and 16,384 tokens: with this SLACK, all steps fit 4 ranks of 4,096 tokens,
+and 99.9% fit 8 ranks of 2,048 tokens.
 """
 
 
@@ -38,8 +38,8 @@ exactly equal. With this SLACK, of 3,000 steps of 50 proteins and 16,384 tokens,
 class MicroBatch:
     """Records that go through the model together.
 
-    Every rank must take part in the collectives of every forward pass. A rank without work computes a dummy: a repeated
-    record without weight in loss or metrics.
+    Every rank must take part in the collectives of every forward pass. A rank without work therefore computes a dummy
+    micro-batch: a repeated record that does not count in loss or metrics.
     """
 
     records: tuple[int, ...]
@@ -47,22 +47,22 @@ class MicroBatch:
 
 
 class StepPlan:
-    """A map from global step numbers to epochs and records, in constant time for every step.
+    """The plan that gives the epoch and the records of each global step.
 
-    Every epoch has every record once. The number of steps follows from the lengths alone. Each epoch combines the
-    records in another way and order. No step is empty, and no step exceeds `global_tokens`; a longer record has a step
-    of its own. Opening an epoch costs one shuffle and one sort of all records (1.4 seconds for 6 million on one core);
-    opening another window of the epoch costs milliseconds. Memory is about 16 bytes a record at the peak and 6
-    otherwise.
+    Every epoch has every record once. The number of steps depends on the lengths only. Each epoch combines the records
+    in another way and order. No step is empty. No step exceeds `global_tokens`, except a step with a single longer
+    record. To open an epoch takes one shuffle and one sort of all records (1.4 seconds for 6 million records on one
+    core). To open another window of the same epoch takes milliseconds. Memory is about 16 bytes per record at the peak,
+    and 6 bytes per record otherwise.
 
-    Records are sorted by length. With W windows, each group of W neighbours is spread over the windows, rotated by a
-    random number of the group. So the k-th longest record of a window is never longer than the longest record of the
-    k-th group. If the longest records of the groups fit into the steps of a window (first-fit decreasing), the records
+    Records are sorted by length. With W windows, each group of W neighbours is spread over the windows, starting at a
+    random window for each group. So the k-th longest record of a window is never longer than the longest record of the
+    k-th group. If the longest records of all groups fit into the steps of a window (first-fit decreasing), the records
     of every window of every epoch fit too.
 
     Args:
-        lengths: tokens of each record as trained on (cropped, `<cls>` and `<eos>` counted), integers [N], N > 0.
-        global_tokens: most tokens of a step.
+        lengths: number of tokens of each record after cropping, with `<cls>` and `<eos>`, integers [N], N > 0.
+        global_tokens: maximum number of tokens in a step.
         seed: seed of the recipe.
 
     >>> plan = StepPlan(np.array([10, 9, 11, 10]), 25, seed=0)
@@ -88,7 +88,7 @@ class StepPlan:
         self._epoch, self._window = -1, -1
 
     def step(self, number: int) -> tuple[int, Integers]:
-        """Return (epoch, record numbers int64) of the step with this number, counted from 0 through all epochs."""
+        """Return the epoch and the record numbers (int64) of a step. Steps are counted from 0 through all epochs."""
         epoch, position = divmod(number, self.steps_per_epoch)
         if epoch != self._epoch:
             self._order = _shuffled(len(self._lengths), self._seed, epoch)
@@ -107,14 +107,14 @@ class StepPlan:
             return self._order.astype(np.int64)
         turns = self._drawn(-(-count // n_windows), 0) % np.uint64(n_windows)
         if count % n_windows:
-            turns[-1] = 0  # The last group is incomplete, and the first windows always get its records.
+            turns[-1] = 0  # The last group is incomplete. Its records always go to the first windows.
         places = np.arange(len(turns)) * n_windows + (window + turns.astype(np.int64)) % n_windows
         records = self._order[places[places < count]].astype(np.int64)
         shuffled: Integers = records[self._drawn(len(records), 1 + window).argsort(kind="stable")]
         return shuffled
 
     def _drawn(self, n: int, what: int) -> npt.NDArray[np.uint64]:
-        """Draw n random numbers of the open epoch from a raw stream, as in `_shuffled`."""
+        """Return n random numbers that depend on the seed, the open epoch and `what`."""
         return np.random.PCG64(np.random.SeedSequence((self._seed, self._epoch, what))).random_raw(n)
 
     def _fill_window(self, window: int) -> list[Integers]:
@@ -132,8 +132,8 @@ class StepPlan:
         return [records[step] for step in steps]
 
     def _small(self, tokens: Integers, n_steps: int, longer: int) -> Integers:
-        """Return the step, below `n_steps`, of each record that fits into one step. `longer` records of the window do
-        not.
+        """Assign the records that fit into a step to `n_steps` steps, and return the step of each record. `longer` is
+        the number of records of the window that do not fit into a step.
         """
         within = int(tokens.sum()) // n_steps // 256
         # Records are sorted by powers of 2 only. With an exact sort, a small data set would be combined in the same way
@@ -142,7 +142,7 @@ class StepPlan:
         bins, loads = _balanced(tokens, queue, n_steps, within)
         if loads.max() <= self._most:
             return bins
-        # The assignment by the pattern is known to fit.
+        # The assignment by `_pattern` always fits.
         longest_first = np.argsort(-tokens, kind="stable")
         bins[longest_first] = np.unique(self._pattern[longer : longer + len(tokens)], return_inverse=True)[1]
         counts = np.bincount(bins, minlength=n_steps)
@@ -158,9 +158,9 @@ class StepPlan:
 
 
 def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, most: int) -> tuple[int, int, Integers]:
-    """Choose the number of windows, the steps of a full window, and the pattern: a step for the k-th longest record of
-    a window, int64, so that no step exceeds `most` tokens. A longer record fills one step. The number of windows is
-    chosen so that an epoch has few steps beyond the `wanted` steps.
+    """Return the number of windows, the steps of a full window, and the pattern, int64: the step of the k-th longest
+    record of a window. With the pattern, no step exceeds `most` tokens, except a step with a single longer record. The
+    number of windows is the candidate for which an epoch has the smallest number of steps (at least `wanted`).
     """
     usual = max(1, wanted // WINDOW)
     possible: list[tuple[int, int, Integers]] = []
@@ -174,8 +174,8 @@ def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, most: int
 
 
 def _first_fit(longest_first: Integers, most: int) -> Integers:
-    """First-fit decreasing: return the bin of each record, the first bin with room for it. A record over `most` fills a
-    bin.
+    """Pack records by first-fit decreasing: each record goes to the first bin with room for it. Return the bin of each
+    record. A record over `most` tokens has a bin of its own.
 
     >>> _first_fit(np.array([6, 5, 5, 4, 3]), 10).tolist()
     [0, 1, 1, 0, 2]
@@ -195,10 +195,10 @@ def _first_fit(longest_first: Integers, most: int) -> Integers:
 
 
 def _shuffled(n: int, seed: int, epoch: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return 0 to n - 1 in an order that follows from (seed, epoch), in the smallest possible type.
+    """Return the numbers 0 to n - 1 in a random order for (seed, epoch), in the smallest possible integer type.
 
-    Random numbers are sorted whose lower bits are the record number. `Generator.permutation` is as fast, but its order
-    may change with the version of numpy. The raw stream of a bit generator does not change (NEP 19).
+    The lower bits of n random numbers are replaced by 0 to n - 1, and the results are sorted. `Generator.permutation`
+    is as fast, but its order may change with the version of numpy. The raw stream of a bit generator is fixed (NEP 19).
     """
     bits = n.bit_length()
     keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(n)
@@ -217,8 +217,9 @@ def assign(
     rank: int,
     world_size: int,
 ) -> list[MicroBatch]:
-    """Return the micro-batches of one rank, of at most `tokens_per_rank` tokens. All ranks get the same number of
-    micro-batches, of nearly equal token counts. `lengths` has the tokens of every record of the data set.
+    """Divide the records of a step into micro-batches of at most `tokens_per_rank` tokens. Return the micro-batches of
+    one rank. All ranks get the same number of micro-batches, with nearly equal numbers of tokens. `lengths` has the
+    number of tokens of every record of the data set.
 
     Raises:
         InputError: a record alone exceeds `tokens_per_rank`.
@@ -244,8 +245,8 @@ def assign(
         if loads.max() <= tokens_per_rank:
             break
         per_rank += 1 + per_rank // 1000  # A validation set may have a thousand micro-batches.
-    # The heaviest bins come first, in alternating directions over the ranks. So the ranks are about equal in each round
-    # and in the sum.
+    # The heaviest bins come first. Every second round goes through the ranks in reverse order. So the ranks have nearly
+    # equal numbers of tokens in each round and in total.
     rounds = np.argsort(-loads, kind="stable").reshape(per_rank, world_size)
     rounds[1::2] = rounds[1::2, ::-1].copy()
     members, dummy = _members(bins, n_bins), MicroBatch((int(numbers[tokens.argmin()]),), is_dummy=True)
@@ -254,10 +255,10 @@ def assign(
 
 
 def fewest_bins(lengths: npt.NDArray[np.integer[Any]], tokens: int) -> int:
-    """Return a lower bound of the number of bins of `tokens` tokens. The bound is exact for records of equal length.
+    """Return a lower bound for the number of bins of `tokens` tokens. The bound is exact for records of equal length.
 
-    A bin holds at most j of the records longer than 1 / (j + 1) of a bin (Martello & Toth 1990, chapter 8). Counting
-    tokens alone would plan 57 records of 288 tokens for a step of 16,384, which holds 56.
+    A bin has room for at most j records that are longer than 1 / (j + 1) of the bin (Martello & Toth 1990, chapter 8).
+    For example, 16,384 tokens have room for only 56 records of 288 tokens, although 16,384 / 288 is 56.9.
     """
     counts = np.bincount(lengths)
     total = int(counts @ np.arange(len(counts)))
@@ -268,18 +269,18 @@ def fewest_bins(lengths: npt.NDArray[np.integer[Any]], tokens: int) -> int:
 
 
 def _balanced(tokens: Integers, queue: Integers, n_bins: int, within: int) -> tuple[Integers, Integers]:
-    """Return the bin of each record and the tokens of each bin, both int64.
+    """Return the bin of each record and the number of tokens in each bin, both int64.
 
-    Each record of the queue goes to the lightest bin (Graham 1969: with the longest first, within 4/3 of the best).
-    Then records are swapped out of the heaviest bin until the bins differ by at most `within` tokens or no swap helps.
-    Moving a record without a swap could not help. Among equal bins the lower number is taken, and every sort is stable.
-    No bin is empty unless there are fewer records than bins.
+    Each record of the queue goes to the lightest bin. (Graham 1969: with the longest record first, the heaviest bin has
+    at most 4/3 of the optimum.) Then records of the heaviest bin are swapped until the bins differ by at most `within`
+    tokens, or no swap helps. Moving a record without a swap could not help. Of equally light bins, the one with the
+    lower number is used, and every sort is stable. No bin is empty unless there are fewer records than bins.
     """
     bins, loads = np.zeros(len(tokens), np.int64), np.zeros(n_bins, np.int64)
     queued, at = tokens[queue], 0
     while at < len(queue):
-        # Many records are placed at once: the next records go to the lightest, second lightest ... bin, as long as
-        # each bin is then lighter than all earlier bins with their new records.
+        # Many records are assigned at once: the next records go to the lightest bin, the second lightest bin and so on.
+        # This stops at a bin that is not lighter than an earlier bin with its new record.
         sizes = queued[at : at + n_bins]
         lightest = loads.argsort(kind="stable")[: len(sizes)]
         before = loads[lightest]
@@ -305,8 +306,8 @@ def _even(tokens: Integers, bins: Integers, loads: Integers, within: int) -> Non
 
 
 def _swap(tokens: Integers, bins: Integers, loads: Integers, heaviest: int, others: Integers) -> bool:
-    """Swap the pair of a record of the heaviest bin and a record of `others` that balances their bins best. Return
-    False if no swap helps. The best of 64 x 4,096 pairs is about as good as the best of billions.
+    """Swap a record of the heaviest bin with a record of `others`: the pair that balances the two bins best. Return
+    False if no swap helps. The best of 64 x 4,096 pairs is about as good as the best of billions of pairs.
     """
     mine, others = np.flatnonzero(bins == heaviest)[:64], others[:4096]
     if len(others) == 0:
@@ -324,12 +325,13 @@ def _swap(tokens: Integers, bins: Integers, loads: Integers, heaviest: int, othe
 
 
 def _members(bins: Integers, n_bins: int) -> list[Integers]:
-    """Return the places of the records of each bin, ascending."""
+    """Return for each bin the indices of its records, in ascending order."""
     return np.split(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins, minlength=n_bins))[:-1])
 
 
 def by_length(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield places in `lengths`, shortest first, in groups of at most `most` tokens. A longer record is one group.
+    """Yield groups of indices in `lengths`, shortest first. The lengths in a group add up to at most `most`, unless the
+    group is a single longer record.
 
     >>> list(by_length([5, 2, 9, 3], 6))
     [[1, 3], [0], [2]]

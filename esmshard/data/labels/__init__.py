@@ -1,1 +1,1 @@
-"""Labels of proteins and residues, where a recipe finds them, and how they are matched to FASTA records."""
+"""Labels of proteins and residues: where a recipe finds labels, and how labels are matched to FASTA records."""

@@ -1,4 +1,4 @@
-"""Cb coordinates in the `.npz` file of a FASTA file, and the contacts that follow from them."""
+"""Cb coordinates from the `.npz` file of a FASTA file, and contacts that are computed from the coordinates."""
 
 import re
 import zipfile
@@ -14,13 +14,13 @@ from esmshard.io.store import TokenStore
 from esmshard.vocab import decode, is_residue
 
 UNRESOLVED = 65535
-"""The value in `cb_dA` of a residue without coordinates."""
+"""The value in the array `cb_dA` for a residue without coordinates."""
 
 _FASTA_ENDING = re.compile(r"(\.(fasta|faa|fa))?(\.(gz|bz2|xz|zst))?$")
 
 
 def npz_beside(fasta: Path) -> Path:
-    """Return the path of `train.npz` beside `train.fasta` or `train.fa.gz`."""
+    """Return the path of the `.npz` for a FASTA file: `train.npz` in the same folder as `train.fasta`."""
     return fasta.with_name(_FASTA_ENDING.sub("", fasta.name) + ".npz")
 
 
@@ -44,7 +44,7 @@ def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 class CoordinateLabels:
     """Cb coordinates of the records of a FASTA file, read from the `.npz` of the same name (format: data/README.md).
 
-    A record of several chains, `A:B`, has the rows of A followed by the rows of B. Linkers have no coordinates.
+    For a record of several chains, `A:B`, the rows of A come before the rows of B. Linkers have no coordinates.
 
     Raises:
         InputError: the chain of a record is missing, or has another length or sequence; the message names the record.
@@ -91,7 +91,7 @@ class CoordinateLabels:
         self._store = store
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[np.float32]]:
-        """Return `cb` of record n: float32 [L, 3] in Angstrom, NaN where unresolved and in linkers."""
+        """Return `cb` of record n: float32 [L, 3] in Angstrom, NaN for unresolved residues and for linkers."""
         residue_L = is_residue(self._store.residues(n))
         cb_dA_L3 = np.full((len(residue_L), 3), UNRESOLVED, np.uint16)
         cb_dA_L3[residue_L] = self._cb_dA[self._rows[n]]
@@ -101,25 +101,25 @@ class CoordinateLabels:
 
 
 CONTACT_DISTANCE = 8.0
-"""Angstrom between Cb atoms (Ca for glycine). A contact is strictly closer."""
+"""Two residues are in contact if their Cb atoms (Ca for glycine) are closer than this distance in Angstrom."""
 MIN_SEPARATION = 6
-"""The least distance along a chain of a pair that is trained on and scored. Pairs of two chains always are."""
+"""In training and scoring, pairs i < j of one chain need j - i of at least this number. Pairs of two chains do not."""
 UNDEFINED, LINKER = -1, -2
 
 
 def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
-    """Compute the contacts of one record, int8 [L, L]: 1 for a contact, 0 for none, -1 where undefined.
+    """Compute the contacts of one record, int8 [L, L]: 1 for a contact, 0 for no contact, -1 if it is not known.
 
     Args:
-        cb_L3: Cb coordinates in Angstrom. A residue without coordinates is NaN, and all its pairs are undefined.
+        cb_L3: Cb coordinates in Angstrom; NaN for a residue without coordinates, whose pairs all get -1.
 
-    The diagonal shows which residues have coordinates: 1 with coordinates, -1 without.
+    The diagonal is 1 for a residue with coordinates, and -1 for a residue without.
 
     >>> contact_labels(np.array([[0, 0, 0], [7.9, 0, 0], [8, 0, 0], [np.nan, 0, 0]], dtype=np.float32))[0].tolist()
     [1, 1, 0, -1]
     """
-    # Coordinates have three decimals, and their squares six. Rounding removes binary noise. At a distance of exactly
-    # 8 A, the noise would decide, and the result would depend on the place of the protein.
+    # Coordinates have three decimals, and their squares six. Rounding removes floating-point noise. Otherwise a pair at
+    # exactly 8 A could be a contact or not, depending on where the protein lies in the coordinate system.
     exact_L3 = np.round(cb_L3.astype(np.float64), 3)
     square_LL = np.round(((exact_L3[:, None, :] - exact_L3[None, :, :]) ** 2).sum(-1), 6)
     labels_LL: npt.NDArray[np.int8] = (square_LL < CONTACT_DISTANCE**2).astype(np.int8)
@@ -128,7 +128,7 @@ def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
 
 
 def mark_linkers(labels_LL: npt.NDArray[np.int8], linker_L: npt.NDArray[np.bool_]) -> npt.NDArray[np.int8]:
-    """Return labels with -2 on the diagonal for the residues of linkers. All pairs of such a residue are undefined."""
+    """Return contact labels with -2 on the diagonal for linker residues, and -1 for all other pairs with a linker."""
     marked_LL = labels_LL.copy()
     marked_LL[linker_L] = marked_LL[:, linker_L] = UNDEFINED
     marked_LL[linker_L, linker_L] = LINKER
@@ -136,7 +136,7 @@ def mark_linkers(labels_LL: npt.NDArray[np.int8], linker_L: npt.NDArray[np.bool_
 
 
 def chain_numbers(labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.intp]:
-    """Number the chains: return the same number for all residues of a chain, int [L].
+    """Return a chain number for each residue, int [L]. Residues of one chain have the same number.
 
     >>> linker_L = np.array([False, False, True, True, False])
     >>> chain_numbers(mark_linkers(np.zeros((5, 5), np.int8), linker_L)).tolist()

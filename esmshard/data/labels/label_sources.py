@@ -1,7 +1,7 @@
-"""Sources of a recipe's labels: one file for all splits, an `.npz` beside each FASTA file, or the FASTA headers.
+"""The sources of labels: one file for all splits, an `.npz` file for each FASTA file, or the FASTA headers.
 
-In a FASTA file of labels, the "sequences" are labels, as in FLIP's `sampled.fasta` (one letter a residue) and
-`mask.fasta` (0 and 1). The letters are no residues, so they are not changed. Only white space is removed.
+A FASTA file of labels has labels in place of sequences. FLIP's `sampled.fasta` has one letter per residue, and its
+`mask.fasta` has 0 or 1 per residue. The letters are no residues, so they stay as they are. White space is removed.
 """
 
 import re
@@ -74,14 +74,14 @@ _FASTA = re.compile(r"\.(fasta|faa|fa)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 
 
 def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
-    """Return the labels of a recipe: a table, the path of a FASTA file of labels, or None for the headers.
+    """Find the labels of a recipe. Return a table, or the path of a FASTA file of labels; None for the headers.
 
-    The strings and numbers of an `.npz` are a table too. Without `data.labels`, a table of sequences has the labels
-    too, and the `.npz` of a FASTA file is used if it has the array that `data.target` names.
+    If `data.labels` is not set, a table of sequences is also the table of its labels. For a FASTA file without
+    `data.labels`, its `.npz` becomes a table if it has the array that `data.target` names (`read_npz`).
 
     Raises:
         InputError: the file cannot be read.
-        UsageError: `data.id_column` is set, and there is no table.
+        UsageError: `data.id_column` is set, but the labels are not in a table.
     """
     source: Table | Path | None = None
     if _labels_in_records(data, fasta) and is_sequence_table(fasta):
@@ -98,29 +98,29 @@ def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
 
 
 def rules_of(fasta: Path, data: DataSettings) -> Rules:
-    """Return the rules by which the records of a table are read. If the labels are in another file, `data.id_column` is
-    a column of that file.
+    """Return the rules for reading a table of sequences. They have `data.id_column` only if this table also has the
+    labels. Otherwise `data.id_column` is a column of the label file.
     """
     id_column = data.id_column if _labels_in_records(data, fasta) else None
     return Rules(sequence_column=data.sequence_column, id_column=id_column)
 
 
 def _labels_in_records(data: DataSettings, fasta: Path) -> bool:
-    """Return whether no other file has the labels of the records."""
+    """Return whether the labels are in the same file as the sequences."""
     return data.labels is None or remote.data_file(data.labels) == fasta
 
 
 def table_or_fasta(path: Path) -> Table | Path:
-    """Read a table or an `.npz` as a table; return the path of a FASTA file unread."""
+    """Read a table or an `.npz` file, and return it as a table. For a FASTA file, return its path."""
     if _FASTA.search(path.name):
         return path
     return read_npz(path) if path.suffix == ".npz" else read_table(path)
 
 
 def read_npz(path: Path) -> Table:
-    """Read the arrays of an `.npz` with one string or number for each record, as a table.
+    """Make a table of the arrays of an `.npz` file that have one string or number for each record.
 
-    The array `names` becomes the column `id`, and the array `seqs` the column `sequence`. Other shapes are left out.
+    The array `names` becomes the column `id`, and the array `seqs` the column `sequence`. Other arrays are left out.
 
     Raises:
         InputError: the file cannot be read, or has no array `names` with a string for each record.

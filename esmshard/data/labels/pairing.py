@@ -1,4 +1,4 @@
-"""Matches labels in another file to the records of a FASTA file, and reports labels and records without a match."""
+"""Matches the labels in a table to the records of a FASTA file, and reports records and labels without a match."""
 
 import hashlib
 import re
@@ -18,14 +18,14 @@ from esmshard.io.tables import Table, first_three, listed, shown
 from esmshard.vocab import LINKER, encode_residues
 
 NAME_LABEL = "set data.target=COLUMN"
-"""Advice for messages."""
+"""The advice in messages about how to name the label column."""
 UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
-"""An id as UniProt writes it; the group is the accession."""
+"""The begin of a UniProt id. The group is the accession."""
 _LETTERS = str.maketrans(string.ascii_lowercase + "J", string.ascii_uppercase.replace("J", "X") + "X", "-.")
 
 
 def label_column(table: Table, names: Sequence[str]) -> str:
-    """Return the only column with a usual name of labels."""
+    """Return the only column with one of `names`. Raise `InputError` if there is no such column, or several."""
     column = table.only_column(names, NAME_LABEL)
     if column is None:
         raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}; {NAME_LABEL}")
@@ -44,25 +44,25 @@ def rows_of_records(
     required: bool,
     edits: Edits,
 ) -> npt.NDArray[np.int64]:
-    """Return the row of each record, int64 [N], -1 for a record without a label.
+    """Return the table row of each record, int64 [N]; -1 for a record without a label.
 
-    Rows are matched to records by an id column, or by the sequence if the table has no ids. If the table has both, the
-    sequences must agree. A record `sp|P69905|HBA_HUMAN` matches its id, or its accession with a notice.
+    Rows are matched to records by id, or by sequence if the table has no ids. If the table has both, the sequences must
+    agree. The id of a record `sp|P69905|HBA_HUMAN` may also be only `P69905` in the table, with a notice.
 
     Args:
         table: the table of R rows.
         store: the N records.
         fasta: the file of the records, for messages.
-        id_column: column of the ids; without it `table.ids`, or the only column with a usual name (ID_NAMES).
-        same: returns whether two rows give the same label.
+        id_column: the id column; by default `table.ids`, else the only column with a usual name (ID_NAMES).
+        same: a function of two row indices; it returns whether these rows have the same label.
         labelled_R: whether each row has a label, bool [R].
-        what: the word for a label in messages. Splits without a record are counted. Labels without a record are not,
-            since a file may hold the labels of several FASTA files.
+        what: whether the table has labels or splits. Splits without a record are counted in `edits`. Labels without a
+            record are not counted, since one file may have the labels of several FASTA files.
         required: whether a record without a label is an error.
-        edits: collects what was left out, and repeated rows with the same label.
+        edits: gets counts of records that are left out, and of repeated rows with the same label.
 
     Raises:
-        InputError: rows contradict each other, or rows or records have no match; the message names the lines or counts.
+        InputError: two rows contradict each other, or rows and records do not match. The message names lines or counts.
     """
     fix = "name the column of ids in data.id_column"
     id_column = id_column or table.ids or table.only_column(ID_NAMES, fix)
@@ -107,7 +107,7 @@ def rows_of_records(
     cells = table.column(column)
     extra = [shown(cells[row], 20)[1:-1] for row in rows.values() if not used_R[row]]
     for name in extra if what == "split" else ():
-        edits.add("a split of no record was passed over", name)
+        edits.add("a split of an unknown record was ignored", name)
     unmatched = () if used_R.any() else extra
     check_labelled(store, fasta, row_N >= 0, f"{what} in {table.path}", unmatched, edits, required=required)
     return row_N
@@ -123,10 +123,10 @@ def check_labelled(
     *,
     required: bool,
 ) -> None:
-    """Count the N records without a label in `edits`, or refuse them if every record must have a label (`required`).
+    """Count the records without a label in `edits`, or raise an error about them if labels are `required`.
 
-    `labelled_N` tells whether each record has a label, bool [N]. For messages, `lacks` names the missing label, such as
-    `TARGET=`, and `extra` has the ids of labels without a record.
+    `labelled_N` tells whether each record has a label, bool [N]. `lacks` is the word for the missing label in messages,
+    such as `TARGET=`. `extra` has the ids of labels without a record.
 
     Raises:
         InputError: no record has a label, or a required label is missing.
@@ -144,7 +144,7 @@ def check_labelled(
 
 
 def _sequences(table: Table, id_column: str) -> str | None:
-    """Return the only column of sequences; None if there are several columns or none."""
+    """Return `id_column` if it is a sequence column, else the only sequence column; None if none or several exist."""
     columns = [column for column in table.columns if column.lower() in SEQUENCE_NAMES]
     return id_column if id_column in columns else columns[0] if len(columns) == 1 else None
 
@@ -159,5 +159,5 @@ def _tokens(table: Table, row: int, column: str, linker: int) -> bytes:
 
 
 def _digest(tokens: bytes) -> bytes:
-    """Hash a sequence to sixteen bytes, so that long proteins need no more memory than short ones."""
+    """Hash a sequence to 16 bytes, so that all proteins need the same memory."""
     return hashlib.blake2b(tokens, digest_size=16).digest()

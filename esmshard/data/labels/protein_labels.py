@@ -1,4 +1,4 @@
-"""Labels of whole proteins: numbers, one class, or several classes, from FASTA headers or from a table."""
+"""Labels of whole proteins: numbers, one class, or several classes. They are in FASTA headers or in a table."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ _TARGETS = ("target", "targets", "label", "labels", "dms_score")
 
 @dataclass(frozen=True)
 class ProteinLabels:
-    """Labels of N whole proteins. A crop of a sequence does not change them."""
+    """Labels of N whole proteins. A protein keeps its label when its sequence is cropped."""
 
     per_residue: ClassVar[bool] = False
 
     kind: Kind
     names: tuple[str, ...]
-    """Names of the T targets if `kind` is `number`, else of the C classes in the order of their numbers."""
+    """Names of the T targets if `kind` is `number`; otherwise names of the C classes, in the order of their numbers."""
     values: Any
     """The labels of all proteins. `number`: float32 [N, T], NaN where missing; `class`: int64 [N], -1 where missing;
     `multilabel`: a sparse float32 matrix of 0 and 1, [N, C].
@@ -38,7 +38,7 @@ class ProteinLabels:
     """Sentences about labels that were changed or left out."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
-        """Return `target` of record n: float32 [T], int64 [], or float32 [C] of 0 and 1, as `kind` says."""
+        """Return `target` of record n: number: float32 [T]; class: int64 []; multilabel: float32 [C] of 0 and 1."""
         if not self.labelled_N[n]:
             raise KeyError(f"record {n} has no label")
         if self.kind != "multilabel":
@@ -62,16 +62,16 @@ def protein_labels(
 
     Args:
         store: the proteins.
-        fasta: the file of the proteins; its headers hold the labels (`TARGET=0.1`) if there is no table.
+        fasta: the file of the proteins. Without `table`, its headers have the labels, such as `TARGET=0.1`.
         kind: `number`: one or several columns of numbers; `class`: one column of names; `multilabel`: one column of
             names separated by semicolons, or several columns of 0 and 1.
         table: a table of R rows with the labels.
         columns: columns of the table, or keys of the headers; by default `TARGET` or the only column with a usual name.
-        id_column: column of the ids; see `rows_of_records`.
+        id_column: the id column; see `rows_of_records`.
         required: whether a protein without a label is an error. If not, the protein is left out and counted.
 
     Raises:
-        InputError: a label cannot be used, or proteins or rows have no match; the message names line, record or counts.
+        InputError: a label is not valid, or proteins and rows do not match; the message names line, record or counts.
         UsageError: a column is named twice.
     """
     edits = Edits()
@@ -125,7 +125,7 @@ def protein_labels(
 
 
 def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
-    """Return the columns of the table or the keys of the headers with the labels."""
+    """Return the table columns, or the header keys, that have the labels. Without `columns`, find them by name."""
     if table is None:
         columns = [key.upper() for key in columns] or ["TARGET"]
     elif not columns:
@@ -141,7 +141,7 @@ def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
 def _header_numbers(
     texts: Sequence[Sequence[str]], keys: Sequence[str], where: Callable[[int], str]
 ) -> npt.NDArray[np.float32]:
-    """Convert the texts of N headers to numbers, float32 [N, T]."""
+    """Convert the labels in N headers from text to numbers, float32 [N, T]."""
 
     def converted(n: int, key: str, text: str) -> float:
         return number(text, lambda: f"{where(n)}: {key}")
@@ -161,7 +161,7 @@ def _table_numbers(table: Table, columns: Sequence[str]) -> npt.NDArray[np.float
 
 
 def _sparse(rows: Sequence[Sequence[int]], n_classes: int) -> Any:
-    """Return a sparse matrix with a one for each class of a row, float32 [R, C]."""
+    """Return a sparse matrix, float32 [R, C], with 1 for each class of each row."""
     from scipy.sparse import csr_array
 
     ends = np.cumsum([0, *map(len, rows)])
@@ -170,13 +170,13 @@ def _sparse(rows: Sequence[Sequence[int]], n_classes: int) -> Any:
 
 
 def _classes_of(matrix: Any, row: int) -> npt.NDArray[np.int32]:
-    """Return the classes of a row. The indexing of scipy takes thirty times as long."""
+    """Return the class numbers of a row. This is 30 times as fast as the indexing of scipy."""
     classes: npt.NDArray[np.int32] = matrix.indices[matrix.indptr[row] : matrix.indptr[row + 1]]
     return classes
 
 
 def _flags(cells: Sequence[str], columns: Sequence[str], where: str) -> list[int]:
-    """Return the numbers of the columns with 1 or true."""
+    """Return the indices of the columns whose cells are 1 or true."""
     truths = [TRUTH.get(text.lower()) for text in cells]
     if any(cells) and None in truths:
         c = truths.index(None)
@@ -185,7 +185,7 @@ def _flags(cells: Sequence[str], columns: Sequence[str], where: str) -> list[int
 
 
 def _classes(text: str, kind: Kind, where: str, edits: Edits) -> list[str]:
-    """Return the different classes in a cell: at most one, unless the kind is `multilabel`."""
+    """Return the distinct class names in a cell: at most one, unless the kind is `multilabel`."""
     pieces = text.split(";") if kind == "multilabel" else [text]
     names = [name for piece in pieces if (name := piece.strip())]
     for k, name in enumerate(names):

@@ -4,9 +4,9 @@
 |---|---|---|
 | headers of the FASTA file | `TARGET=DVCD`, `TARGET=0.5;0.3;nan;0.1` | `MASK=1101` |
 | a FASTA file with labels in place of sequences | `DVCD` | `MASK=1101` in its headers, or a mask file |
-| a table | a column of such texts | a mask file |
+| a table | a column with cells such as `DVCD` | a mask file |
 
-A mask file is a FASTA file with masks such as `1101` in place of sequences. A residue with a 0 has no label.
+A mask file is a FASTA file with masks such as `1101` in place of sequences. 0 means that the residue has no label.
 """
 
 import re
@@ -33,30 +33,30 @@ _PLAIN_NUMBERS = re.compile(r"[0-9eE+.;-]+")
 
 @dataclass(frozen=True)
 class ResidueLabels:
-    """One label for each residue, cropped with the sequence."""
+    """Labels with one value for each residue. They are cropped together with the sequence."""
 
     per_residue: ClassVar[bool] = True
     labelled_N: ClassVar[None] = None
 
     kind: Kind
     names: str
-    """The letters of the C classes if `kind` is `class`, in the order of their numbers."""
+    """The letters of the C classes, in the order of their numbers; empty if `kind` is `number`."""
     values: npt.NDArray[Any]
-    """Labels of all residues in the order of the store. `class`: int8, -1 where undefined; `number`: float32, NaN where
-    undefined.
+    """Labels of all residues in the order of the store. `class`: int8, -1 for a residue without a label; `number`:
+    float32, NaN for a residue without a label.
     """
     offsets: npt.NDArray[np.int64]
-    """Record n has values[offsets[n] : offsets[n + 1]], int64 [N + 1]."""
+    """Record n has the labels values[offsets[n] : offsets[n + 1]], int64 [N + 1]."""
     notices: list[str]
     """Sentences about labels that were changed or left out."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
-        """Return `target` of record n: int8 [L], or float32 [L]. Read-only."""
+        """Return `target` of record n: int8 [L] for `class`, float32 [L] for `number`. The array is read-only."""
         return {"target": self.values[self.offsets[n] : self.offsets[n + 1]]}
 
 
 class _RecordLabels(NamedTuple):
-    """The labels of one record, as text. `n` is None if the store has no such record."""
+    """The labels of one protein as text. `n` is its record number; None if the store does not have the protein."""
 
     n: int | None
     id: str
@@ -82,16 +82,16 @@ def residue_labels(
     Args:
         store: the proteins.
         fasta: the file of the proteins.
-        kind: `class`: a letter for each residue; `number`: numbers separated by semicolons, `nan` without a label.
+        kind: `class`: a letter for each residue; `number`: numbers separated by semicolons, `nan` for no label.
         source: a table, or the path of a FASTA file of labels; None for the headers of the FASTA file.
         mask: path of a mask file.
         column: column of the table, or key of the headers; by default `TARGET`, or the column `target` or `label`.
-        id_column: column of the ids; see `rows_of_records`.
-        classes: all letters, in the order of their numbers; by default the letters that occur, sorted.
+        id_column: the id column; see `rows_of_records`.
+        classes: all class letters, in the order of their numbers; by default the letters that occur, sorted.
 
     Raises:
-        InputError: labels cannot be read, do not fit their protein, or have no match; the message names record, line or
-            counts.
+        InputError: labels cannot be read, do not fit their protein, or match no protein; the message names record, line
+            or counts.
     """
     edits, extra = Edits(), list[str]()
     if isinstance(source, Table):
@@ -107,7 +107,7 @@ def residue_labels(
     # Letters are collected as bytes, with 0 for no label; then one look-up turns them into classes.
     none, dtype = (0, np.uint8) if kind == "class" else (np.nan, np.float32)
     values: npt.NDArray[Any] = np.full(offsets[-1], none, dtype)
-    line_of: dict[int, int] = {}  # of each record with labels; 0 for labels from headers
+    line_of: dict[int, int] = {}  # the line of each record that has labels; 0 for labels from headers
     codes, unmasked = set[int](), list[str]()
     for record in records:
         n, where = record.n, record.where
@@ -149,7 +149,7 @@ def residue_labels(
     if edits.counts.get("no residue has a label") == len(store):
         raise InputError(f"{fasta}: no residue of any record has a label; look at labels and masks")
     for record_id in unmasked if mask is None and len(unmasked) < len(store) else ():
-        edits.add("record(s) without MASK=, so that all residues count", record_id)
+        edits.add("record(s) without MASK=, in which all residues count", record_id)
     names = ""
     if kind == "class":
         names = classes or "".join(map(chr, sorted(codes)))
@@ -168,12 +168,12 @@ def _residues(store: TokenStore, n: int) -> npt.NDArray[np.bool_]:
 
 
 def _joined(text: str, residue_L: npt.NDArray[np.bool_], between: str = "") -> str:
-    """Replace the `:` between the chains of a record of several chains."""
+    """Replace each `:` between chains by `between`, if the record has linkers. `residue_L` is false in linkers."""
     return text if residue_L.all() else text.replace(BETWEEN, between)
 
 
 def _masks(store: TokenStore, fasta: Path, path: Path) -> dict[int, npt.NDArray[np.bool_]]:
-    """Read a mask file: which residues of each record have a label, bool [L]. Every record needs a mask."""
+    """Read a mask file. Return which residues have a label, bool [L], by record number. Every record needs a mask."""
     mask_of, line_of = dict[int, npt.NDArray[np.bool_]](), dict[int, int]()
     for record in read_label_fasta(path):
         n, where = store.find(record.id), f"{path}:{record.line}: record {shown(record.id)}"
@@ -234,7 +234,7 @@ def _letters(text: str, where: str) -> npt.NDArray[np.uint8]:
 
 
 def _numbers(text: str, where: str) -> npt.NDArray[np.float32]:
-    """Convert the numbers of one record, float32 [L], NaN for a missing label."""
+    """Convert the text of one record to numbers, float32 [L]; NaN for a missing label."""
     pieces = text.split(";")
     if _PLAIN_NUMBERS.fullmatch(text):
         try:
@@ -253,7 +253,7 @@ def _numbers(text: str, where: str) -> npt.NDArray[np.float32]:
 
 
 def _mask(text: str, residue_L: npt.NDArray[np.bool_], where: str, fasta: Path) -> npt.NDArray[np.bool_]:
-    """Convert a mask to a value for each token of a record, bool [L]."""
+    """Convert the text of a mask to bool [L], with a value for each token of the record; False in linkers."""
     text = _joined(text, residue_L)
     _check_length(where, "a mask", len(text), residue_L, fasta)
     if wrong := text.strip("01"):

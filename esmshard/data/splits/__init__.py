@@ -1,1 +1,1 @@
-"""Train, validation and test sets: how records are assigned to them, and what the sets share."""
+"""Training, validation and test sets: how records are assigned to the sets, and which records the sets share."""

@@ -1,19 +1,18 @@
-"""The records that a test set shares with the training set: identical sequences, close relatives, or positions of
-variants.
+"""Finds what a test set shares with the training set: identical sequences, close relatives, or positions of variants.
 
-*Proteins* (`check`) are compared by their common 5-mers, without an alignment. Two unrelated proteins of 300 residues
-share a 5-mer by chance in a few of a hundred pairs (300 * 300 / 20**5). Two proteins with a share p of identical
-residues have about p**5 of their 5-mers in common. A test record is similar to a training record that has the share
-`SIMILAR` of its distinct 5-mers (72% identity, if changes are spread evenly) and at least `FEWEST` of them, since short
-peptides have common 5-mers by chance. CD-HIT uses the same word length for 70% identity and more (Li and Godzik 2006).
-So this check finds near-duplicates and close homologs, but not remote homologs, which at 30% identity have 0.2% of
-their 5-mers in common. A search by alignment finds these, such as `mmseqs easy-search -s 7.5 -e 1e-3`.
+*Proteins* (`check`) are compared by their common 5-mers, without an alignment. Of 100 pairs of unrelated proteins with
+300 residues, about 3 share a 5-mer by chance (300 * 300 / 20**5). Two proteins with a share p of identical residues
+have about p**5 of their 5-mers in common. A test record counts as similar if one training record has the share
+`SIMILAR` of its distinct 5-mers, and at least `FEWEST` of them, since short peptides have common 5-mers by chance. The
+share 0.2 means 72% identity, if changes are spread evenly. CD-HIT uses 5-mers for 70% identity and more (Li and Godzik
+2006). So this check finds near-duplicates and close homologs. It does not find remote homologs: at 30% identity, they
+have only 0.2% of their 5-mers in common. An alignment search finds them, such as `mmseqs easy-search -s 7.5 -e 1e-3`.
 
-*Variants of one protein* (`variant_notices`) are all similar. A test variant is easy if training variants change the
-same positions.
+*Variants of one protein* (`variant_notices`) are all similar. A test variant is easy to predict if training variants
+change the same positions.
 
-*Pairs* (`pair_notices`) have the classes of Park and Marcotte (2012, doi:10.1038/nmeth.2259): training pairs have both
-sequences (C1), one sequence (C2), or none (C3).
+*Pairs* (`pair_notices`) are divided into the classes of Park and Marcotte (2012, doi:10.1038/nmeth.2259). Both
+sequences of a test pair are in training pairs (C1), or one sequence (C2), or none (C3).
 """
 
 import hashlib
@@ -34,15 +33,15 @@ K = 5
 SIMILAR = 0.2
 FEWEST = 4
 MOST = 100_000_000
-"""Most training residues, and most pairs of equal 5-mers, of a check: about half a minute on one core."""
+"""A check compares at most this number of training residues, and of pairs of equal 5-mers (30 seconds on one core)."""
 
 _WORDS = len(STANDARD) ** K
 _CODE = np.full(256, -1, dtype=np.int32)
 _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(len(STANDARD))
 _BLOCK = 200_000
-"""Training residues that are compared at a time."""
+"""The number of training residues that are compared at a time."""
 _INDEXED = 10_000_000
-"""Most residues of the other sets. Sorting their 5-mers takes about 300 MB."""
+"""The maximum number of residues of the other sets. Sorting their 5-mers takes about 300 MB."""
 _SAMPLE = 500
 _BLIND = "similar: one training record has a fifth of the 5-mers; this does not find remote homologs"
 
@@ -51,29 +50,29 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ComparedRecords:
-    """N records whose residues and ids are read one at a time: a token store, or a part of one."""
+    """A set of N records, such as a token store or a part of it. Residues and ids are read one record at a time."""
 
     count: int
     residues: Callable[[int], npt.NDArray[np.uint8]]
-    """Residue tokens of record n, uint8 [L]."""
+    """Returns the residue tokens of record n, uint8 [L]."""
     id: Callable[[int], str]
 
     def part(self, number_M: _Ints) -> "ComparedRecords":
-        """Return M of the records, under new numbers from 0."""
+        """Return the M records with these numbers as a new set. Its records are numbered from 0."""
         return ComparedRecords(
             len(number_M), lambda n: self.residues(int(number_M[n])), lambda n: self.id(int(number_M[n]))
         )
 
     def about(self) -> float:
-        """Estimate the number of residues of all records from an even sample."""
+        """Estimate the total number of residues from a sample of evenly spread records."""
         lengths = [len(self.residues(int(n))) for n in _spread(self.count, _SAMPLE)]
         return sum(lengths) / max(1, len(lengths)) * self.count
 
     def words(self) -> Iterator[tuple[int, _Ints, _Ints]]:
-        """Yield the distinct 5-mers of the 20 amino acids in blocks of about `_BLOCK` residues.
+        """Yield the distinct 5-mers (words) of the 20 amino acids in blocks of about `_BLOCK` residues.
 
-        Each block is the number of its first record, and for each of P words the number of the record in the block and
-        the word, int64 [P] each, sorted.
+        A block is the number of its first record, and two arrays for its P words, sorted, int64 [P]: the number of the
+        record in the block, and the word as a number.
         """
         first, block, size = 0, [], 0
         end = np.zeros(K, dtype=np.uint8)  # <cls> is no amino acid, so no word spans two records.
@@ -94,22 +93,23 @@ class ComparedRecords:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The counts of records that one set shares with the training set."""
+    """How many records of one set are identical or similar to training records."""
 
     records: int
+    """The number of records of the set."""
     identical: int
-    """Records with the same sequence as a training record."""
+    """The number of records with the same sequence as a training record."""
     compared: int
-    """Records that were compared by their 5-mers: all records, or an even sample."""
+    """The number of records that were compared by their 5-mers: all records, or an evenly spread sample."""
     similar: int = 0
-    """Compared records that are similar to a training record and not identical to one."""
+    """The number of compared records that are similar, but not identical, to a training record."""
     closest: list[tuple[str, str, float]] = field(default_factory=list)
-    """Up to three records, closest first, as (id, id of the training record, share of the 5-mers)."""
+    """Up to three records, closest first, as (id, id of the training record, share of common 5-mers)."""
 
 
 @dataclass(frozen=True)
 class Leakage:
-    """The result of a check."""
+    """The result of `check`."""
 
     train_records: int
     train_compared: int
@@ -117,8 +117,8 @@ class Leakage:
     """The overlap of each set, by the name of the set."""
 
     def notices(self, what: str = "records") -> list[str]:
-        """Return a sentence for each set that shares records, and a sentence for the other sets. `what` is the word for
-        what was compared.
+        """Return a sentence for each set with identical or similar records, and one sentence about all other sets.
+        `what` is the noun for the compared records.
         """
         sampled = self.train_compared < self.train_records
         train = f"{self.train_compared:,} of {self.train_records:,} training" if sampled else "training"
@@ -141,8 +141,8 @@ class Leakage:
 
 
 def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> Leakage:
-    """Compare sets of proteins with the training set. If there are more than `most` training residues or pairs of equal
-    5-mers, an even sample of the training set or of the other sets is compared.
+    """Compare sets of proteins with the training set. Only a sample of the training set is compared if it has more than
+    `most` residues, and only samples of the other sets if there are more than `most` pairs of equal 5-mers.
     """
     total = train.count
     if train.about() > most:
@@ -175,8 +175,8 @@ def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: i
 
 
 def variant_notices(names: Sequence[str], positions: Sequence[frozenset[int]], sets: Mapping[str, _Ints]) -> list[str]:
-    """Count the variants and positions that sets of variants of one protein share with the set `train`. Equal names
-    mean the same variant; `sets` has the numbers of the variants in each set.
+    """Return sentences about the variants and positions that each set shares with the set `train`. `sets` has the
+    variant numbers of each set. Variants with the same name are identical.
     """
     train = sets["train"].tolist()
     trained, changed = {names[n] for n in train}, frozenset().union(*(positions[n] for n in train))
@@ -200,20 +200,22 @@ def variant_notices(names: Sequence[str], positions: Sequence[frozenset[int]], s
 
 
 def _spread(count: int, most: int) -> _Ints:
-    """Return at most `most` of the numbers below `count`, evenly spread."""
+    """Return at most `most` evenly spread numbers from 0 to `count` - 1."""
     kept = min(count, max(1, most))
     return np.arange(kept, dtype=np.int64) * count // max(1, kept)
 
 
 def word_pairs(records: ComparedRecords) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of all pairs of records with a 5-mer in common, smaller number first."""
+    """Yield all pairs of records with a common 5-mer, as two record numbers, the smaller one first."""
     for first, shared in _shared(records, _index([records])):
         later = shared.col > shared.row + first
         yield from zip((shared.row[later] + first).tolist(), shared.col[later].tolist(), strict=True)
 
 
 def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -> list[_Ints]:
-    """For each set, return the first training record with the sequence of each record, int64 [N]; -1 without one."""
+    """Return for each set an array, int64 [N]: the number of the first training record with the same sequence as record
+    n; -1 if no training record has this sequence.
+    """
     distinct_U, first_U = np.unique(hashes(train), return_index=True)
     if not len(distinct_U):
         return [np.full(records.count, -1, dtype=np.int64) for records in others]
@@ -225,12 +227,12 @@ def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -
 
 
 def hashes(records: ComparedRecords) -> npt.NDArray[np.uint64]:
-    """Hash each sequence to 64 bits (`key`)."""
+    """Return the hash of each sequence, uint64 [N] (`key`)."""
     return np.array([key(records.residues(n)) for n in range(records.count)], dtype=np.uint64)
 
 
 def _index(sets: Sequence[ComparedRecords]) -> Any:
-    """Return the distinct 5-mers of the Q records of all sets as a sparse matrix of ones, [words, Q]."""
+    """Return a sparse matrix, [words, Q], with 1 for each 5-mer of each of the Q records of all sets."""
     first, words, records = 0, [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
     for part in sets:
         for start, record_P, word_P in part.words():
@@ -241,16 +243,16 @@ def _index(sets: Sequence[ComparedRecords]) -> Any:
 
 
 def _shared(records: ComparedRecords, has_WQ: Any) -> Iterator[tuple[int, Any]]:
-    """Yield, for each block of B records, the number of its first record and the number of common words of its records
-    and the indexed records, sparse [B, Q].
+    """Compare `records`, in blocks of B records, with the Q records of an index. Yield for each block the number of its
+    first record, and the number of common 5-mers of each pair as a sparse matrix, [B, Q].
     """
     for first, record_P, word_P in records.words():
         yield first, (_ones(record_P, word_P, (int(record_P.max(initial=-1)) + 1, _WORDS)) @ has_WQ).tocoo()
 
 
 def _nearest(has_WQ: Any, train: ComparedRecords) -> tuple[npt.NDArray[np.float64], _Ints]:
-    """Return the share of common words of each indexed record and its nearest training record, float64 [Q], and the
-    number of this training record, int64 [Q]. They are 0 and -1 if no training record is similar.
+    """Find the most similar training record for each of the Q records of an index. Return the share of common 5-mers,
+    float64 [Q], and its record number, int64 [Q]; 0 and -1 if no training record is similar.
     """
     size_Q = has_WQ.sum(0)
     share_Q, nearest_Q = np.zeros(len(size_Q)), np.full(len(size_Q), -1, dtype=np.int64)
@@ -267,18 +269,18 @@ def _nearest(has_WQ: Any, train: ComparedRecords) -> tuple[npt.NDArray[np.float6
 
 
 def _ones(rows: npt.NDArray[Any], columns: npt.NDArray[Any], shape: tuple[int, int]) -> Any:
-    """Return a sparse matrix with ones at these places, which must differ."""
+    """Return a sparse matrix with 1 at each pair of row and column. No pair may occur twice."""
     from scipy.sparse import csr_array
 
     return csr_array((np.ones(len(rows), dtype=np.int32), (rows, columns)), shape=shape)
 
 
 CLASSES = ("C3", "C2", "C1")
-"""The class of a pair with 0, 1 or 2 sequences in training pairs."""
+"""The classes of test pairs with 0, 1 and 2 sequences in training pairs."""
 
 
 def two_chains(residues: npt.NDArray[Any], record_id: str, path: Path | None = None) -> list[tuple[int, int]]:
-    """Return begin and end of the two chains of a record, in tokens without `<cls>` and `<eos>`.
+    """Return the begin and end (exclusive) of the two chains of a record in `residues`.
 
     Raises:
         InputError: the record has one chain, or more than two.
@@ -291,12 +293,12 @@ def two_chains(residues: npt.NDArray[Any], record_id: str, path: Path | None = N
 
 
 def key(residues: npt.NDArray[np.uint8]) -> np.uint64:
-    """Hash a sequence to 64 bits. A million sequences have an equal pair of hashes once in 37 million times."""
+    """Hash a sequence to 64 bits. For a million sequences, the probability of two equal hashes is 1 in 37 million."""
     return np.uint64(int.from_bytes(hashlib.blake2b(residues.tobytes(), digest_size=8).digest(), "little"))
 
 
 def pair_notices(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> list[str]:
-    """Count the pairs, sequences and close relatives that sets share with the training pairs. See `check`."""
+    """Return sentences about the pairs, sequences and close relatives (see `check`) that sets share with `train`."""
     train_N2, single = _distinct(train)
     trained, pairs = {sequence for pair in train_N2 for sequence in pair}, {frozenset(pair) for pair in train_N2}
     notices, singles = [], {}
@@ -313,7 +315,7 @@ def pair_notices(train: ComparedRecords, others: Mapping[str, ComparedRecords], 
 
 
 def _distinct(records: ComparedRecords) -> tuple[list[tuple[int, int]], ComparedRecords]:
-    """Return the keys of the sequences of each pair, and every distinct sequence once."""
+    """Return the two sequence hashes of each pair, and the distinct sequences of all pairs as records."""
     keys: list[tuple[int, int]] = []
     chains: dict[int, tuple[npt.NDArray[np.uint8], str]] = {}
     for n in range(records.count):

@@ -31,15 +31,15 @@ OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 
 
 def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Sequence[TrackFile] = ()) -> Examples:
-    """Open one split: tokens (ingested on first use) and labels. Only training records are cropped.
+    """Open one split of a recipe: its tokens (ingested on first use) and labels. Only training records are cropped.
 
-    Under cross-validation, the test set is one part of the training file. If the recipe names this file for validation
-    too, the next part is the validation set. Without folds, a file of several splits may say the set of each record.
+    In a cross-validation, the test set is one fold of the training file. If the recipe names this file for validation
+    too, the next fold is the validation set. Without folds, `SET=` in the headers may divide a file into splits.
 
     Args:
         recipe: the recipe as loaded.
         name: train, valid or test.
-        labels: opens the labels of a FASTA file and its records; None if only the sequences are needed.
+        labels: a function that opens the labels of the records; None if only the sequences are needed.
         tracks: the tracks of the recipe (`esmshard.tasks.finetuned.tracks_of`).
     """
     data, seed = recipe.data, recipe.train.seed
@@ -84,8 +84,8 @@ def open_tested(
 ) -> Examples:
     """Open labelled records for a test of a model, from a FASTA file, a token store, structures, or a sample.
 
-    `file` has the labels, if no other file than the records has them. `recipe` is the recipe of the model. See
-    `open_split` for the other arguments.
+    `file` is the file of the labels; None if the labels are in the file of the records. `recipe` is the recipe of the
+    model. See `open_split` for the other arguments.
     """
     path = remote.data_file(source)
     structure_folder.require_structures(path, complexes)
@@ -103,8 +103,8 @@ def open_tested(
 
 
 def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
-    """Return the FASTA file of a data path, its records, and the tracks with their paths. Structures are converted to a
-    FASTA file.
+    """Return the FASTA file of a data path, its records, and the tracks with their paths. If the data path has
+    structures, they are converted to a FASTA file.
     """
     sources = with_paths(path, tracks)
     fasta = structure_folder.cached_split(path, data.complexes) if structure_folder.holds_structures(path) else path
@@ -117,7 +117,7 @@ def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tup
 
 
 def joined(recipe: Recipe, chains: Chains) -> Recipe:
-    """Return the recipe with the linker of the model in `data.join`. A store with another linker is then refused."""
+    """Copy a recipe, and set `data.join` to the linker of the model. Stores with another linker are then refused."""
     if recipe.task.pairs:
         return recipe
     join = JoinSettings(linker=chains.linker, gap=chains.gap)
@@ -125,7 +125,7 @@ def joined(recipe: Recipe, chains: Chains) -> Recipe:
 
 
 def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
-    """Return the recipe with `batch.sequences` converted to tokens."""
+    """Copy a recipe, and set `batch.global_tokens` to `batch.sequences` times the length of the longest example."""
     if recipe.batch.sequences is None:
         return recipe
     tokens = recipe.batch.sequences * int(train.tokens.max())
@@ -137,9 +137,9 @@ class Clusters(NamedTuple):
     """The cluster of each of N records."""
 
     names: list[str]
-    """The id of the representative of each cluster; for joined clusters, the alphabetically first id."""
+    """For each record, the id of its cluster's representative; for joined clusters, the alphabetically first id."""
     source: str
-    """The file, or the program with its version and options."""
+    """The cluster file, or the program with its version and options."""
     notices: list[str]
     """Sentences about clusters that were joined or ignored."""
 
@@ -147,11 +147,11 @@ class Clusters(NamedTuple):
 def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
     """Read the clusters of N records from `representative<TAB>member` lines, such as MMseqs2's `_cluster.tsv`.
 
-    Clusters that share a record are joined. MMseqs2 shortens `sp|P69905|HBA_HUMAN` to `P69905`, so the accession is
-    read as an id too.
+    Clusters that share a record are joined. MMseqs2 shortens `sp|P69905|HBA_HUMAN` to `P69905`, so a record may also be
+    named by its accession.
 
     Raises:
-        InputError: a line cannot be read, or records are in no cluster; the message names the line or the records.
+        InputError: a line has another form, or records are in no cluster; the message names the line or the records.
     """
     representatives: list[str] = []
     members: list[str] = []
@@ -184,7 +184,7 @@ def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
 
 
 def sequence_names(store: TokenStore) -> list[str]:
-    """Return a name for the sequence of each of N records, the same for the same chains in any order."""
+    """Return a name for each record, a hash of its sorted chains. Records with the same chains have the same name."""
     names = []
     for n in range(len(store)):
         residues = store.residues(n)
@@ -194,9 +194,9 @@ def sequence_names(store: TokenStore) -> list[str]:
 
 
 def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[np.int64]:
-    """Return the fold of each record, int64 [N], the same for every seed of a recipe.
+    """Return the fold of each record, int64 [N]. The folds are the same for every seed of a recipe.
 
-    Records of one cluster stay together; without clusters, records of one sequence or of the same chains.
+    Records of the same cluster stay together. Without clusters, records with the same sequence or chains stay together.
     """
     if clusters is not None:
         groups = read_clusters(remote.data_file(clusters), [store.id(n) for n in range(len(store))]).names
@@ -206,20 +206,20 @@ def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[
 
 
 _SEARCHED = 100
-"""Number of records that are searched for SET=, if a file belongs to one split only."""
+"""The number of records that are searched for `SET=` in a file that belongs to one split only."""
 
 
 def members(
     data: DataSettings, name: str, path: Path, fasta: Path, tokens: TokenStore
 ) -> tuple[npt.NDArray[np.bool_] | None, list[str]]:
-    """Return which records of a file belong to a split, bool [N], None for all records; and notices.
+    """Return which records of a file belong to the split `name`, bool [N], and notices. None means all records.
 
-    A file of one split only is this split, whatever its headers say. `path` is the file in the recipe; `fasta` has its
-    records.
+    If the recipe names a file for one split only, all its records belong to this split, and `SET=` is ignored. `path`
+    is the file in the recipe; `fasta` has its records.
 
     Raises:
         InputError: a record has no split, this split has no record, or the test set would be the training set.
-        UsageError: `data.folds` divides the file too.
+        UsageError: the records already have splits, and `data.folds` is set too.
     """
     splits = SETS if data.folds is None else SETS[:2]  # With folds, the test set is a part of the training file.
     if name not in splits:
@@ -232,7 +232,7 @@ def members(
         return None, [unused] if marked(tokens) else []
     source = label_source(fasta, data) if data.labels is not None else None
     if isinstance(source, Table):
-        in_source = source.only_column(("set", "split"), "rename the one that is not") is not None
+        in_source = source.only_column(("set", "split"), "rename the one that is not meant") is not None
     else:
         headers = [] if source is None else (record.header for record in read_label_fasta(source))
         in_source = any(_of_header(header, str(source), Edits()) != LEFT_OUT for header in headers)
@@ -273,7 +273,7 @@ def marked(tokens: TokenStore) -> bool:
 
 
 def marks(path: Path) -> str:
-    """Return the words for the sets of records in messages. A column of sets becomes SET= in the headers of records."""
+    """Return the phrase for messages that says where the sets of the records are: in a column, or in the headers."""
     return "its column of sets" if is_sequence_table(path) else "SET= in its headers"
 
 
@@ -286,22 +286,23 @@ def given_splits(
     id_column: str | None = None,
     required: bool = True,
 ) -> Numbers:
-    """Return the number in `SETS` of the split of each record, int64 [N]; LEFT_OUT for a record without a split.
+    """Return the split of each record as a number in `SETS`, int64 [N]; LEFT_OUT for a record without a split.
 
-    `SET=` in the headers of the records and the sets in `source` are read. If both name the set of a record, they must
-    agree.
+    The split is read from `SET=` in the headers of the records and from `source`. If both give a split for a record,
+    they must agree.
 
     Args:
         store: the records.
         fasta: the file of the records.
         source: a table with a column `set` or `split`, and perhaps a column `validation`; or the path of a FASTA file
-            of labels with SET and VALIDATION in its headers; None for the headers of the records alone.
-        edits: collects what was changed or left out, such as splits of no record.
-        id_column: column of the ids; see `rows_of_records`.
+            of labels with SET and VALIDATION in its headers. None: only the headers of the records are read.
+        edits: gets counts of what was changed or left out, such as splits of unknown records.
+        id_column: the id column; see `rows_of_records`.
         required: whether a record without a split is an error.
 
     Raises:
-        InputError: a split is missing, unknown, or given in two ways; the message names record or line.
+        InputError: a split is missing or unknown, or two splits are given for a record; the message names record or
+            line.
     """
     headers = (_of_header(store.description(n), str(fasta), edits) for n in range(len(store)))
     number_N: Numbers = np.fromiter(headers, np.int64, len(store))
@@ -349,7 +350,7 @@ def _of_header(header: str, where: str, edits: Edits) -> int:
 
 
 def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Numbers:
-    """Return the split of each record, LEFT_OUT for a record without one."""
+    """Return the split of each record, int64 [N]; LEFT_OUT for a record that has no split in the label file."""
     number_N = np.full(len(store), LEFT_OUT, dtype=np.int64)
     line_N = np.zeros(len(store), dtype=np.int64)
     for record in read_label_fasta(path):
@@ -357,7 +358,7 @@ def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Numbers:
         number, n = _of_header(record.header, where, edits), store.find(record.id)
         if n is None:
             if number != LEFT_OUT:
-                edits.add("a split of no record was passed over", record.id)
+                edits.add("a split of an unknown record was ignored", record.id)
             continue
         if line_N[n] and number_N[n] != number:
             raise InputError(f"{where}: {shown(record.id)} has another split than in line {line_N[n]}; keep one")

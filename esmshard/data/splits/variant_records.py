@@ -1,4 +1,4 @@
-"""The splits of a recipe's table of variants: sequences, measured values, and the members of each set."""
+"""Opens the splits of a recipe with a table of variants: sequences, measured values, and the variants of each set."""
 
 import functools
 import hashlib
@@ -23,23 +23,23 @@ from esmshard.recipe.sections import DataSettings
 from esmshard.vocab import encode_residues
 
 FOLDS = 5
-"""Default number of folds of a table."""
+"""The default number of folds for a table of variants."""
 FLOOR = 0.9
-"""If the worst tenth of the range of a target has this share of its values, there is a notice."""
+"""A notice warns if at least this share of the values lies in the worst tenth of their range."""
 OUT_OF_FOLD = "variants.csv"
-"""File of a cross-validation with one row for every variant of its table."""
+"""The file of a cross-validation with one row for every variant of the table."""
 LEFT_OUT_WHY = "left out because"
-"""Last column of the file `OUT_OF_FOLD`: why a row has no variant."""
+"""The last column of the file `OUT_OF_FOLD`: the reason why a row of the table was left out."""
 
 
 class VariantRecords:
-    """N variants of a protein in place of a token store. Each sequence is made when it is read.
+    """N variants of a protein, with the same methods as a token store. A sequence is made only when it is read.
 
     Args:
         path: path of the table.
-        wild_type: the residues of the protein that the model sees.
-        mutations: mutations of each variant, in the numbering of the whole protein from 0.
-        first: place of the first of these residues in the protein, from 0.
+        wild_type: the part of the protein that the model reads.
+        mutations: mutations of each variant. Position 0 is the first residue of the whole protein.
+        first: position of the first residue of `wild_type` in the whole protein, from 0.
     """
 
     def __init__(self, path: Path, wild_type: str, mutations: list[tuple[Mutation, ...]], first: int = 0) -> None:
@@ -57,12 +57,12 @@ class VariantRecords:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The sum of the residues of all variants."""
+        """The total number of residues of all variants, as `residues`."""
         return {"residues": len(self) * len(self._residues)}
 
     @property
     def digest(self) -> str:
-        """A digest of the variants and their order."""
+        """A hash of the variants and their order."""
         text = f"{self.wild_type}\n{self.first}\n" + "\n".join(map(name_of, self.mutations))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -80,7 +80,8 @@ class VariantRecords:
 
 
 def site_blocks(variants: Sequence[tuple[Mutation, ...]]) -> Numbers:
-    """Number the variants by their set of changed sites, int64 [N]; -1 for the wild type.
+    """Return a number for each variant, int64 [N]. Variants that change the same sites have the same number; -1 for the
+    wild type.
 
     >>> a, b = Mutation(0, "M", "A"), Mutation(4, "K", "C")
     >>> site_blocks([(a,), (a, b), (), (b, a), (b,)])
@@ -92,7 +93,7 @@ def site_blocks(variants: Sequence[tuple[Mutation, ...]]) -> Numbers:
 
 
 class VariantLabels:
-    """Measured values of variants, and their blocks for resamples of a test set."""
+    """Measured values of variants. `block_N` has the block of each variant for bootstrap samples of a test set."""
 
     per_residue: ClassVar[bool] = False
     labelled_N: None = None
@@ -109,10 +110,10 @@ class VariantLabels:
 
 
 def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequence[TrackFile] = ()) -> Examples:
-    """Open the split `name` of the table of a recipe. `train` has the notices about the whole table.
+    """Open the split `name` of a recipe with a table of variants. Only `train` has the notices about the whole table.
 
-    If `alone` is true, the model sees the wild type only, and a variant needs the memory of one residue. `tracks` are
-    the tracks of the wild type.
+    If `alone` is true, the model reads only the wild type, and each variant counts as 3 tokens. `tracks` are the tracks
+    of the wild type.
 
     Raises:
         InputError: table or wild type cannot be read, do not fit each other, or cannot be divided as the recipe says.
@@ -127,7 +128,7 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
     members_N = set_N == SETS.index(name)
     if name == "train" and data.train_share is not None and data.train_share < 1:
         members_N = _share(members_N, variants.names(), data.train_share)
-    wild_type, first = _part_seen(variants, data)
+    wild_type, first = _model_part(variants, data)
     records = VariantRecords(variants.table.path, wild_type, variants.mutations, first)
     labels = VariantLabels(variants, first, len(wild_type), data)
     if not members_N.any():
@@ -168,15 +169,15 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
 
 
 def table_of(data: DataSettings) -> Variants:
-    """Read the table of a recipe, or return it from memory if the table and the wild type have not changed."""
+    """Read the variants of a recipe's table. They stay in memory until the table or the wild type changes on disk."""
     key = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None, "tracks": None})
     paths = [remote.data_file(name) for name in (data.table, data.wild_type) if name is not None]
     return _read(key, tuple(sha256(path) if path.is_file() else "" for path in paths))
 
 
 def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
-    """Return the fold of each variant, int64 [N], or its set if the split has no folds; and notices. The result is the
-    same for all seeds.
+    """Return the fold of each variant, int64 [N], and notices. The splits `mutations` and `given` have no folds: for
+    them, return the set of each variant. The result is the same for all seeds.
     """
     variants = table_of(data)
     path, names, given = variants.table.path, variants.names(), data.split == "given"
@@ -198,15 +199,15 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
 
 
 def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
-    """Return the sets of N rows from the column `set` or `split`, and the column `validation` of FLIP, int64 [N].
+    """Return the set of each of N rows, int64 [N], from the column `set` or `split`, and FLIP's column `validation`.
 
     Raises:
-        InputError: there is no such column, or a row has another word than a set.
+        InputError: there is no column `set` or `split`, or a cell does not name a set.
     """
-    column = table.only_column(("set", "split"), "rename the one that is not")
+    column = table.only_column(("set", "split"), "rename the one that is not meant")
     if column is None:
         raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
-    validation = table.only_column(("validation",), "rename the one that is not")
+    validation = table.only_column(("validation",), "rename the one that is not meant")
     sets, truths = table.columns[column], table.columns[validation] if validation else [""] * len(table)
     numbers = [
         SETS.index(split_of(sets[row], truths[row], table.where(row))) if sets[row] else LEFT_OUT for row in rows
@@ -215,7 +216,7 @@ def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
 
 
 def given_sets(variants: Variants) -> Numbers:
-    """Return the set of each variant from the table, int64 [N]; LEFT_OUT for a variant without a set."""
+    """Return the set that the table gives each variant, int64 [N]; LEFT_OUT for a variant without a set."""
     table, rows = variants.table, [row for rows in variants.rows for row in rows]
     set_of = dict(zip(rows, sets_of_rows(table, rows).tolist(), strict=True))
     number_N = np.array([set_of[rows[0]] for rows in variants.rows], dtype=np.int64)
@@ -227,7 +228,7 @@ def given_sets(variants: Variants) -> Numbers:
 
 
 def left_out(path: Path, names: Sequence[str], number_N: Numbers, given: bool) -> list[str]:
-    """Return a notice about the variants in no set; `given`: whether the table has the sets."""
+    """Return a list with a notice about the variants in no set. `given` is true if the table names the sets."""
     left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT).tolist()]
     if not left:
         return []
@@ -237,7 +238,7 @@ def left_out(path: Path, names: Sequence[str], number_N: Numbers, given: bool) -
 
 
 def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
-    """Return a notice for each target with nearly all values at the floor."""
+    """Return a notice for each target for which nearly all values lie in the worst tenth of the range."""
     notices = []
     target_NT = np.log(variants.target_NT) if data.transform == "log" else variants.target_NT
     for name, y_N in zip(variants.target_names, target_NT.T, strict=True):
@@ -248,16 +249,16 @@ def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
             notices.append(
                 f"{variants.table.path}: {share:.0%} of the values of {name!r} lie in the worst tenth of their range, "
                 "so that a correlation over all variants says little about the best ones; look at the recall of the "
-                "best 1% and at the mean of the chosen"
+                "best 1% and at the mean of the chosen variants"
             )
     return notices
 
 
-def _part_seen(variants: Variants, data: DataSettings) -> tuple[str, int]:
-    """Return the part of the wild type that the model sees, and the place of its first residue, from 0.
+def _model_part(variants: Variants, data: DataSettings) -> tuple[str, int]:
+    """Return the part of the wild type that the model reads, and the position of its first residue, from 0.
 
-    With `data.long` `window`, the part is `data.max_length` residues around all mutated residues. It is the same for
-    all variants, so that they share one forward pass of the wild type.
+    If `data.long` is `window`, the part has `data.max_length` residues around all mutated residues. All variants have
+    the same part, so they share one forward pass of the wild type.
 
     Raises:
         InputError: the mutated residues do not fit into such a window.
@@ -277,7 +278,7 @@ def _part_seen(variants: Variants, data: DataSettings) -> tuple[str, int]:
 
 
 def _share(members_N: npt.NDArray[np.bool_], names: list[str], share: float) -> npt.NDArray[np.bool_]:
-    """Keep a share of the members, drawn by their names. A smaller share is a part of a larger one."""
+    """Keep a random share of the members, which depends only on their names. A larger share contains a smaller one."""
     members = np.flatnonzero(members_N)
     drawn = sorted(members, key=lambda n: hashlib.sha256(names[n].encode()).digest())
     taken_N = np.zeros_like(members_N)

@@ -1,1 +1,1 @@
-"""PDB and mmCIF files: chains, coordinates, and the contacts that follow from them."""
+"""Readers of PDB and mmCIF files: chains, their coordinates, and folders of structures."""

@@ -1,17 +1,17 @@
-"""Protein chains of structure files: the whole sequence and the coordinates of each chain. gemmi reads the files.
+"""Reads the protein chains of structure files with gemmi: the whole sequence and the coordinates of each chain.
 
-| in the file | becomes |
+| in the file | what is read |
 |---|---|
-| models | the first one, counted |
-| alternative locations | per residue the one of highest occupancy, the first of equals, counted |
-| insertion codes | residues of their own |
-| the sequence | SEQRES, or `_entity_poly_seq` with `label_seq_id`; residues without atoms have no coordinates |
-| no such sequence | the residues with atoms, counted, and the gaps in their numbers too |
+| several models | the first model, counted |
+| alternative locations | for each residue, the location with the highest occupancy (the first if equal), counted |
+| insertion codes | a residue with an insertion code is a residue of its own |
+| SEQRES, or `_entity_poly_seq` with `label_seq_id` | the sequence; residues without atoms have no coordinates |
+| no listed sequence | the sequence of the residues with atoms; such chains and gaps in their numbers are counted |
 | MSE, SEC, PYL, ASX, GLX, UNK | `M U O B Z X` |
 | another residue | its parent in gemmi's table, in `_pdbx_struct_mod_residue` or in MODRES; else `X`, counted |
-| hydrogens, water, ligands, nucleic acids | left out |
+| hydrogens, water, ligands, nucleic acids | not read |
 
-A chain is called `ENTRY_CHAIN`: the file name without its endings in lower case, and the author's chain name.
+The id of a chain is `ENTRY_CHAIN`: the file name in lower case without its extensions, and the author's chain name.
 """
 
 import itertools
@@ -31,13 +31,13 @@ from esmshard.io.tables import read_whole
 from esmshard.vocab import RESIDUES
 
 FARTHEST = 1e5
-"""Largest coordinate in Angstrom. PDB files have room for 9,999, and squares below this limit are exact."""
+"""The maximum absolute coordinate in Angstrom. PDB files have room for 9,999. Up to this limit, squares are exact."""
 ENDINGS = ".pdb, .ent, .cif or .mmcif, plain or with .gz, .bz2, .xz or .zst"
 _ENDING = re.compile(r"\.(?:(pdb|ent)|(cif|mmcif))(?:\.(?:gz|bz2|xz|zst))?$", re.IGNORECASE)
 NAMELESS = "_"
-"""The name of a PDB chain without a name. Ids leave it out."""
+"""This replaces the missing name of a PDB chain. It is left out of ids."""
 BONDED = 2.0
-"""Largest distance in Angstrom between C and the next N of one chain without a break. A peptide bond has 1.33."""
+"""Two residues are bonded if C of the first and N of the second are closer than this. A peptide bond has 1.33 A."""
 _BACKBONE = ("N", "CA", "C")
 _PDB_NUMBER = re.compile(r" *[-+]?(\d+\.?\d*|\.\d+) *")
 _PEPTIDES = (gemmi.PolymerType.PeptideL, gemmi.PolymerType.PeptideD, gemmi.PolymerType.CyclicPseudoPeptide)
@@ -49,23 +49,23 @@ class Chain:
 
     id: str
     sequence: str
-    """Letters of `vocab.RESIDUES`, unresolved residues too."""
+    """Letters of `vocab.RESIDUES`, also for residues without coordinates."""
     cb_L3: npt.NDArray[np.float32]
-    """Cb in Angstrom by ideal geometry, for glycine too; NaN where a backbone atom is missing."""
+    """Cb coordinates in Angstrom from ideal geometry, also for glycine; NaN where a backbone atom is missing."""
     backbone_L33: npt.NDArray[np.float32]
-    """N, CA and C in Angstrom, NaN where an atom is missing."""
+    """Coordinates of N, CA and C in Angstrom; NaN where an atom is missing."""
 
 
 def is_structure_name(name: str) -> bool:
-    """Return whether a file name has one of `ENDINGS`."""
+    """Return whether a file name ends with one of `ENDINGS`."""
     return _ENDING.search(name) is not None
 
 
 def chain_prefix(path: Path) -> str:
-    """Return the first part of chain ids: the file name in lower case without its endings, with `_` for spaces.
+    """Return the first part of chain ids: the file name in lower case, without extensions and with `_` for spaces.
 
     Raises:
-        InputError: the name has characters that no id can have.
+        InputError: the name has characters that are not allowed in an id.
     """
     name = _ENDING.sub("", path.name).lower().replace(" ", "_")
     if not name or not name.isprintable() or name.startswith(">"):
@@ -80,16 +80,17 @@ def read_chains(
     min_plddt: float | None = None,
     edits: Edits | None = None,
 ) -> list[Chain]:
-    """Read the protein chains of one PDB or mmCIF file, plain or compressed, by the rules above, in file order.
+    """Read the protein chains of one PDB or mmCIF file, plain or compressed, in file order. The table at the top of
+    this module has the rules.
 
     Args:
-        path: the file; its ending decides the format.
+        path: the file; its extension decides the format.
         chains: the author's names of the chains to read; by default every protein chain.
-        min_plddt: residues with a lower B-factor lose their coordinates. Predicted structures store pLDDT there.
-        edits: collects what was changed and left out.
+        min_plddt: residues with a lower B-factor get no coordinates. Predicted structures have the pLDDT as B-factor.
+        edits: gets counts of what was changed and left out.
 
     Raises:
-        InputError: the file cannot be read, or a chain is missing; the message names the file, and line or chain.
+        InputError: the file cannot be read, or a chain is missing; the message names the file and the line or chain.
     """
     edits, prefix = Edits() if edits is None else edits, chain_prefix(path)
     structure = _read_structure(path)
@@ -107,7 +108,7 @@ def read_chains(
             else:
                 other += 1
     edits.add("file(s) with several models, of which the first was read", path.name, int(len(structure) > 1))
-    edits.add("chain(s) of no protein left out", path.name, other)
+    edits.add("non-protein chain(s) left out", path.name, other)
     count = Counter(name for name, _, _ in polymers)
     for wanted in chains or ():
         if wanted not in count:
@@ -118,7 +119,7 @@ def read_chains(
             continue
         if not re.fullmatch("[!-~]*", name):
             raise InputError(f"{path}: chain name {name!a} has characters that no id can have; rename the chain")
-        # Two polymers may share the author's chain name. The name of the subchain is different.
+        # Two polymers may have the same author's chain name. Then the subchain name makes the ids different.
         parts = [prefix, name, span[0].subchain] if count[name] > 1 else [prefix, name]
         chain_id = "_".join(part for part in parts if part != NAMELESS)
         result.append(_chain(path, chain_id, span, listed, parents, min_plddt, edits))
@@ -128,10 +129,10 @@ def read_chains(
 def virtual_cb(
     n_L3: npt.NDArray[np.float64], ca_L3: npt.NDArray[np.float64], c_L3: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Place Cb by ideal geometry: 1.522 A from CA, angle 1.927 to N, dihedral -2.143 to C (radians), [L, 3].
+    """Compute Cb by ideal geometry, [L, 3]: 1.522 A from CA, angle 1.927 to N, dihedral -2.143 to C (in radians).
 
-    The contact notebook of fair-esm has the same geometry, `extend(C, N, CA, 1.522, 1.927, -2.143)`. NaN where an atom
-    is missing or the three atoms lie on a line.
+    The contact notebook of fair-esm has the same geometry, `extend(C, N, CA, 1.522, 1.927, -2.143)`. The result is NaN
+    if an atom is missing or if the three atoms lie on a line.
     """
     length, angle, dihedral = 1.522, 1.927, -2.143
     to_n_L3 = _unit(n_L3 - ca_L3)
@@ -153,7 +154,7 @@ def _unit(x_L3: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _read_structure(path: Path) -> gemmi.Structure:
-    """Read a file with gemmi, with the entities of its chains and the place of each residue in a listed sequence."""
+    """Read a file with gemmi. `label_seq` of each residue is its position in the listed sequence, if there is one."""
     ending = _ENDING.search(path.name)
     if ending is None:
         raise InputError(f"{path}: not a structure file by its name; {ENDINGS} is expected")
@@ -174,7 +175,7 @@ def _read_structure(path: Path) -> gemmi.Structure:
 
 
 def _check_coordinates(path: Path, text: str) -> None:
-    """Refuse PDB lines without numbers in the columns of coordinates. gemmi reads such a column as 0."""
+    """Raise `InputError` if a PDB line has no number in a coordinate column, since gemmi would read it as 0."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.startswith(("ATOM", "HETATM")):
             for column in (line[30:38], line[38:46], line[46:54]):
@@ -215,8 +216,8 @@ def _from_pdb(text: str, ignore_ter: bool = False) -> gemmi.Structure:
 
 
 def _place_by_numbers(entity: gemmi.Entity | None, polymer: gemmi.ResidueSpan) -> None:
-    """Place residues in SEQRES by bonds and numbers, if the letters then fit as well as in gemmi's alignment. In a
-    repeat, letters alone do not show which residues are missing.
+    """Set the positions of residues in SEQRES by bonds and residue numbers, if the letters fit at least as well as in
+    gemmi's alignment. In a repeat, the letters alone do not show which residues are missing.
     """
     residues = list(polymer)
     if entity is None:
@@ -236,8 +237,8 @@ def _place_by_numbers(entity: gemmi.Entity | None, polymer: gemmi.ResidueSpan) -
 
 
 def _step(before: gemmi.Residue, after: gemmi.Residue) -> int:
-    """Return the number of places between two residues: one over a peptide bond, else the difference of their numbers.
-    Numbers may skip over a bond, if authors follow the numbering of another protein.
+    """Return the distance of two residues in the sequence: 1 if they are bonded, else the difference of their numbers.
+    The numbers of bonded residues may differ by more, if authors use the numbering of another protein.
     """
     if before.seqid == after.seqid:
         return 0  # alternative residues
@@ -266,13 +267,13 @@ def _chain(
     min_plddt: float | None,
     edits: Edits,
 ) -> Chain:
-    """Make a chain of its residues with atoms and its listed sequence, which may be empty."""
-    at_place: dict[object, list[gemmi.Residue]] = defaultdict(list)  # Alternative residues share a place.
+    """Make a chain from its residues with atoms (`span`) and its listed sequence (`listed`, which may be empty)."""
+    at_place: dict[object, list[gemmi.Residue]] = defaultdict(list)  # Alternative residues have the same position.
     for residue in span:
         if residue.entity_type != gemmi.EntityType.Polymer and residue.label_seq is None:
             continue
         at_place[residue.label_seq if listed else str(residue.seqid)].append(residue)
-    # Among the residues without a place, HETATM are ligands. The others do not fit SEQRES.
+    # Of the residues without a position, HETATM residues are ligands. The ATOM residues do not fit SEQRES.
     wrong = sum(residue.het_flag == "A" for residue in at_place.pop(None, ()))
     if listed:
         places = [place - 1 for place in at_place if isinstance(place, int)]
@@ -299,12 +300,12 @@ def _chain(
                 atoms_L33[place, k] = atom.pos.tolist()
         if "CA" in atoms:
             b_factor_L[place] = atoms["CA"].b_iso
-    if differing > 2 and 10 * differing > len(at_place) + wrong:  # Fewer are known errors or variants of an entry.
+    if differing > 2 and 10 * differing > len(at_place) + wrong:  # A few differences are usual errors or variants.
         raise InputError(
             f"{path}: in chain {chain_id} {differing} of {len(at_place) + wrong} residues with atoms are not those of "
             "its sequence (SEQRES or _entity_poly_seq); download the file again, or remove that sequence"
         )
-    edits.add("residue(s) with atoms of another residue, read as the sequence has them", chain_id, differing)
+    edits.add("residue(s) with atoms of another residue, read as in the sequence", chain_id, differing)
     sequence = "".join(_letter(name, parents) for name in names)
     unknown = sum(letter == "X" and name != "UNK" for letter, name in zip(sequence, names, strict=True))
     edits.add("residue(s) without a standard parent, read as X", chain_id, unknown)
@@ -325,8 +326,8 @@ def _chain(
 
 
 def _conformer(residues: list[gemmi.Residue], chain_id: str, edits: Edits) -> tuple[str, dict[str, gemmi.Atom]]:
-    """Return the name and the backbone atoms of the alternative location with the highest occupancy. All alternative
-    residues of a place are compared.
+    """Choose the alternative location with the highest occupancy among all `residues` at one position. Return the name
+    of its residue and its backbone atoms.
     """
     atoms = [(residue.name, atom) for residue in residues for atom in residue if atom.name in (*_BACKBONE, "CB")]
     by_location: dict[tuple[str, str], gemmi.Atom] = {}
@@ -335,7 +336,9 @@ def _conformer(residues: list[gemmi.Residue], chain_id: str, edits: Edits) -> tu
     edits.add("atom(s) left out that came twice", chain_id, len(atoms) - len(by_location))
     altered = [(name, atom) for name, atom in atoms if atom.has_altloc()]
     several = len({atom.altloc for _, atom in altered}) > 1
-    edits.add("residue(s) with alternative locations, read at that of highest occupancy", chain_id, int(several))
+    edits.add(
+        "residue(s) with alternative locations, read at the location of highest occupancy", chain_id, int(several)
+    )
     name, best = max(altered, key=lambda pair: pair[1].occ, default=(residues[0].name, None))
     locations = ["\0"] if best is None else ["\0", best.altloc]
     return name, {

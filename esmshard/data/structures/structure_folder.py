@@ -1,7 +1,7 @@
-"""Converts a folder of PDB and mmCIF files, or one file, to a FASTA file and its `.npz`.
+"""Converts a folder of PDB and mmCIF files, or one such file, to a FASTA file and an `.npz` with the coordinates.
 
 The record `1abc_A:B` is chain A followed by chain B of `1abc.cif`. Its sequence has a colon between the chains, as in a
-FASTA file (docs/structures.md). The coordinates of the chains follow each other without a gap.
+FASTA file (docs/structures.md). The `.npz` has no row for the colon.
 """
 
 import json
@@ -25,7 +25,7 @@ from esmshard.recipe.sections import EVERY
 from esmshard.vocab import BETWEEN
 
 FEWEST = 10
-"""Least number of residues with coordinates of a record. Smaller records are left out."""
+"""A record is left out if fewer than this number of its residues have coordinates."""
 
 
 def read_records(
@@ -35,15 +35,14 @@ def read_records(
 
     Args:
         path: the file.
-        wanted: the author's names of the chains of each record, as `A` or `A:B`. `all`: all protein chains are one
-            record, in the order of the file. None: every chain is a record, except chains with the sequence of an
-            earlier chain.
+        wanted: the chains of each record by the author's chain names, such as `A` or `A:B`. `all`: all protein chains
+            are one record, in the order of the file. None: every chain is a record, except a chain with the sequence of
+            an earlier chain.
         min_plddt: see `read_chains`.
-        edits: see `read_chains`; also counts the records with fewer than `FEWEST` residues with coordinates, which are
-            left out.
+        edits: gets counts of changes (see `read_chains`), and of records that are left out or have several chains.
 
     Raises:
-        InputError: see `read_chains`; or two polymers of the file have the name of a wanted chain.
+        InputError: see `read_chains`. Also if two polymers of the file have the name of a wanted chain.
     """
     edits = Edits() if edits is None else edits
     names_of = None if wanted is None or wanted == EVERY else [names.split(BETWEEN) for names in wanted]
@@ -83,13 +82,13 @@ def read_records(
 
 
 def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list[str]]:
-    """Read a list of records, one on each line, and return the chains of each record by the name of the file.
+    """Read a list of records, one per line. Return for each structure file the chains of its records.
 
-    The line `1abc_A:B` gives `A:B` for `1abc.cif`. Empty lines and lines with # are skipped. `edits` collects records
-    without a file.
+    The line `1abc_A:B` gives `A:B` for `1abc.cif`. Empty lines and lines that begin with # are skipped. `edits` counts
+    the records without a structure file.
 
     Raises:
-        InputError: a line is no record, or no record has a file; the message names the line.
+        InputError: a line is not a valid record, or no record has a structure file; the message names the line.
     """
     files_of: dict[str, list[str]] = {}
     for file in files:
@@ -106,7 +105,7 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
         if record in lines:
             raise InputError(f"{where} is in line {lines[record]} too; remove one of the two")
         lines[record] = number
-        # Names of files and of chains may have underscores too. The longest file name is taken.
+        # Names of files and of chains may have underscores too. The longest file name that fits is chosen.
         beginnings = (parts[0][:k].lower() for k in range(len(parts[0]) - 1, 0, -1) if parts[0][k] == "_")
         entry = next((name for name in beginnings if name in files_of), None)
         if entry is None:
@@ -124,29 +123,29 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
 
 
 VERSION = 3
-"""The version of the rules by which structures become a split. After a change, all structures are read again."""
+"""The version of the code that converts structures. After a change, all structures are read again."""
 _FASTA = "structures.fasta"
 MANY = 100
-"""With this number of files, progress is shown."""
+"""Progress is shown if there are at least this number of files."""
 
 
 def holds_structures(path: Path) -> bool:
-    """Return whether a data path means structures: a directory that is no token store, or a structure file."""
+    """Return whether a data path is a structure file, or a directory of structure files (that is, no token store)."""
     return not is_store(path) if path.is_dir() else is_structure_name(path.name)
 
 
 def require_structures(path: Path, complexes: str | None) -> None:
-    """Refuse the option `--complexes` for other data than structures."""
+    """Raise `UsageError` if the option `--complexes` is given, but the data are not structures."""
     if complexes is not None and not holds_structures(path):
         raise UsageError(f"--complexes {complexes}: is for structure files, and {path} has sequences; leave it out")
 
 
 def cached_split(source: Path, complexes: str | None = None) -> Path:
-    """Return the FASTA file of a directory of structures, or of one file. The FASTA file and its `.npz` are made on
-    first use and kept in the user's cache.
+    """Convert a directory of structures, or one file, to a FASTA file and its `.npz` in the user's cache. Return the
+    path of the FASTA file. Later calls use the cached files.
 
-    The key is the path, the names and `paths.state` of all files, and `complexes` (see `recipe.DataSettings`). So a
-    changed directory is read again. Of several processes, one reads the structures, and the others wait.
+    The cache key is the path, the names and `paths.state` of all files, and `complexes` (see `recipe.DataSettings`). So
+    a changed directory is read again. While one process reads the structures, other processes wait.
 
     Raises:
         InputError: see `to_split`.
@@ -161,7 +160,7 @@ def cached_split(source: Path, complexes: str | None = None) -> Path:
 
 
 def states(source: Path) -> list[Any]:
-    """Return the state of a file, or of all structure files of a directory, ready for JSON."""
+    """Return name and `paths.state` of a file, or of each structure file of a directory, as a list for JSON."""
     try:
         return [(path.name, *state(path)) for path in (listed_files(source, Edits()) if source.is_dir() else [source])]
     except OSError as error:
@@ -169,7 +168,7 @@ def states(source: Path) -> list[Any]:
 
 
 def notices(fasta: Path) -> list[str]:
-    """Return sentences about what `cached_split` changed or left out in this file."""
+    """Return sentences about what `cached_split` changed or left out. `fasta` is the file that it returned."""
     sentences: list[str] = read_json(fasta.parent / "manifest.json")["notices"]
     return sentences
 
@@ -180,9 +179,9 @@ def to_split(
     """Write the protein chains of structure files as a FASTA file and their coordinates (format: data/README.md).
 
     Args:
-        source: a structure file, or a directory, whose files are read in the order of their names.
-        fasta: file to write.
-        npz: file to write; a task expects `x.npz` beside `x.fasta`.
+        source: a structure file, or a directory. The files of a directory are read in the order of their names.
+        fasta: FASTA file to write.
+        npz: file of coordinates to write. For use in a recipe, it must be `x.npz` in the folder of `x.fasta`.
         complexes: see `recipe.DataSettings.complexes`.
         min_plddt: see `read_chains`.
 
@@ -190,8 +189,8 @@ def to_split(
         Sentences about what was changed and left out.
 
     Raises:
-        InputError: a file is damaged, two records have one id, or there is no record to write; see also `read_list`.
-        UsageError: one of the files to write exists.
+        InputError: a file is damaged, two records have the same id, or no record is left; see also `read_list`.
+        UsageError: `fasta` or `npz` exists.
     """
     for out in (fasta, npz):
         if out.exists():
@@ -229,7 +228,9 @@ def to_split(
 
 
 def listed_files(source: Path, edits: Edits) -> list[Path]:
-    """Return the structure files of a directory, sorted by name, or the one file. `edits` collects what is not read."""
+    """Return the structure files of a directory, sorted by name; for a file, a list with this file. `edits` gets counts
+    of other files and inner folders, which are not read.
+    """
     if not source.is_dir():
         if not source.exists():
             raise InputError(f"{source}: no such file or directory")
@@ -240,7 +241,7 @@ def listed_files(source: Path, edits: Edits) -> list[Path]:
             if entry.is_dir():
                 edits.add("inner folder(s) not read", entry.name)
             elif not is_structure_name(entry.name) or entry.name.startswith("."):
-                edits.add("file(s) not read, as the name is not that of a structure", entry.name)
+                edits.add("file(s) not read, as the name is not a structure file name", entry.name)
             elif not entry.is_file():
                 raise InputError(f"{source}/{ascii(entry.name)[1:-1]}: no file, or a broken link; remove it")
             else:
@@ -251,7 +252,7 @@ def listed_files(source: Path, edits: Edits) -> list[Path]:
 
 
 def _stored(path: Path, chain: Chain) -> npt.NDArray[np.uint16]:
-    """Return the coordinates in 0.1 A, relative to the least coordinates of the chain, uint16 [L, 3]."""
+    """Return the coordinates in 0.1 A, with the minimum of each axis moved to 0, uint16 [L, 3]."""
     cb_L3 = chain.cb_L3.astype(np.float64)
     cb_dA_L3 = np.rint((cb_L3 - np.nanmin(cb_L3, axis=0)) * 10)
     widest = np.nanmax(cb_dA_L3)
