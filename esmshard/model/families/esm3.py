@@ -301,7 +301,7 @@ class _Gate(nn.Module):
 
 
 class StructureEncoder(nn.Module):
-    """The encoder of structure tokens, without parts for its training. `codes` is (number of codes C, their width Z)."""
+    """The encoder of structure tokens, without parts for its training. `codes` is (number C, width Z) of its codes."""
 
     codes_CZ: torch.Tensor
 
