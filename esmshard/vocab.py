@@ -23,7 +23,7 @@ LINKER = 25
 """Default number of glycines in a linker: 25, as in ESMFold (Lin et al. 2023, doi:10.1126/science.ade2574)."""
 LONGEST_LINKER, WIDEST_GAP = 1_000, 100_000
 BETWEEN = ":"
-"""The symbol between the chains of a record, as in ColabFold and ESMFold."""
+"""The symbol between the chains of a sequence, as in ColabFold and ESMFold."""
 
 Linker = int | Literal["break"]
 
@@ -100,7 +100,7 @@ and ESM3, the same number is the chain break `|`, which the setting `linker:brea
 """
 
 STANDARD = "ACDEFGHIKLMNPQRSTVWY"
-"""The 20 standard amino acids. Residues are drawn at random from these only."""
+"""The 20 standard amino acids. Random residues are chosen from these only."""
 RARE = "XBUZO"
 """The letters for an unknown residue, Asx, selenocysteine, Glx and pyrrolysine. ESM-2 was trained on these letters."""
 GAPS = "-."
@@ -186,8 +186,8 @@ def chain_spans(tokens: npt.NDArray[Any]) -> list[tuple[int, int]]:
 class Track:
     """A property of residues that the models of a family read in addition to the amino acids.
 
-    In a pack, a track is a tensor with one entry for each token (`esmshard.batch.TokenBatch.tracks`). `<cls>`, `<eos>`
-    and residues without a known value have the entry `unknown`.
+    In a pack, a track is a tensor with one entry for each token (`esmshard.batch.TokenBatch.tracks`). The entry is
+    `unknown` for `<cls>`, `<eos>` and residues whose value is not known.
     """
 
     name: str

@@ -64,7 +64,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         raise InputError(f"{path}: peft_type is not LORA and cannot be read; {_FIX}")
     if unknown := [key for key, value in settings.items() if key not in _KNOWN and value]:
-        raise InputError(f"{path}: {unknown[0]} is set, which is not a plain LoRA and cannot be read; {_FIX}")
+        raise InputError(f"{path}: {unknown[0]} is set, so it is not a plain LoRA and cannot be read; {_FIX}")
     if settings.get("init_lora_weights") not in _INIT:
         raise InputError(
             f"{path}: init_lora_weights is {settings['init_lora_weights']!r}, which changes the base model too and "
@@ -134,7 +134,7 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
     adapted = {name: _with_lora(name, trunk[name], a, b_of[name], scales[name]) for name, a in a_of.items()}
     head_file = directory / HEAD
     head = weight_reader.read_safetensors(head_file) if head_file.is_file() else {}
-    notices = (f"{file}: its {part} is of another task and left out" for part in sorted(left_out))
+    notices = (f"{file}: its {part} belongs to another task and is ignored" for part in sorted(left_out))
     origin = json.dumps([base.made, base.seed, scales], sort_keys=True)
     return replace(
         base,

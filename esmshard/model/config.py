@@ -61,7 +61,7 @@ class ModelConfig(ABC):
             if not is_unset and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a positive whole number, not {value!r}")
         if self.dim % (2 * self.n_heads):
-            raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads}): rotary turns pairs")
+            raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads}), for pairs of numbers")
         if self.chains.linker == "break" and not self.chain_break:
             raise ValueError("linker:break is for models with a token of a chain break; choose a length, as linker:25")
         if self.chains.gap and self.most_tokens is not None:
@@ -90,7 +90,7 @@ class ModelConfig(ABC):
     @property
     @abstractmethod
     def matrices(self) -> tuple[Matrix, ...]:
-        """The linear layers of a block."""
+        """All linear layers of a block."""
 
     @property
     def projections(self) -> tuple[Matrix, ...]:

@@ -207,7 +207,7 @@ class RecordDropout(nn.Module):
         if not self.training or not self.share:
             return x_RF
         if draw_R is None:
-            raise ValueError("dropout needs the draws of the records; make the batch with `collate`, for an epoch")
+            raise ValueError("dropout needs a seed for each record; make the batch with `collate`, for an epoch")
         row_R = _hashed(draw_R + ((self.layer * _LAYER + 2**31) % 2**32 - 2**31))  # an int32
         column_F = torch.arange(x_RF.shape[1], dtype=torch.int32, device=x_RF.device) * _COLUMN
         left_out_RF = _hashed(row_R[:, None] + column_F) < int(self.share * 2**32) - 2**31

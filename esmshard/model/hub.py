@@ -139,7 +139,7 @@ def _snapshot(name: str) -> Path | None:
 
 
 def _download(name: str, directory: Path | None = None) -> Path:
-    """Download the files of a model to a directory, or to the hub's cache, and compare the announced sha256."""
+    """Download the files of a model to a directory, or to the hub's cache, and check the sha256 of large files."""
     from huggingface_hub import HfApi, constants, hf_hub_download
 
     address = f"{constants.ENDPOINT}/{_repository(name)}"
@@ -158,7 +158,7 @@ def _download(name: str, directory: Path | None = None) -> Path:
                 try:
                     transformers_config(read_json(paths[-1]))
                 except ValueError as error:
-                    raise InputError(f"{name}: {file} is not of a model that can be read: {error}") from None
+                    raise InputError(f"{name}: {file} describes a model that cannot be read: {error}") from None
     except InputError:
         raise
     except Exception as error:  # requests, httpx and hf_xet have no common exception type.

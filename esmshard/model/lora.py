@@ -187,7 +187,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def check_quantization(device: torch.device) -> None:
-    """Raise `UsageError` if the device is no NVIDIA GPU, or if bitsandbytes is missing."""
+    """Raise `UsageError` if the device is not an NVIDIA GPU, or if bitsandbytes is missing."""
     if device.type != "cuda":
         raise UsageError(
             f"model.quantize: is for NVIDIA GPUs, and this run is on {device.type}; pass model.quantize=null, or run "

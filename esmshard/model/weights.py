@@ -44,7 +44,7 @@ class Weights:
 
     config: ModelConfig
     source: str
-    """Source of the weights, for messages."""
+    """Where the weights come from, for messages: a path, or the words `fresh weights, seed N`."""
     read: Mapping[str, WeightReader]
     """Readers by our names. The names of a fine-tuned task head begin with `head.`."""
     absent: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class Weights:
         return self.rows(name, ALL)
 
     def rows(self, name: str, rows: slice) -> torch.Tensor:
-        """Read some rows of a tensor. Raises `InputError` if a value is not finite."""
+        """Return these rows of a tensor. Raises `InputError` if a value is not finite."""
         tensor = self.read[tied(self.config).get(name, name)](rows)
         if not torch.isfinite(tensor).all():
             raise InputError(
@@ -172,9 +172,9 @@ def read(model: str) -> Weights:
     """Open the weights of a model. Raises `InputError` if the model cannot be read.
 
     Args:
-        model: a file of the authors' code; a directory in `transformers`' layout, of a run, or of an adapter; a
-            released name, or OWNER/NAME of the Hugging Face hub; the address of a file or directory in a bucket;
-            `starter` or `demo`. See docs/models.md.
+        model: the path of a file for the authors' code, of a directory in `transformers`' layout, of a run, or of an
+            adapter. Or the name of a released model, OWNER/NAME on the Hugging Face hub, `starter` or `demo`. Or the
+            address of a file or directory in a bucket. See docs/models.md.
     """
     path = place(model)
     if path.is_dir():
@@ -187,7 +187,7 @@ def read(model: str) -> Weights:
         if name is None:
             return fetched
         if fetched.config != SIZES[name]:
-            raise InputError(f"{fetched.source}: has not the shape of {name}; download it again")
+            raise InputError(f"{fetched.source}: its sizes are not those of {name}; download it again")
         return replace(fetched, config=SIZES[name])  # The files do not contain the window.
     if model in SIZES:
         raise InputError(f"{model}: a size without trained weights; give a trained model's path, or init: random")
@@ -241,7 +241,8 @@ def _read_transformers(path: Path, single: Path | None = None) -> Weights:
     source = str(single or path)
     readers = {key: reader for file in files for key, reader in weight_reader.read_tensors(file).items()}
     used = {key: reader for key, reader in readers.items() if not key.startswith("classifier.")}
-    notices = (f"{source}: its classifier is of another task and left out",) if len(used) < len(readers) else ()
+    has_classifier = len(used) < len(readers)
+    notices = (f"{source}: its classifier belongs to another task and is ignored",) if has_classifier else ()
     tensors = family_registry.family_of(config).tensors(used, config)
     return _complete(Opened(config, tensors, tuple(files)), source, notices)
 
@@ -277,7 +278,7 @@ def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Wei
         if second is None or shared is None or second.shape != shared.shape:
             continue
         if not torch.equal(second().nan_to_num(), shared().nan_to_num()):  # Logits would differ from the authors' code.
-            raise InputError(f"{source}: {name} is not {first}, and the two are one tensor in such a model")
+            raise InputError(f"{source}: {name} differs from {first}, but such a model shares one tensor for both")
     wanted = stored_shapes(config)
     if unexpected := sorted(name for name in readers.keys() - wanted.keys() if not name.startswith("head.")):
         raise InputError(f"{source}: {some(unexpected)} do not belong to a model of {config.n_layers} such layers")

@@ -107,7 +107,7 @@ def check() -> None:
     numbers = [os.environ.get(name) or "0" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if missing or not all(map(str.isdecimal, numbers)) or int(numbers[0]) >= int(numbers[1]):
         raise UsageError(
-            f"RANK={numbers[0]}, WORLD_SIZE={numbers[1]}: no rank that can meet the others "
+            f"RANK={numbers[0]}, WORLD_SIZE={numbers[1]}: this is not a valid rank of a run "
             f"({'missing: ' + ', '.join(missing) if missing else 'a value is wrong'}); on one machine `unset RANK "
             "WORLD_SIZE LOCAL_RANK` and use `--nproc N`; on several let torchrun or srun start the processes"
         )
@@ -285,7 +285,7 @@ def _verdict(
             why = f"{killed} processes did not leave within {STOP_TIMEOUT:g} s of {name}, and had to be killed"
             return ExitCode.FAILED, why, False
         return (_code_of(signals) if has_left or killed else 0), "", False
-    # The cause is a mistake if there is one, else a signal, a crash, or the loss of a process, in this order.
+    # The cause is, in this order of preference, a user's mistake, a signal, a crash, or the loss of a process.
     weights: dict[int, int] = {ExitCode.CRASHED: 2, ExitCode.LOST: 3}
     rank, code = min(failed, key=lambda end: weights.get(end[1], int(end[1] < 0)))
     if code > 0:

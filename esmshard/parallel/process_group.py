@@ -51,10 +51,10 @@ class World:
     step_timeout: int = START_TIMEOUT
     """How many seconds the collectives of training steps and of checkpoints wait for a rank."""
     store: Any = None
-    """The store that connected the ranks; None for a single process."""
+    """The key-value store through which the ranks connected; None for a single process."""
 
     def patient(self, seconds: int = 7 * 86400) -> "World":
-        """Return the same ranks with a longer time-out for numbers and objects, a week by default, so that other ranks
+        """Return the same ranks with a longer time-out for numbers and objects, a week by default. With it, other ranks
         can wait while the first rank fits a regression or writes a model. All ranks must call this.
         """
         if self.mesh is None:

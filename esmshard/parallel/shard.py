@@ -358,7 +358,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copies(tensor: torch.Tensor) -> int:
-    """Return the number of ranks that hold the same part of a tensor as this rank."""
+    """Return how many ranks have the same part of a tensor, including this rank."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = (tensor.device_mesh.size(n) for n, placed in enumerate(tensor.placements) if placed.is_replicate())

@@ -1,4 +1,4 @@
-"""AMPLIFY over packed sequences, and its files.
+"""AMPLIFY over packed sequences, and its file format.
 
 All outputs must equal those of the authors' code (https://github.com/chandar-lab/AMPLIFY, commit 2fd2c08), a class for
 `transformers` in the repositories of the weights. `tests/parity/` compares them. Files join the matrices gate and up.
@@ -120,7 +120,7 @@ _FIXED = {
 
 
 class AmplifyFamily(Family):
-    """AMPLIFY."""
+    """The family of AMPLIFY models."""
 
     title = "AMPLIFY"
     config = AmplifyConfig

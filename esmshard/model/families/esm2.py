@@ -61,7 +61,7 @@ class EsmConfig(ModelConfig):
     max_positions: int | None = None
     """Number of learned positions (ESM-1b, ESM-1v: 1024); None for rotary positions (ESM-2, SaProt)."""
     emb_layer_norm_before: bool = False
-    """Whether a LayerNorm follows the embeddings, before the first layer."""
+    """Whether a LayerNorm is applied to the embeddings before the first layer."""
 
     @property
     def mask_row(self) -> int:
@@ -365,7 +365,7 @@ model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)""",
 
 
 class Esm2Family(EsmFamily):
-    """ESM-2, ESM-1b and ESM-1v."""
+    """The family of ESM-2, ESM-1b and ESM-1v models."""
 
     title = "ESM-2"
     config = EsmConfig

@@ -425,11 +425,11 @@ model.load_state_dict(state)""",
     code="[esm](https://github.com/Biohub/esm)",
     lacks=("head.", "contact_head."),
 )
-"""The `.pth` file in which ESM3-open was published: tensors without sizes."""
+"""The format of the `.pth` file in which ESM3-open was published. It has tensors and no configuration."""
 
 
 class Esm3Family(Family):
-    """ESM3."""
+    """The family of ESM3 models."""
 
     title = "ESM3"
     config = Esm3Config

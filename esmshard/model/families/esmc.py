@@ -318,7 +318,7 @@ _HOLDER = "Chan Zuckerberg Biohub and the ESM-C authors"
 
 
 class EsmcFamily(Family):
-    """ESM-C."""
+    """The family of ESM-C models."""
 
     title = "ESM-C"
     config = EsmcConfig
