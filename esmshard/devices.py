@@ -93,7 +93,7 @@ def halving(function: Callable[[Sequence[S]], Sequence[T]], pack: Sequence[S], d
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    # Inside the handler, the traceback would keep the tensors in memory.
+    # These lines are outside the handler, because inside it the traceback would keep the tensors in memory.
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if len(pack) == 1:

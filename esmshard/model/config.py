@@ -42,7 +42,7 @@ class ModelConfig(ABC):
     n_heads: int
     window: int | None = field(default=None, compare=False)
     """Maximum number of residues of a sequence in training; None for the family's window. Does not affect any shape."""
-    chains: Chains = field(default=Chains(), compare=False)  # frozen
+    chains: Chains = field(default=Chains(), compare=False)  # `Chains` cannot change
     """How the model reads several chains as one sequence. Does not affect any shape."""
 
     family: ClassVar[str]

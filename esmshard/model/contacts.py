@@ -17,7 +17,7 @@ from esmshard.model.attention import attention_map
 from esmshard.model.trunk import Trunk
 
 MAP_NUMBERS = 1 << 20
-"""Maximum size of the maps that exist at once, in numbers (4 MiB). At least one map for each regression exists."""
+"""Maximum size, in numbers, of the maps that exist at once (4 MiB). Long sequences have one map for each regression."""
 
 
 class ContactAccumulators:

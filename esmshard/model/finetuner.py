@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LanguageModelHead(nn.Module):
-    """A placeholder, without parameters, for the head of tasks that use the trunk's LM head."""
+    """Marks that a task uses the LM head of the trunk as its head. This module has no parameters."""
 
 
 class FineTuner(nn.Module):

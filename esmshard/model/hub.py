@@ -40,8 +40,8 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
     """Check the model names and outputs of a command before any download. Raises `UsageError` with a list of all
     unknown names and all existing outputs.
     """
-    known = f"one of {', '.join(RELEASED)}, or OWNER/NAME for a repository of the Hugging Face hub, is expected"
-    problems = [f"{name}: not a released model; {known}" for name in names if not is_name(name)]
+    expected = f"one of {', '.join(RELEASED)}, or OWNER/NAME for a repository of the Hugging Face hub, is expected"
+    problems = [f"{name}: not a released model; {expected}" for name in names if not is_name(name)]
     outputs = [] if to is None else [to / name for name in names]
     if not overwrite:
         existing = filter(os.path.lexists, outputs)
@@ -154,7 +154,7 @@ def _download(name: str, directory: Path | None = None) -> Path:
         paths = []
         for file in files:  # `snapshot_download` uses threads, and Ctrl-C would wait until they have downloaded all.
             paths.append(Path(hf_hub_download(_repository(name), file, local_dir=directory)))
-            if file == _CONFIG and name not in RELEASED and files[-1] in LAYOUTS:  # A check before the large weights.
+            if file == _CONFIG and name not in RELEASED and files[-1] in LAYOUTS:  # Check the small file first.
                 try:
                     transformers_config(read_json(paths[-1]))
                 except ValueError as error:
@@ -168,7 +168,7 @@ def _download(name: str, directory: Path | None = None) -> Path:
         ) from None
     for file, path in zip(files, paths, strict=True):
         lfs = announced[file].lfs
-        if lfs is not None and sha256(path) != lfs.sha256:  # The library compares sizes only.
+        if lfs is not None and sha256(path) != lfs.sha256:  # huggingface_hub compares sizes only.
             path.resolve().unlink()
             path.unlink(missing_ok=True)
             raise InputError(

@@ -64,7 +64,7 @@ class Weights:
         return self.absent if self.seed is None else ("lm_head", "contact_head")
 
     def lacking(self, *parts: str) -> list[str]:
-        """Return one sentence for each of these parts that the file lacks, for a caller that needs the parts."""
+        """Return a sentence about each part that the caller needs and the file lacks. `parts` are the needed parts."""
         return [f"{self.source}: has no {part}; its output is random" for part in self.absent if part in parts]
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -124,7 +124,7 @@ def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> d
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         if name.endswith("lora_A.weight"):
-            bound = 1 / math.sqrt(shape[1])  # kaiming_uniform_(a=sqrt(5))
+            bound = 1 / math.sqrt(shape[1])  # as kaiming_uniform_(a=sqrt(5))
             return torch.rand(shape, generator=generator) * 2 * bound - bound
         return family_registry.family_of(config).initial(config, name, shape, generator)
 
@@ -398,7 +398,7 @@ def report_altered(files: Sequence[Path]) -> None:
 
 
 def record_of(files: Sequence[Path]) -> dict[str, Any]:
-    """Return the content of the `esmshard.json` next to a fine-tuned model's weight files; empty without this file."""
+    """Return the content of `esmshard.json` next to the weight files of a fine-tuned model; empty for other weights."""
     return next((about for _, about in _records(files) if "recipe" in about), {})
 
 
@@ -448,8 +448,9 @@ def check(
         )
 
 
-def _model_of(known: Mapping[str, Any]) -> dict[str, Any]:
+def _model_of(full: Mapping[str, Any]) -> dict[str, Any]:
     """Return an identity without file names, window and chains, because these do not change the tensors."""
-    model = {key: known[key] for key in ("seed", "made") if key in known}
-    model["files"] = sorted(str(entry["sha256"]) for entry in known["files"].values())
-    return model | {"config": {key: value for key, value in known["config"].items() if key not in ("window", "chains")}}
+    model = {key: full[key] for key in ("seed", "made") if key in full}
+    model["files"] = sorted(str(entry["sha256"]) for entry in full["files"].values())
+    config = {key: value for key, value in full["config"].items() if key not in ("window", "chains")}
+    return model | {"config": config}

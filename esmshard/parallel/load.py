@@ -46,7 +46,7 @@ def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World)
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
     doubles = {name for _, *others in shared for name in others}
-    # FSDP does not check whether ranks read the same weights. Otherwise the model would be a mixture.
+    # FSDP does not check whether ranks read the same weights. With different weights the model would be a mixture.
     marks = world.gather(world.agree(lambda: fill(model, rows_of, doubles)))
     for rank, theirs in enumerate(marks):
         if differing := [name for name, mark in marks[0].items() if theirs.get(name) != mark]:

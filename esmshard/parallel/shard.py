@@ -65,8 +65,8 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
         )
     if layout.cpu_offload and world.mesh is None:
         raise UsageError("Layout: cpu_offload in one process needs a process group; call world(alone_too=True)")
-    known = any(isinstance(module, Trunk) for module in model.modules())
-    if not known and (layout.together > 1 or layout.activation_checkpointing == "selective"):
+    has_trunk = any(isinstance(module, Trunk) for module in model.modules())
+    if not has_trunk and (layout.together > 1 or layout.activation_checkpointing == "selective"):
         raise UsageError(
             "Layout: tensor, context and activation_checkpointing='selective' are for esmshard's own models; leave "
             "them out, or take activation_checkpointing='full'"
@@ -299,9 +299,9 @@ def shared_calls(model: nn.Module, ranks: World) -> Iterator[None]:
         nonlocal inside
         inside = False
 
-    def through_model(call: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    def through_model(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call the trunk inside a call of the model, because only a call of the model gathers the root's parameters."""
-        return call(*given, **options) if inside else model(given[0], lambda: call(*given, **options))
+        return call(*args, **options) if inside else model(args[0], lambda: call(*args, **options))
 
     # FSDP gathers parameters in a hook. All ranks must know of the pass before this hook runs.
     hooks = [
@@ -330,7 +330,7 @@ def free_layers(model: nn.Module) -> None:
 
 
 def ties(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several: in ESM-2, the embedding is also the LM head's matrix."""
+    """Return a list of names for each parameter with several names, such as the embedding and LM head of ESM-2."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

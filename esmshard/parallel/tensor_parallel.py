@@ -198,11 +198,11 @@ def _own_parts(zero: Collection[str], parameters: Mapping[str, nn.Parameter]) ->
         zero: the names of biases that this rank sets to zero, because only the first rank adds them to a sum.
         parameters: the parameters of the layer, by name.
     """
-    divided = {name: whole for name, whole in parameters.items() if isinstance(whole, DTensor)}
-    parts = {name: parameter.to_local() for name, parameter in divided.items()}
-    whole = [name for name, p in divided.items() if p.requires_grad and not p.placements[0].is_shard()]
+    tensors = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+    parts = {name: tensor.to_local() for name, tensor in tensors.items()}
+    whole = [name for name, p in tensors.items() if p.requires_grad and not p.placements[0].is_shard()]
     if whole and torch.is_grad_enabled():
-        mesh = divided[whole[0]].device_mesh
+        mesh = tensors[whole[0]].device_mesh
         small = [name for name in whole if parts[name].numel() <= SMALL]
         parts |= {name: _gradient_summed(parts[name], mesh) for name in whole if name not in small}
         if small:

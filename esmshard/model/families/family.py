@@ -73,7 +73,7 @@ class Names:
 
 
 def _moved(name: str, prefixes: Mapping[str, str]) -> str:
-    """Replace the prefix of a name by the prefix to which it is mapped."""
+    """Replace the first matching prefix of a name. `prefixes` maps old prefixes to new prefixes."""
     old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
     return prefixes.get(old, "") + name.removeprefix(old)
 

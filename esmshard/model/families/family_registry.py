@@ -31,7 +31,7 @@ CHAINS = "joined_chains"
 
 def released_name(name: str) -> str | None:
     """Return the name of a released model from its name or its repository OWNER/NAME; None for other names."""
-    return next((known for known, model in RELEASED.items() if name in (known, model.repository)), None)
+    return next((key for key, model in RELEASED.items() if name in (key, model.repository)), None)
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -93,7 +93,7 @@ def read_pickle(data: Mapping[str, Any], path: Path) -> Opened | None:
 
 def encoder_of(track: str) -> Encoder:
     """Return the function that computes the codes of this track. Raises `UsageError` if no family has one."""
-    known = {name: encoder for family in FAMILIES.values() for name, encoder in family.encoders.items()}
-    if track not in known:
-        raise UsageError(f"{track}: no encoder of this track is known, only of {', '.join(known)}")
-    return known[track]
+    encoders = {name: encoder for family in FAMILIES.values() for name, encoder in family.encoders.items()}
+    if track not in encoders:
+        raise UsageError(f"{track}: no encoder of this track is known, only of {', '.join(encoders)}")
+    return encoders[track]
