@@ -41,9 +41,9 @@ class ModelConfig(ABC):
     dim: int
     n_heads: int
     window: int | None = field(default=None, compare=False)
-    """Maximum number of residues of a sequence in training; None for the family's window. Does not affect any shape."""
+    """Maximum number of residues of a sequence in training; None for the family's window. No shape depends on it."""
     chains: Chains = field(default=Chains(), compare=False)  # `Chains` cannot change
-    """How the model reads several chains as one sequence. Does not affect any shape."""
+    """How the model reads several chains as one sequence. No shape of a tensor depends on this."""
 
     family: ClassVar[str]
     """Name of the family in `family_registry.FAMILIES`."""

@@ -23,7 +23,7 @@ ABSENT = -1e4
 
 
 class ContactRegression(nn.Module):
-    """The contact regression, with fair-esm's name `regression`: one weight for each attention head of every layer."""
+    """The contact regression: one weight for each attention head of every layer. fair-esm has the same names."""
 
     def __init__(self, n_maps: int) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def follow_launcher() -> None:
 
 
 def wait_for_first(code: int) -> None:
-    """Wait at most `FIRST_LEAVES` seconds for SIGTERM from the launcher, which ends this process with exit code `code`.
+    """Wait at most `FIRST_LEAVES` seconds for SIGTERM from the launcher. SIGTERM then gives the exit code `code`.
 
     Every rank finds a mistake in the recipe, and only rank 0 prints the message. srun and torchrun end all ranks as
     soon as one rank has failed, so rank 0 must end first. esmshard's launcher waits for all ranks.

@@ -145,7 +145,7 @@ class Preemption:
 
     @property
     def unsaved(self) -> int:
-        """The value of `asked` if training has not begun; 0 otherwise."""
+        """The value of `asked` if training has not begun, so that there is nothing to save; 0 otherwise."""
         return 0 if self.began else self.asked
 
     @contextmanager

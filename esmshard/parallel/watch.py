@@ -302,7 +302,7 @@ class Numbers(NamedTuple):
     """How many seconds passed from the beginning of the step until all gradients existed."""
     data_wait_s: float
     peak_memory_bytes: float
-    """The maximum memory so far, in bytes: memory allocated on the GPU, or on the CPU memory of the process."""
+    """The maximum memory so far, in bytes: the memory allocated on the GPU; on the CPU, the memory of the process."""
     reserved_memory_bytes: float
     """The maximum GPU memory that torch's allocator has reserved so far, in bytes."""
     allocation_retries: float

@@ -58,7 +58,7 @@ class AmplifyConfig(EsmcConfig):
 
     @property
     def n_logits(self) -> int:
-        """33, the number of tokens of `esmshard.vocab`. Tokens that AMPLIFY lacks have the logit `ABSENT`."""
+        """The number of tokens of `esmshard.vocab`. Tokens that AMPLIFY lacks have the logit `ABSENT`."""
         return VOCAB_SIZE
 
     @property

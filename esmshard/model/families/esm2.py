@@ -40,7 +40,8 @@ from esmshard.model.trunk import ContactRegression, Trunk, embedding
 from esmshard.vocab import EOS, MASK, PAD, TOKENS, VOCAB_SIZE
 
 MASK_RATIO_TRAINED = 0.15 * 0.8
-"""The share of `<mask>` tokens in pre-training. `_token_dropout` scales embeddings to this share."""
+"""The share of `<mask>` tokens in pre-training. `_token_dropout` scales embeddings as if every sequence had this share.
+"""
 
 TIED = "lm_head.weight"
 """The name of the matrix of the LM head. It is the same tensor as `embed_tokens.weight`."""

@@ -63,7 +63,7 @@ class EsmcConfig(ModelConfig):
 
     @property
     def n_logits(self) -> int:
-        """`ROWS`, because the authors' loss, too, has a logit for each row of the embedding."""
+        """Number of rows of the embedding. In the authors' loss, too, each row has a logit."""
         return ROWS
 
     @property
@@ -126,7 +126,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The norm. Only input, weight and scale are kept for the backward pass."""
+    """The computation of `RMSNorm`. Only input, weight and scale are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -249,7 +249,8 @@ JOINED = {
     "attn.layernorm_qkv.1.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "ffn.1.weight": ("gate.weight", "up.weight"),
 }
-"""For a tensor of a block that joins several of our tensors of equal size along the rows, the names of our tensors."""
+"""Tensors in files that join several of our tensors along the rows, each with our names. Joined tensors are equally
+large."""
 
 _OF_2026 = {
     "layernorm_qkv.layer_norm_": "layernorm_qkv.0.",
