@@ -1,14 +1,14 @@
-"""`TokenBatch`, the packed batch that the loader makes and the model takes, and the legend of all tensor names.
+"""`TokenBatch`, the packed batch that the loader makes and the model takes, and the meaning of all tensor names.
 
-Letters at the end of a tensor's name are its logical dimensions, which are the same for any number of processes:
+Letters at the end of a tensor's name are its dimensions before tensors are divided over processes:
 
-    T  packed tokens of a batch, `<cls>` and `<eos>` of each sequence included
+    T  packed tokens of a batch, with `<cls>` and `<eos>` of each sequence
     N  sequences of a batch
     L  residues of one sequence (without `<cls>` and `<eos>`)
     D  width of the residual stream          F  width of the feed-forward layer
     H  attention heads                       K  width of one head
     C  channels of the pair representation   V  vocabulary (33)
-    B  sequences of a padded block           P  places at which logits are asked for
+    B  sequences of a padded block           P  tokens for which logits are computed
     M  changed residues of the variants of a batch
 """
 
@@ -40,43 +40,44 @@ class TokenBatch:
     tokens_T: torch.Tensor
     """int64 [T]."""
     position_T: torch.Tensor
-    """int64 [T]: the position of each token in its sequence, 0 for `<cls>`. Rotary attention uses differences only."""
+    """int64 [T]: the position of each token in its sequence, 0 for `<cls>`."""
     cu_seqlens: torch.Tensor
-    """int32 [N + 1]: the first token of each sequence, and T at the end."""
+    """int32 [N + 1]: the index in the pack of the first token of each sequence, and T as the last entry."""
     max_seqlen: int
     """Number of tokens of the longest sequence."""
     record_ids: tuple[str, ...]
     bounds: tuple[int, ...]
-    """`cu_seqlens` as Python ints. Reading the tensor would make the host wait for the device."""
+    """`cu_seqlens` as Python ints. The CPU can read these without waiting for the GPU."""
     logits_at_P: torch.Tensor | None = None
-    """int64 [P]: the tokens of the pack for which the language model computes logits; None for no logits."""
+    """int64 [P]: indices in the pack of the tokens for which the language model computes logits; None for no logits."""
     logit_counts: tuple[int, ...] = ()
-    """Number of these P tokens in each sequence."""
+    """For each sequence, the number of its tokens in `logits_at_P`."""
     changes_4M: torch.Tensor | None = None
-    """int64 [4, M], for variants of one protein: for each changed residue the number of the variant, the new token, the
-    place of the residue in the pack, and the place of the same residue of the wild type. The wild type is the last
-    sequence, so that one forward pass serves all variants."""
+    """int64 [4, M], for variants of one protein. The rows hold for each changed residue: the number of its variant, the
+    new token, the index of the residue in the pack, and the index of the same residue in the wild type. The wild type
+    is the last sequence of the pack, so one forward pass of the wild type serves all variants."""
     n_variants: int | None = None
-    """Number of variants. If the head uses the wild type alone, no variant is in the pack."""
+    """Number of variants; None if the batch has no variants. If the head reads the wild type only, the pack has no
+    variants, but `n_variants` still counts them."""
     linked_N: tuple[int, ...] = ()
-    """Number of tokens between chains (`esmshard.vocab.SEPARATOR`) in each sequence; empty without such tokens."""
+    """Number of tokens between chains (`esmshard.vocab.SEPARATOR`) in each sequence; empty if no sequence has any."""
     draw_N: torch.Tensor | None = None
-    """int32 [N]: the seed of random choices in the model for each record or variant, such as dropout
+    """int32 [N]: a random seed for each record or variant, which decides its dropout masks
     (`esmshard.model.finetuner`). None outside training."""
     tracks: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The tracks by name, [T, ...] each (`esmshard.vocab.Track`). An absent track is unknown for all residues."""
+    """The tracks by name, [T, ...] each (`esmshard.vocab.Track`). All values of an absent track count as unknown."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     @property
     def n_records(self) -> int:
-        """Number of sequences, or of variants without their wild type."""
+        """Number of sequences; for variants of one protein, the number of variants."""
         return len(self) if self.n_variants is None else self.n_variants
 
     @property
     def token_counts(self) -> list[int]:
-        """Number of tokens of each sequence with `<cls>` and `<eos>`."""
+        """Number of tokens of each sequence, including `<cls>` and `<eos>`."""
         return [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
 
     @property
@@ -86,12 +87,12 @@ class TokenBatch:
 
     @property
     def n_residues(self) -> int:
-        """Number of tokens without `<cls>` and `<eos>`. A wild type is not counted if its variants are in the pack."""
+        """Number of tokens except `<cls>` and `<eos>`. If the pack has variants, their wild type does not count."""
         sequences = len(self) - (self.n_variants is not None and len(self) > 1)
         return self.bounds[sequences] - 2 * sequences
 
     def residues(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
-        """Cut per-token values [T, ...] into one view [L, ...] for each sequence, without `<cls>` and `<eos>`."""
+        """Split per-token values [T, ...] into one view [L, ...] for each sequence, without `<cls>` and `<eos>`."""
         return [x_TD[start + 1 : end - 1] for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
 
     def means(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
@@ -101,13 +102,13 @@ class TokenBatch:
             tokens = self.residues(self.tokens_T)
             for n, (linked, x_LD) in enumerate(zip(self.linked_N, self.residues(x_TD), strict=True)):
                 if linked:
-                    # The host divides by a number that it knows, so that it does not wait for the device.
+                    # The count comes from the host, so the host need not wait for the device.
                     is_residue_L1 = (tokens[n] != SEPARATOR)[:, None]
                     means[n] = (x_LD * is_residue_L1).sum(0) / (len(x_LD) - linked)
         return means
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """Copy the batch to another device. The copies do not wait for each other if the memory is pinned."""
+        """Copy the batch to another device. If its memory is pinned, the host does not wait for the copies."""
 
         def moved(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: x.to(device, non_blocking=True) for name, x in values.items() if torch.is_tensor(x)}
@@ -116,7 +117,8 @@ class TokenBatch:
 
 
 def piece(values: npt.NDArray[Any], start: int, length: int) -> npt.NDArray[Any]:
-    """Cut at most `length` residues from `start` on out of tokens or a track. The entries of `<cls>` and `<eos>` stay.
+    """Return the entries of at most `length` residues, from residue `start` on, of the tokens or of a track. The
+    entries of `<cls>` and `<eos>` stay.
 
     >>> piece(np.array([0, 20, 15, 11, 2]), 1, 2).tolist()
     [0, 15, 11, 2]
@@ -133,10 +135,10 @@ def pack(
     """Pack one or more encoded sequences `<cls> ... <eos>` end to end (see `TokenBatch`).
 
     Args:
-        tokens: uint8 [L + 2] of each sequence.
-        record_ids: id of each sequence; numbers by default.
-        logits_at: positions in each sequence for which the model computes logits; `<cls>` is position 0.
-        tracks: arrays [L + 2, ...] by track, for each sequence. All sequences have the same tracks.
+        tokens: the tokens of each sequence, uint8 [L + 2].
+        record_ids: the id of each sequence; numbers by default.
+        logits_at: for each sequence, the positions for which the model computes logits; `<cls>` is position 0.
+        tracks: for each sequence, its arrays [L + 2, ...] by the name of the track. All have the same tracks.
     """
     if not tokens:
         raise ValueError("a batch needs at least one sequence")
@@ -184,12 +186,12 @@ def pack_variants(
     [[0, 1], [11, 11], [3, 7], [13, 12]]
 
     Args:
-        tokens: uint8 [L + 2] of each variant.
-        wild_type: uint8 [L + 2] of the protein.
-        record_ids: ids of the variants; numbers by default.
-        logits: whether the language model computes logits at the M changed residues of the wild type.
+        tokens: the tokens of each variant, uint8 [L + 2].
+        wild_type: the tokens of the protein, uint8 [L + 2].
+        record_ids: the ids of the variants; numbers by default.
+        logits: whether the language model computes logits for the wild type at the M changed residues.
         alone: whether to pack the wild type only.
-        tracks: arrays [L + 2, ...] by track, of the wild type and all variants.
+        tracks: arrays [L + 2, ...] by the name of the track. The wild type and all variants have the same tracks.
     """
     length = len(wild_type)
     if any(len(variant) != length for variant in tokens):
@@ -209,29 +211,29 @@ def pack_variants(
 
 @dataclass(frozen=True)
 class Inputs:
-    """One example, as a task gives it to the model."""
+    """One example for the model, made by a task."""
 
     tokens: npt.NDArray[np.uint8]
     """`<cls> ... <eos>`, uint8 [L + 2]."""
     target: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, np.float32))
-    """The output that the head should have; empty if the output is to be predicted."""
+    """The label, which the head should output; empty in predictions."""
     logits_at: npt.NDArray[np.int64] | None = None
     """Positions in `tokens` for which the language model computes logits; None if the head needs no logits."""
     wild_type: npt.NDArray[np.uint8] | None = None
     """Tokens of the wild type of a variant. All inputs of a batch have the same wild type, which is packed once."""
     wild_type_logits: bool = False
-    """Whether the head needs logits of the wild type at the changed residues."""
+    """Whether the head needs the language model's logits for the wild type at the changed residues."""
     wild_type_alone: bool = False
-    """Whether the wild type is the only input of the model."""
+    """Whether the model reads the wild type only, and no variant."""
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """The tracks by name, [L + 2, ...] each. A variant and its wild type have the same tracks."""
     partner: "Inputs | None" = None
-    """The second chain of a pair, with `tokens` and `tracks`. The two chains are neighbouring sequences of the pack, so
-    that neither attends to the other."""
+    """The second chain of a pair; only its `tokens` and `tracks` are used. The two chains are neighbouring sequences of
+    the pack and do not attend to each other."""
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longer chain."""
+        """Number of tokens of the longer chain of a pair, or of the only sequence."""
         return max(len(self.tokens), 0 if self.partner is None else len(self.partner.tokens))
 
 

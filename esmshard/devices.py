@@ -1,4 +1,4 @@
-"""The choice of a device, the computation of packs on several cores, and exact convolutions on a GPU."""
+"""Functions that choose a device, compute packs on several CPU cores, and keep convolutions on a GPU exact."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,24 +16,24 @@ DeviceName = str | torch.device | None
 """The name of a device, see `chosen_device`; None for the default."""
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Parts of the messages of plain RuntimeErrors that the CPU's allocator, CUDA and cuBLAS raise."""
+"""Words in the `RuntimeError` messages of the CPU's allocator, CUDA and cuBLAS when memory is exhausted."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the device or the machine has not enough memory."""
+    """Return whether an error means that the device or the machine has not enough memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def chosen_device(name: DeviceName = None) -> torch.device:
-    """Return the device of a name; by default the first GPU (CUDA, else Apple's), else the CPU.
+    """Return the device with this name; by default the first GPU (CUDA, else Apple's), or the CPU without a GPU.
 
     Args:
-        name: `cpu`, `cuda` (the first GPU, or one for each process), `cuda:N` or `mps`.
+        name: `cpu`, `cuda` (the first GPU; with several processes, one GPU for each process), `cuda:N` or `mps`.
 
     Raises:
-        UsageError: if there is no such name, or this machine has no such device.
+        UsageError: if the name is unknown, or this machine does not have the device.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_apple = torch.backends.mps.is_available()
@@ -57,43 +57,43 @@ def chosen_device(name: DeviceName = None) -> torch.device:
 
 
 def packs_at_once(device: torch.device) -> int:
-    """Return the number of packs to compute in parallel: on the CPU one for each thread, else one."""
+    """Return the number of packs to compute in parallel: one for each thread on the CPU, one on a GPU."""
     return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 def side_by_side(
     function: Callable[[S], T], packs: Sequence[S], device: torch.device, *, threads: bool = True
 ) -> list[T]:
-    """Return `function` of each pack, in order, computed without gradients.
+    """Call `function` on each pack without gradients, and return the results in the order of `packs`.
 
-    On the CPU each core computes another pack. This is 1.15 times as fast as one pack after the other with all cores,
-    because the cores would wait for each other at the end of each operation. With too few packs, or without `threads`,
-    all cores compute one pack after the other. A model that several processes compute together (`Trunk.shared_on`)
-    takes one call at a time, and needs `threads=False`.
+    On the CPU each core computes a different pack. This is 1.15 times as fast as all cores on one pack at a time, where
+    the cores wait for each other at the end of each operation. With fewer than two packs for each core, or with
+    `threads=False`, all cores compute one pack at a time. A model that several processes compute together
+    (`Trunk.shared_on`) allows only one call at a time, and needs `threads=False`.
     """
     workers = packs_at_once(device) if threads else 1
 
     def alone(pack: S) -> T:
-        with torch.no_grad():  # no_grad holds for one thread only
+        with torch.no_grad():  # no_grad has an effect only in its own thread
             return function(pack)
 
     if workers == 1 or len(packs) < 2 * workers:
         return [alone(pack) for pack in packs]
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        # The last packs are the longest. They come first, so that at the end no core waits for a long pack.
+        # The last packs are the longest. The pool computes them first, so at the end no core waits for a long pack.
         return list(pool.map(alone, packs[::-1]))[::-1]
 
 
 def halving(function: Callable[[Sequence[S]], Sequence[T]], pack: Sequence[S], device: torch.device) -> list[T | None]:
-    """Return the results of `function` for the members of a pack. If memory does not suffice, the pack is halved, again
-    and again. The result of a member that does not fit alone is None.
+    """Return the results of `function` for the members of a pack. If a pack needs too much memory, compute each half
+    separately, down to single members. The result is None for a member that alone needs too much memory.
     """
     try:
         return list(function(pack))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    # The traceback of the handler keeps the tensors alive, so these lines are outside the handler.
+    # These lines are outside the handler, because inside it the traceback would keep the tensors in memory.
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if len(pack) == 1:
@@ -106,16 +106,16 @@ def halving(function: Callable[[Sequence[S]], Sequence[T]], pack: Sequence[S], d
 def exact_convolutions(device: torch.device) -> Iterator[None]:
     """Keep cuDNN from rounding the inputs of fp32 convolutions during a `with` block.
 
-    From Ampere on, cuDNN uses TF32 by default, with 10 bits of mantissa, while torch computes matrix products of fp32
-    numbers in fp32. The contact map of a model would differ by 1e-3 between a GPU and a CPU. The heads have few
-    convolutions, so fp32 costs little; convolutions in bf16 and fp16 do not change. The setting holds for the whole
-    process, and is changed only if `device`, the device of the weights, is a GPU of CUDA.
+    On NVIDIA GPUs from Ampere on, cuDNN by default rounds the inputs of fp32 convolutions to TF32, with 10 bits of
+    mantissa. Contact maps would then differ by 1e-3 between a GPU and a CPU. Exact convolutions cost little time,
+    because the heads have few. Convolutions in bf16 and fp16 do not change. The setting changes for the whole process,
+    and only if `device`, the device of the weights, is a CUDA GPU.
     """
     if device.type != "cuda":
         yield
         return
-    # torch has an old and a new name for this setting. Once the new name has been used, reading the old name raises an
-    # error for every library in the process. So the old name is used, unless the user has already used the new name.
+    # torch has an old and a new name for this setting. After the first use of the new name, every read of the old name
+    # raises an error, in other libraries too. So only a process that has already used the new name uses it here.
     settings: Any = torch.backends.cudnn
     name, exact = "allow_tf32", cast(Any, False)
     try:

@@ -1,7 +1,7 @@
-"""The 33-token alphabet of ESM-1b, ESM-1v and ESM-2, its encoding and decoding, and the class `Track`. No torch.
+"""The 33-token alphabet of ESM-1b, ESM-1v and ESM-2, functions that encode and decode sequences, and the class `Track`.
 
 The tokens have the order of `esm.data.Alphabet.from_architecture("ESM-1b")` in fair-esm 2.0.0; `tests/test_vocab.py`
-compares the two. A sequence is encoded as `<cls> residues <eos>`:
+compares the two orders. This module does not import torch. A sequence is encoded as `<cls> residues <eos>`:
 
 >>> encode("MKT").tolist()
 [0, 20, 15, 11, 2]
@@ -20,10 +20,10 @@ import numpy.typing as npt
 from esmshard.errors import UsageError
 
 LINKER = 25
-"""Default length of the linker: the 25 glycines of ESMFold (Lin et al. 2023, doi:10.1126/science.ade2574)."""
+"""Default number of glycines in a linker: 25, as in ESMFold (Lin et al. 2023, doi:10.1126/science.ade2574)."""
 LONGEST_LINKER, WIDEST_GAP = 1_000, 100_000
 BETWEEN = ":"
-"""The symbol between the chains of a record, as in ColabFold and ESMFold."""
+"""The symbol between the chains of a sequence, as in ColabFold and ESMFold."""
 
 Linker = int | Literal["break"]
 
@@ -37,9 +37,9 @@ class Chains:
     """
 
     linker: Linker = LINKER
-    """Number of glycines between two chains, or `break` for the token of a chain break that some models have."""
+    """Number of glycines between two chains, or `break` for the chain-break token of ESM-C and ESM3."""
     gap: int = 0
-    """Number that is added to all positions after each linker."""
+    """Each linker adds this number to the positions of all later tokens of the sequence."""
 
     @property
     def tokens(self) -> int:
@@ -48,7 +48,7 @@ class Chains:
 
     @property
     def text(self) -> str:
-        """The value of `--join`."""
+        """These settings as a value of the option `--join`."""
         return f"linker:{self.linker}" + (f",gap:{self.gap}" if self.gap else "")
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Chains:
 
 
 def read_chains(text: str) -> Chains:
-    """Read the value of `--join`.
+    """Read the value of the option `--join`.
 
     >>> read_chains("gap:512")
     Chains(linker=25, gap=512)
@@ -79,7 +79,7 @@ def read_chains(text: str) -> Chains:
 
 
 def join_option(text: str | None) -> Chains | None:
-    """Read `--join` of a command, or `join` of a function. None stays None. Raises `UsageError` for other texts."""
+    """Read the option `--join` or the argument `join`; None for None. Raises `UsageError` for an invalid text."""
     try:
         return None if text is None else read_chains(text)
     except ValueError as error:
@@ -94,36 +94,36 @@ TOKENS: tuple[str, ...] = (
 CLS, PAD, EOS, UNK, MASK = (TOKENS.index(t) for t in ("<cls>", "<pad>", "<eos>", "<unk>", "<mask>"))
 VOCAB_SIZE = len(TOKENS)
 SEPARATOR = TOKENS.index("<null_1>")
-"""The token between the chains of one record. Token stores and batches hold this token as often as the linker has
-residues. `esmshard.model.trunk` replaces the token by what a model reads, since no released ESM-2 was trained on it.
-ESM-C and ESM3 have their chain break `|` at the same number.
+"""The token between the chains of one record. Token stores and batches hold one such token for each linker residue.
+`esmshard.model.trunk` replaces these tokens by glycines, because no released ESM-2 was trained on this token. In ESM-C
+and ESM3, the same number is the chain break `|`, which the setting `linker:break` keeps.
 """
 
 STANDARD = "ACDEFGHIKLMNPQRSTVWY"
-"""The 20 standard amino acids. Residues are drawn at random from these only."""
+"""The 20 standard amino acids. Random residues are chosen from these only."""
 RARE = "XBUZO"
-"""The letters of unknown residue, Asx, selenocysteine, Glx and pyrrolysine. ESM-2 was trained on these letters."""
+"""The letters for an unknown residue, Asx, selenocysteine, Glx and pyrrolysine. ESM-2 was trained on these letters."""
 GAPS = "-."
 RESIDUES = STANDARD + RARE
-"""All letters that a sequence may have after the symbol rules were applied."""
+"""All letters that a sequence may have after the symbol rules (`esmshard.io.sequences`) were applied."""
 
 ALPHABET_HASH = hashlib.sha256("\n".join(TOKENS).encode()).hexdigest()[:16]
-"""The identifier of the token numbering, for files with tokens."""
+"""An identifier of the token numbering. Files with tokens record this identifier."""
 
 # bytes.translate converts the whole sequence in one C loop. A dictionary look-up for each letter is hundreds of times
 # slower.
 _TOKEN_OF = {ord(letter): TOKENS.index(letter) for letter in RESIDUES + GAPS} | {ord(BETWEEN): SEPARATOR}
 _TABLE = bytes(_TOKEN_OF.get(byte, UNK) for byte in range(256))
 _BETWEEN = bytes([SEPARATOR])
-# The letter of each token; zero for a token with more than one letter, and for a number without a token.
+# The letter of each token. Tokens such as <cls>, and numbers without a token, have a zero.
 _LETTERS = bytes(ord(t) if len(t) == 1 else 0 for t in TOKENS).ljust(256, b"\0")
 
 
 def encode_residues(sequence: str, linker: int = LINKER) -> bytes:
-    """Encode letters without `<cls>` and `<eos>`, one byte for each residue. Each `:` between two chains becomes as
-    many `SEPARATOR` tokens as the linker has residues.
+    """Encode a sequence without `<cls>` and `<eos>`, one byte for each residue. Each `:` between two chains becomes
+    `linker` `SEPARATOR` tokens.
 
-    The caller has applied the symbol rules (`esmshard.io.sequences`); another letter raises `ValueError`.
+    The caller must first apply the symbol rules (`esmshard.io.sequences`). Raises `ValueError` for an unknown letter.
 
     >>> list(encode_residues("MKT"))
     [20, 15, 11]
@@ -137,13 +137,13 @@ def encode_residues(sequence: str, linker: int = LINKER) -> bytes:
 
 
 def encode(sequence: str, linker: int = LINKER) -> npt.NDArray[np.uint8]:
-    """Encode one sequence of L residues as uint8 tokens [L + 2]: `<cls> ... <eos>`."""
+    """Encode one sequence of L residues as tokens `<cls> ... <eos>`, uint8 [L + 2]."""
     return np.frombuffer(bytes([CLS]) + encode_residues(sequence, linker) + bytes([EOS]), dtype=np.uint8)
 
 
 def decode(tokens: npt.ArrayLike) -> str:
-    """Decode tokens to letters. `<cls>`, `<eos>` and `<pad>` are left out. Other special tokens are written in full.
-    The `SEPARATOR` tokens between two chains become one `:`.
+    """Decode tokens to letters, without `<cls>`, `<eos>` and `<pad>`. Other special tokens keep their names, such as
+    `<mask>`. The `SEPARATOR` tokens between two chains become one `:`.
 
     >>> decode(encode("MK:T"))
     'MK:T'
@@ -161,7 +161,7 @@ def decode(tokens: npt.ArrayLike) -> str:
 
 
 def is_residue(tokens: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return which tokens of a sequence are residues: all tokens but `<cls>`, `<eos>` and `SEPARATOR`.
+    """Return for each token of a sequence whether it is a residue: not `<cls>`, `<eos>` or `SEPARATOR`.
 
     >>> is_residue(encode("MK:T", linker=2)).tolist()
     [False, True, True, False, False, True, False]
@@ -170,7 +170,8 @@ def is_residue(tokens: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def chain_spans(tokens: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Return where each chain of one sequence begins and ends (exclusive). The tokens may lack `<cls>` and `<eos>`.
+    """Return the index of the first token of each chain of one sequence, and the index after its last token. The tokens
+    may lack `<cls>` and `<eos>`.
 
     >>> chain_spans(encode("MK:T", linker=2))
     [(1, 3), (5, 6)]
@@ -185,20 +186,20 @@ def chain_spans(tokens: npt.NDArray[Any]) -> list[tuple[int, int]]:
 class Track:
     """A property of residues that the models of a family read in addition to the amino acids.
 
-    In a pack, a track is a tensor with one entry for each token (`esmshard.batch.TokenBatch.tracks`). `<cls>`, `<eos>`
-    and residues without a known value have the entry `unknown`.
+    In a pack, a track is a tensor with one entry for each token (`esmshard.batch.TokenBatch.tracks`). The entry is
+    `unknown` for `<cls>`, `<eos>` and residues whose value is not known.
     """
 
     name: str
-    """The word in `data.tracks`, after `--track`, and in `TokenBatch.tracks`."""
+    """The name in the recipe key `data.tracks`, in the option `--track`, and in `TokenBatch.tracks`."""
     title: str
-    """The words for messages, in the plural."""
+    """The plural noun for this track in messages, such as `structure tokens`."""
     kind: Literal["letters", "coordinates", "codes"]
-    """`letters`: the index in `letters` of a residue's letter, uint8 [T]. `coordinates`: N, CA and C in Ångström,
-    float32 [T, 3, 3]. `codes`: a whole number below `n_codes` for each residue, int64 [T]."""
+    """The entries of each kind: `letters`, uint8 [T], the index of the residue's letter in the field `letters`;
+    `coordinates`, float32 [T, 3, 3], N, CA and C in Ångström; `codes`, int64 [T], a whole number below `n_codes`."""
     unknown: float
-    """The entry for an unknown value: NaN for coordinates, a number for other tracks."""
+    """The entry for an unknown value: NaN for coordinates, a whole number for letters and codes."""
     letters: str = ""
-    """The letters of the kind `letters`, in the order of their numbers."""
+    """The possible letters of a track of kind `letters`. An entry is an index in this string."""
     n_codes: int = 0
-    """Number of codes of the kind `codes`."""
+    """The number of possible codes of a track of kind `codes`."""

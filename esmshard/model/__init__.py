@@ -1,1 +1,1 @@
-"""The network for one device, without recipes and without torch.distributed."""
+"""Models, their weights and their files, on one device. This folder does not use torch.distributed."""

@@ -1,10 +1,10 @@
-"""LoRA adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`, with the names of
-`transformers` after PEFT's prefix.
+"""LoRA adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`. Keys of tensors are PEFT's
+prefix and the name in `transformers`.
 
 `peft.PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(BASE), DIRECTORY)` loads these files and uses every key;
-for an `EsmModel`, add `key_mapping={"^esm.": ""}`. Plain LoRA adapters of other programs are read, too. The tensors in
-the file decide which layers are adapted, and not `target_modules`. Unknown settings are refused, since they could
-change numbers.
+for an `EsmModel`, add `key_mapping={"^esm.": ""}`. Plain LoRA adapters of other programs can be read, too. The tensors
+in the file, not `target_modules`, decide which layers are adapted. Unknown settings raise an error, because they could
+change the outputs.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."
 HEAD = "head.safetensors"
-"""The file of a task head in the directory of an adapter. PEFT ignores this file."""
+"""The name of the file with the task head in the directory of an adapter. PEFT ignores this file."""
 _FIX = "let PEFT merge it (merge_and_unload) and save the model"
 
-# Keys of `LoraConfig` that are read here, or that change nothing once the matrices exist. PEFT ignores `fan_in_fan_out`
-# for linear layers.
+# Keys of `LoraConfig` that this module reads, or that have no effect on existing matrices. PEFT ignores
+# `fan_in_fan_out` for linear layers.
 _KNOWN = {
     *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config"),
     *("exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern"),
@@ -47,8 +47,8 @@ _KNOWN = {
     *("peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
     *("target_modules", "task_type", "use_rslora"),
 }
-# Initialisations that do not change the weights of the base. The others (pissa, olora, corda, loftq, ...) subtract the
-# initial matrices from the base, so that the adapter fits no base on disk.
+# Initialisations that do not change the weights of the base. Other initialisations (pissa, olora, corda, loftq, ...)
+# subtract the initial matrices from the base, so the adapter does not fit the base on disk.
 _INIT = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -58,13 +58,13 @@ def is_adapter(path: Path) -> bool:
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """Read `adapter_config.json`, and refuse adapters other than plain LoRA."""
+    """Read `adapter_config.json`. Raises `InputError` if the adapter is not a plain LoRA."""
     path = directory / ADAPTER_CONFIG
     settings = weight_reader.read_json(path)
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         raise InputError(f"{path}: peft_type is not LORA and cannot be read; {_FIX}")
     if unknown := [key for key, value in settings.items() if key not in _KNOWN and value]:
-        raise InputError(f"{path}: {unknown[0]} is set, which is not a plain LoRA and cannot be read; {_FIX}")
+        raise InputError(f"{path}: {unknown[0]} is set, so it is not a plain LoRA and cannot be read; {_FIX}")
     if settings.get("init_lora_weights") not in _INIT:
         raise InputError(
             f"{path}: init_lora_weights is {settings['init_lora_weights']!r}, which changes the base model too and "
@@ -77,8 +77,8 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 
 def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearned: Sequence[str]) -> "Weights":
-    """Put an adapter and its task head into the weights of its base. Each LoRA is added in fp32 when its weight is
-    read. `unlearned` names the parts that no training has changed.
+    """Return the weights of a base with an adapter and its task head. Each LoRA is added in fp32 when a weight is read.
+    `unlearned` names the parts that still have random values.
 
     Raises:
         InputError: the adapter is not complete, does not fit the base, or cannot be read.
@@ -97,7 +97,7 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
         if name.startswith(("classifier.", "score.")):
             left_out.add(name.split(".")[0])
         elif lora := re.fullmatch(r"(.+)\.lora_([AB])\.weight", name):
-            # The pooler has no pieces, since no model uses it.
+            # A matrix of the pooler has no pieces, because no model here uses the pooler.
             for piece in family.pieces(f"{lora[1]}.weight", base.config):
                 modules[piece.name] = lora[1]
                 if lora[2] == "A":
@@ -129,12 +129,12 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
 
     with reading(str(directory / ADAPTER_CONFIG), "save the adapter again"):
         scales = {name: _scale(directory, settings, modules[name], a.shape[0]) for name, a in a_of.items()}
-    # An error about a value of the base names the base.
+    # `base.rows` checks values, and its errors name the base.
     trunk = {n: replace(r, rows=partial(base.rows, n)) for n, r in base.read.items() if not n.startswith("head.")}
     adapted = {name: _with_lora(name, trunk[name], a, b_of[name], scales[name]) for name, a in a_of.items()}
     head_file = directory / HEAD
     head = weight_reader.read_safetensors(head_file) if head_file.is_file() else {}
-    notices = (f"{file}: its {part} is of another task and left out" for part in sorted(left_out))
+    notices = (f"{file}: its {part} belongs to another task and is ignored" for part in sorted(left_out))
     origin = json.dumps([base.made, base.seed, scales], sort_keys=True)
     return replace(
         base,
@@ -149,10 +149,10 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
 
 
 def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of B A: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
+    """Return the factor of the product B A: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
 
-    In PEFT, the keys of `alpha_pattern` are regular expressions, of which the first match counts. Here each key must be
-    a name, with or without a backslash before a dot, since the evaluation of an unknown expression may never end.
+    In PEFT, the keys of `alpha_pattern` are regular expressions, and the first match counts. Here each key must be a
+    plain name, because the evaluation of an unknown expression may never end. A dot may have a backslash.
     """
     alpha: Any = settings.get("lora_alpha")
     path = directory / ADAPTER_CONFIG
@@ -177,8 +177,8 @@ def _with_lora(name: str, base: WeightReader, a: WeightReader, b: WeightReader, 
 
 
 def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
-    """Return the key of one of our tensors in `adapter_model.safetensors`, which holds trained biases, too. The bias of
-    an adapted layer belongs to `base_layer`, the layer that PEFT has wrapped.
+    """Return the key of a tensor in `adapter_model.safetensors`, from our name of a LoRA matrix or a trained bias. PEFT
+    wraps an adapted layer and calls the original layer `base_layer`, so the bias has the key `base_layer.bias`.
 
     >>> from esmshard.model.families.family_registry import SIZES
     >>> size = SIZES["esm2_t6_8M_UR50D"]
@@ -200,8 +200,8 @@ def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
 def adapter_config(
     base: str, config: ModelConfig, rank: int, alpha: float, targets: Collection[str], bias: str
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json` for a base model of this name or path. `targets` and `bias` are as
-    in a recipe's `adapt`. Each adapted layer has its full name, since `dense` alone would include the LM head.
+    """Return the content of `adapter_config.json`. `base` is the name or path of the base model. `targets` and `bias`
+    are as in the recipe section `adapt`. `target_modules` has full names, because `dense` would include the LM head.
     """
     family = family_of(config)
     # AutoPeftModel needs the class of the base. `transformers` has no class for some families.
@@ -236,16 +236,16 @@ def write_adapter(
     targets: Collection[str],
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, str]:
-    """Write an adapter and the file of the task head. Return the sha256 of each file of weights, by file name.
+    """Write an adapter and the file of the task head. Return the sha256 of both weight files, by file name.
 
-    Some families join several of our matrices in one matrix of the file. Then the As are stacked, and the Bs are
-    blocks on a diagonal, so that the rows of B A are the rows of the single products.
+    Some families join several of our matrices in one matrix of the file. Then the matrices A are stacked, and the
+    matrices B become blocks on a diagonal, so that the product B A stacks the single products.
 
     Args:
         directory: an existing directory.
-        settings: see `adapter_config`.
-        config: architecture of the base model.
-        targets: as in a recipe's `adapt.targets`.
+        settings: the result of `adapter_config`.
+        config: the architecture of the base model.
+        targets: the value of the recipe key `adapt.targets`.
         tensors: all trained tensors by our names: LoRA matrices, biases, `head.*`.
     """
     head = {name: tensor.contiguous() for name, tensor in tensors.items() if name.startswith("head.")}
@@ -262,7 +262,7 @@ def write_adapter(
             joined[key] = next(iter(group.values())).contiguous()
         elif part == "A.weight":
             joined[key] = torch.cat([group[name] for name in rows if name in group])
-        else:  # A matrix without a LoRA has rows of zeros.
+        else:  # The rows of a matrix without a LoRA are zeros.
             parts = [group.get(name, torch.empty(part.stop - part.start, 0)) for name, part in rows.items()]
             joined[key] = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
     replace_json(directory / ADAPTER_CONFIG, settings)

@@ -15,8 +15,8 @@ from esmshard.batch import TokenBatch
 
 
 def keep_eager() -> None:
-    """Exclude functions that loop over sequences from compilation, which would compile a block again for every new
-    tuple of lengths. A call on import would import the compiler, which takes two seconds.
+    """Exclude from compilation the functions that loop over sequences. Otherwise the compiler would compile a block
+    again for each new combination of lengths. This is not done on import, because the compiler's import takes 2 s.
     """
     for name in ("attend_slices", "attend_padded", "_hand_out"):
         function = globals()[name]
@@ -25,10 +25,11 @@ def keep_eager() -> None:
 
 
 OnAttention = Callable[[int, int, torch.Tensor, torch.Tensor], None]
-"""The type of `on_attention(layer, sequence, q_THK, k_THK)`, with rotated q and k, `<cls>` and `<eos>` included.
+"""The type of `on_attention(layer, sequence, q_THK, k_THK)`, with q and k after the rotary embedding, including `<cls>`
+and `<eos>`.
 
-The function gets queries and keys, since H attention maps of L x L would fill the memory. `attention_map` computes the
-maps of some heads.
+The function gets queries and keys and not attention maps, because H maps [L, L] at once would take too much memory. It
+can call `attention_map` for a few heads at a time.
 """
 
 
@@ -46,7 +47,7 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> Literal["varlen", "
 
 
 def attend(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Compute softmax attention [T, H, K] by the kernel of `kernel_name`. Every token sees only its own sequence."""
+    """Compute softmax attention [T, H, K] within each sequence, with the kernel that `kernel_name` chooses."""
     kernel = kernel_name(q_THK.device, q_THK.dtype)
     if kernel == "varlen":
         from torch.nn.attention.varlen import varlen_attn
@@ -72,11 +73,11 @@ def attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor,
 
 
 def attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Compute the result of `attend` in a block padded to the longest sequence."""
+    """Compute the result of `attend` with all sequences padded to the length of the longest."""
     n, longest = len(batch), batch.max_seqlen
     lengths_N = batch.cu_seqlens.diff().long()
     sequence_T = torch.repeat_interleave(torch.arange(n, device=q_THK.device), lengths_N, output_size=batch.bounds[-1])
-    # `position_T` is not the place of a token in the padded block, since a gap between chains shifts positions.
+    # `position_T` is not the column of a token in the padded block, because a gap between chains shifts positions.
     column_T = torch.arange(batch.bounds[-1], device=q_THK.device) - batch.cu_seqlens[:-1].long()[sequence_T]
 
     def to_block(x_THK: torch.Tensor) -> torch.Tensor:
@@ -91,14 +92,14 @@ def attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor,
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864) of base 10000, with one angle for each pair of numbers.
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of base 10000: rotates pairs of numbers of a head.
 
     A pair is a number of the first half of a head and a number of its second half, as in GPT-NeoX. With `interleaved`,
     a pair is two neighbouring numbers, as in the paper and in Llama.
 
-    Checkpoints hold the buffer `inv_freq`: released ESM-2 have values rounded to fp16, and computing the values anew
-    changes representations by up to 1e-3. The buffer stays fp32 when the model is cast, since half of 1,024 positions
-    would be equal in bf16.
+    Checkpoints contain the buffer `inv_freq`, because released ESM-2 models have values that were rounded to fp16. New
+    values would change representations by up to 1e-3. The buffer stays fp32 when the model is cast to another type: in
+    bf16, half of 1,024 positions would be equal.
     """
 
     inv_freq: torch.Tensor
@@ -116,7 +117,7 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and signed sine of each token's angles for `rotate`, fp32 [T, 1, K] each."""
+        """Return the cosine and the signed sine of each token's angles, fp32 [T, 1, K] each: arguments of `rotate`."""
         angle_TK = batch.position_T[:, None].to(torch.float32) * self.inv_freq
         cos_TK, sin_TK = angle_TK.cos(), angle_TK.sin()
         join = partial(torch.stack, dim=-1) if self.interleaved else partial(torch.cat, dim=-1)
@@ -124,7 +125,7 @@ class RotaryEmbedding(nn.Module):
         return cos_TK[:, None], sin_TK[:, None]
 
     def rotate(self, x_THK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys, in fp32 at least: each number times the cosine, plus its partner times the sine."""
+        """Rotate queries or keys, in fp32 or fp64: each number times the cosine, plus its partner times the sine."""
         if self.interleaved:
             partner_THK = x_THK.view(*x_THK.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:
@@ -139,13 +140,13 @@ def inverse_frequencies(head_dim: int) -> torch.Tensor:
 
 
 OnQk = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""The type of `on_qk(sequence, q_THK, k_THK)`: `OnAttention` of one layer."""
+"""The type of `on_qk(sequence, q_THK, k_THK)`, which is `OnAttention` without the argument `layer`."""
 
 
 class PackedAttention(nn.Module):
-    """Attention between the tokens of each sequence of a pack. It has no parameters.
+    """Attention between the tokens of each sequence of a pack, without parameters.
 
-    If ranks share the heads or the tokens of a layer, `esmshard.parallel` puts a subclass in its place.
+    If ranks divide the heads or the tokens of a layer, `esmshard.parallel` replaces this module by one of a subclass.
     """
 
     compiles = True
@@ -159,25 +160,25 @@ class PackedAttention(nn.Module):
         batch: TokenBatch,
         on_qk: OnQk | None = None,
     ) -> torch.Tensor:
-        """Return the attention output [T, H, K]. `on_qk` is called for each sequence."""
+        """Return the attention output [T, H, K]. Calls `on_qk` for each sequence."""
         if on_qk is not None:
             _hand_out(on_qk, self.whole(q_THK), self.whole(k_THK), batch)
         return self.attend(q_THK, k_THK, v_THK, batch)
 
     def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Call the function `attend`, which subclasses surround with communication."""
+        """Call the function `attend`. Subclasses add communication before or after it."""
         return attend(q_THK, k_THK, v_THK, batch)
 
     def whole(self, q_THK: torch.Tensor) -> torch.Tensor:
-        """Return the queries or keys of all tokens and heads from the part of this rank."""
+        """Return the queries or keys of all tokens and heads, from this rank's queries or keys."""
         return q_THK
 
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention with the parameter names of fair-esm.
 
-    With `qk_norm`, queries and keys have a LayerNorm without bias over the width of the model, before the split into
-    heads and the rotation, as in ESM-C. See `RotaryEmbedding` for `interleaved`.
+    With `qk_norm`, a LayerNorm without bias is applied to queries and keys over the width of the model, as in ESM-C,
+    before the split into heads and the rotation. See `RotaryEmbedding` for `interleaved`.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class SelfAttention(nn.Module):
         self.core = PackedAttention()
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch, on_qk: OnQk | None = None) -> torch.Tensor:
-        """Map x [T, D] to [T, D]. `on_qk` is called for each sequence."""
+        """Map x [T, D] to [T, D]. Calls `on_qk` for each sequence."""
         q_TD, k_TD, v_TD = self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)
         if self.q_norm is not None and self.k_norm is not None:
             # Autocast computes norms in fp32, and attention needs the same type for q, k and v.
@@ -221,28 +222,28 @@ def _hand_out(on_qk: OnQk, q_THK: torch.Tensor, k_THK: torch.Tensor, batch: Toke
 
 
 def attention_map(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """Compute the attention probabilities of one sequence, `<cls>` and `<eos>` included, always in fp32 [H, T, T]."""
+    """Compute the attention probabilities of one sequence, including `<cls>` and `<eos>`, always in fp32 [H, T, T]."""
     q_HTK, k_HKT = q_THK.float().transpose(0, 1), k_THK.float().permute(1, 2, 0)
     probabilities_HTT: torch.Tensor = ((q_HTK * q_THK.shape[-1] ** -0.5) @ k_HKT).softmax(dim=-1)
     return probabilities_HTT
 
 
 Between = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
-"""The type of `between(x_TD, batch)`, which returns an addend [T, D] between attention and feed-forward part."""
+"""The type of `between(x_TD, batch)`. A block adds its result [T, D] between attention and feed-forward part."""
 
 
 class TrunkBlock(nn.Module):
-    """A layer of a trunk with attention. Families have subclasses."""
+    """The base class of the blocks of a trunk."""
 
     def add_between(self, between: Between, x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Return `between(x_TD, batch)`, which is never compiled."""
+        """Return `between(x_TD, batch)`. `compile` excludes this method from compilation."""
         return between(x_TD, batch)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile `forward` in place, with the arguments of `torch.compile`.
 
-        Attention over sequences of many lengths is not compiled. Hooks of the module are not compiled, either, so that
-        FSDP gathers parameters outside of compiled code.
+        The functions of `keep_eager` are not compiled. Hooks of the module are not compiled, either, so FSDP gathers
+        parameters outside of compiled code.
         """
         keep_eager()
         for module in self.modules():

@@ -1,4 +1,4 @@
-"""`ModelConfig`, the architecture of a model of any family. No torch."""
+"""`ModelConfig`, the architecture of a model of any family. This module does not import torch."""
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
@@ -7,49 +7,50 @@ from typing import Any, ClassVar, Literal
 from esmshard.vocab import Chains
 
 Quantization = Literal["nf4", "int8"]
-"""How a frozen matrix is stored: in 4 bits, scaled by blocks of 64 numbers, or in 8 bits, scaled by rows."""
+"""How a frozen matrix is stored: `nf4` in 4 bits with a scale for each block of 64 numbers, `int8` in 8 bits with a
+scale for each row."""
 
 SHIPPED = {
     "starter": "was trained on some 77,000 sequences and 9,000 structures",
     "demo": "was trained on some 50,000 sequences and on no structure",
 }
-"""The small trained models that come with the package in `data/NAME`, with their training data in words."""
+"""The small trained models in the package's directories `data/NAME`. Each text says how the model was trained."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A linear layer of a block, which a LoRA can adapt."""
+    """A linear layer of a block. A LoRA can adapt this layer."""
 
     target: str
-    """The name in a recipe's `adapt.targets`: q, k, v, out, fc1 or fc2. A gated feed-forward part has two fc1."""
+    """The name in the recipe key `adapt.targets`: q, k, v, out, fc1 or fc2. In gated families, two matrices are fc1."""
     path: str
-    """The name of the module in a block."""
+    """The name of the module in a block, such as `self_attn.q_proj`."""
     columns: int
     """Width of the input."""
     rows: int
     """Width of the output."""
     reads: str
-    """Name of the input. Matrices with the same input keep the input once for the backward pass."""
+    """A name for the input. Matrices that share an input have the same name; the backward pass keeps the input once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """The architecture of one model. A family has a subclass with the numbers in which its models differ."""
+    """The architecture of one model. Each family defines a subclass, whose fields are the sizes of its models."""
 
     n_layers: int
     dim: int
     n_heads: int
     window: int | None = field(default=None, compare=False)
-    """Residues that the model saw at once in training; None for the window of the family. Not a part of the shape."""
-    chains: Chains = field(default=Chains(), compare=False)  # frozen
-    """How the model reads several chains as one sequence. Not a part of the shape."""
+    """Maximum number of residues of a sequence in training; None for the family's window. No shape depends on it."""
+    chains: Chains = field(default=Chains(), compare=False)  # `Chains` cannot change
+    """How the model reads several chains as one sequence. No shape of a tensor depends on this."""
 
     family: ClassVar[str]
     """Name of the family in `family_registry.FAMILIES`."""
     gated: ClassVar[bool] = False
-    """Whether the feed-forward part multiplies two products of its input (SwiGLU)."""
+    """Whether the feed-forward part is gated (SwiGLU): silu(gate matrix x input) times (up matrix x input)."""
     qk_norm: ClassVar[bool] = False
-    """Whether queries and keys have a LayerNorm before the rotation."""
+    """Whether a LayerNorm is applied to queries and keys before the rotary embedding."""
     chain_break: ClassVar[bool] = False
     """Whether `esmshard.vocab.SEPARATOR` is the model's own token of a chain break."""
 
@@ -60,7 +61,7 @@ class ModelConfig(ABC):
             if not is_unset and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a positive whole number, not {value!r}")
         if self.dim % (2 * self.n_heads):
-            raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads}): rotary turns pairs")
+            raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads}), for pairs of numbers")
         if self.chains.linker == "break" and not self.chain_break:
             raise ValueError("linker:break is for models with a token of a chain break; choose a length, as linker:25")
         if self.chains.gap and self.most_tokens is not None:
@@ -73,13 +74,13 @@ class ModelConfig(ABC):
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of a sequence, `<cls>` and `<eos>` included; None if the model has no limit."""
+        """Maximum number of tokens of a sequence, including `<cls>` and `<eos>`; None if the model has no limit."""
         return None
 
     @property
     @abstractmethod
     def n_logits(self) -> int:
-        """Number V of columns of the logits. The first 33 are the tokens of `esmshard.vocab`, in their order."""
+        """Number V of columns of the logits. The first 33 are the tokens of `esmshard.vocab`, in the same order."""
 
     @property
     @abstractmethod
@@ -89,11 +90,11 @@ class ModelConfig(ABC):
     @property
     @abstractmethod
     def matrices(self) -> tuple[Matrix, ...]:
-        """The linear layers of a block."""
+        """All linear layers of a block."""
 
     @property
     def projections(self) -> tuple[Matrix, ...]:
-        """The linear layers of the attention of a block, alike in all families."""
+        """The linear layers of a block's attention. They are the same in all families."""
         d = self.dim
         qkv = [Matrix(name, f"self_attn.{name}_proj", d, d, "qkv") for name in "qkv"]
         return (*qkv, Matrix("out", "self_attn.out_proj", d, d, "out"))
@@ -104,16 +105,16 @@ class ModelConfig(ABC):
         return self.n_layers * self.n_heads
 
     def kept_with(self, track: str) -> int:
-        """Return how many more numbers a model with this track keeps of each token for the backward pass."""
+        """Return how many additional numbers per token the backward pass needs if batches have this track."""
         return 0
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The numbers of the shape, by name."""
+        """The fields that decide the shapes of the tensors, by name."""
         return {name: value for name, value in asdict(self).items() if name not in ("window", "chains")}
 
     def recorded(self) -> dict[str, Any]:
-        """Return the architecture as a checkpoint records it; see `family_registry.recorded_config`."""
+        """Return the architecture in the form that checkpoints store and `family_registry.recorded_config` reads."""
         window = {} if self.window is None else {"window": self.window}
         chains = {} if self.chains == Chains() else {"chains": asdict(self.chains)}
         return {"family": self.family, **self.sizes, **window, **chains}

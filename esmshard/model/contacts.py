@@ -5,8 +5,8 @@ residues in the 650M model. With P_c the map of head c without `<cls>` and `<eos
 
     logit = b + sum_c w_c F_c,    F_c = S_c - a_c a_c^T / A_c,    a_c = row sums of S_c,    A_c = sum of a_c,
 
-which is linear in the maps, so that one accumulator M = sum_c w_c P_c [L, L] and the vectors a_c are enough. Maps are
-computed for a few heads at a time, and in training once more in the backward pass. Several regressions share the maps.
+so the sum M = sum_c w_c P_c [L, L] and the vectors a_c determine all logits, and no map is kept. A few maps are
+computed at a time, and in training again in the backward pass. Several regressions share the maps.
 """
 
 import torch
@@ -17,19 +17,19 @@ from esmshard.model.attention import attention_map
 from esmshard.model.trunk import Trunk
 
 MAP_NUMBERS = 1 << 20
-"""Numbers in all maps that exist at once, at least one map for each regression. 4 MiB fit into a cache."""
+"""Maximum size, in numbers, of the maps that exist at once (4 MiB). Long sequences have one map for each regression."""
 
 
 class ContactAccumulators:
-    """Sums A regressions of each of N sequences over heads and layers. Gradients flow through the sums.
+    """Computes A contact regressions for each of N sequences, with gradients, as sums over heads and layers.
 
-    Activation checkpointing runs a layer again in the backward pass, after `logits`, and calls `add` again. The second
-    call computes for autograd and keeps nothing.
+    In the backward pass, after `logits`, activation checkpointing runs each layer again and calls `add` again. Autograd
+    needs the results of this second call, but the sums no longer change.
 
     Args:
-        n_sequences: N.
-        weight_AC: weights of the regressions for C maps in any precision, layer by layer as in fair-esm.
-        bias_A: biases of the regressions.
+        n_sequences: the number N of sequences.
+        weight_AC: the weights of the regressions for C maps in any precision, layer by layer as in fair-esm.
+        bias_A: the biases of the regressions.
     """
 
     def __init__(self, n_sequences: int, weight_AC: torch.Tensor, bias_A: torch.Tensor) -> None:
@@ -39,8 +39,8 @@ class ContactAccumulators:
         self._summed = False
 
     def add(self, layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
-        """Add the H maps of one layer and sequence, in fp32. Layers come in their order from 0. `Trunk.forward` takes
-        this method as `on_attention`.
+        """Add the H maps of one layer and sequence, in fp32. Pass this method to `Trunk.forward` as `on_attention`.
+        Calls come in the order of the layers, from 0.
         """
         n_tokens, n_heads = q_THK.shape[:2]
         weight_AH = self._weight_AC[:, layer * n_heads : (layer + 1) * n_heads]
@@ -67,7 +67,7 @@ class ContactAccumulators:
             self._row_sums[sequence].append(row_sums_HL)
 
     def logits(self) -> list[torch.Tensor]:
-        """Return the logits of each sequence, fp32 [A, L, L] with symmetric matrices. Nothing is added later."""
+        """Return the logits of each sequence: A symmetric matrices, fp32 [A, L, L]. Call this after all layers."""
         logits: list[torch.Tensor] = []
         self._summed = True
         while self._sums:  # Each sum is freed before the next one becomes logits.
@@ -83,17 +83,17 @@ class ContactAccumulators:
 def _weighed_maps(
     q_THK: torch.Tensor, k_THK: torch.Tensor, weight_AH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weighted sums [A, T, T] of some maps with `<cls>` and `<eos>`, and the row sums of S_c [H, L]."""
+    """Return A weighted sums of H maps, [A, T, T] with `<cls>` and `<eos>`, and the row sums of S_c, [H, L]."""
     maps_HTT = attention_map(q_THK, k_THK)
     return (weight_AH @ maps_HTT.flatten(1)).view(-1, *maps_HTT.shape[1:]), _row_sums(maps_HTT)
 
 
 def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
-    """Return row plus column sums over the residues of each map, [H, L].
+    """Return the row sums of S_c for each map, [H, L]: the row sums of P_c plus its column sums, over residues only.
 
-    The softmax is over all tokens. The first and last token are left out without normalising again. Products with a
-    vector of ones are faster than sums over a part of each map. A difference of 1 and the two ends would be nothing but
-    rounding errors for heads that attend to `<cls>` only.
+    The softmax is over all tokens, and the maps are not normalised again without `<cls>` and `<eos>`. Products with a
+    vector of ones are faster than sums over a part of each map. Subtracting the columns of `<cls>` and `<eos>` from 1
+    would leave only rounding errors for heads that attend to `<cls>` alone.
     """
     inner_T = torch.ones(maps_HTT.shape[-1], device=maps_HTT.device)
     inner_T[0] = inner_T[-1] = 0
@@ -101,14 +101,14 @@ def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
 
 
 def corrected_maps(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """Return F_c of the H maps of one layer and sequence, fp32 [H, L, L]: the inputs of the regression."""
+    """Return F_c, the input of the regression, for the H maps of one layer and sequence, fp32 [H, L, L]."""
     maps_HTT = attention_map(q_THK, k_THK)
     a_HL, maps_HLL = _row_sums(maps_HTT), maps_HTT[:, 1:-1, 1:-1]
     return maps_HLL + maps_HLL.mT - a_HL[:, :, None] * (a_HL / a_HL.sum(-1, keepdim=True))[:, None, :]
 
 
 def predict_contacts(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
-    """Predict contact probabilities of each sequence by the regression of the model, fp32 [L, L], with gradients."""
+    """Predict contact probabilities of each sequence by the model's contact regression, fp32 [L, L], with gradients."""
     regression = model.contact_head.regression
     sums = ContactAccumulators(len(batch), regression.weight, regression.bias)
     model(batch, layers=(), on_attention=sums.add)

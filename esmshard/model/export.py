@@ -1,6 +1,6 @@
-"""Writes a model in `transformers`' layout or as the file of its authors' code, and uploads model directories.
+"""Writes a model in `transformers`' layout or in the format of the authors' code, and uploads model directories.
 
-The tensors of one file at a time are in memory, at most 5 GB for any size of a model.
+Only the tensors of one file, at most 5 GB, are in memory at a time, whatever the size of the model.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ MAX_FILE_BYTES = 5_000_000_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Source = Callable[[str], torch.Tensor]
-"""A function that reads a tensor by our name; the names of a task head are `head.*`."""
+"""The type of a function that reads a tensor by our name. Tensors of a task head have names `head.*`."""
 
 
 def write_transformers(
@@ -36,18 +36,18 @@ def write_transformers(
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> dict[str, str]:
-    """Write `model.safetensors`, `config.json` and tokenizer files for the class of `transformers`.
+    """Write `model.safetensors`, `config.json` and the tokenizer files, so that `transformers` can load the model.
 
-    Returns the sha256 of each weight file by name. Raises `FloatingPointError` if a weight is not finite, or too large
-    for `dtype`.
+    Returns the sha256 of each weight file by file name. Raises `FloatingPointError` if a weight is not finite, or is
+    too large for `dtype`.
 
     Args:
         directory: an existing, empty directory.
-        config: architecture of the trunk.
-        sizes: shapes of the tensors to write by name, without tied tensors.
-        source: reads tensors.
-        dtype: type of the written weights. Rotary frequencies stay fp32.
-        max_file_bytes: size of a file above which weights are split over several files with an index.
+        config: the architecture of the trunk.
+        sizes: the shapes of the tensors to write, by name, without tied tensors.
+        source: reads a tensor by name.
+        dtype: the type of the written weights. Rotary frequencies stay fp32.
+        max_file_bytes: the maximum size of a weight file. Larger models become several files with an index.
     """
     family = family_of(config)
     digests = _write_safetensors(directory, _by_key(family, config, sizes), sizes, source, dtype, max_file_bytes)
@@ -69,11 +69,11 @@ def write_pickle(
     source: Source,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, str]:
-    """Write the file of the authors' code, at `kind.path(...)`.
+    """Write the file for the authors' code at `path`, which `kind.path` returned.
 
-    Tensors that the file cannot hold, such as a task head, are left out. Other arguments, result and errors are as in
-    `write_transformers`. `torch.save` needs all tensors at once, so that they are mapped from temporary files of the
-    model's size.
+    Tensors that the file cannot hold, such as a task head, are left out. The other arguments, the result and the errors
+    are as in `write_transformers`. `torch.save` needs all tensors at once, so they are first written to temporary files
+    and mapped into memory.
     """
     names = [name for name in sizes if not name.startswith(kind.lacks)]
     keys = {name: [name] for name in names} if kind.our_names else _by_key(family_of(config), config, names)
@@ -84,7 +84,7 @@ def write_pickle(
 
 
 def _by_key(family: Family, config: ModelConfig, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of our tensors that a family joins in each key, in the order of the rows."""
+    """Return for each key of a file the names of our tensors that the family joins there, in the order of the rows."""
     keys: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         if (key := family.key(name)) is not None:
@@ -103,7 +103,7 @@ def _write_safetensors(
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> dict[str, str]:
-    """Write the tensors of each key, joined along the rows. Return the sha256 of each file."""
+    """Write one tensor for each key, joined along the rows from our tensors. Return the sha256 of each file by name."""
     from huggingface_hub import split_torch_state_dict_into_shards  # The import reads environment variables.
 
     planned = {
@@ -124,14 +124,14 @@ def _write_safetensors(
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which a tensor is written if the weights have this type."""
+    """Return the type in which a tensor is written: `dtype`, or fp32 for rotary frequencies."""
     return torch.float32 if name.endswith("inv_freq") else dtype
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of a tensor in the type in which it is written; errors are as in `write_transformers`."""
+    """Return a copy of a tensor in the type of `stored_dtype`. The errors are as in `write_transformers`."""
     written = tensor.to(stored_dtype(name, dtype), copy=True, memory_format=torch.contiguous_format)
-    # NaN and infinity appear as least or largest value. A mask of the whole tensor would take too much memory.
+    # If there is a NaN or an infinity, it is the minimum or the maximum. A mask of the tensor would take more memory.
     if written.numel() and not torch.isfinite(torch.stack(torch.aminmax(written))).all():
         largest = float(tensor.abs().max())
         if largest < float("inf"):
@@ -143,13 +143,13 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def push(model: str, name: str, *, private: bool = False, overwrite: bool = False) -> str:
     """Upload the files of a model directory as one commit, and return the address of the repository.
 
-    `model` is a run with a model, a directory that `consolidate` wrote, or an adapter. `overwrite` adds a commit to an
-    existing repository.
+    `model` is the directory of a run that has a model, a directory that `consolidate` wrote, or an adapter. `overwrite`
+    allows an existing repository, which gets one more commit.
 
     Raises:
-        UsageError: `name` is not OWNER/NAME, or the repository exists already.
-        InputError: the directory is not a complete model, its weights are not the recorded weights, its base lies on
-            this machine only, or the hub refuses.
+        UsageError: `name` is not OWNER/NAME, or the repository exists and `overwrite` is False.
+        InputError: the directory is not a complete model, its weights differ from the recorded sha256, the base of an
+            adapter exists on this machine only, or the upload fails.
     """
     if not is_hub_name(name):
         raise UsageError(f"{name}: OWNER/NAME is expected, such as me/model")

@@ -1,9 +1,8 @@
 """The trunk of a model and the head of a task as one module, and the dropout of heads.
 
-Dropout of heads depends on the record and not on the rank, so that it is the same on any number of processes. The
-dropout of torch draws numbers from the state of a process, in the order of the records. Here each number of a mask is a
-hash of (draw of the record, layer, place in the record, column). A resumed step, a step on other ranks, and a layer
-that activation checkpointing computes again have the same mask.
+torch's dropout draws its masks from the random state of a process, so a mask depends on the rank and on the order of
+the records. Here each number of a mask is a hash of (seed of the record, layer, position in the record, column). So a
+resumed run, a run on other ranks, and a layer that activation checkpointing computes again have the same masks.
 
 `esmshard.batch` explains the letters of tensor names; R is the number of rows of the masked tensor.
 """
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class LanguageModelHead(nn.Module):
-    """Stands for the LM head of the trunk, in tasks that use this head. It has no parameters."""
+    """Marks that a task uses the LM head of the trunk as its head. This module has no parameters."""
 
 
 class FineTuner(nn.Module):
-    """Trunk and task head as one module, so that one FSDP root holds both."""
+    """Trunk and task head as one module, so that FSDP treats both as one model."""
 
     def __init__(self, trunk: Trunk, head: nn.Module) -> None:
         super().__init__()
@@ -46,8 +45,8 @@ class FineTuner(nn.Module):
         self.head = head
         self._drawn: Mapping[str, WeightReader] = {}
         self.remembered: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
-        """Outputs of a frozen model that a task keeps, by a name and a key of the task, so that they are computed once.
-        The outputs that ranks computed for baselines are joined here.
+        """Outputs of a frozen model that a task stores for later calls, by a name and then by a key. Before
+        `Task.baselines`, the first rank also gets the outputs that the other ranks have stored.
         """
 
     @property
@@ -58,8 +57,8 @@ class FineTuner(nn.Module):
     def forward(self, batch: TokenBatch, substitute: Callable[[], Any] | None = None) -> Any:
         """Return the outputs of the head for N records, or the logits at `TokenBatch.logits_at_P`; always fp32.
 
-        `substitute` is called in place of the model. If ranks share a model, the parameters exist only during a call of
-        the model (`esmshard.parallel.shard.shared_calls`).
+        If `substitute` is given, its result is returned instead. If ranks share a model, all parameters exist only
+        during a call of this module, so `esmshard.parallel.shard.shared_calls` calls the trunk through `substitute`.
         """
         if substitute is not None:
             return substitute()
@@ -69,7 +68,7 @@ class FineTuner(nn.Module):
         layers, logits_PV = self.trunk(batch, logits_at=batch.logits_at_P, on_attention=on_attention)
         if self.asks_logits and logits_PV is not None:
             return list(logits_PV.float().split(batch.logit_counts))
-        # Some heads also read the logits of the language model, or the result of their `attention`.
+        # Some heads also read the language model's logits, or the object that their `attention` method returned.
         more_input = logits_PV if getattr(self.head, "reads_logits", False) else attention
         x_TD = layers[self.trunk.config.n_layers]
         outputs = self.head(x_TD, batch) if more_input is None else self.head(x_TD, batch, more_input)
@@ -77,7 +76,7 @@ class FineTuner(nn.Module):
 
     @torch.no_grad()
     def outputs(self, inputs: Sequence[Inputs]) -> list[npt.NDArray[np.float32]]:
-        """Return the outputs of the head for some examples, computed on the device of the weights."""
+        """Return the outputs of the head for these examples, computed on `device`."""
         dtype = self.trunk.embed_tokens.weight.dtype
         # The head has fp32 weights. Autocast joins it to a trunk in half precision.
         mixed = nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype)
@@ -86,19 +85,19 @@ class FineTuner(nn.Module):
 
     @torch.no_grad()
     def representations(self, inputs: Sequence[Inputs]) -> list[npt.NDArray[np.float32]]:
-        """Return the last-layer representations [L, D] of the residues of some sequences."""
+        """Return the last-layer representations [L, D] of the residues of each sequence."""
         batch = batch_of(inputs).to(self.device)
         x_TD = self.trunk(batch).representations[self.trunk.config.n_layers].float()
         return [x_LD.cpu().numpy() for x_LD in batch.residues(x_TD)]
 
     @property
     def device(self) -> torch.device:
-        """The device that computes."""
+        """The device that computes (`Trunk.device`)."""
         return self.trunk.device
 
     @property
     def asks_logits(self) -> bool:
-        """Whether the task's head is the language model's own."""
+        """Whether the task uses the LM head of the trunk."""
         return isinstance(self.head, LanguageModelHead)
 
     def adapt(
@@ -108,14 +107,14 @@ class FineTuner(nn.Module):
         tracks: Collection[str] = (),
         quantization: Quantization | None = None,
     ) -> None:
-        """Choose the parameters that learn: the head, and the parts of the trunk that the recipe's `adapt` section
-        names. Parameters without influence on the outputs never learn.
+        """Choose the parameters that learn: the task head, and the parameters of the trunk that the recipe section
+        `adapt` selects. Parameters in `Trunk.never_learns` stay frozen.
 
         Args:
-            settings: section `adapt` of the recipe.
-            seed: seed of new LoRA matrices.
-            tracks: names of the tracks that all batches have.
-            quantization: how the matrices of the layers are stored. Quantised matrices do not learn.
+            settings: the recipe section `adapt`.
+            seed: the seed of the initial LoRA matrices.
+            tracks: the names of the tracks that all batches have.
+            quantization: how the matrices of the layers are quantised; None for no quantisation.
         """
         if quantization is not None:
             quantize(self.trunk.layers, self.trunk.config.matrices, quantization)
@@ -126,7 +125,7 @@ class FineTuner(nn.Module):
             for name, parameter in trunk.named_parameters():
                 parameter.requires_grad_(name in added or (settings.bias == "all" and name.endswith("bias")))
         with_tracks = tuple(prefix for track in tracks for prefix in trunk.learns_with.get(track, ()))
-        for name, parameter in trunk.named_parameters():  # A tied parameter comes once, under its first name.
+        for name, parameter in trunk.named_parameters():  # A tied parameter is listed once, under its first name.
             if name.startswith("lm_head."):
                 parameter.requires_grad_(self.asks_logits and settings.method in ("full", "head"))
             elif name.startswith(trunk.never_learns) and not name.startswith(with_tracks):
@@ -135,12 +134,12 @@ class FineTuner(nn.Module):
             _freeze(trunk, part)
 
     def rows_of(self, base: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
-        """Return a function that reads rows of this module's tensors by name: of the trunk from `base`, and of the head
-        from `head`. LoRA matrices are drawn, and packed matrices are computed from the whole matrix.
+        """Return a function that returns rows of a tensor of this module, by name. It reads tensors of the trunk from
+        `base` and tensors of the head from `head`, draws new LoRA matrices, and quantises matrices.
         """
         state = head.state_dict()
 
-        @lru_cache(maxsize=1)  # The values and the scales of a matrix are read in turn.
+        @lru_cache(maxsize=1)  # The values and the scales of one matrix are read directly after each other.
         def packed(linear: str) -> dict[str, torch.Tensor]:
             matrix = packed_of(self.trunk.get_submodule(linear))
             assert matrix is not None
@@ -159,7 +158,7 @@ class FineTuner(nn.Module):
 
 
 def _freeze(trunk: Trunk, part: str) -> None:
-    """Freeze the parameters that an entry of `adapt.freeze` names. Raises `UsageError` if the model lacks this part."""
+    """Freeze the parameters of one entry of `adapt.freeze`. Raises `UsageError` if the model has no such parameters."""
     if part == "embedding":
         frozen = [p for n, p in trunk.named_parameters() if n.startswith("embed_")]
     elif part == "biases":
@@ -182,15 +181,15 @@ def _freeze(trunk: Trunk, part: str) -> None:
 
 
 _PLACE, _LAYER, _COLUMN = 0x27D4EB2F, 0x165667B1, 0x61C88647
-"""Odd factors that separate neighbouring numbers before the hash."""
+"""Odd factors, so that the inputs of the hash differ in many bits for neighbouring positions, layers and columns."""
 
 
 class RecordDropout(nn.Module):
-    """Sets a share of all numbers to zero in training and scales the others up. In evaluation it does nothing.
+    """Sets a share of all numbers to zero in training and scales up the other numbers. Does nothing in evaluation.
 
     Args:
-        share: share that is set to zero, from 0 to below 1.
-        layer: number of this layer among the dropout layers of a head. Each layer has different draws.
+        share: the share of numbers to set to zero, from 0 to below 1.
+        layer: the number of this layer among the dropout layers of a head, so that layers have different masks.
     """
 
     def __init__(self, share: float, layer: int = 0) -> None:
@@ -202,12 +201,13 @@ class RecordDropout(nn.Module):
 
         Args:
             x_RF: numbers of any floating type.
-            draw_R: int32 [R], from `of_tokens`, `of_changes` or `TokenBatch.draw_N`. None is for evaluation only.
+            draw_R: int32 [R], the seed of each row from `of_tokens`, `of_changes` or `TokenBatch.draw_N`; None only in
+                evaluation.
         """
         if not self.training or not self.share:
             return x_RF
         if draw_R is None:
-            raise ValueError("dropout needs the draws of the records; make the batch with `collate`, for an epoch")
+            raise ValueError("dropout needs a seed for each record; make the batch with `collate`, for an epoch")
         row_R = _hashed(draw_R + ((self.layer * _LAYER + 2**31) % 2**32 - 2**31))  # an int32
         column_F = torch.arange(x_RF.shape[1], dtype=torch.int32, device=x_RF.device) * _COLUMN
         left_out_RF = _hashed(row_R[:, None] + column_F) < int(self.share * 2**32) - 2**31
@@ -215,7 +215,7 @@ class RecordDropout(nn.Module):
 
 
 def of_tokens(batch: TokenBatch) -> torch.Tensor | None:
-    """Return the draw of each token, int32 [T], from its record and place; None for a batch without draws."""
+    """Return a seed for each token, int32 [T], from its record's seed and its position; None if `draw_N` is None."""
     if batch.draw_N is None:
         return None
     counts_N = batch.cu_seqlens.diff().long()
@@ -225,7 +225,9 @@ def of_tokens(batch: TokenBatch) -> torch.Tensor | None:
 
 
 def of_changes(batch: TokenBatch) -> torch.Tensor | None:
-    """Return the draw of each changed residue of variants, int32 [M], from the variant and the residue's place."""
+    """Return a seed for each changed residue, int32 [M], from its variant's seed and its position; None if `draw_N` is
+    None.
+    """
     if batch.draw_N is None:
         return None
     assert batch.changes_4M is not None
@@ -234,7 +236,7 @@ def of_changes(batch: TokenBatch) -> torch.Tensor | None:
 
 
 def _hashed(h: torch.Tensor) -> torch.Tensor:
-    """Apply the finaliser `lowbias32` of Wellons (github.com/skeeto/hash-prospector), in place. int32 wraps around."""
+    """Hash integers in place by `lowbias32` of Wellons (github.com/skeeto/hash-prospector). int32 wraps around."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):  # factors as int32
         h = h.bitwise_xor_((h >> shift) & (2 ** (32 - shift) - 1)).mul_(factor)
     return h.bitwise_xor_((h >> 16) & 0xFFFF)

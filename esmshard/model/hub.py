@@ -1,7 +1,7 @@
 """Finds or downloads released models and repositories of the Hugging Face hub.
 
-The server of fair-esm announces no checksums that would show damage, so that all downloads come from the hub. The
-import of huggingface_hub reads environment variables, and the import of torch is slow, so that both are imported late.
+All downloads come from the hub, because the server of fair-esm has no checksums, which would reveal damaged files.
+Functions import huggingface_hub, which reads environment variables when imported, and torch, whose import is slow.
 """
 
 import os
@@ -16,32 +16,32 @@ from esmshard.model.families.family_registry import RELEASED, transformers_confi
 from esmshard.progress import say
 
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
-"""Files of a PEFT adapter: the settings, and the matrices in one of two formats."""
+"""Names of the files of a PEFT adapter: the settings, and the matrices in one of two formats."""
 LAYOUTS = tuple(
     f"{weights}{index}" for weights in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")
 )
-"""Files with the weights of a model, in the order in which `esmshard.model.weights.read` looks for them. A repository
-without such a file may hold the file of its authors' code, see `authors_weights`.
+"""Names of weight files or of their index, in the order in which `esmshard.model.weights.read` looks for them. Without
+such a file, a repository may have a file for the authors' code; see `authors_weights`.
 """
 _CONFIG = "config.json"
 _TOKENIZER = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
 SMALL = (_CONFIG, ADAPTER_CONFIG, *_TOKENIZER, "head.safetensors", "esmshard.json", "README.md")
-"""Files that are downloaded with the weights: settings of `transformers` and PEFT, files of esmshard, and the card."""
+"""Names of small files that are downloaded with the weights, for `transformers`, PEFT and esmshard, and the card."""
 _ANSWER_SECONDS = 10.0
-"""How long the hub may take to answer."""
+"""How many seconds the hub may take to answer."""
 
 
 def is_name(name: str) -> bool:
-    """Return whether a name is a released model or OWNER/NAME. A path can have the form OWNER/NAME, too."""
+    """Return whether a name is in `RELEASED` or has the form OWNER/NAME. A path may have this form, too."""
     return name in RELEASED or is_hub_name(name)
 
 
 def check(names: Collection[str], to: Path | None = None, overwrite: bool = False) -> None:
-    """Check the names and outputs of a command before any download. Raises `UsageError` with a list of all problems:
-    names that are neither in `RELEASED` nor OWNER/NAME, and outputs that exist.
+    """Check the model names and outputs of a command before any download. Raises `UsageError` with a list of all
+    unknown names and all existing outputs.
     """
-    known = f"one of {', '.join(RELEASED)}, or OWNER/NAME for a repository of the Hugging Face hub, is expected"
-    problems = [f"{name}: not a released model; {known}" for name in names if not is_name(name)]
+    expected = f"one of {', '.join(RELEASED)}, or OWNER/NAME for a repository of the Hugging Face hub, is expected"
+    problems = [f"{name}: not a released model; {expected}" for name in names if not is_name(name)]
     outputs = [] if to is None else [to / name for name in names]
     if not overwrite:
         existing = filter(os.path.lexists, outputs)
@@ -53,8 +53,8 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
 
 
 def find(name: str) -> Path | None:
-    """Find a model in the local caches, without the network: for a released model the file `NAME.pt` of fair-esm in the
-    cache of torch hub; else a snapshot of `main` with all shards in the hub's cache.
+    """Return the path of a model in the local caches, without using the network; None if there is no complete copy. A
+    released model may be fair-esm's file `NAME.pt` in the cache of torch hub. Other copies are in the hub's cache.
     """
     import torch
 
@@ -63,18 +63,18 @@ def find(name: str) -> Path | None:
 
 
 def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
-    """Find a model in the local caches, or download it into the hub's cache. Return a directory for
-    `esmshard.model.weights.read`, or a fair-esm `.pt` file.
+    """Find a model in the local caches, or download it into the hub's cache. Return the path of its directory or of its
+    fair-esm `.pt` file, for `esmshard.model.weights.read`.
 
     Args:
         name: a name in `RELEASED`, or OWNER/NAME for any repository of the hub.
-        to: a directory in which to make the directory NAME of plain files. The caches stay unchanged.
+        to: a directory. If it is given, the model becomes the new directory `to/NAME`, and the caches do not change.
         overwrite: whether to replace `to/NAME`.
 
     Raises:
         UsageError: the name is unknown or the output exists.
-        InputError: the download failed, a file has another sha256 than the hub announced, or the configuration is not
-            of a known family.
+        InputError: the download failed, the sha256 of a file differs from the sha256 on the hub, or the model's
+            configuration cannot be read.
     """
     check([name], to, overwrite)
     if to is None:
@@ -86,7 +86,7 @@ def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
                 shutil.copyfile(cached / file, work / file)
         else:
             _download(name, work)
-            shutil.rmtree(work / ".cache", ignore_errors=True)  # The library left this directory.
+            shutil.rmtree(work / ".cache", ignore_errors=True)  # huggingface_hub makes this directory.
     say(f"{name}: in {to / name}")
     return to / name
 
@@ -96,8 +96,8 @@ def _repository(name: str) -> str:
 
 
 def authors_weights(files: Collection[str]) -> str | None:
-    """Return the only language model `data/weights/NAME.pth` in a repository for the authors' code; None if there are
-    no or several models. The encoders and decoders of ESM3 for structures and functions are not counted.
+    """Return the file `data/weights/NAME.pth` of the language model in a repository for the authors' code; None if
+    there is no such file, or several. ESM3's encoders and decoders of structures and functions do not count.
     """
     pattern = re.compile(r"data/weights/(?!\w*(?:encoder|decoder))[^/]+\.pth")
     models = [file for file in files if pattern.fullmatch(file)]
@@ -105,8 +105,8 @@ def authors_weights(files: Collection[str]) -> str | None:
 
 
 def _wanted(files: Collection[str]) -> list[str]:
-    """Choose the files of a model in a repository, the weights last, in one format: safetensors before pickles. The
-    list is empty if the repository lacks weights, a shard or a configuration.
+    """Choose the files of a model in a repository, the weights last. Pickles are chosen only if there are no
+    safetensors. The list is empty if the repository lacks weights, a shard or a configuration.
     """
     adapter = next((file for file in ADAPTERS if ADAPTER_CONFIG in files and file in files), None)
     layout = next((file for file in LAYOUTS if file in files), adapter or authors_weights(files))
@@ -139,7 +139,7 @@ def _snapshot(name: str) -> Path | None:
 
 
 def _download(name: str, directory: Path | None = None) -> Path:
-    """Download the files of a model to a directory, or to the hub's cache, and compare the announced sha256."""
+    """Download the files of a model to a directory, or to the hub's cache, and check the sha256 of large files."""
     from huggingface_hub import HfApi, constants, hf_hub_download
 
     address = f"{constants.ENDPOINT}/{_repository(name)}"
@@ -152,13 +152,13 @@ def _download(name: str, directory: Path | None = None) -> Path:
             raise InputError(f"{name}: {address} holds no complete model in a known format; {by_hand}")
         say(f"{name}: downloading {size_text(sum(announced[file].size or 0 for file in files))} from {address}")
         paths = []
-        for file in files:  # `snapshot_download` uses threads, and Ctrl-C would wait for their gigabytes.
+        for file in files:  # `snapshot_download` uses threads, and Ctrl-C would wait until they have downloaded all.
             paths.append(Path(hf_hub_download(_repository(name), file, local_dir=directory)))
-            if file == _CONFIG and name not in RELEASED and files[-1] in LAYOUTS:  # The weights come later.
+            if file == _CONFIG and name not in RELEASED and files[-1] in LAYOUTS:  # Check the small file first.
                 try:
                     transformers_config(read_json(paths[-1]))
                 except ValueError as error:
-                    raise InputError(f"{name}: {file} is not of a model that can be read: {error}") from None
+                    raise InputError(f"{name}: {file} describes a model that cannot be read: {error}") from None
     except InputError:
         raise
     except Exception as error:  # requests, httpx and hf_xet have no common exception type.
@@ -168,7 +168,7 @@ def _download(name: str, directory: Path | None = None) -> Path:
         ) from None
     for file, path in zip(files, paths, strict=True):
         lfs = announced[file].lfs
-        if lfs is not None and sha256(path) != lfs.sha256:  # The library compares sizes only.
+        if lfs is not None and sha256(path) != lfs.sha256:  # huggingface_hub compares sizes only.
             path.resolve().unlink()
             path.unlink(missing_ok=True)
             raise InputError(
@@ -179,7 +179,7 @@ def _download(name: str, directory: Path | None = None) -> Path:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of the cause of an error. huggingface_hub itself only advises to check the connection."""
+    """Return the first line of the original error's message. huggingface_hub itself only says: check the connection."""
     while error.__cause__:
         error = error.__cause__
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

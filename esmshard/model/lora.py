@@ -1,14 +1,14 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): a trained low-rank matrix is added to frozen matrices of the trunk's layers.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): adds trained low-rank matrices to frozen matrices of the trunk's layers.
 
     y = x W' + bias + alpha / rank * (x A') B'        A [rank, in], B [out, rank]
 
-B starts at zero, so that the first forward pass equals the base model. Both matrices are parameters of the linear layer
-itself, such as `layers.N.self_attn.q_proj.lora_A.weight`, so that sharding, checkpoints and compilation of a block
-include them. The names are PEFT's without prefixes (`esmshard.model.adapters`).
+B starts at zero, so at first the outputs are those of the base model. A and B are parameters inside the linear layer,
+such as `layers.N.self_attn.q_proj.lora_A.weight`, so sharding, checkpoints and compilation of a block include them. The
+names are PEFT's names without prefixes (`esmshard.model.adapters`).
 
-The frozen matrix may have 4 or 8 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). A packed matrix is stored in
-buffers, which no sharding divides. bitsandbytes unpacks the matrix to the precision of the arithmetic for each product,
-forward and backward, and the unpacked matrix is not kept.
+The frozen matrix may be packed, with 4 or 8 bits for each number (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). FSDP
+does not divide packed matrices, which are buffers. For each product, forward and backward, bitsandbytes unpacks the
+matrix to the precision of the arithmetic. The unpacked matrix is not kept.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,11 +23,11 @@ from esmshard.errors import UsageError
 from esmshard.model.config import Matrix, Quantization
 
 NF4_BLOCK = 64
-"""Numbers of an nf4 matrix that share a scale."""
+"""How many neighbouring numbers of an nf4 matrix share a scale."""
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with a LoRA. `weight` and `bias` stay parameters, and a packed matrix stays packed."""
+    """A linear layer with a LoRA. It takes over `weight`, or the packed matrix, and `bias` of the layer `base`."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         packed = packed_of(base)
@@ -50,11 +50,11 @@ class LoraLinear(nn.Linear):
 def add_lora(
     layers: nn.ModuleList, matrices: Sequence[Matrix], rank: int, alpha: float, targets: Collection[str]
 ) -> dict[str, torch.Size]:
-    """Add a LoRA to the linear layers of each block that `targets` names (`Matrix.target`), in place, on any device.
+    """Add a LoRA to the linear layers of each block whose `Matrix.target` is in `targets`, in place, on any device.
 
     Returns:
-        Shapes of the new matrices, by the trunk's names. The values are undefined until `esmshard.model.weights.drawn`
-        fills them.
+        The shapes of the new matrices, by their names in the trunk. The values are undefined at first.
+        `esmshard.model.weights.drawn` makes initial values.
     """
     added: dict[str, torch.Size] = {}
     for n, layer in enumerate(layers):
@@ -69,8 +69,8 @@ def add_lora(
 
 
 def merged(name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
-    """Return a weight with its LoRA, W + scale * B A in fp32, where scale is alpha / rank. A weight without the tensors
-    `lora_names(name)` is returned unchanged.
+    """Return a weight with its LoRA, W + scale * B A in fp32, where scale is alpha / rank. If `tensors` has no LoRA for
+    this weight, return the weight unchanged.
     """
     a, b = lora_names(name)
     if a not in tensors:
@@ -79,7 +79,7 @@ def merged(name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> torc
 
 
 def lora_names(name: str) -> tuple[str, str]:
-    """Return the names of A and B of a weight.
+    """Return the names of the LoRA matrices A and B of a weight.
 
     >>> lora_names("layers.0.fc1.weight")
     ('layers.0.fc1.lora_A.weight', 'layers.0.fc1.lora_B.weight')
@@ -89,7 +89,7 @@ def lora_names(name: str) -> tuple[str, str]:
 
 
 class PackedMatrix(nn.Module):
-    """A frozen matrix W [out, in] in 4 or 8 bits: `values` [out, in / 2] or [out, in], and their fp32 `scales`."""
+    """A frozen matrix W [out, in]: `values`, [out, in / 2] in 4 bits or [out, in] in 8 bits, and fp32 `scales`."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -108,24 +108,24 @@ class PackedMatrix(nn.Module):
         self.register_buffer("scales", scales)
 
     def pack(self, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Compute both buffers for a matrix on their device. Return them on the device of the matrix."""
+        """Compute `values` and `scales` for a matrix on their device. Return both on the device of the matrix."""
         from bitsandbytes import functional
 
         device = self.values.device
         if self.kind == "nf4":
             values, state = functional.quantize_4bit(weight_OI.float().to(device), None, None, NF4_BLOCK, False, "nf4")
             scales = state.absmax
-        else:  # The kernel takes fp16 only, which has more digits than the result.
+        else:  # The kernel accepts fp16 only, which is more precise than the result.
             values, scales, _ = functional.int8_vectorwise_quant(weight_OI.half().to(device))
         return {"values": values.view(self.values.shape).to(weight_OI.device), "scales": scales.to(weight_OI.device)}
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the matrix [out, in] in this dtype, as new memory."""
+        """Return the unpacked matrix [out, in] in this dtype, in new memory."""
         from bitsandbytes import functional
 
         if self.kind == "int8":
             return functional.int8_vectorwise_dequant(self.values, self.scales).to(dtype)  # type: ignore[no-any-return]
-        # The flat shape lets blocks go on in the next row. The CPU kernel would begin a new block with each row.
+        # With a flat shape, blocks may continue in the next row. Otherwise the CPU kernel begins a block at each row.
         flat = torch.Size([self.rows * self.columns])
         state = functional.QuantState(  # type: ignore[no-untyped-call]
             self.scales, flat, blocksize=NF4_BLOCK, quant_type="nf4", dtype=dtype
@@ -135,7 +135,7 @@ class PackedMatrix(nn.Module):
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with a packed matrix in place of `weight`, which is None. `bias` stays its parameter."""
+    """A linear layer with a packed matrix. Its `weight` is None, and `bias` is the parameter of the layer `base`."""
 
     def __init__(self, base: nn.Linear, kind: Quantization) -> None:
         super().__init__(base.in_features, base.out_features, device="meta")
@@ -148,7 +148,7 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantize(layers: nn.ModuleList, matrices: Sequence[Matrix], kind: Quantization) -> None:
-    """Replace the linear layers of each block by layers with undefined packed matrices, in place, on any device."""
+    """Replace the linear layers of each block by layers whose packed matrices have undefined values, in place."""
     for layer in layers:
         for matrix in matrices:
             base = layer.get_submodule(matrix.path)
@@ -157,18 +157,18 @@ def quantize(layers: nn.ModuleList, matrices: Sequence[Matrix], kind: Quantizati
 
 
 def packed_of(linear: nn.Module) -> PackedMatrix | None:
-    """Return the packed matrix of a linear layer with or without a LoRA; None if the matrix is not packed."""
+    """Return the packed matrix of a linear layer, which may have a LoRA; None if the matrix is not packed."""
     return getattr(linear, "packed", None)
 
 
 def frozen_product(x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: PackedMatrix) -> torch.Tensor:
-    """Return x W' + bias, [T, O], for a packed W [O, I]. The bias may learn."""
+    """Return x W' + bias, [T, O], for a packed matrix W [O, I]. The bias may have a gradient."""
     y_TO: torch.Tensor = _FrozenProduct.apply(x_TI, bias_O, packed)  # type: ignore[no-untyped-call]
     return y_TO
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product with a packed matrix. The backward pass keeps neither the unpacked matrix nor the input."""
+    """The product with a packed matrix. For the backward pass it keeps neither the unpacked matrix nor the input."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: PackedMatrix) -> torch.Tensor:
@@ -187,7 +187,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def check_quantization(device: torch.device) -> None:
-    """Raise `UsageError` if the device is no NVIDIA GPU, or if bitsandbytes is missing."""
+    """Raise `UsageError` if the device is not an NVIDIA GPU, or if bitsandbytes is missing."""
     if device.type != "cuda":
         raise UsageError(
             f"model.quantize: is for NVIDIA GPUs, and this run is on {device.type}; pass model.quantize=null, or run "

@@ -19,11 +19,11 @@ from esmshard.vocab import SEPARATOR, TOKENS, Chains
 
 GLYCINE = TOKENS.index("G")
 ABSENT = -1e4
-"""The logit of a token that a family lacks. The logit is finite, and the probability is zero in every precision."""
+"""The logit of a token that a family lacks. It is finite, but gives a probability of zero in every precision."""
 
 
 class ContactRegression(nn.Module):
-    """Holds `contact_head.regression`, as fair-esm names it: one weight for each attention head of every layer."""
+    """The contact regression: one weight for each attention head of every layer. fair-esm has the same names."""
 
     def __init__(self, n_maps: int) -> None:
         super().__init__()
@@ -31,29 +31,29 @@ class ContactRegression(nn.Module):
 
 
 def embedding(rows: int, dim: int, padding_idx: int | None = None) -> nn.Embedding:
-    """Make a table without the draw of `nn.Embedding`, which on the meta device imports the compiler (2 seconds)."""
+    """Make an embedding table. On the meta device, initial values of `nn.Embedding` would import the compiler (2 s)."""
     return nn.Embedding(rows, dim, padding_idx, _weight=torch.empty(rows, dim).uniform_(-1, 1))
 
 
 class TrunkOutput(NamedTuple):
-    """The requested results of one forward pass. FSDP finds the tensors in a tuple."""
+    """The requested results of one forward pass; None for logits that were not requested. FSDP needs a tuple here."""
 
     representations: dict[int, torch.Tensor]
-    """Representations x_TD by layer. Layer 0 is the scaled embedding. Only the last layer has the final norm."""
+    """Representations x_TD by layer. Layer 0 is the embedding. Only the last layer's includes the final norm."""
     logits_PV: torch.Tensor | None
 
 
 class Pack:
-    """The tokens of a pack that the blocks of a trunk compute: all tokens. If ranks divide the tokens,
-    `esmshard.parallel` gives the trunk a subclass.
+    """Selects the tokens of a pack that this process computes in the blocks: here, all tokens. If ranks divide the
+    tokens, `esmshard.parallel` replaces this object by one of a subclass.
     """
 
     def own(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens [R, D] of a tensor that all ranks have."""
+        """Return the rows [R, D] of this rank's tokens from a tensor [T, D] that all ranks have."""
         return x_TD
 
     def all(self, x_RD: torch.Tensor) -> torch.Tensor:
-        """Return the tokens [T, D] of all ranks."""
+        """Return the rows [T, D] of all ranks' tokens."""
         return x_RD
 
     def positions(self, batch: TokenBatch) -> TokenBatch:
@@ -62,18 +62,18 @@ class Pack:
 
 
 class Trunk(nn.Module, ABC):
-    """A language model with its LM head and its contact regression. A family has a subclass.
+    """A language model with its LM head and its contact regression. Each family defines a subclass.
 
-    `esmshard.parallel` relies on blocks `block(x_TD, batch, layer, on_attention) -> x_TD` in `layers`. Under
-    `torch.device("meta")` the model has shapes and takes no memory. `esmshard.model.weights` fills the model.
+    `esmshard.parallel` relies on blocks `block(x_TD, batch, layer, on_attention) -> x_TD` in `layers`. Made under
+    `torch.device("meta")`, the model takes no memory. `esmshard.model.weights` then loads its values.
     """
 
     tied: ClassVar[Mapping[str, str]] = {}
-    """Names of tied tensors. The value is the name under which the same tensor is stored."""
+    """The second name of each shared tensor, mapped to the name under which files store the tensor."""
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.",)
-    """Prefixes of parameters that no fine-tuning changes, since losses depend little or not at all on them."""
+    """Prefixes of parameters that no fine-tuning changes, because losses depend little or not at all on them."""
     learns_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Exceptions from `never_learns`: prefixes of parameters that learn if batches have a track, by track name."""
+    """By name of a track, prefixes of parameters that learn if batches have this track, despite `never_learns`."""
 
     config: ModelConfig
     embed_tokens: nn.Embedding
@@ -81,23 +81,23 @@ class Trunk(nn.Module, ABC):
     lm_head: nn.Module
     contact_head: ContactRegression
     shared_on: torch.device | None = None
-    """The device of this process while several processes share the model, or while the arithmetic has another precision
-    than the weights. Calls then must follow each other. None otherwise.
+    """The device of this process while several processes share the model, or while the precision of the arithmetic is
+    not the precision of the weights. Then only one call may run at a time. None otherwise.
     """
     called_through: Callable[..., TrunkOutput] | None = None
-    """A function that makes a call of the trunk a call of all processes (`esmshard.parallel.shard.shared_calls`). Its
-    arguments are the module's own `__call__` and the arguments of the trunk.
+    """A function that replaces a call of the trunk by a call in which all processes take part
+    (`esmshard.parallel.shard.shared_calls`). Its arguments are torch's `__call__` and the arguments of the trunk.
     """
     pack = Pack()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as torch does, or through `called_through`."""
+        """Call the trunk, through `called_through` if this function is set."""
         call = super().__call__
         return call(*args, **kwargs) if self.called_through is None else self.called_through(call, *args, **kwargs)
 
     @property
     def device(self) -> torch.device:
-        """The device that computes: the device of the weights, unless the weights are kept on another device."""
+        """The device that computes. It is the device of the weights unless the weights stay in the CPU's memory."""
         return self.shared_on or self.embed_tokens.weight.device
 
     @abstractmethod
@@ -115,7 +115,7 @@ class Trunk(nn.Module, ABC):
         return self.layers[index](x_TD, batch, index, on_attention)  # type: ignore[no-any-return]
 
     def tie_weights(self) -> None:
-        """Make tied names share a tensor again, after `to_empty` has given each name a separate tensor."""
+        """Make tied names share one tensor again. torch's `to_empty` gives each name a separate tensor."""
 
     def forward(
         self,
@@ -124,13 +124,13 @@ class Trunk(nn.Module, ABC):
         logits_at: torch.Tensor | None = None,
         on_attention: OnAttention | None = None,
     ) -> TrunkOutput:
-        """Run the trunk over a packed batch. Raises `InputError` for a sequence with too many learned positions.
+        """Run the trunk over a packed batch. Raises `InputError` for a sequence longer than the learned positions.
 
         Args:
             batch: N sequences, T tokens in all.
-            layers: representations to return, from 0 (embedding) to `n_layers`; by default the last. Blocks after the
-                highest requested layer are skipped, unless logits are requested or `layers` is empty.
-            logits_at: int64 [P], places in the pack at which to compute LM logits; None for no logits.
+            layers: the layers whose representations to return, from 0 (embedding) to `n_layers`; by default the last.
+                Blocks after the highest of these layers run only for `logits_at` or an empty `layers`.
+            logits_at: int64 [P], indices in the pack of the tokens that get LM logits; None for no logits.
             on_attention: see `esmshard.model.attention.OnAttention`.
         """
         wanted = {self.config.n_layers} if layers is None else set(layers)
@@ -157,14 +157,14 @@ class Trunk(nn.Module, ABC):
         return TrunkOutput(representations, logits_PV)
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Compile each block in place, once for all lengths. Parameter names do not change."""
+        """Compile each block in place, once for packs of any size. Parameter names do not change."""
         for block in self.layers:
             block.compile(dynamic=True, backend=backend)
 
 
 def as_read(batch: TokenBatch, chains: Chains) -> TokenBatch:
-    """Return the batch that the embedding reads: linkers between chains become glycines or chain breaks, and positions
-    get gaps. Heads and losses see the batch with `SEPARATOR` tokens.
+    """Return the batch that the embedding reads. `SEPARATOR` tokens become glycines, or stay as chain breaks, and each
+    linker adds `chains.gap` to later positions. Heads and losses read the original batch.
     """
     if not batch.linked_N:
         return batch
@@ -173,7 +173,7 @@ def as_read(batch: TokenBatch, chains: Chains) -> TokenBatch:
     if chains.linker != "break":
         tokens_T = tokens_T.masked_fill(between_T, GLYCINE)
     if chains.gap:
-        # Linkers before each token in the pack, minus the linkers of earlier sequences.
+        # Count the linkers before each token in the pack, and subtract the linkers of earlier sequences.
         ends_T = F.pad(between_T[:-1] & ~between_T[1:], (1, 0)).long().cumsum(0)
         before_N = ends_T[batch.cu_seqlens[:-1].long()]
         lengths_N = batch.cu_seqlens.diff().long()

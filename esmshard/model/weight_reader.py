@@ -16,23 +16,24 @@ from esmshard.io import paths as files
 
 ALL = slice(None)
 REPLACED = "copy or download it again; a git-LFS pointer needs `git lfs pull`, and a web page a new download"
-"""The advice in messages about unreadable files."""
+"""The advice in messages about unreadable weight files."""
 
 
 @dataclass(frozen=True)
 class WeightReader:
-    """Reads one tensor or some of its rows, so that no second copy of a model is needed in memory."""
+    """Reads one tensor or some of its rows, so memory need not hold a second copy of a model."""
 
     shape: torch.Size
-    """Shape of the whole tensor."""
+    """The shape of the whole tensor."""
     rows: Callable[[slice], torch.Tensor]
+    """A function that reads rows of the tensor."""
 
     def __call__(self, rows: slice = ALL) -> torch.Tensor:
-        """Read the tensor or some of its rows."""
+        """Return the tensor, or only these rows."""
         return self.rows(rows)
 
     def part(self, part: slice) -> "WeightReader":
-        """Return a reader of some rows of the tensor, for a file that joins several tensors in one."""
+        """Return a reader of only these rows, for a file that joins several of our tensors in one."""
         if part == ALL:
             return self
         part_rows = range(self.shape[0])[part]
@@ -55,7 +56,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_safetensors(path: Path) -> dict[str, WeightReader]:
-    """Return readers of the tensors of a safetensors file, by key. This call reads the header only."""
+    """Return a reader for each tensor of a safetensors file, by key. Reads only the header of the file."""
 
     def rows(key: str, rows: slice) -> torch.Tensor:
         with safe_open(path, framework="pt") as file:
@@ -71,7 +72,7 @@ def read_safetensors(path: Path) -> dict[str, WeightReader]:
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """Read the dictionary in a torch file. No code is run: it may hold tensors, containers and `argparse.Namespace`."""
+    """Read the dictionary in a torch file without running code. Raises `InputError` for a file that holds code."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             try:
@@ -85,7 +86,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
                 f"{path}: holds code ({code[1]}), and none of it was run; weights are tensors only, so get the model "
                 "from its publisher, best as safetensors"
             ) from None
-        # The message of torch is left out, since it advises loading with code.
+        # The message omits torch's text, because this text advises to load files that contain code.
         raise InputError(f"{path}: cannot be read as torch weights ({type(error).__name__}); {REPLACED}") from None
     if not isinstance(data, dict):
         raise InputError(f"{path}: holds a {type(data).__name__}, not a dictionary of weights")
@@ -93,12 +94,12 @@ def read_pickle(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, WeightReader]:
-    """Return readers of the tensors of a safetensors file, or of a torch file that holds only tensors, by key."""
+    """Return a reader for each tensor of a safetensors file or of a torch file, by key."""
     return read_safetensors(path) if path.suffix == ".safetensors" else tensors(read_pickle(path))
 
 
 def tensors(state: Mapping[str, Any]) -> dict[str, WeightReader]:
-    """Return readers of the tensors of a dictionary in memory."""
+    """Return a reader for each tensor of a dictionary in memory, by key."""
     return {
         str(k): WeightReader(v.shape, v.detach().__getitem__) for k, v in state.items() if isinstance(v, torch.Tensor)
     }

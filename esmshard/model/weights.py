@@ -1,8 +1,8 @@
-"""Weights from files, directories, the Hugging Face hub or random draws; models with these weights; and the identity of
-models, which `esmshard.json` and checkpoints record as sha256.
+"""Reads weights from files, directories or the Hugging Face hub, or makes random weights; builds models with weights;
+and computes the identity of a model, which `esmshard.json` and checkpoints store as sha256.
 
-`Weights` holds tensors by our names and reads one tensor at a time, so that no second copy of a model is needed. Every
-key of a file must be known to the family (`esmshard.model.families`).
+`Weights` reads one tensor at a time, by our names, so memory never holds a second copy of a model. Each key of a file
+must be a tensor of the family (`esmshard.model.families`).
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from esmshard.progress import say
 from esmshard.vocab import Chains
 
 ABOUT = "esmshard.json"
-"""The file in a directory of esmshard's weights: their sha256, and recipe, data and base of a fine-tuned model."""
+"""The file that esmshard writes next to weights, with their sha256, and recipe, data and base of the fine-tuning."""
 
 
 @dataclass(frozen=True)
@@ -44,34 +44,34 @@ class Weights:
 
     config: ModelConfig
     source: str
-    """Source of the weights, for messages."""
+    """Where the weights come from, for messages: a path, or the words `fresh weights, seed N`."""
     read: Mapping[str, WeightReader]
     """Readers by our names. The names of a fine-tuned task head begin with `head.`."""
     absent: tuple[str, ...] = ()
-    """Parts that the file lacks and that were drawn at random: `lm_head`, `contact_head`."""
+    """Parts of the model that the file lacks, `lm_head` or `contact_head`. Their values are random."""
     notices: tuple[str, ...] = ()
     """Sentences about parts of the files that are ignored, such as the head `classifier` of `transformers`."""
     files: tuple[Path, ...] = ()
-    """The weight files, for `identity` and `altered`; none for fresh weights."""
+    """The weight files, for `identity` and `altered`; empty for fresh weights."""
     seed: int | None = None
-    """Seed of fresh weights; None for weights from files."""
+    """The seed of fresh weights; None for weights from files."""
     made: str = ""
-    """Digest of the inputs of an adapter that are not in files: the scales, and the seed of a random base."""
+    """For an adapter, a digest of what its weight files do not contain: the scales, and the seed of a random base."""
 
     @property
     def unlearned(self) -> tuple[str, ...]:
-        """Parts with random values; of fresh weights, the parts that most tasks do not train."""
+        """The parts `lm_head` and `contact_head` if their values are random. Most tasks do not train these parts."""
         return self.absent if self.seed is None else ("lm_head", "contact_head")
 
     def lacking(self, *parts: str) -> list[str]:
-        """Return a sentence about each of these parts that the file lacks, for a caller that uses the parts."""
+        """Return a sentence about each part that the caller needs and the file lacks. `parts` are the needed parts."""
         return [f"{self.source}: has no {part}; its output is random" for part in self.absent if part in parts]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.rows(name, ALL)
 
     def rows(self, name: str, rows: slice) -> torch.Tensor:
-        """Read some rows of a tensor. Raises `InputError` if a value is not finite."""
+        """Return these rows of a tensor. Raises `InputError` if a value is not finite."""
         tensor = self.read[tied(self.config).get(name, name)](rows)
         if not torch.isfinite(tensor).all():
             raise InputError(
@@ -86,36 +86,36 @@ class Weights:
         return {name.removeprefix("head."): reader for name, reader in self.read.items() if name.startswith("head.")}
 
     def head_state(self) -> dict[str, torch.Tensor]:
-        """Read the tensors of the task head. `InputError` if a value is not finite."""
+        """Read the tensors of the task head. Raises `InputError` if a value is not finite."""
         return {name: self[f"head.{name}"] for name in self.head}
 
 
-@lru_cache(maxsize=8)  # A large model takes tenths of a second, and the same directory is opened many times.
+@lru_cache(maxsize=8)  # A large model takes tenths of a second, and callers open the same directory many times.
 def shapes(config: ModelConfig) -> Mapping[str, torch.Size]:
-    """Return the shapes of all tensors and buffers of a model by name, without memory for them."""
+    """Return the shapes of all parameters and buffers of a model, by name, without memory for their values."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in family_registry.build(config).state_dict().items()}
 
 
 def tied(config: ModelConfig) -> Mapping[str, str]:
-    """Return the names of tied tensors, each with the name under which the tensor is stored."""
+    """Return the second name of each shared tensor, with the name under which files store the tensor (`Trunk.tied`)."""
     return family_registry.family_of(config).trunk.tied
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Return the shapes of the tensors that files and checkpoints hold. A tied tensor is stored once."""
+    """Return the shapes of the tensors in files and checkpoints, by name. A shared tensor is stored under one name."""
     return {name: shape for name, shape in shapes(config).items() if name not in tied(config)}
 
 
 def fresh(config: ModelConfig, seed: int) -> Weights:
-    """Make new random weights, with the distributions of `Family.initial`. Each tensor depends only on the seed and the
-    name, so that every rank can draw its part.
+    """Make new random weights, with the distributions of `Family.initial`. A tensor depends only on the seed and its
+    name, so each rank can compute its own part.
     """
     return Weights(config, f"fresh weights, seed {seed}", drawn(config, shapes(config), seed), seed=seed)
 
 
 def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> dict[str, WeightReader]:
-    """Return readers of random values, as in `fresh`. In a LoRA, A is Kaiming-uniform as in PEFT and B is 0."""
+    """Return readers of random tensors with the `wanted` shapes. In a LoRA, A is Kaiming-uniform and B is 0 (PEFT)."""
 
     @lru_cache(maxsize=1)  # Successive calls read rows of the same tensor.
     def draw(name: str, shape: torch.Size) -> torch.Tensor:
@@ -124,7 +124,7 @@ def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> d
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         if name.endswith("lora_A.weight"):
-            bound = 1 / math.sqrt(shape[1])  # kaiming_uniform_(a=sqrt(5))
+            bound = 1 / math.sqrt(shape[1])  # as kaiming_uniform_(a=sqrt(5))
             return torch.rand(shape, generator=generator) * 2 * bound - bound
         return family_registry.family_of(config).initial(config, name, shape, generator)
 
@@ -135,7 +135,9 @@ def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> d
 
 
 def place(model: str | Path) -> Path:
-    """Return the path of a shipped model, of the model of a run, of a copy from a bucket, or else this path."""
+    """Return the local path of a model: its directory in the package (`SHIPPED`), the directory `model` of a run, the
+    copy of a model from a bucket, or the path `model` itself.
+    """
     path = _copy_of(url) if (url := remote.address(model)) is not None else Path(model).expanduser()
     if str(model) in SHIPPED and not path.exists():
         return shipped("data") / str(model) / "model"
@@ -145,22 +147,22 @@ def place(model: str | Path) -> Path:
 
 @cache
 def _copy_of(url: str) -> Path:
-    """Return the local copy of a model in a bucket. Of a run only the model is copied."""
+    """Copy a model from a bucket, and return the path of the copy. For a run, copy only its directory `model`."""
     model_of_run = f"{url}/model"
     is_run = not remote.exists(f"{url}/config.json") and remote.exists(f"{model_of_run}/config.json")
     return remote.local(model_of_run if is_run else url)
 
 
 def directory(model: str | Path) -> Path:
-    """Return the result of `place`, or for a repository of the hub the copy in the cache. Downloads a missing copy.
-    Raises `InputError` if the download fails.
+    """Return the result of `place`. If this path does not exist and `model` is a name on the hub, return the path of a
+    copy in the cache, and download it if necessary. Raises `InputError` if the download fails.
     """
     path = place(model)
     return hub.fetch(str(model)) if not path.exists() and hub.is_name(str(model)) else path
 
 
 def is_far(model: str) -> bool:
-    """Return whether `read` would use the network for this model. This function does not use the network."""
+    """Return whether `read` would use the network for this model. This function itself does not."""
     if remote.address(model) is not None:
         return True
     return hub.is_name(model) and not place(model).exists() and hub.find(model) is None
@@ -170,9 +172,9 @@ def read(model: str) -> Weights:
     """Open the weights of a model. Raises `InputError` if the model cannot be read.
 
     Args:
-        model: a file of the authors' code; a directory in `transformers`' layout, of a run, or of an adapter; a
-            released name, or OWNER/NAME of the Hugging Face hub; the address of a file or directory in a bucket;
-            `starter` or `demo`. See docs/models.md.
+        model: the path of a file for the authors' code, of a directory in `transformers`' layout, of a run, or of an
+            adapter. Or the name of a released model, OWNER/NAME on the Hugging Face hub, `starter` or `demo`. Or the
+            address of a file or directory in a bucket. See docs/models.md.
     """
     path = place(model)
     if path.is_dir():
@@ -185,8 +187,8 @@ def read(model: str) -> Weights:
         if name is None:
             return fetched
         if fetched.config != SIZES[name]:
-            raise InputError(f"{fetched.source}: has not the shape of {name}; download it again")
-        return replace(fetched, config=SIZES[name])  # The files do not tell the window.
+            raise InputError(f"{fetched.source}: its sizes are not those of {name}; download it again")
+        return replace(fetched, config=SIZES[name])  # The files do not contain the window.
     if model in SIZES:
         raise InputError(f"{model}: a size without trained weights; give a trained model's path, or init: random")
     nearest = ", ".join(get_close_matches(model, SIZES, n=5, cutoff=0.0))
@@ -210,7 +212,7 @@ def _read_directory(path: Path) -> Weights:
         raise InputError(f"{path}: holds no model yet; make a model of it with `{command}`, and give {out}")
     published = path / "data" / "weights"
     if published.is_dir() and (not _has_config(path) or weight_reader.read_json(path / "config.json") == {}):
-        # An ESM3 or an ESM-C of 2024-12.
+        # This is an ESM3, or an ESM-C in the layout of 2024-12.
         file = hub.authors_weights([f"data/weights/{file.name}" for file in published.iterdir()])
         if file is None:
             raise InputError(f"{published}: holds no or several language models; give the path of a .pth file")
@@ -219,7 +221,7 @@ def _read_directory(path: Path) -> Weights:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Return the files of one model, safetensors before pickles. Large models were released in several files."""
+    """Return the weight files of a model's directory: pickles only if there are no safetensors."""
     for file in (path / name for name in hub.LAYOUTS):
         if file.is_file() and file.name.endswith(".index.json"):
             with reading(f"{file}", "copy or download the model again"):
@@ -230,7 +232,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _read_transformers(path: Path, single: Path | None = None) -> Weights:
-    """Read a directory, or a single file of the directory."""
+    """Open the weights of a directory in `transformers`' layout, or only the file `single` of this directory."""
     try:
         config = family_registry.transformers_config(weight_reader.read_json(path / "config.json"))
     except ValueError as error:
@@ -239,13 +241,14 @@ def _read_transformers(path: Path, single: Path | None = None) -> Weights:
     source = str(single or path)
     readers = {key: reader for file in files for key, reader in weight_reader.read_tensors(file).items()}
     used = {key: reader for key, reader in readers.items() if not key.startswith("classifier.")}
-    notices = (f"{source}: its classifier is of another task and left out",) if len(used) < len(readers) else ()
+    has_classifier = len(used) < len(readers)
+    notices = (f"{source}: its classifier belongs to another task and is ignored",) if has_classifier else ()
     tensors = family_registry.family_of(config).tensors(used, config)
     return _complete(Opened(config, tensors, tuple(files)), source, notices)
 
 
 def _read_file(path: Path) -> Weights:
-    """Read one file: a part of a directory in `transformers`' layout, or a file of any authors' code."""
+    """Open one weight file: a file of a directory in `transformers`' layout, or a file for any authors' code."""
     if path.suffix == ".safetensors" or (path.suffix == ".bin" and _has_config(path.parent)):
         return _read_transformers(path.parent, path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
@@ -268,14 +271,14 @@ def _read_file(path: Path) -> Weights:
 
 
 def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Weights:
-    """Check all keys outside `head.`. A missing LM head or contact regression is listed and drawn at random."""
+    """Check all keys except `head.*`. A missing LM head or contact regression gets random values."""
     config, readers, files = opened
     for name, first in tied(config).items():
         second, shared = readers.pop(name, None), readers.get(first)
         if second is None or shared is None or second.shape != shared.shape:
             continue
-        if not torch.equal(second().nan_to_num(), shared().nan_to_num()):  # The logits would differ from the author's.
-            raise InputError(f"{source}: {name} is not {first}, and the two are one tensor in such a model")
+        if not torch.equal(second().nan_to_num(), shared().nan_to_num()):  # Logits would differ from the authors' code.
+            raise InputError(f"{source}: {name} differs from {first}, but such a model shares one tensor for both")
     wanted = stored_shapes(config)
     if unexpected := sorted(name for name in readers.keys() - wanted.keys() if not name.startswith("head.")):
         raise InputError(f"{source}: {some(unexpected)} do not belong to a model of {config.n_layers} such layers")
@@ -292,16 +295,16 @@ def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Wei
 
 
 def some(names: Sequence[str]) -> str:
-    """Name the first three tensors, and count the others."""
+    """Return a text with the first three names and the number of further tensors."""
     more = len(names) - 3
     return ", ".join(names[:3]) + (f" and {more} more tensor{'s' if more > 1 else ''}" if more > 0 else "")
 
 
 def _read_adapter(path: Path) -> Weights:
-    """Open the base of an adapter, with the trained tensors in place of the base's.
+    """Open an adapter: the weights of its base, with the trained tensors instead of the base's tensors.
 
-    `adapter_config.json` has a name of the base for `read`. A path is relative to the working directory, as for PEFT,
-    or to the adapter. A base that `esmshard.json` records is compared by hash.
+    `adapter_config.json` has the name of the base. If it is a path, it is relative to the working directory, as for
+    PEFT, or to the adapter. If `esmshard.json` records the sha256 of the base, the base is checked.
     """
     settings = adapters.read_settings(path)
     about = weight_reader.read_json(path / ABOUT) if (path / ABOUT).is_file() else {}
@@ -327,9 +330,9 @@ def _read_adapter(path: Path) -> Weights:
 
 
 def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
-    """Set how a model joins several chains. None keeps the setting of the model's file or family.
+    """Return weights whose model joins several chains as `chains` says. None keeps the setting of the model.
 
-    Raises `UsageError` with `where`, the option or key, if the model cannot join chains like this.
+    Raises `UsageError` if the model cannot join chains like this. The message begins with `where`, the option or key.
     """
     if chains is None:
         return weights
@@ -340,7 +343,7 @@ def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
 
 
 def build(weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> Trunk:
-    """Build a model with these weights on one device, without a warning about missing parts."""
+    """Build a model with these weights on one device. Unlike `load_model`, this does not warn about missing parts."""
     with torch.device("meta"):
         trunk = family_registry.build(weights.config)
     trunk.to(dtype).to_empty(device=device)
@@ -352,13 +355,13 @@ def build(weights: Weights, device: torch.device, dtype: torch.dtype = torch.flo
 
 
 def load_model(model: str, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Trunk:
-    """Load a language model on one device, in evaluation mode. Warns if the file has no LM head or no contact
-    regression, so that logits or contacts are random, and if a file is not the file that `esmshard.json` records.
+    """Load a language model on one device, in evaluation mode. Warns if logits or contacts are random, because the file
+    has no LM head or no contact regression, and if the sha256 of a file is not the one in `esmshard.json`.
 
     Args:
         model: see `read`.
-        device: by default the first GPU, else the CPU.
-        dtype: type of weights and arithmetic. Rotary angles and contact maps are always fp32.
+        device: the device; by default the first GPU, or the CPU without a GPU.
+        dtype: the type of weights and arithmetic. Rotary angles and contact maps are always fp32.
     """
     weights = read(model)
     changed = altered(weights.files)
@@ -368,14 +371,14 @@ def load_model(model: str, device: torch.device | None = None, dtype: torch.dtyp
 
 
 def record(digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return the entries of `esmshard.json` about weight files, from their sha256 in the order of writing."""
+    """Return the entries of `esmshard.json` about weight files. `digests` has their sha256 in the order of writing."""
     joint_digest = hashlib.sha256(b"".join(map(bytes.fromhex, digests.values()))).hexdigest()
     return {"weights_sha256": joint_digest, "files": dict(digests)}
 
 
 def altered(files: Sequence[Path]) -> str | None:
-    """Describe in one sentence a weight file that differs from the record; None if no file differs. Files without a
-    record in their directory, such as files of released models, are not checked.
+    """Return a sentence about the first weight file whose sha256 differs from `esmshard.json`; None if no file differs.
+    Files without `esmshard.json` in their directory, such as files of released models, are not checked.
     """
     for folder, about in _records(files):
         recorded = about.get("files", {})
@@ -389,18 +392,18 @@ def altered(files: Sequence[Path]) -> str | None:
 
 
 def report_altered(files: Sequence[Path]) -> None:
-    """Write the sentence of `altered` to stderr."""
+    """Print the sentence of `altered` to stderr if a weight file has changed."""
     if sentence := altered(files):
         say(sentence)
 
 
 def record_of(files: Sequence[Path]) -> dict[str, Any]:
-    """Return the `esmshard.json` of the weight files of a fine-tuned model; empty for files of other programs."""
+    """Return the content of `esmshard.json` next to the weight files of a fine-tuned model; empty for other weights."""
     return next((about for _, about in _records(files) if "recipe" in about), {})
 
 
 def _records(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield each directory of weight files with its record. Damaged records are left out."""
+    """Yield the directories of weight files with the content of their `esmshard.json`. Skip damaged files."""
     for folder in dict.fromkeys(file.parent for file in files):
         try:
             about = read_json(folder / ABOUT)
@@ -411,14 +414,14 @@ def _records(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def identity(weights: Weights, name: str) -> dict[str, Any]:
-    """Return the identity of a model, as checkpoints of `adapt.method` lora and head record it for their frozen base.
+    """Return the identity of a model. With `adapt.method` lora or head, checkpoints store the base model's identity.
 
-    Fresh weights follow from architecture and seed. Other weights have the size and sha256 of each file. `name` is the
-    name of the model for `read`.
+    The identity has the architecture, the seed of fresh weights, and the size and sha256 of each weight file. `name` is
+    the name of the model for `read`.
     """
     files: dict[str, Any] = {}
     for file in weights.files:
-        # An adapter on an adapter has two files of the same name.
+        # If the base of an adapter is an adapter too, two files have the same name.
         key = file.name if file.name not in files else f"{len(files)}/{file.name}"
         files[key] = {"bytes": file.stat().st_size, "sha256": remembered_sha256(file)}
     made = {"made": weights.made} if weights.made else {}
@@ -426,15 +429,15 @@ def identity(weights: Weights, name: str) -> dict[str, Any]:
 
 
 def model_hash(weights: Weights) -> str:
-    """Return the sha256 of architecture and weights in hexadecimal digits. Names of files do not count."""
+    """Return a sha256 of architecture and weights in hexadecimal digits. File names do not influence the result."""
     return hashlib.sha256(json.dumps(_model_of(identity(weights, "")), sort_keys=True).encode()).hexdigest()
 
 
 def check(
     now: Mapping[str, Any], before: Mapping[str, Any], where: str, fix: str = "give the model that it was trained on"
 ) -> None:
-    """Raise `InputError` if the identity `now` is of another model than the recorded identity `before`. Name and place
-    of the model may differ. `where` is the checkpoint with the record, and `fix` the advice for the message.
+    """Raise `InputError` if the identities `now` and `before` belong to different models. Names and paths may differ.
+    `where` is the checkpoint that stores `before`, and `fix` is the advice in the message.
     """
     present, expected = _model_of(now), _model_of(before)
     if wrong := sorted(key for key in present.keys() | expected.keys() if present.get(key) != expected.get(key)):
@@ -445,8 +448,9 @@ def check(
         )
 
 
-def _model_of(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an identity without names of files, window and chains, which do not change the model."""
-    model = {key: known[key] for key in ("seed", "made") if key in known}
-    model["files"] = sorted(str(entry["sha256"]) for entry in known["files"].values())
-    return model | {"config": {key: value for key, value in known["config"].items() if key not in ("window", "chains")}}
+def _model_of(full: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity without file names, window and chains, because these do not change the tensors."""
+    model = {key: full[key] for key in ("seed", "made") if key in full}
+    model["files"] = sorted(str(entry["sha256"]) for entry in full["files"].values())
+    config = {key: value for key, value in full["config"].items() if key not in ("window", "chains")}
+    return model | {"config": config}

@@ -1,1 +1,1 @@
-"""The ranks of a run: their start and their stop, the division of a model over them, and the loading of its parts."""
+"""Starts and stops the ranks of a run, divides a model over the ranks, and loads its weights."""

@@ -1,12 +1,12 @@
 """Context parallelism: a few neighbouring ranks divide the tokens of each pack, attention included.
 
-All matrices are whole on each rank, and FSDP divides them over all ranks. In a layer each rank computes its own tokens.
-Their queries attend to the keys and values of all tokens. Each layer gathers the keys and values once; the backward
-pass sums and scatters their gradients. Every rank has all heads, so the number of ranks need not divide the heads.
+Each rank computes a layer with whole matrices, for its own tokens only. FSDP shards the matrices over all ranks. The
+queries of a rank's tokens attend to the keys and values of all tokens. Each layer gathers keys and values once, and the
+backward pass sums and scatters their gradients. Each rank has all heads, so the number of ranks need not divide them.
 
-Each rank holds all keys and values of one layer. A ring, in which keys and values pass from rank to rank (Liu et al.
-2023, arXiv:2310.01889), would divide them too. It needs the log-sum-exp of each part, which only private functions of
-torch return. `esmshard.batch` explains the letters of tensor names; R is the number of this rank's tokens.
+In each layer, each rank holds the keys and values of all tokens. Ring attention (Liu et al. 2023, arXiv:2310.01889)
+would divide keys and values, too. But it needs the log-sum-exp of each part, which only private functions of torch
+return. `esmshard.batch` explains the letters of tensor names; R is the number of this rank's tokens.
 """
 
 import itertools
@@ -22,15 +22,16 @@ from esmshard.model.attention import PackedAttention, SelfAttention, kernel_name
 from esmshard.parallel.tensor_parallel import Rows, divide_tokens, trunk_of
 
 DIMENSION = "context"
-"""The name of this dimension of the mesh of ranks."""
+"""The name of the mesh dimension over which tokens are divided."""
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the tokens of each pack over the ranks of `mesh`, in place. The next step is `fully_shard`.
+    """Change a model in place, so that it divides the tokens of each pack over the ranks of `mesh`. The next step is
+    `fully_shard`.
 
     Args:
-        model: a trunk or a module that holds one, best on the meta device.
-        mesh: the mesh of the group, of one dimension.
+        model: a trunk or a module that contains a trunk, preferably on the meta device.
+        mesh: a one-dimensional mesh of the ranks that divide the tokens.
     """
     rows = _RowsInOrder(mesh)
     divide_tokens(model, rows)
@@ -41,7 +42,7 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _RowsInOrder(Rows):
-    """The collectives of context parallelism. Blocks see the positions of this rank's tokens only."""
+    """The collectives of context parallelism. Blocks get the positions of this rank's tokens only."""
 
     def positions(self, batch: TokenBatch) -> TokenBatch:
         """Return the batch with the positions of this rank's tokens."""
@@ -49,7 +50,7 @@ class _RowsInOrder(Rows):
 
 
 class _AttentionOfOwnTokens(PackedAttention):
-    """Attention of this rank's tokens to all tokens."""
+    """Attention from this rank's tokens to all tokens."""
 
     compiles = False
 
@@ -58,7 +59,7 @@ class _AttentionOfOwnTokens(PackedAttention):
         self.rows = rows
 
     def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Attend from R queries to the gathered keys and values. All arguments hold R tokens."""
+        """Attend from R queries to the gathered keys and values of T tokens. The arguments have R tokens each."""
         kv_TE = self.rows.all(torch.cat((k_THK, v_THK), 1).flatten(1))
         k_all_THK, v_all_THK = kv_TE.view(self.rows.tokens, 2, *k_THK.shape[1:]).unbind(1)
         return attend_from(q_THK, k_all_THK, v_all_THK, batch, self.rows.place.start)
@@ -71,14 +72,14 @@ class _AttentionOfOwnTokens(PackedAttention):
 def attend_from(
     q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch, first: int
 ) -> torch.Tensor:
-    """Return the attention [R, H, K] of R consecutive tokens, which begin at place `first` of the pack, to all keys."""
+    """Return the attention output [R, H, K] for R consecutive tokens, of which the first has the index `first`."""
     last = first + len(q_RHK)
     parts = [
         (max(start, first) - first, min(end, last) - first, start, end)
         for start, end in itertools.pairwise(batch.bounds)
         if max(start, first) < min(end, last)
     ]
-    if not parts:  # A rank without tokens still takes part in the exchange of gradients of keys and values.
+    if not parts:  # The backward pass of a rank without tokens must still take part in collectives of keys and values.
         return q_RHK + (k_THK[:0].sum() + v_THK[:0].sum())
     if kernel_name(q_RHK.device, q_RHK.dtype) == "varlen":
         return _attend_varlen(q_RHK, k_THK, v_THK, parts)  # type: ignore[no-any-return]

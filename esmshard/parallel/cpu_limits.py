@@ -1,4 +1,4 @@
-"""The memory and the cores that a scheduler or a container allows this process. Nothing here imports torch."""
+"""Reads how much memory and how many cores this process may use. This module does not import torch."""
 
 import os
 import re
@@ -11,18 +11,18 @@ _V1, _V2 = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ("memory.max", "memory.current", "inactive_file"),
 )
-"""For each version of cgroups: the files of limit and use, and the entry of `memory.stat` for what can be released."""
+"""For each version of cgroups: files of the limit and of memory in use, key of releasable memory in `memory.stat`."""
 
 
 def memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, int] | None:
     """Return the memory limit of this process's cgroup and the memory in use, in bytes; None without a limit.
 
-    Pages of files that the kernel can release at once do not count as memory in use.
+    Cached pages of files do not count as memory in use if the kernel can release them at once.
 
     Args:
-        root: the directory where cgroups are mounted. In a container, the container's own cgroup is at the root,
+        root: the directory where cgroups are mounted. In a container, this is the directory of the container's cgroup,
             whatever `membership` says.
-        membership: the kernel's file with the cgroups of this process, in version 1 or 2.
+        membership: the kernel's file that lists the cgroups of this process, in version 1 or 2.
     """
     limits = []
     lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
@@ -34,14 +34,14 @@ def memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, in
         parts = [part for part in path.split("/") if part and part != ".."]
         for depth in range(len(parts), -1, -1):  # the limit of a parent may be lower
             folder = base.joinpath(*parts[:depth])
-            most, used = _number(folder / limit), _number(folder / usage)
-            if most < 1 << 60:  # version 1 has the largest number of pages for "no limit"
-                limits.append((most, max(0, used - _number(folder / "memory.stat", rf"^{releasable} (\d+)$"))))
+            limit_bytes, used = _number(folder / limit), _number(folder / usage)
+            if limit_bytes < 1 << 60:  # without a limit, version 1 has a very large number
+                limits.append((limit_bytes, max(0, used - _number(folder / "memory.stat", rf"^{releasable} (\d+)$"))))
     return min(limits, key=lambda pair: pair[0] - pair[1], default=None)
 
 
 def cores(root: Path = CGROUPS) -> int:
-    """Return the number of cores that this process may use: its CPU affinity, or the cgroup's quota if it is lower."""
+    """Return how many cores this process may use: the smaller of its CPU affinity and its cgroup's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # without a quota the first word is `max` or -1
         if (root / "cpu.max").is_file():
@@ -53,7 +53,7 @@ def cores(root: Path = CGROUPS) -> int:
 
 
 def _number(path: Path, pattern: str = r"^(\d+)$") -> int:
-    """Return the number in a file of the kernel; the largest one for a limit that is missing or `max`."""
+    """Return the number in a file of the kernel; 0 if `memory.stat` lacks it, 2^60 for a missing limit or `max`."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     match = re.search(pattern, text, re.MULTILINE)
     return int(match[1]) if match else 0 if path.name == "memory.stat" else 1 << 60

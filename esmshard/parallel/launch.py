@@ -1,9 +1,9 @@
-"""How processes of a run are started: the variables of torchrun and srun, and the launcher of `--nproc N`.
+"""Starts the processes of a run: reads the variables of torchrun and srun, and is the launcher of `--nproc N`.
 
-Every process reads its rank from torch's variables, such as RANK. torchrun and `accelerate launch` set these variables;
-`variables` returns them for a task of srun; `run_local` starts processes of this machine with them. Nothing here needs
-torch before processes are started. torch's `elastic_launch` has a store that listens on all addresses, restarts a run
-after a user's mistake too, and does not return the exit codes after a signal.
+Every process reads its rank from torch's variables, such as RANK. torchrun and `accelerate launch` set these variables.
+`variables` returns them for a task of srun. `run_local` sets them and starts processes on this machine. This module
+imports torch only when it starts processes. It does not use torch's `elastic_launch`, whose store listens on all
+addresses. `elastic_launch` also restarts a run after a user's mistake, and hides exit codes after a signal.
 """
 
 import json
@@ -27,21 +27,23 @@ from esmshard.parallel import cpu_limits
 from esmshard.progress import say
 
 LAUNCHER = "ESMSHARD_LAUNCHER"
-"""The environment variable with the process id of esmshard's launcher. Only processes of this launcher have it."""
+"""The name of the environment variable with the process id of esmshard's launcher, set in the launched processes only.
+"""
 LAUNCH = "ESMSHARD_LAUNCH"
-"""The environment variable with a random name of one call of esmshard's launcher. Restarts keep this name."""
+"""The name of the environment variable with a random text for each call of the launcher. Restarts keep this text."""
 TRIAL = "ESMSHARD_TRIAL"
-"""The environment variable of a trial of a sweep. A trial ends with its last validation, and writes no model."""
+"""The name of the environment variable that marks a trial of a sweep. A trial ends after its last validation, and
+writes no model."""
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 PORTS = range(20000, 28000)
-"""The ports of rank 0 under srun. The numbers of the job and its step choose one."""
+"""The possible ports of rank 0 under srun. The port depends on the numbers of the job and of its step."""
 FIRST_LEAVES = 10.0
-"""How many seconds later rank 0 may find a mistake that another rank has already found."""
+"""How many seconds another rank that has found a user's mistake waits, so that rank 0 can print it first."""
 STOP_TIMEOUT = 600.0
-"""How many seconds processes may take to save and leave after SIGTERM or SIGUSR1. Most schedulers allow fewer."""
+"""How many seconds processes may take to save and end after SIGTERM or SIGUSR1. Most schedulers allow less time."""
 END_TIMEOUT = 30.0
-"""How many seconds processes may take to leave after any other signal or a failure. They do not save."""
+"""How many seconds processes may take to end after any other signal or after a failure. They do not save."""
 
 # Windows does not have all of these signals, so they are looked up by name.
 TO_SAVE, TO_END = (
@@ -52,7 +54,7 @@ TO_SAVE, TO_END = (
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process and its children within a `with` block."""
+    """Set environment variables for the time of a `with` block, and restore the earlier values at its end."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -64,17 +66,17 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def attempt() -> int:
-    """Return how often a launcher has restarted this run."""
+    """Return how many times a launcher has restarted this run."""
     return int(os.environ.get(_RESTARTS) or 0)
 
 
 def restarts_allowed() -> int:
-    """Return how often torchrun may restart this run."""
+    """Return how many times torchrun may restart this run."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def follow_launcher() -> None:
-    """Let the kernel send SIGTERM to this process when esmshard's launcher has ended, even by kill -9. Linux only."""
+    """Ask the kernel to send SIGTERM to this process when esmshard's launcher ends, even after kill -9. Linux only."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return
@@ -87,17 +89,17 @@ def follow_launcher() -> None:
 
 
 def wait_for_first(code: int) -> None:
-    """Wait until the launcher ends this process, at most `FIRST_LEAVES` seconds. The exit code is then `code`.
+    """Wait at most `FIRST_LEAVES` seconds for SIGTERM from the launcher. SIGTERM then gives the exit code `code`.
 
-    A wrong recipe is wrong on every rank, and rank 0 prints the message. srun and torchrun end all ranks as soon as one
-    rank has failed, so rank 0 must leave first. esmshard's launcher waits for all ranks.
+    Every rank finds a mistake in the recipe, and only rank 0 prints the message. srun and torchrun end all ranks as
+    soon as one rank has failed, so rank 0 must end first. esmshard's launcher waits for all ranks.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
     time.sleep(FIRST_LEAVES)
 
 
 def check() -> None:
-    """Raise `UsageError` if only some of torch's variables are set, or a value is no rank."""
+    """Raise `UsageError` if a variable that torch needs is missing, or has an impossible value."""
     if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
         return
     needed = ["RANK", "WORLD_SIZE"] + (["MASTER_ADDR", "MASTER_PORT"] if os.environ.get("WORLD_SIZE") != "1" else [])
@@ -105,7 +107,7 @@ def check() -> None:
     numbers = [os.environ.get(name) or "0" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if missing or not all(map(str.isdecimal, numbers)) or int(numbers[0]) >= int(numbers[1]):
         raise UsageError(
-            f"RANK={numbers[0]}, WORLD_SIZE={numbers[1]}: no rank that can meet the others "
+            f"RANK={numbers[0]}, WORLD_SIZE={numbers[1]}: this is not a valid rank of a run "
             f"({'missing: ' + ', '.join(missing) if missing else 'a value is wrong'}); on one machine `unset RANK "
             "WORLD_SIZE LOCAL_RANK` and use `--nproc N`; on several let torchrun or srun start the processes"
         )
@@ -114,8 +116,8 @@ def check() -> None:
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for a task of srun.
 
-    The result is empty if another launcher has already set RANK, or if this process is alone. A batch script and the
-    shell of salloc also have SLURM_NTASKS and SLURM_PROCID, but no SLURM_STEP_NUM_TASKS above 1. `UsageError` if a
+    The result is empty if RANK is already set, or if srun started fewer than two tasks. SLURM_STEP_NUM_TASKS decides,
+    because a batch script and the shell of salloc also have SLURM_NTASKS and SLURM_PROCID. Raises `UsageError` if a
     variable of srun is missing.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
@@ -143,7 +145,7 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of Slurm's node list.
+    """Return the first host in a node list of Slurm.
 
     >>> first_host("gpu[007-009,12],login")
     'gpu007'
@@ -163,20 +165,20 @@ def run_local(
 ) -> int:
     """Run `python ARGUMENTS` in `nproc` processes of this machine, with torch's variables in their environment.
 
-    The launcher passes signals on to the processes, and kills a process that has not left after `STOP_TIMEOUT` or
+    The launcher passes signals on to the processes, and kills processes that have not ended after `STOP_TIMEOUT` or
     `END_TIMEOUT` seconds. Each process computes with cores / nproc threads unless OMP_NUM_THREADS is set.
 
     Args:
         arguments: the arguments of the interpreter, such as `-m esmshard finetune recipe.yaml`.
         nproc: the number of processes to start.
-        max_restarts: how often all processes are restarted after the loss of a process: a signal ended the process, or
-            its exit code is 70 (crashed) or 69 (lost another process). A user's mistake or a request to stop never
-            causes a restart.
-        is_enough: called while the processes run. The processes get SIGTERM as soon as it returns True.
+        max_restarts: the maximum number of restarts. All processes are restarted if a signal ended a process, or its
+            exit code is 70 (crashed) or 69 (lost another process). A user's mistake or a request to stop never causes
+            a restart.
+        is_enough: a function that is called while the processes run. When it returns True, they get SIGTERM.
 
     Returns:
-        0 if all processes succeeded; 75 if processes saved and left, or had not begun when SIGTERM came; else the exit
-        code of the process that failed first, 128 + N if signal N ended it, or the code of a signal to the launcher.
+        0 if all processes succeeded; 75 if processes saved and ended, or got SIGTERM before they began; otherwise the
+        exit code of the process that failed first. The code is 128 + N if signal N ended this process or the launcher.
     """
     shared = {LAUNCHER: str(os.getpid()), LAUNCH: uuid.uuid4().hex}
     shared |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpu_limits.cores() // nproc))}
@@ -187,7 +189,7 @@ def run_local(
                 break
             ranks = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), _RESTARTS: str(restarts)}
             processes = []
-            for rank in range(nproc):  # each leads a process group of its own, so only the launcher gets Ctrl-C
+            for rank in range(nproc):  # each has a separate process group, so only the launcher gets Ctrl-C
                 ranks |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 command, variables = [sys.executable, *arguments], {**os.environ, **shared, **place, **ranks}
                 processes.append(Popen(command, env=variables, start_new_session=True))  # noqa: S603
@@ -202,11 +204,11 @@ def run_local(
 
 
 def _store() -> tuple[Any, dict[str, str]]:
-    """Return a store through which processes connect, on the loopback interface, and the variables that name it.
+    """Make the store through which processes connect, on the loopback interface. Return it and its variables.
 
-    The launcher holds the store, so that the other ranks can still find the cause when rank 0 is gone. torch alone
-    would listen on all addresses. That is dangerous: torch pickles values in the store, so whoever connects can run
-    code.
+    The launcher holds the store, so that ranks can find the cause of an error even after the end of rank 0. By default,
+    the store would listen on all addresses. This is dangerous, because torch pickles values in the store, so anyone who
+    connects could run code.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # see the first lines of this file
 
@@ -225,11 +227,11 @@ def _store() -> tuple[Any, dict[str, str]]:
 def _watch(
     processes: "Sequence[Popen[bytes]]", signals: list[int], is_enough: Callable[[], bool]
 ) -> tuple[dict[int, int], int]:
-    """Pass signals on until all processes have ended, and kill processes that do not leave in time.
+    """Pass signals on until all processes have ended, and kill processes that do not end in time.
 
     Returns:
-        The exit codes by rank, -N after signal N, in the order in which the processes ended; and the number of
-        processes that were killed.
+        The exit codes by rank, in the order in which the processes ended, with -N for a process that signal N ended;
+        and the number of killed processes.
     """
     ends: dict[int, int] = {}
     passed_on, stop_by = 0, math.inf
@@ -237,7 +239,7 @@ def _watch(
         codes = {rank: process.poll() for rank, process in enumerate(processes)}
         ends |= {rank: code for rank, code in codes.items() if code is not None and rank not in ends}
         has_left = any(_has_left(code, signals) for code in ends.values())
-        if not signals and (has_left or is_enough()):  # the others cannot go on without a process that has left
+        if not signals and (has_left or is_enough()):  # without a process that has ended, no other can go on
             signals.append(signal.SIGTERM)
         if len(ends) == len(processes):
             return ends, 0
@@ -250,7 +252,7 @@ def _watch(
         if has_left:  # the other processes lose this process, and may still save
             failed -= {ExitCode.LOST}
         elif any(code < 0 or code == ExitCode.CRASHED for code in failed):
-            break  # the others would wait for the lost process forever
+            break  # all other processes would wait for the lost process forever
         if failed:  # all ranks find the same mistake of the user, and rank 0 needs time to print it
             stop_by = min(stop_by, time.monotonic() + END_TIMEOUT)
         if signals.count(signal.SIGINT) > 1 or time.monotonic() > stop_by:
@@ -266,14 +268,14 @@ def _watch(
 
 
 def _has_left(code: int, signals: Sequence[int]) -> bool:
-    """Return whether a process saved and left, or a signal ended it before its handler was installed."""
+    """Return whether a process saved and ended, or a signal ended it before it had a signal handler."""
     return code == ExitCode.REQUEUE or (-code in TO_SAVE and -code in signals)
 
 
 def _verdict(
     ends: Mapping[int, int], killed: int, signals: Sequence[int], place_of: Callable[[int], str]
 ) -> tuple[int, str, bool]:
-    """Return the common exit code, a reason if no process has printed one, and whether a restart may help."""
+    """Return the exit code of the launcher, a reason if no process has printed one, and whether to restart."""
     has_left = any(_has_left(code, signals) for code in ends.values())
     failed = [(rank, code) for rank, code in ends.items() if code and not _has_left(code, signals)]
     failed = [(rank, code) for rank, code in failed if not (has_left and code == ExitCode.LOST)]
@@ -283,7 +285,7 @@ def _verdict(
             why = f"{killed} processes did not leave within {STOP_TIMEOUT:g} s of {name}, and had to be killed"
             return ExitCode.FAILED, why, False
         return (_code_of(signals) if has_left or killed else 0), "", False
-    # The cause is a mistake if there is one, else a signal, a crash, or the loss of a process, in this order.
+    # The cause is, in this order of preference, a user's mistake, a signal, a crash, or the loss of a process.
     weights: dict[int, int] = {ExitCode.CRASHED: 2, ExitCode.LOST: 3}
     rank, code = min(failed, key=lambda end: weights.get(end[1], int(end[1] < 0)))
     if code > 0:
@@ -295,12 +297,12 @@ def _verdict(
 
 
 def prefix(restarts: int, start: int) -> str:
-    """Return the prefix of the keys of a process group in the store, which may keep the keys of earlier ones."""
+    """Return the prefix of the keys of a process group in the store. The store may also have keys of earlier groups."""
     return f"esmshard/{restarts}/{start}"
 
 
 def _place(store: Any, restarts: int, rank: int) -> str:
-    """Describe the last step and phase that a rank has noted (`esmshard.parallel.watch`)."""
+    """Describe the last step and phase that a rank wrote to the store (`esmshard.parallel.watch`)."""
     key = f"{prefix(restarts, 0)}/note/{rank}"
     if not store.check([key]):
         return ""
@@ -309,15 +311,15 @@ def _place(store: Any, restarts: int, rank: int) -> str:
 
 
 def _code_of(signals: Sequence[int]) -> int:
-    """Return the exit code after signals: 128 + N for a signal that ends a run without saving, else 75."""
+    """Return the exit code after signals: 128 + N if signal N ends a run without saving, otherwise 75."""
     return next((128 + number for number in signals if number in TO_END), ExitCode.REQUEUE)
 
 
 @contextmanager
 def _listening() -> Iterator[list[int]]:
-    """Yield the growing list of signals to this process. An ignored signal stays ignored, because `nohup` relies on it.
+    """Yield a list to which each signal to this process is added. Ignored signals stay ignored, as `nohup` requires.
 
-    Outside the main thread Python allows no handlers, so the list stays empty.
+    Outside the main thread, Python allows no signal handlers, so the list stays empty.
     """
     received: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()

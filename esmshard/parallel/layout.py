@@ -1,6 +1,7 @@
-"""The division of a model over processes, as a recipe's `parallel` section asks for it. Nothing here imports torch.
+"""`Layout`, which says how a model is divided over processes. This module does not import torch.
 
-`shard` divides a model as a `Layout` says, and the planner computes with it. Strategies have the names of FSDP.
+A `Layout` follows from the recipe section `parallel`. `shard` divides a model with it, and the planner reads it.
+Strategies have the names of FSDP.
 """
 
 from collections import Counter
@@ -16,13 +17,12 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def kept_products(matrices: Sequence[Matrix], tensor: int) -> Counter[tuple[int, int]]:
-    """Return which matrix products of a layer selective checkpointing keeps: the shapes, inputs x outputs on a rank,
-    and how many products of each shape.
+    """Return how many matrix products of a layer selective checkpointing keeps, by shape (inputs, outputs on a rank).
 
-    It keeps q, k, v, `out` and fc1. It does not keep fc2, because no gradient needs this product, and products of a
-    LoRA, because they take almost no time. Where ranks divide a layer, `out` is a part of a sum for all tokens, as
-    large as fc1, and is not kept. fc2 comes last in a layer, so the first products of a shape are never fc2, even if
-    fc1 has the same shape.
+    It keeps the products of q, k, v, `out` and fc1. It does not keep fc2, because no gradient needs this product, and
+    products of a LoRA, because they take almost no time. With tensor parallelism, `out` is not kept either: each rank
+    has one summand for all tokens, which is as large as fc1. fc2 is the last product of a layer. So even if fc1 and fc2
+    have the same shape, the first products of this shape are those to keep.
 
     Args:
         matrices: the matrices of the model, `ModelConfig.matrices`.
@@ -39,23 +39,23 @@ STRATEGIES: dict[str, Literal["one", "one a group", "one a rank"]] = {
     # ZeRO 0. Weights are freed here too: gathering them from the rank itself costs a copy and no communication.
     "no_shard": "one a rank",
 }
-"""How many copies of weights, gradients and optimizer state all ranks hold together, by strategy."""
+"""For each strategy, how many copies of weights, gradients and optimizer state exist on all ranks together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The division of a model over `world_size` ranks. The defaults are one plain process in fp32."""
+    """How a model is divided over `world_size` ranks. By default there is one process, in fp32."""
 
     strategy: str = "full_shard"
-    """A name in STRATEGIES."""
+    """A key of `STRATEGIES`."""
     world_size: int = 1
     tensor: int = 1
     """The number of neighbouring ranks that compute each layer together (`esmshard.parallel.tensor_parallel`)."""
     context: int = 1
     """The number of neighbouring ranks that divide the tokens of each pack (`esmshard.parallel.context_parallel`)."""
     group: int = 0
-    """The number of ranks over which FSDP divides one copy. The strategy decides it; only `hybrid_shard` needs a value.
-    With `tensor` N, a group has every N-th rank, and FSDP divides each rank's part of every tensor.
+    """The number of ranks over which FSDP shards one copy of the model. Only `hybrid_shard` needs a value; otherwise it
+    follows from the strategy. With `tensor` N, a group has every N-th rank, and FSDP shards each rank's parts.
     """
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -65,7 +65,7 @@ class Layout:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        """Set `group`. `UsageError` for an unknown strategy, or a group that the strategy cannot have."""
+        """Set `group`. Raises `UsageError` for an unknown strategy, or if `group` does not fit the strategy."""
         if self.strategy not in STRATEGIES:
             raise UsageError(f"Layout: there is no strategy {self.strategy!r}; choose {', '.join(STRATEGIES)}")
         ranks, copies = self.world_size // self.tensor, STRATEGIES[self.strategy]
@@ -79,22 +79,22 @@ class Layout:
 
     @property
     def frees_layers(self) -> bool:
-        """Whether a layer's gathered weights are freed after its forward pass. The root's weights are kept."""
+        """Whether a layer's gathered weights are freed after its forward pass. The root's weights always stay."""
         return self.strategy != "shard_grad_op"
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP is used. A single process needs FSDP only to keep its weights outside the GPU."""
+        """Whether FSDP is used. A single process uses FSDP only for `cpu_offload`."""
         return self.world_size > 1 or self.cpu_offload
 
     @property
     def data_size(self) -> int:
-        """The number of ranks, or groups of ranks, that see different records."""
+        """The number of ranks, or of groups of ranks, that compute different records."""
         return self.world_size // self.together
 
     @property
     def together(self) -> int:
-        """The number of neighbouring ranks that see the same records."""
+        """The number of neighbouring ranks that compute the same records together."""
         return self.tensor * self.context
 
     @property
@@ -106,16 +106,16 @@ class Layout:
 def layout(
     settings: ParallelSettings, world_size: int, per_machine: int, precision: Literal["fp32", "bf16", "fp16"]
 ) -> Layout:
-    """Resolve and check a recipe's `parallel` section.
+    """Check the recipe section `parallel`, and return its `Layout` for this number of processes.
 
     Args:
-        settings: the section of the recipe.
+        settings: the recipe section `parallel`.
         world_size: the number of all processes.
-        per_machine: the number of processes on one machine, the default group of `hybrid_shard`.
-        precision: the precision of the arithmetic; `settings.precision` may be `auto`.
+        per_machine: the number of processes on one machine, which is the default group size of `hybrid_shard`.
+        precision: the precision of the arithmetic, because `settings.precision` may be `auto`.
 
     Raises:
-        UsageError: for an impossible combination.
+        UsageError: if settings contradict each other or do not fit the number of processes.
     """
     for key, size in (("tensor", settings.tensor), ("context", settings.context)):
         if per_machine % size:
@@ -143,8 +143,8 @@ def check_tensor(tensor: int, *, n_heads: int, ffn_width: int, quantized: bool) 
 
     Args:
         tensor: the number of ranks that compute each layer together.
-        n_heads: the attention heads of a layer.
-        ffn_width: the columns of its feed-forward part.
+        n_heads: the number of attention heads of a layer.
+        ffn_width: the width of the feed-forward part.
         quantized: whether the matrices are stored in 4 or 8 bits.
     """
     for what, count in (("attention heads", n_heads), ("columns of the feed-forward part", ffn_width)):
@@ -162,7 +162,7 @@ def check_tensor(tensor: int, *, n_heads: int, ffn_width: int, quantized: bool) 
 
 
 def _group(settings: ParallelSettings, world_size: int, per_machine: int) -> int:
-    """Return how many ranks divide one copy. `hybrid_shard` needs several groups of several ranks."""
+    """Return over how many ranks FSDP shards one copy. `hybrid_shard` needs several groups of several ranks."""
     copies, size = STRATEGIES[settings.strategy], settings.group_size
     if copies != "one a group" or world_size == 1:
         if size is not None and copies != "one a group":

@@ -1,6 +1,6 @@
-"""Loading of weights into a sharded model on the meta device: each rank reads its own rows, without communication.
+"""Loads weights into a sharded model on the meta device: each rank reads its own rows, without communication.
 
-A rank never holds more than its share of the model and its rows of one more tensor.
+The memory of a rank holds only its part of the model and its rows of one more tensor.
 """
 
 import zlib
@@ -17,36 +17,36 @@ from esmshard.parallel.shard import check_ties, local, reshard, ties
 from esmshard.parallel.tensor_parallel import DIMENSION
 
 RowsOf = Callable[[str, slice], torch.Tensor]
-"""A function that reads rows of a tensor by name. All ranks must get the same values."""
+"""The type of a function that reads rows of a tensor by name. It must return the same values on all ranks."""
 
 
 def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World) -> None:
-    """Fill a model that `shard` has divided.
+    """Load the weights of a model that `shard` has divided.
 
     Args:
         model: the model, on the meta device.
-        rows_of: reads every tensor of the state dict, buffers too. Each rank reads its own rows, and the first row of
-            each tensor, which all ranks compare.
-        layout: the layout that was given to `shard`.
+        rows_of: a function that reads the tensors of the state dict, including buffers. Each rank reads its own rows
+            and the first row of each tensor. The ranks compare the first rows.
+        layout: the layout that `shard` got.
         world: the ranks.
 
     Raises:
-        InputError: on all ranks, if one rank cannot read a tensor, or ranks read different weights.
+        InputError: on all ranks, if one rank cannot read a tensor, or if ranks read different weights.
     """
     shared, state = ties(model), model.state_dict()
     lost = [name for name, _ in model.named_buffers() if name not in state]
     assert not lost, f"{lost[0]} is a buffer that no checkpoint holds; register it with persistent=True"
     model.to_empty(device=torch.device("cpu") if layout.cpu_offload else world.device)
-    if layout.cpu_offload:  # FSDP copies gathered weights to the device, but no buffers
+    if layout.cpu_offload:  # FSDP copies gathered weights to the device, but not buffers
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module.register_buffer(name, buffer.to(world.device))
-    for first, *others in shared:  # `to_empty` gives every name of a plain module a parameter of its own
+    for first, *others in shared:  # without FSDP, `to_empty` gives each name a separate parameter
         for name in others:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
     doubles = {name for _, *others in shared for name in others}
-    # FSDP does not check that ranks read the same weights. The model would become a mixture.
+    # FSDP does not check whether ranks read the same weights. With different weights the model would be a mixture.
     marks = world.gather(world.agree(lambda: fill(model, rows_of, doubles)))
     for rank, theirs in enumerate(marks):
         if differing := [name for name, mark in marks[0].items() if theirs.get(name) != mark]:
@@ -60,7 +60,7 @@ def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World)
 
 
 def refill(model: nn.Module, rows_of: RowsOf, world: World) -> None:
-    """Overwrite the trainable parameters of a model that `materialise` has filled; same arguments and errors."""
+    """Load the trainable parameters and the head of a model again. Arguments and errors are as in `materialise`."""
     reshard(model)
     learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = {name for name in model.state_dict() if name not in learned and not name.startswith("head.")}
@@ -70,7 +70,7 @@ def refill(model: nn.Module, rows_of: RowsOf, world: World) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, rows_of: RowsOf, left_out: Set[str]) -> dict[str, int]:
-    """Copy all tensors except `left_out` into the model. Return a checksum of the first row of each tensor by name."""
+    """Copy into the model all tensors except `left_out`. Return a checksum of the first row of each tensor, by name."""
     marks: dict[str, int] = {}
     for name, target in model.state_dict().items():
         if name in left_out:
@@ -87,11 +87,11 @@ def fill(model: nn.Module, rows_of: RowsOf, left_out: Set[str]) -> dict[str, int
 
 
 def own_part(tensor: torch.Tensor) -> tuple[slice, slice | None]:
-    """Return the rows of a whole tensor that this rank keeps, and the columns; None for all columns.
+    """Return which rows and which columns of a whole tensor this rank has; None for all columns.
 
-    FSDP2 divides the first dimension as `torch.chunk` does: into equal parts, and the last parts may be shorter or
-    empty. 33 rows on four ranks are 9, 9, 9 and 6. Tensor parallelism, the last dimension of the mesh, divides first.
-    FSDP then divides the rows of each part.
+    FSDP2 divides the first dimension like `torch.chunk`: into equal parts, of which the last may be shorter or empty.
+    33 rows on four ranks become 9, 9, 9 and 6. Tensor parallelism, the last dimension of the mesh, divides first. FSDP
+    then divides the rows of each part.
     """
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor)), None
@@ -112,7 +112,7 @@ def own_part(tensor: torch.Tensor) -> tuple[slice, slice | None]:
 
 
 def _chunk(whole: slice, parts: int, part: int) -> slice:
-    """Return one part of a slice, as `torch.chunk` divides."""
+    """Divide a slice into `parts` parts like `torch.chunk`, and return the part with the number `part`."""
     each = -(-(whole.stop - whole.start) // parts)
     begin = whole.start + each * part
     return slice(min(begin, whole.stop), min(begin + each, whole.stop))

@@ -1,9 +1,9 @@
-"""Requests to stop a run before its end: the signals of a scheduler, and the time limit of `--stop-after`.
+"""Handles requests to stop a run before its end: signals of a scheduler, and the time limit of `--stop-after`.
 
-After SIGTERM or SIGUSR1 a run saves, leaves with exit code 75, and can be continued later. The time limit arrives as
-SIGALRM and has the same effect. During training a signal is only noted, because all ranks must save a checkpoint
-together: each rank sends its note with the numbers of its step, and all ranks save after the same step. Before and
-after training there is nothing to save, and a signal ends the process at once.
+After SIGTERM or SIGUSR1, a run saves a checkpoint, ends with exit code 75, and can be continued later. The time limit
+is a SIGALRM with the same effect. All ranks must save together, so during training a rank only remembers a signal. It
+sends the signal to the other ranks with its numbers of the step, and all ranks save after the same step. Before and
+after training there is nothing to save, so a signal ends the process at once.
 """
 
 import os
@@ -19,11 +19,11 @@ from esmshard.errors import ExitCode, UsageError
 from esmshard.parallel import launch
 
 STOP_AT = "ESMSHARD_STOP_AT"
-"""The environment variable with the time to stop, in seconds since 1970. Restarted processes keep this time."""
+"""The name of the environment variable with the time to stop, in seconds since 1970. Restarts do not change it."""
 
 LEAVE_WITHIN = 25.0
-"""How many seconds a process without anything to save may take to leave, for example to name a lost rank. Schedulers
-kill about 30 s after SIGTERM.
+"""How many seconds a process that has nothing to save may take to end, for example to find and name a lost rank.
+Schedulers kill processes about 30 s after SIGTERM.
 """
 
 _REASONS = {"SIGTERM": "SIGTERM", "SIGUSR1": "SIGUSR1", "SIGALRM": "the time limit of --stop-after"}
@@ -31,26 +31,26 @@ _SIGNALS = {int(getattr(signal, name)): words for name, words in _REASONS.items(
 
 
 class Preempted(BaseException):
-    """The run was asked to stop and can continue later. This is no failure, and so no `Exception`."""
+    """The run was asked to stop and can continue later. It is not an `Exception`, because it is not a failure."""
 
     exit_code = ExitCode.REQUEUE
 
     def __init__(self, message: str, unsaved: int = 0) -> None:
-        """Store the message and `unsaved`: the number of a signal that came before training began; 0 otherwise."""
+        """Store the message and `unsaved`: the number of a signal that arrived before training began; 0 otherwise."""
         super().__init__(message)
         self.unsaved = unsaved
 
 
 def leaving_code(unsaved: int = 0) -> int:
-    """Return the exit code of this process after `Preempted` with this `unsaved`.
+    """Return the exit code of this process after `Preempted`. `unsaved` is the attribute of this exception.
 
-    The code is 75 for a process that is alone, or that esmshard's launcher started. Under torchrun the code is 0,
-    because torchrun would restart all ranks after 75; `status.json` then says that the run is preempted.
+    The code is 75 for a single process, and for a process of esmshard's launcher. Under torchrun the code is 0, because
+    torchrun would restart all ranks after 75; `status.json` then says that the run is preempted.
 
-    srun returns the highest code of all ranks, and ends all ranks by SIGTERM when one rank fails. So rank 0, which
-    leaves last, has 75, and the other ranks have 0. Before training a SIGTERM may mean that another rank has failed.
-    With 75 the mistake of that rank would be repeated forever, so rank 0 then leaves with 143, like a process that the
-    signal has ended.
+    srun returns the highest code of all ranks, and sends SIGTERM to all ranks when one rank fails. So rank 0, which
+    ends last, has 75, and the other ranks have 0. But before training, SIGTERM may mean that another rank has failed.
+    With 75, a scheduler would repeat this failure forever. So rank 0 then ends with 143, the code of a process that
+    SIGTERM has ended.
     """
     if launch.LAUNCHER in os.environ or "RANK" not in os.environ:
         return Preempted.exit_code
@@ -60,7 +60,7 @@ def leaving_code(unsaved: int = 0) -> int:
 
 
 def reason(asked: int) -> str:
-    """Describe a value of `Preemption.asked` for messages.
+    """Describe in words a value of `Preemption.asked`, for messages.
 
     >>> reason(int(signal.SIGTERM))
     'SIGTERM'
@@ -75,7 +75,7 @@ def seconds(duration: str) -> int:
     13800
 
     Raises:
-        UsageError: if the text is no duration.
+        UsageError: if the text is not a duration.
     """
     parts = re.fullmatch(r"(?:(\d{1,4})d)?(?:(\d{1,5})h)?(?:(\d{1,6})m)?(?:(\d{1,7})s)?", duration, re.ASCII)
     numbers = parts.groups("0") if parts else ()
@@ -89,10 +89,10 @@ class Preemption:
     """A `with` block that receives requests to stop this process.
 
     A signal raises `Preempted` at the current instruction, except inside `noted`. Python runs handlers only between two
-    instructions, so a process that waits inside a C++ call, for example for a lost rank, would not react. Therefore a
-    thread also reads each signal, and ends a process that has not left after `LEAVE_WITHIN` seconds.
+    instructions, so a process inside a C++ call, such as a collective with a lost rank, does not react. Therefore a
+    thread also reads each signal. If the process has not ended after `LEAVE_WITHIN` seconds, the thread ends it.
 
-    Outside the main thread Python allows no handlers, so only the time limit has an effect.
+    Outside the main thread, Python allows no signal handlers, so only the time limit has an effect.
     """
 
     def __init__(self) -> None:
@@ -135,9 +135,9 @@ class Preemption:
 
     @property
     def asked(self) -> int:
-        """The number of the first signal that asked to stop, SIGALRM for the time limit; 0 if there was none.
+        """The number of the first signal that asked to stop, SIGALRM for the time limit; 0 without such a signal.
 
-        Ranks of a run may see different values. They must agree on one value before they act.
+        The ranks of a run may have different values. They must agree on one value before they act.
         """
         if not self._asked and self._stop_at is not None and time.time() >= self._stop_at:
             self._asked = int(signal.SIGALRM)
@@ -145,15 +145,16 @@ class Preemption:
 
     @property
     def unsaved(self) -> int:
-        """The value of `asked` if training has not begun; 0 otherwise."""
+        """The value of `asked` if training has not begun, so that there is nothing to save; 0 otherwise."""
         return 0 if self.began else self.asked
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Only note signals inside this block, which trains and saves. Nothing is interrupted.
+        """A `with` block for training and saving, which signals do not interrupt. They are only stored in `asked`.
 
         Raises:
-            Preempted: at the begin or the end of the block, if the process was asked to stop and no error was raised.
+            Preempted: at the begin or the end of the block, if the process was asked to stop. An error in the block is
+                raised instead.
         """
         self._stop_if_asked()
         self._noting = self.began = True
@@ -189,11 +190,11 @@ class Preemption:
 
 _installed: list[Preemption] = []
 _before_fork = threading.local()
-"""The signals that this thread had blocked when its fork began."""
+"""The attribute `mask` has the signals that this thread had blocked before its fork."""
 
 
 def _block() -> None:
-    """Block the signals during a fork. The child would write an early signal into its parent's pipe."""
+    """Block the signals during a fork. Otherwise a child could write a signal into its parent's pipe."""
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if _installed else ())
 
 
@@ -202,7 +203,7 @@ def _unblock() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Let signals end a forked child. The child has nothing to save, and the pipe belongs to its parent."""
+    """Remove the handlers in a forked child, so that signals end it. The child has nothing to save."""
     for preemption in _installed[::-1]:
         preemption.__exit__()
     _unblock()

@@ -1,4 +1,4 @@
-"""The process group of a run: its start, agreement between ranks, and its end."""
+"""Starts and ends the process group of a run, and exchanges numbers, objects and errors between ranks."""
 
 import itertools
 import os
@@ -24,38 +24,38 @@ from esmshard.progress import say
 T = TypeVar("T")
 
 START_TIMEOUT = 1800
-"""How many seconds ranks may take to start. A container image or the first read of a large model takes long."""
+"""How many seconds ranks may take to start. Loading a container image, or first reading a large model, takes long."""
 
 NCCL_GRACE = 60
-"""How many seconds NCCL waits longer than `Control.wait_for_device`, because NCCL ends the process without a message.
-"""
+"""How many seconds NCCL's time-out is longer than that of `Control.wait_for_device`, which prints a message. NCCL ends
+the process without a message."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
 class World:
-    """A process's view of all ranks. A single process needs no process group."""
+    """The ranks of a run, from the view of one process. A single process needs no process group."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh | None
-    """The mesh of all ranks in one dimension; None for a single process that shards nothing."""
+    """A one-dimensional mesh of all ranks; None for a single process that does not use FSDP."""
     together: int = 1
-    """The number of neighbouring ranks that see the same records (`Layout.together`)."""
+    """The number of neighbouring ranks that compute the same records together (`Layout.together`)."""
     group: Any = None
-    """The process group for numbers and objects; None for the default group."""
+    """The process group that this class uses for numbers and objects; None for the default group."""
     timeout: int = START_TIMEOUT
-    """The seconds that a collective waits for a rank."""
+    """How many seconds the collectives of this class wait for a rank."""
     step_timeout: int = START_TIMEOUT
-    """The seconds that collectives of a step and of a save wait, whatever `timeout` is."""
+    """How many seconds the collectives of training steps and of checkpoints wait for a rank."""
     store: Any = None
-    """The store that connected the ranks; None for a single process."""
+    """The key-value store through which the ranks connected; None for a single process."""
 
     def patient(self, seconds: int = 7 * 86400) -> "World":
-        """Return the same ranks with another time-out for numbers and objects, a week by default. All ranks call this.
-        The others wait while the first rank fits a regression or writes a model.
+        """Return the same ranks with a longer time-out for numbers and objects, a week by default. With it, other ranks
+        can wait while the first rank fits a regression or writes a model. All ranks must call this.
         """
         if self.mesh is None:
             return self
@@ -63,38 +63,38 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank, or of its group, among those that see different records."""
+        """The number of this rank's group, from 0. The ranks of a group compute the same records together."""
         return self.rank // self.together
 
     @property
     def data_size(self) -> int:
-        """The number of ranks, or groups of ranks, that see different records."""
+        """The number of groups of ranks. Each group computes different records."""
         return self.size // self.together
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints and writes for all ranks."""
+        """Whether this process is rank 0, which prints and writes for all ranks."""
         return self.rank == 0
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all ranks, one row for each rank, in double precision. All rows are equally long."""
+        """Return the numbers of all ranks in double precision, one row for each rank. All rows have the same length."""
         if self.mesh is None:
             return [[float(v) for v in values]]
-        # gloo on the CPU serves even beside NCCL: a few numbers need no kernel, and the host reads them.
+        # gloo on the CPU does this, even if there is NCCL, because the host reads these few numbers.
         rows = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.size)]
         dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.group)
         return [row.tolist() for row in rows]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over all ranks, in double precision."""
+        """Return the sum of each number over all ranks, in double precision."""
         return [sum(column) for column in zip(*self.rows(values), strict=True)]
 
     def min(self, value: float) -> float:
-        """Return the lowest value of all ranks."""
+        """Return the minimum of the values of all ranks."""
         return min(row[0] for row in self.rows([value]))
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the picklable values of all ranks, in rank order, on every rank."""
+        """Return on every rank the values of all ranks, in rank order. Values must be picklable."""
         if self.mesh is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -102,8 +102,8 @@ class World:
         return values
 
     def gather_on_first(self, value: Any) -> list[Any]:
-        """Return the picklable values of all ranks on the first rank and on the ranks that see the same records. Other
-        ranks get an empty list.
+        """Return the values of all ranks, in rank order, on the first rank and on ranks that compute the same records.
+        On other ranks, return an empty list. Values must be picklable.
         """
         if self.mesh is None:
             return [value]
@@ -113,7 +113,7 @@ class World:
         return gathered
 
     def agree(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank. All ranks raise the `InputError` of the first rank that raises one."""
+        """Call a function on every rank. If it raises an `InputError` on any rank, all ranks raise one such error."""
         result, error = None, None
         try:
             result = function()
@@ -127,7 +127,7 @@ class World:
         return cast(T, result)
 
     def from_first(self, function: Callable[[], T]) -> T:
-        """Call a function on the first rank. All ranks return its result, or raise its `InputError`."""
+        """Call a function on the first rank only. All ranks return its result, or raise its `InputError`."""
         result = self.agree(lambda: function() if self.is_first else None)
         return cast(T, self.gather(result)[0])
 
@@ -142,16 +142,16 @@ def world(
 ) -> Iterator[World]:
     """Join the process group of the processes that a launcher started, and leave it at the end of the block.
 
-    The launcher is torchrun, `accelerate launch` or srun. A process without a launcher is a world of one.
+    The launcher is torchrun, `accelerate launch`, srun or esmshard's launcher. Without a launcher, there is one rank.
 
     Args:
-        start_timeout: how many seconds the ranks may take to meet.
-        step_timeout: the seconds that a later collective waits for a rank; `start_timeout` by default.
-        alone_too: make a process group for a single process too. FSDP needs a group to keep weights outside the GPU.
-        wanted: see `own_device`.
+        start_timeout: how many seconds the ranks may take to connect.
+        step_timeout: how many seconds later collectives wait for a rank; `start_timeout` by default.
+        alone_too: whether to make a process group for a single process, too. `Layout.cpu_offload` needs this.
+        wanted: the name of a device; see `own_device`.
 
     Raises:
-        UsageError: if only some variables of a launcher are set or readable, or `wanted` does not suit all processes.
+        UsageError: if some variables of a launcher are missing or unreadable, or `wanted` does not fit all processes.
     """
     os.environ.update(launch.variables())
     launch.check()
@@ -185,15 +185,15 @@ def world(
 
 
 _STARTS = itertools.count()
-"""The numbers of the process groups of this process. The store may keep the keys of earlier groups."""
+"""Counts the process groups of this process. The count is part of a group's keys in the store (`launch.prefix`)."""
 
 
 def _gloo_interface() -> dict[str, str]:
-    """Return gloo's variable with the network interface by which this machine reaches rank 0.
+    """Return gloo's environment variable, with the network interface through which this machine reaches rank 0.
 
-    By default gloo uses the address of the machine's name. Debian's /etc/hosts gives this name the address 127.0.1.1,
-    which other machines cannot reach. The machine of rank 0 uses the interface of the default route. The result is
-    empty if all ranks are on one machine, if the user has set the variable, and outside Linux.
+    By default, gloo uses the address of the machine's host name. Debian's /etc/hosts gives this name the address
+    127.0.1.1, which other machines cannot reach. The machine of rank 0 uses the interface of the default route. The
+    result is empty if all ranks are on one machine, if the user has set the variable, and outside Linux.
     """
     size = os.environ.get("WORLD_SIZE")
     one_machine = size is None or os.environ.get("LOCAL_WORLD_SIZE", size) == size
@@ -215,7 +215,7 @@ def _gloo_interface() -> dict[str, str]:
 
 
 def _meet(rank: int, size: int, seconds: int) -> Any:
-    """Return the store after all ranks have connected. A launcher or the first rank holds it."""
+    """Connect to the store, wait for all ranks, and return the store. A launcher or rank 0 serves it."""
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and launch.restarts_allowed() and held:
         say(
@@ -223,7 +223,7 @@ def _meet(rank: int, size: int, seconds: int) -> Any:
             "it the new processes may wait forever for the old ones"
         )
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=seconds)
-    # A store of rank 0 is new at each start, and machines that joined later count fewer restarts.
+    # If rank 0 serves the store, it is new at each start. Machines that joined later count fewer restarts.
     prefix = launch.prefix(launch.attempt() if held else 0, next(_STARTS))
     try:
         whole = dist.TCPStore(  # type: ignore[attr-defined]
@@ -247,12 +247,12 @@ def _meet(rank: int, size: int, seconds: int) -> Any:
 
 
 def processes_per_machine(size: int) -> int:
-    """Return the number of processes on one machine, from the launcher's variables; by default all processes."""
+    """Return the number of processes on this machine, from the launcher's variables; without them, `size`."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", size)) if is_launched() else size
 
 
 def precision_on(device: torch.device, wanted: str, asked_by: str = "parallel.precision") -> Precision:
-    """Return the precision on a device for the value of key `asked_by`. `UsageError` for fp16 on a CPU."""
+    """Return the precision for `wanted`, which may be `auto`. Raises `UsageError` with `asked_by` for fp16 on a CPU."""
     if wanted == "auto":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
@@ -262,23 +262,23 @@ def precision_on(device: torch.device, wanted: str, asked_by: str = "parallel.pr
 
 
 def processes_of(device: torch.device, nproc: int | None) -> int:
-    """Return the number of processes on this machine: by default one for each GPU, or one."""
+    """Return the number of processes on this machine: `nproc`, or by default one for each GPU, or one without a GPU."""
     return nproc or (torch.cuda.device_count() if device == torch.device("cuda") else 1)
 
 
 def own_device(local_rank: int, size: int, wanted: DeviceName = None) -> torch.device:
-    """Return the device of a process: an NVIDIA GPU, else Apple's GPU for a single process, else the CPU.
+    """Return the device of a process: an NVIDIA GPU; otherwise Apple's GPU for a single process; otherwise the CPU.
 
-    Apple's GPU has no collectives, so several processes use the CPU.
+    Apple's GPU has no collectives, so on Apple's machines several processes use the CPU.
 
     Args:
         local_rank: the number of the process on its machine.
-        size: the number of processes that work together.
-        wanted: the name that the user gave, see `chosen_device`.
+        size: the number of processes of the run.
+        wanted: the name that the user gave; see `chosen_device`.
 
     Raises:
-        UsageError: if this machine has no such device, or it is a single GPU and there are several processes.
-        InputError: if there is no GPU for this process.
+        UsageError: if this machine does not have the device, or if several processes would share a single GPU.
+        InputError: if the machine has fewer GPUs than processes, so this process has none.
     """
     device = chosen_device(wanted)
     if size > 1 and wanted is not None and (device.index is not None or device.type == "mps"):

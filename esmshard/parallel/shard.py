@@ -1,12 +1,12 @@
-"""The division of a model over the devices of a run, in place.
+"""Divides a model over the devices of a run, in place.
 
-`shard` is the middle of this order:
+A model is made in this order, and `shard` does the steps in brackets:
 
-    build on the meta device -> tensor or context parallelism -> checkpointing -> compile -> each layer -> root
-    -> `load.materialise` -> optimizer
+    build on the meta device -> [tensor or context parallelism -> checkpointing -> compile -> FSDP of each layer
+    -> FSDP of the root] -> `load.materialise` -> optimizer
 
-`model` must have `layers`, a ModuleList of blocks. Each block is a group of parameters that FSDP gathers together. All
-other parameters form one more group, the root, because embedding and LM head share a tensor.
+`model` must have `layers`, a ModuleList of blocks. FSDP gathers the parameters of each block together. All parameters
+outside blocks form one group, the root, because embedding and LM head share a tensor.
 """
 
 import math
@@ -38,15 +38,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shard(model: nn.Module, layout: Layout, world: World) -> None:
-    """Set up activation checkpointing, compilation and precision, and FSDP2 where there is a process group.
+    """Set up activation checkpointing, compilation and precision, and FSDP2 if there is a process group.
 
-    On one device nothing is sharded, because FSDP would change no result and cost time. Parameters stay plain tensors.
-    With and without FSDP, layers and root compute with copies of their fp32 parameters in `layout.precision`, the
-    residual stream has this type too, and gradients are added up in fp32. Autocast would keep an fp32 residual stream,
-    and one device would have other losses than several ranks.
+    On one device nothing is sharded, because FSDP would take time without changing results. Parameters stay plain
+    tensors. With and without FSDP, layers and root compute with copies of their fp32 parameters in `layout.precision`.
+    The residual stream has this type too, and gradients are summed in fp32. Autocast would keep the residual stream in
+    fp32, so losses on one device would differ from losses on several ranks.
 
     Args:
-        model: the model, best on the meta device; `materialise` then loads only each rank's slices.
+        model: the model, preferably on the meta device, so that `materialise` loads only each rank's part.
         layout: the layout of the recipe for this number of ranks.
         world: the ranks.
 
@@ -65,8 +65,8 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
         )
     if layout.cpu_offload and world.mesh is None:
         raise UsageError("Layout: cpu_offload in one process needs a process group; call world(alone_too=True)")
-    known = any(isinstance(module, Trunk) for module in model.modules())
-    if not known and (layout.together > 1 or layout.activation_checkpointing == "selective"):
+    has_trunk = any(isinstance(module, Trunk) for module in model.modules())
+    if not has_trunk and (layout.together > 1 or layout.activation_checkpointing == "selective"):
         raise UsageError(
             "Layout: tensor, context and activation_checkpointing='selective' are for esmshard's own models; leave "
             "them out, or take activation_checkpointing='full'"
@@ -78,20 +78,20 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     if mesh is None and layout.precision != "fp32":
         wrappers = [partial(computing_with, layer, partial(_in_precision, layout, layer)) for layer in layers]
     if mesh is not None and layout.context > 1:
-        # FSDP divides over the ranks of a group too, so the group needs a mesh of its own.
+        # FSDP also shards over the ranks of a context group, so this group needs a separate mesh.
         sizes, names = (layout.data_size, layout.context), ("data", context_parallel.DIMENSION)
         of_context = _named_mesh(mesh.device_type, sizes, names, world.step_timeout)
         context_parallel.split(model, of_context[context_parallel.DIMENSION])
     checkpointed = _checkpointing(model, layout)
-    # `forward` is replaced: a wrapping module would change names, and FSDP's hooks must stay outside.
+    # Replace `forward`, because a wrapping module would change names of parameters. FSDP's hooks must stay outside.
     for layer, wrapped in zip(layers, wrappers, strict=True):
         if not layout.compile:
             layer.forward = checkpointed(wrapped(layer.forward))
-        elif layout.context == 1:  # The compiler sees plain tensors, and recomputes without a call of Python code.
+        elif layout.context == 1:  # The compiler gets plain tensors, and recomputes without a call of Python code.
             layer.forward = checkpointed(layer.forward)
             layer.compile(dynamic=True)
             layer.forward = wrapped(layer.forward)
-        else:  # Attention to gathered keys runs between compiled parts, which a compiled checkpoint does not allow.
+        else:  # Attention to gathered keys is not compiled, and a compiled checkpoint must be compiled as a whole.
             layer.compile(dynamic=True)
             layer.forward = checkpointed(layer.forward)
     if mesh is not None:
@@ -102,7 +102,7 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
 
 
 def _in_precision(layout: Layout, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return copies, in `layout.precision`, of the parameters of a layer, or of a model outside its layers."""
+    """Return copies of a layer's parameters, or of a model's parameters outside its layers, in `layout.precision`."""
     of_layers = {id(p) for p in getattr(module, "layers", nn.ModuleList()).parameters()}
     return {name: p.to(DTYPES[layout.precision]) for name, p in parameters.items() if id(p) not in of_layers}
 
@@ -114,18 +114,18 @@ def _checkpointing(model: nn.Module, layout: Layout) -> Wrapper:
     context: dict[str, Any] = {}
     if layout.activation_checkpointing == "selective":
         products = kept_products(trunk_of(model).config.matrices, layout.tensor)
-        # The compiler would take the numbers in a `partial` for numbers that change.
+        # In a `partial`, the compiler would treat the numbers as variables.
         context["context_fn"] = lambda: _selective(products)
     return partial(_checkpointed, context)
 
 
 def _checkpointed(context: dict[str, Any], forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the same `forward(x_TD, ...)`, recomputed in the backward pass.
+    """Return a function like `forward(x_TD, ...)` that the backward pass computes again.
 
-    The compiler begins with the first Python frame outside torch. For a `partial`, this frame would be within the
-    checkpoint, where the compiler is switched off: nothing would be compiled, without a warning. If an argument of the
-    checkpoint changes (with torch 2.11 even the ids in a batch), the function is compiled again. Values that only
-    `again` reads may change.
+    The compiler begins with the first Python frame outside torch. For a `partial`, this frame would be inside the
+    checkpoint, where the compiler is switched off, so nothing would be compiled, without a warning. If an argument of
+    the checkpoint changes (in torch 2.11 even the ids in a batch), the function is compiled again. So `again` reads all
+    arguments except `x_TD` from the enclosing function, where they may change.
     """
 
     def run(x_TD: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
@@ -139,8 +139,8 @@ def _checkpointed(context: dict[str, Any], forward: Callable[..., torch.Tensor])
 
 
 def _mesh(ranks: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
-    """Return the mesh of all ranks: (shard), or (replicate, shard) for several copies. With tensor parallelism `tensor`
-    is the last dimension.
+    """Return the mesh of all ranks with the dimensions (shard), or (replicate, shard) for several copies of the model.
+    With tensor parallelism, `tensor` is one more dimension at the end.
     """
     if layout.replicas == layout.tensor == 1:
         return ranks
@@ -150,8 +150,8 @@ def _mesh(ranks: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
 
 
 def _named_mesh(device: str, sizes: tuple[int, ...], names: tuple[str, ...], seconds: int) -> DeviceMesh:
-    """Return a mesh of all ranks whose groups have the time-out of the run. With `init_device_mesh` groups have the
-    time-out of the backend, and would wait half an hour for a stuck rank.
+    """Return a mesh of all ranks whose process groups have the time-out `seconds`. Groups of `init_device_mesh` have
+    the default time-out of the backend, and would wait half an hour for a stuck rank.
     """
     timeout = timedelta(seconds=seconds + (NCCL_GRACE if device == "cuda" else 0))
     mesh = torch.arange(dist.get_world_size()).view(sizes)
@@ -165,12 +165,12 @@ def _named_mesh(device: str, sizes: tuple[int, ...], names: tuple[str, ...], sec
 
 
 def _data_dimensions(layout: Layout) -> tuple[str, ...]:
-    """Return the dimensions of the mesh over which FSDP divides and copies."""
+    """Return the dimensions of the mesh over which FSDP shards and replicates parameters."""
     return ("shard",) if layout.replicas == 1 else ("replicate", "shard")
 
 
 def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: DeviceMesh, world: World) -> None:
-    """Divide layers over the ranks that compute the same part of a layer, and the root over all ranks of a copy."""
+    """Apply FSDP: shard layers over the ranks that compute the same part of a layer, and the root over a whole copy."""
     of_root = mesh
     if layout.tensor > 1:
         mesh, sizes = mesh[*_data_dimensions(layout)], (layout.replicas, layout.group * layout.tensor)
@@ -178,7 +178,7 @@ def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: 
         of_root = world.mesh
         if layout.replicas > 1:
             of_root = _named_mesh(mesh.device_type, sizes, ("replicate", "shard"), world.step_timeout)
-    # Inputs are not cast: activations already have this precision, and coordinates of a batch must stay fp32.
+    # Inputs are not cast, because activations already have this precision and coordinates of a batch must stay fp32.
     mixed = MixedPrecisionPolicy(
         param_dtype=DTYPES[layout.precision], reduce_dtype=DTYPES[layout.reduce_dtype], cast_forward_inputs=False
     )
@@ -188,7 +188,7 @@ def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: 
     for layer in layers:
         group(layer, reshard_after_forward=layout.frees_layers)
     model.register_forward_hook(_without_views)
-    # The root is needed at the beginning and at the end of a pass.
+    # The root stays gathered, because it is needed at the beginning and at the end of a pass.
     group(model, mesh=of_root, reshard_after_forward=False)
     for module in groups(model):
         # Gradients are summed over ranks, because the loss is divided once, by its global count.
@@ -199,8 +199,8 @@ def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: 
 def _without_views(_module: nn.Module, _given: object, outputs: Any) -> Any:
     """Return copies of the outputs of a model, which may be views of one tensor.
 
-    FSDP attaches the gathering of weights for the backward pass to the outputs. An in-place operation on a view would
-    remove this hook, so torch 2.13 warns of each view. Outputs are small compared with a layer.
+    FSDP adds hooks to the outputs, which gather weights for the backward pass. An in-place operation on a view would
+    remove such a hook, so torch 2.13 warns about each view. The copies take little memory compared with a layer.
     """
     return [x.clone() if x.requires_grad else x for x in outputs] if isinstance(outputs, list) else outputs
 
@@ -214,17 +214,17 @@ _KEPT = {
 }
 _KEPT_NAMES = {
     "torch_attn::_varlen_attn",  # registered at the first use of `varlen_attn`
-    "_c10d_functional::reduce_scatter_tensor",  # sums of a layer that several ranks compute
+    "_c10d_functional::reduce_scatter_tensor",  # the sum over ranks in a layer with tensor parallelism
 }
 
 
 def _selective(products: Mapping[tuple[int, int], int]) -> Any:
-    """Return the contexts of a layer's forward pass and of its recomputation; `products` as `kept_products`."""
-    # torch 2.11 asks about each operation in both contexts, later releases ask in the first context.
+    """Return the contexts of a layer's forward pass and of its recomputation. `kept_products` made `products`."""
+    # torch 2.11 calls `keep` for each operation in both contexts, later releases only in the first context.
     left = {again: Counter(products) for again in (False, True)}
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Keep the results whose recomputation takes the longest time for each byte."""
+        """Keep the results whose recomputation takes the most time for each byte of memory."""
         kept = operation in _KEPT or operation.name().split(".")[0] in _KEPT_NAMES
         if operation in _PRODUCTS:
             shape = tuple(args[-1].shape)
@@ -236,10 +236,10 @@ def _selective(products: Mapping[tuple[int, int], int]) -> Any:
 
 
 def next_micro_batch(model: nn.Module, layout: Layout, last: bool) -> None:
-    """Tell FSDP before a backward pass whether the pass is the last of a step.
+    """Tell FSDP before each backward pass whether the pass is the last of a step.
 
-    With `accumulate: sharded` each pass reduces and scatters gradients, and the last pass sums them over the copies.
-    With `unsharded` gradients stay on each rank until the last pass.
+    With `accumulate: sharded`, each pass reduces and scatters the gradients among the ranks of a copy of the model. The
+    last pass then sums them over the copies. With `unsharded`, gradients stay on each rank until the last pass.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -251,38 +251,38 @@ def next_micro_batch(model: nn.Module, layout: Layout, last: bool) -> None:
 
 
 def groups(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules whose parameters FSDP gathers together; none on one device."""
+    """Return the modules whose parameters FSDP gathers together. The list is empty without FSDP."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Put every group back into shards.
+    """Free all gathered parameters, so that each rank again has only its shards.
 
-    After a forward pass without a backward pass the root is still gathered, and the module's parameters are not the
-    parameters of the optimizer.
+    After a forward pass without a backward pass, the root is still gathered. Its parameters are then not the parameters
+    that the optimizer updates.
     """
     for module in groups(model):
         module.reshard()
 
 
 IDLE = encode("G" * 62)
-"""The tokens of a rank that has nothing to compute: enough for groups of ranks that divide them."""
+"""The input of a rank that has nothing to compute. It has 64 tokens, so groups of ranks can divide them."""
 
 
 @contextmanager
 def shared_calls(model: nn.Module, ranks: World) -> Iterator[None]:
-    """Let each rank call a model, or its trunk, as often as the rank needs, without gradients.
+    """A `with` block in which each rank may call a sharded model or its trunk any number of times, without gradients.
 
-    Every rank must take part in each forward pass of a sharded model, because ranks gather the parts of each other. One
-    baseline calls the model once for a record, another baseline twenty times. So a rank that has nothing left to
-    compute joins the passes of the others with a few tokens.
+    Every rank must take part in each forward pass of a sharded model, because each pass gathers the parts of all ranks.
+    But ranks need different numbers of passes: some baselines call the model once for a record, others twenty times.
+    So a rank that has nothing left to compute joins the passes of the other ranks with a few tokens.
 
-    The block ends when the blocks of all ranks have ended. Ranks that compute a layer together must make the same
-    calls. Every call runs all layers.
+    On each rank, the block ends when all ranks have reached its end. Ranks that compute layers together must make the
+    same calls. Every call runs all layers.
 
     Args:
         model: a model that `shard` has divided, whose `forward(batch, substitute)` calls `substitute`.
-        ranks: the ranks. A rank waits for the others as long as the time-out of `ranks`.
+        ranks: the ranks. Their time-out limits how long a rank waits for the other ranks.
     """
     trunk, inside, idle = trunk_of(model), False, False
 
@@ -299,11 +299,11 @@ def shared_calls(model: nn.Module, ranks: World) -> Iterator[None]:
         nonlocal inside
         inside = False
 
-    def through_model(call: Callable[..., Any], *given: Any, **options: Any) -> Any:
-        """Call the trunk through the model, which gathers the parameters of the root."""
-        return call(*given, **options) if inside else model(given[0], lambda: call(*given, **options))
+    def through_model(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call the trunk inside a call of the model, because only a call of the model gathers the root's parameters."""
+        return call(*args, **options) if inside else model(args[0], lambda: call(*args, **options))
 
-    # FSDP gathers in a hook, and all ranks must know of the pass before this hook.
+    # FSDP gathers parameters in a hook. All ranks must know of the pass before this hook runs.
     hooks = [
         model.register_forward_pre_hook(begin, prepend=True),
         model.register_forward_hook(end, always_call=True),
@@ -322,7 +322,7 @@ def shared_calls(model: nn.Module, ranks: World) -> Iterator[None]:
 
 
 def free_layers(model: nn.Module) -> None:
-    """Free the gathered weights of each layer after its forward pass, whatever the strategy of the training."""
+    """From now on, free the gathered weights of each layer after its forward pass, for any strategy of the layout."""
     for layer in model.layers:  # type: ignore[union-attr]
         for group in groups(layer):
             group.set_reshard_after_forward(True, recurse=False)
@@ -330,7 +330,7 @@ def free_layers(model: nn.Module) -> None:
 
 
 def ties(model: nn.Module) -> list[list[str]]:
-    """Return groups of names of one shared parameter: for ESM-2 the embedding and the LM head's matrix."""
+    """Return a list of names for each parameter with several names, such as the embedding and LM head of ESM-2."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -338,27 +338,27 @@ def ties(model: nn.Module) -> list[list[str]]:
 
 
 def check_ties(model: nn.Module, expected: list[list[str]]) -> None:
-    """Raise `AssertionError` if names that shared a parameter no longer share it.
+    """Raise `AssertionError` if the names in one of the lists `expected` no longer share a parameter.
 
-    This happens when the names belong to two FSDP groups, and not every release of torch raises an error. Each name
-    then trains a copy of its own, or the last rank's rows are never updated.
+    This happens if the names belong to two FSDP groups, and not every release of torch raises an error. Each name then
+    has a separate copy, or the last rank's rows are never updated.
     """
     lost = [names for names in expected if names not in ties(model)]
     assert not lost, f"{' and '.join(lost[0])} were shared and are now apart; keep them in one FSDP group"
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by name, a shared parameter once."""
+    """Return the trainable parameters by name. A shared parameter has only its first name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
+    """Return this rank's part of a sharded tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def copies(tensor: torch.Tensor) -> int:
-    """Return the number of ranks that hold the same part of a tensor as this rank."""
+    """Return how many ranks have the same part of a tensor, including this rank."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = (tensor.device_mesh.size(n) for n, placed in enumerate(tensor.placements) if placed.is_replicate())

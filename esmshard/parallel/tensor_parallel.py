@@ -1,27 +1,26 @@
 """Tensor parallelism: a few neighbouring ranks compute each layer together (Shoeybi et al. 2019, arXiv:1909.08053).
 
-Each rank of a group holds the projections of some attention heads and some columns of the feed-forward part. Between
-these matrices, in norms and in the residual stream, each rank has some tokens of the pack and all D numbers of them
-(Korthikanti et al. 2022, arXiv:2205.05198). A layer therefore communicates four times in the forward pass:
+The ranks of a group divide the attention heads with their projections, and the columns of the feed-forward part. For
+norms and the residual stream they divide the tokens of the pack: each rank has all D numbers of its own tokens
+(Korthikanti et al. 2022, arXiv:2205.05198). So a layer communicates four times in the forward pass:
 
     norm of own tokens -> gather tokens -> own heads    -> sum over ranks, scatter tokens -> add to own tokens
     norm of own tokens -> gather tokens -> own columns  -> sum over ranks, scatter tokens -> add to own tokens
 
-In the backward pass each gather becomes a sum and scatter, and each sum and scatter becomes a gather. Every rank
-computes embedding, last norm, LM head and task head for all tokens, so tasks need not know of tensor parallelism. FSDP
-divides the parameters of these parts over the ranks of the group too, and adds up their gradients: each rank has the
-gradient of the embedding for its own tokens, and counts 1/N of the gradients of the outputs. `context_parallel` divides
-tokens in the same way.
+In the backward pass, each gather becomes a sum and scatter, and each sum and scatter becomes a gather. Every rank
+computes embedding, last norm, LM head and task head for all tokens, so tasks do not depend on tensor parallelism. FSDP
+also shards the parameters of these modules over the group, and sums their gradients: each rank has the gradient of the
+embedding for its own tokens, and 1/N of the gradients of the outputs. `context_parallel` divides tokens the same way.
 
-Parameters of layers are DTensors over the dimension `tensor` of the mesh before FSDP divides them over the other
-dimensions, so names, shapes and checkpoints are equal to those of one process. A layer computes with the parts of this
-rank as plain tensors (`torch.func.functional_call`).
+Parameters of layers are DTensors over the mesh dimension `tensor`. FSDP then shards them over the other dimensions. So
+names, shapes and checkpoints are the same as in one process. A layer computes with this rank's parts as plain tensors
+(`torch.func.functional_call`).
 
-torch's styles for `parallelize_module` make DTensors of activations with `DTensor.from_local`, which needs equally long
-parts. But packs have any number of tokens: five tokens on two ranks end in a size mismatch (torch 2.13,
-`SequenceParallel`, `ColwiseParallel` and `RowwiseParallel` over the tokens). Here `DTensor.redistribute` makes all
-communication and its gradients. `esmshard.batch` explains the letters of tensor names; R is the number of this rank's
-tokens.
+torch's own styles for `parallelize_module` make DTensors of activations with `DTensor.from_local`, which needs equally
+long parts. But packs have any number of tokens, and five tokens on two ranks raise an error (torch 2.13,
+`SequenceParallel`, `ColwiseParallel` and `RowwiseParallel` over the tokens). Here `DTensor.redistribute` does all
+communication and computes its gradients. `esmshard.batch` explains the letters of tensor names; R is the number of this
+rank's tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -41,58 +40,58 @@ from esmshard.model.trunk import Pack, Trunk
 
 Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
-"""The type of a function that takes a `forward` and returns another one."""
+"""The type of a function that takes a `forward` and returns a changed `forward`."""
 DIMENSION = "tensor"
-"""The name of the last dimension of the mesh: ranks of a group are neighbours."""
+"""The name of the mesh dimension over which layers are divided. It is the last, so ranks of a group are neighbours."""
 SMALL = 2**20
-"""The largest parameter, in numbers, whose gradient is joined with others before the sum over ranks."""
+"""Gradients of parameters up to this size, in numbers, are joined to one tensor before the sum over ranks."""
 NORMS = ("self_attn_layer_norm", "final_layer_norm")
-"""The norms of a block before matrices that are divided by rows."""
+"""The norms of a block after which the tokens of all ranks are gathered."""
 
 
 class Rows(Pack):
     """The collectives over the tokens of a pack, among the ranks of one group.
 
-    The gradients of `all`, `all_heads` and `sum_of_parts` are sums over the ranks: each rank computes a part of the
-    later results, or counts 1/N of a result that all ranks compute.
+    The gradients of `all`, `all_heads` and `sum_of_parts` are summed over the ranks. This is right, because each rank
+    computes only a part of the later results, or has 1/N of the gradient of a result that all N ranks compute.
 
     Args:
-        mesh: the mesh of the group, of one dimension.
+        mesh: a one-dimensional mesh of the ranks of the group.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self.tokens = 0
-        """T, the number of tokens of the current pack."""
+        """The number T of tokens of the current pack."""
 
     @property
     def place(self) -> slice:
-        """The places of this rank's tokens in the pack. Ranks divide the tokens as `torch.chunk` does."""
+        """The indices of this rank's tokens in the pack. Ranks divide the tokens like `torch.chunk`."""
         each = -(-self.tokens // self.size)
         return slice(min(each * self.rank, self.tokens), min(each * (self.rank + 1), self.tokens))
 
     def own(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens [R, D] of a tensor [T, D] that every rank has computed."""
+        """Return the rows [R, D] of this rank's tokens from a tensor [T, D] that every rank has computed."""
         self.tokens = len(x_TD)
         return x_TD[self.place].clone()  # a view would keep the tokens of all ranks in memory
 
     def all(self, x_RD: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of all ranks [T, D]."""
+        """Gather the rows of all ranks' tokens, [T, D]."""
         shape = torch.Size((self.tokens, x_RD.shape[1]))
         whole = DTensor.from_local(x_RD, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(x_RD.shape[1], 1))
         return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def summed(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens [R, D] of the sum of all ranks' tensors [T, D]."""
+        """Sum the tensors [T, D] of all ranks, and return the rows [R, D] of this rank's tokens."""
         return self._changed(y_TD, Partial(), Shard(0)).to_local()
 
     def sum_of_parts(self, y_T1: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' tensors."""
+        """Sum the tensors of all ranks, and return the sum on every rank."""
         return self._changed(y_T1, Partial(), Replicate()).to_local(grad_placements=[Partial()])
 
     def all_heads(self, q_THK: torch.Tensor) -> torch.Tensor:
-        """Return the queries or keys of the heads of all ranks."""
+        """Gather the queries or keys of all heads, [T, H, K], from the ranks' own heads."""
         return self._changed(q_THK, Shard(1), Replicate()).to_local(grad_placements=[Partial()])
 
     def _changed(self, x: torch.Tensor, before: Placement, after: Placement) -> DTensor:
@@ -100,16 +99,16 @@ class Rows(Pack):
 
 
 def trunk_of(model: nn.Module) -> Trunk:
-    """Return the trunk of a model, which may be the model itself."""
+    """Return the trunk in a model. The model may itself be a trunk."""
     return next(module for module in model.modules() if isinstance(module, Trunk))
 
 
 def divide_tokens(model: nn.Module, rows: Rows) -> None:
-    """Give the blocks of a model this rank's tokens, and everything around the blocks all tokens, in place."""
+    """Change a model in place, so that blocks compute this rank's tokens, and all other modules compute all tokens."""
     trunk_of(model).pack = rows
 
     def count(_module: nn.Module, _given: object, outputs: Any) -> None:
-        """Count 1/N of the gradients of the outputs, because each of N ranks computes all of them."""
+        """Divide the gradients of the outputs by N, because each of N ranks computes all outputs."""
         for output in outputs if isinstance(outputs, list) else ():
             if output.requires_grad:
                 output.register_hook(lambda gradient: gradient / rows.size)
@@ -118,18 +117,18 @@ def divide_tokens(model: nn.Module, rows: Rows) -> None:
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> list[Wrapper]:
-    """Divide the layers of a model over the ranks of `mesh`, in place.
+    """Divide the layers of a model over the ranks of `mesh`, in place. The next step is `fully_shard`.
 
-    Every parameter of a layer becomes a DTensor over `mesh`: the matrices `ModelConfig.matrices` in parts, all others
-    whole. Parameters outside the layers do not change.
+    Every parameter of a layer becomes a DTensor over `mesh`. Matrices in `ModelConfig.matrices` are divided, and most
+    other parameters are whole on each rank. Parameters outside the layers do not change.
 
     Args:
-        model: a trunk or a module that holds one, best on the meta device. `layout.check_tensor` has passed.
+        model: a trunk or a module that contains a trunk, preferably on the meta device. Call `layout.check_tensor`
+            first.
         mesh: the dimension `tensor` of the mesh.
 
     Returns:
-        For each layer a function that wraps its `forward`, so that the layer computes with this rank's parts of its
-        parameters. The next step is `fully_shard`.
+        For each layer, a function that wraps its `forward`. The layer then computes with this rank's parts.
     """
     trunk, rows = trunk_of(model), Rows(mesh)
     divide_tokens(model, rows)
@@ -139,9 +138,10 @@ def split(model: nn.Module, mesh: DeviceMesh) -> list[Wrapper]:
 def computing_with(
     module: nn.Module, tensors_of: Callable[[dict[str, nn.Parameter]], Mapping[str, torch.Tensor]], forward: Forward
 ) -> Forward:
-    """Return `forward` of a module, computed with other tensors in place of parameters.
+    """Return a function like `forward` of a module that computes with other tensors instead of the parameters.
 
-    `tensors_of` returns these tensors by name, from the parameters by name. Parameters without a tensor stay.
+    `tensors_of` gets the parameters by name and returns these tensors by name. Parameters that it omits are used as
+    they are.
     """
     callee = nn.Module()  # `functional_call` calls a module, and `module` itself would call this function again
     callee.module, callee.forward = module, forward  # type: ignore[method-assign]
@@ -181,7 +181,7 @@ def _split_block(block: nn.Module, config: ModelConfig, rows: Rows) -> Wrapper:
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placement | None) -> None:
-    """Replace the weight and the bias of one module by DTensors. A bias without a placement stays whole."""
+    """Replace the weight and the bias of one module by DTensors. With `bias` None, the bias is whole on each rank."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement = weight if name == "weight" else bias or Replicate()
         whole = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
@@ -192,17 +192,17 @@ def _own_parts(zero: Collection[str], parameters: Mapping[str, nn.Parameter]) ->
     """Return this rank's parts of the parameters of a layer as plain tensors, by name.
 
     If a parameter is whole on each rank, each rank computes a part of its gradient, and the parts are summed. A layer
-    has six such norms and biases, and six matrices of a LoRA. Their gradients are joined for one collective.
+    has six such norms and biases, and six such matrices of LoRA. One collective sums all their gradients.
 
     Args:
-        zero: the names of biases that are zero on this rank. Only the first rank adds the bias of a summed output.
-        parameters: the parameters by name.
+        zero: the names of biases that this rank sets to zero, because only the first rank adds them to a sum.
+        parameters: the parameters of the layer, by name.
     """
-    divided = {name: whole for name, whole in parameters.items() if isinstance(whole, DTensor)}
-    parts = {name: parameter.to_local() for name, parameter in divided.items()}
-    whole = [name for name, p in divided.items() if p.requires_grad and not p.placements[0].is_shard()]
+    tensors = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+    parts = {name: tensor.to_local() for name, tensor in tensors.items()}
+    whole = [name for name, p in tensors.items() if p.requires_grad and not p.placements[0].is_shard()]
     if whole and torch.is_grad_enabled():
-        mesh = divided[whole[0]].device_mesh
+        mesh = tensors[whole[0]].device_mesh
         small = [name for name in whole if parts[name].numel() <= SMALL]
         parts |= {name: _gradient_summed(parts[name], mesh) for name in whole if name not in small}
         if small:
@@ -213,7 +213,7 @@ def _own_parts(zero: Collection[str], parameters: Mapping[str, nn.Parameter]) ->
 
 
 def _gradient_summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return the same numbers. Their gradient is the sum of the ranks' gradients."""
+    """Return `x`. In the backward pass, the gradient becomes the sum of all ranks' gradients."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
@@ -226,9 +226,9 @@ class _AttentionOfOwnHeads(PackedAttention):
 
 
 class NormOfWidth(nn.LayerNorm):
-    """LayerNorm over the width of the model, where each rank has the numbers of its own heads.
+    """LayerNorm over the width of the model, of which each rank has only the part of its own heads.
 
-    The ranks sum the mean and then the mean square: two numbers for each token. Gathering the vectors would send D.
+    The ranks exchange two numbers for each token: a sum, and then a sum of squares. Gathering the vectors would send D.
     """
 
     def __init__(self, norm: nn.LayerNorm, rows: Rows) -> None:
@@ -236,7 +236,7 @@ class NormOfWidth(nn.LayerNorm):
         self.weight, self.rows = norm.weight, rows
 
     def forward(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Map y [T, D / N] to the same shape, in fp32 at least."""
+        """Map y [T, D / N] to the same shape, in fp32 or fp64."""
         with torch.autocast(y_TD.device.type, enabled=False):
             width = y_TD.shape[1] * self.rows.size
             dtype = torch.promote_types(y_TD.dtype, torch.float32)

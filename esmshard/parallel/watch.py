@@ -1,13 +1,12 @@
-"""The observation of the ranks of a run: lost and stuck ranks, and the measurements of each step.
+"""Watches the ranks of a run: finds lost and stuck ranks, measures each step, and records profiles.
 
-If a rank is lost, the others wait in a collective, and its error says at best that a connection was lost. So each rank
-writes its place (step and phase) to the store of the run every second, with a count. A rank also notes an error. A rank
-whose count has stopped is gone or suspended. A rank that is alive, and got no error while others waited in vain, is
-stuck. The message names this rank with its host and its last place.
+If a rank is lost, the other ranks wait in a collective. Its error says at best that a connection was lost. So each rank
+writes a note to the store of the run every second: a count, its step and its phase. A rank also writes its errors. A
+rank whose count has stopped is gone or suspended. A rank is stuck if its count goes on and it reports no error, while
+the collectives of other ranks time out. The message names the rank, its host, its last step and its last phase.
 
-Each step has one small collective for losses and norms. It also carries `Watch.numbers`, so watching needs no further
-collective. The report is a mapping for metrics.jsonl (docs/watching.md) and messages to print. torch.profiler records
-some steps on request.
+Each step has one small collective for losses and norms. It also sends `Watch.numbers`, so watching needs no further
+collective. `Watch.report` returns a line for metrics.jsonl (docs/watching.md) and messages to print.
 """
 
 import json
@@ -38,46 +37,46 @@ from esmshard.parallel.process_group import World
 T = TypeVar("T")
 
 BEAT = 1.0
-"""The seconds between two notes of a rank. A thread sends the notes: a note of the main thread for each phase of each
-step took 3% of a small model's time.
+"""How many seconds pass between two notes of a rank. A thread sends the notes, because notes of the main thread in each
+phase of each step took 3% of a small model's time.
 """
 ROLL_CALL = 10.0
-"""The seconds in which a surviving rank must report an error, or a living rank must send another note."""
+"""How many seconds a rank has to report its error or to send another note, before it counts as silent or stuck."""
 STORE_SILENCE = 40.0
-"""The seconds after which a store without an answer counts as gone. A connection to a machine without a network stays
-open.
+"""After how many seconds without an answer the store counts as gone. If its machine has lost the network, the
+connection stays open.
 """
 WINDOW = 20
-"""The number of steps in which a rank must wait for data before a message names this rank."""
+"""Over how many steps a rank's typical wait for data is measured before a message may name this rank."""
 LEAST = 0.03
-"""The shortest wait in seconds that makes a rank slow. Small models have shorter waits from noise of the machine."""
+"""The minimum wait in seconds that makes a rank slow. Random delays of a machine are shorter."""
 LISTED = 64
-"""The largest number of ranks for which each step lists the values of every rank."""
+"""The maximum number of ranks for which metrics.jsonl lists the values of every rank."""
 
 WARM_UP = 2
-"""The number of steps before the first recorded step, in which profiler and allocator start."""
+"""How many steps run before the first recorded step. Profiler and allocator start in these steps."""
 OPERATIONS = 15
-"""The number of operations in the table of a profile."""
+"""How many operations the table of a profile lists."""
 
 _LOST = re.compile(r"gloo|nccl|timed out|timeout|connection (closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
 
 
 class Stuck(RuntimeError):
-    """The device does not finish its work, or another rank has reported an error."""
+    """The device did not finish its work within the time-out, or another rank has reported an error."""
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether another rank may have caused an error. gloo raises plain RuntimeErrors, so the text decides."""
+    """Return whether another rank may have caused an error. For gloo's plain RuntimeErrors, the text decides."""
     return isinstance(error, (Stuck, dist.DistError)) or (
         isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
     )
 
 
 def recorder_settings(dumps: Path) -> dict[str, str]:
-    """Return environment variables with which torch records the last collectives, and NCCL writes them at a time-out.
+    """Return environment variables that make torch record the last collectives, and write them to files at a time-out.
 
-    torch reads the variables when the process group is created. The names are valid from torch 2.9 on. NCCL's watchdog
-    appends the rank to the path.
+    torch reads the variables when the process group is created. The names are valid from torch 2.9 on. The paths of the
+    files are `dumps/rank_` and the number of the rank.
     """
     return {
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -87,15 +86,15 @@ def recorder_settings(dumps: Path) -> dict[str, str]:
 
 
 class Control:
-    """The notes of the ranks, and the search for a lost rank. A single process has neither.
+    """Sends the notes of this rank, and finds lost ranks. In a single process it does nothing.
 
-    Put `with Control(...) as control:` around all code in which a rank can get stuck. The error of a lost connection or
-    a time-out becomes a `LostProcess` that names the rank, or the error of the rank that ended. Other errors are raised
-    unchanged; the other ranks then report the error and name this rank.
+    Put `with Control(...) as control:` around all code in which a rank can get stuck. If a connection is lost or a
+    collective times out, the block raises a `LostProcess` that names the lost rank, or the error of the rank that
+    ended. Other errors are raised unchanged, and all other ranks report the error with the name of this rank.
 
     Args:
-        world: all ranks, each of which creates a `Control`.
-        dumps: the directory for the files of NCCL's flight recorder, which NCCL does not create.
+        world: all ranks. Each rank must create a `Control`.
+        dumps: the directory for files about NCCL's last collectives (`recorder_settings`). It is created if necessary.
     """
 
     def __init__(self, world: World, dumps: Path) -> None:
@@ -134,11 +133,11 @@ class Control:
             self._left.set()
 
     def host(self, rank: int) -> str:
-        """Return the name of a rank's machine."""
+        """Return the host name of a rank."""
         return str(self._store.get(f"host/{rank}").decode()) if self._store is not None else socket.gethostname()
 
     def note(self, phase: str, step: int | None = None) -> None:
-        """Set what this rank does now, such as `validating`, and the step, counted from 1."""
+        """Set the phase of this rank, such as `validating`, and the step, counted from 1. None keeps the step."""
         self._place = (self._place[0] if step is None else step, phase)
 
     def _keep_sending(self) -> None:
@@ -152,9 +151,10 @@ class Control:
             self._left.wait(BEAT)
 
     def wait_for_device(self) -> None:
-        """Wait for the GPU. `Stuck` after the time-out, or if another rank has reported an error.
+        """Wait for the GPU. Raises `Stuck` after the time-out, or if another rank has reported an error.
 
-        Collectives on a GPU return at once. The next read of a number would wait for them until NCCL ends the process.
+        Collectives on a GPU return at once. The next read of a GPU number waits for them, with no time-out before NCCL
+        ends the process.
         """
         if self._store is None or self._world.device.type != "cuda":
             return
@@ -175,7 +175,7 @@ class Control:
         self._store.set(f"end/{self._world.rank}", json.dumps([code, words]))
 
     def _verdict(self, words: str) -> BaseException:
-        """Return the error of all surviving ranks, with the same sentence. One rank prints it."""
+        """Return this rank's error. All surviving ranks have the same message, and only one rank prints it."""
         rank, answer = self._world.rank, Future[tuple[int, str, int]]()
 
         def ask() -> None:
@@ -184,7 +184,8 @@ class Control:
             except dist.DistError as error:
                 answer.set_exception(error)
 
-        # A time-out of torch's store does not end a request to a stopped process. The thread is then abandoned.
+        # A request to the store of a stopped process may never end, whatever the time-out. The thread is then abandoned
+        # after `STORE_SILENCE`.
         threading.Thread(target=ask, name="roll-call", daemon=True).start()
         try:
             code, sentence, speaker = answer.result(STORE_SILENCE)
@@ -200,13 +201,13 @@ class Control:
         error = InputError(sentence) if code in (ExitCode.FAILED, ExitCode.USAGE) else LostProcess(sentence)
         error.shared = rank != speaker
         if error.shared:
-            time.sleep(1)  # the speaker prints first, because launchers end all ranks when one rank ends
+            time.sleep(1)  # the rank that prints must end first, because launchers end all ranks when one rank ends
         elif rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(3)  # this process holds the store, and ranks that see an error later must read the verdict
+            time.sleep(3)  # this process holds the store, and ranks that get an error later must read the verdict
         return error
 
     def _roll_call(self, words: str) -> tuple[int, str, int]:
-        """Return the exit code, the sentence, and the rank that prints it. The first rank with an error decides."""
+        """Return the exit code, the message, and the rank that prints it. The first rank with an error decides them."""
         ranks = range(self._world.size)
         self._store.set("call", "")
         self._report(ExitCode.LOST, "")
@@ -218,7 +219,7 @@ class Control:
         ends = {rank: json.loads(self._store.get(f"end/{rank}")) for rank in ranks if rank not in missing}
         causes = {rank: (code, why) for rank, (code, why) in ends.items() if why}
         silent = [rank for rank in missing if self._noted(rank) == before[rank]]
-        # A mistake of the user is more important than a request to stop, and a request more than a crash.
+        # A user's mistake is more important than a request to stop, which is more important than a crash.
         order, codes = (ExitCode.USAGE, ExitCode.FAILED, ExitCode.REQUEUE), [code for code, _ in causes.values()]
         code = next((code for code in order if code in codes), ExitCode.LOST)
         waited = f"the others waited {self._world.timeout} s for it; " if "timed out" in words.lower() else ""
@@ -261,15 +262,15 @@ def _at(place: tuple[int, str]) -> str:
 
 
 def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) -> None:
-    """Check which records each rank would train on. Otherwise nobody would notice a mistake, since the loss falls
-    anyway.
+    """Check which records each rank would train on in the first step. With wrong records the loss would fall, too, so
+    nobody would notice.
 
     Args:
-        world: the ranks that take the step together.
-        digests: reads this rank's share of the first step, and returns the ids of its records by digest.
+        world: all ranks.
+        digests: a function that reads this rank's records of the first step, and returns their ids by digest.
 
     Raises:
-        InputError: on all ranks, if a record is in the shares of two ranks, or ranks that compute layers together have
+        InputError: on all ranks, if two ranks have the same record, or if ranks that compute layers together have
             different records.
     """
     owners: dict[bytes, int] = {}
@@ -292,29 +293,29 @@ def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) 
 
 
 class Numbers(NamedTuple):
-    """The measurements of one rank in a step. Values that a device does not report are NaN."""
+    """The measurements of one rank in a step. NaN stands for a value that the device does not report."""
 
     residues: float
     ideal_s: float
-    """The seconds that the device would need at its peak for the FLOPs of the model."""
+    """How many seconds the device would need at its peak FLOP/s for the FLOPs of the model."""
     gradients_s: float
-    """The seconds from the beginning of the step until all gradients exist."""
+    """How many seconds passed from the beginning of the step until all gradients existed."""
     data_wait_s: float
     peak_memory_bytes: float
-    """The most bytes allocated on the GPU so far; on the CPU the most memory of the process."""
+    """The maximum memory so far, in bytes: the memory allocated on the GPU; on the CPU, the memory of the process."""
     reserved_memory_bytes: float
-    """The most bytes of the GPU that the allocator has held."""
+    """The maximum GPU memory that torch's allocator has reserved so far, in bytes."""
     allocation_retries: float
-    """How often the allocator has had to release all its free memory before it could serve a request."""
+    """How many times so far the allocator had to release all its free memory before an allocation succeeded."""
 
 
 class Watch:
-    """The measurement of this rank's steps.
+    """Measures the steps of this rank.
 
     Args:
         world: all ranks.
-        control: knows the hosts of the ranks, and receives the phases of this rank.
-        peak: FLOP/s of this device at the precision of the run; None if unknown.
+        control: gives the hosts of the ranks, and gets the phases of this rank.
+        peak: the peak FLOP/s of this device at the precision of the run; None if unknown.
     """
 
     def __init__(self, world: World, control: Control, peak: float | None = None) -> None:
@@ -326,19 +327,19 @@ class Watch:
         self._full: set[int] = set()
 
     def begin_step(self, step: int, residues: int, flops: float) -> None:
-        """Begin a step, right before its first batch is requested.
+        """Begin a step. Call this right before the first batch of the step is requested.
 
         Args:
-            step: the step, counted from 1.
-            residues: residues of this rank's share, without dummy micro-batches.
-            flops: the FLOPs of the model for this share, forward and backward, without recomputation.
+            step: the number of the step, counted from 1.
+            residues: the number of residues of this rank in this step, without dummy micro-batches.
+            flops: the FLOPs of the model for these residues, forward and backward, without recomputation.
         """
         self._control.note("computing", step)
         self._residues, self._flops, self._data_wait = residues, flops, 0.0
         self._began = time.perf_counter()
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the same batches, and measure the wait for each."""
+        """Yield the batches unchanged, and measure how long each takes to arrive."""
         waiting = iter(batches)
         while True:
             self._control.note("waiting for data")
@@ -354,30 +355,30 @@ class Watch:
             yield batch
 
     def wait_for_device(self) -> None:
-        """Wait for the device before a step's numbers are read; see `Control.wait_for_device`."""
+        """Wait for the device before numbers of a step are read; see `Control.wait_for_device`."""
         self._control.wait_for_device()
 
     def numbers(self) -> list[float]:
-        """Return this rank's part of the step's collective. The host has waited for all gradients before."""
+        """Return the fields of `Numbers` for this rank. Call this when all gradients exist."""
         seconds = time.perf_counter() - self._began
         ideal_s = math.nan if self._peak is None else self._flops / self._peak
         self._control.note("waiting for the other ranks")
         return [self._residues, ideal_s, seconds, self._data_wait, *_memory(self._world.device)]
 
     def report(self, rows: Sequence[Sequence[float]]) -> tuple[dict[str, Any], list[str]]:
-        """Return the line of metrics.jsonl for a step, and the new messages. Every rank calls this after the step.
+        """Return the entries of metrics.jsonl for a step, and new messages. Every rank calls this after the step.
 
-        Model FLOPs utilisation is that of Chowdhery et al. (2022, PaLM, appendix B): the FLOPs that the model needs,
-        divided by the FLOPs that the devices could do in the time of the step.
+        `mfu` is the model FLOPs utilisation of Chowdhery et al. (2022, PaLM, appendix B): the FLOPs that the model
+        needs, divided by the FLOPs that the devices could do at their peak in the time of the step.
 
         Args:
-            rows: the `numbers` of each rank, the same on all ranks.
+            rows: the result of `numbers` on each rank, in rank order.
         """
         ranks = [Numbers(*row) for row in rows]
         self._control.note("done")
         self._recent.append(ranks)
-        # A rank that began late has a shorter step than the ranks that waited for it in a collective. The longest step
-        # counts.
+        # Take the longest step: a rank that began late measures a shorter step than the ranks that waited for it in a
+        # collective.
         seconds = max(time.perf_counter() - self._began, *(rank.gradients_s for rank in ranks))
         of_ranks = {
             "residues_per_s": [rank.residues / seconds for rank in ranks],
@@ -396,10 +397,10 @@ class Watch:
         return line, [*self._slow_ranks(), *self._full_ranks(ranks)]
 
     def _slow_ranks(self) -> Iterator[str]:
-        """Yield messages about ranks that became slow, again after a rank has recovered."""
+        """Yield a message for each rank that has become slow since the last step."""
         if len(self._recent) < WINDOW:
             return
-        # The median shows a rank's typical step: one delay, such as a first use of the disk, makes no rank slow.
+        # Use the median, because a single delay, such as a first use of the disk, does not make a rank slow.
         waits = [median(step[rank].data_wait_s for step in self._recent) for rank in range(self._world.size)]
         least = max(LEAST, 0.1 * median(rank.gradients_s for step in self._recent for rank in step))
         others = [median([*waits[:rank], *waits[rank + 1 :]] or waits) for rank in range(self._world.size)]
@@ -412,7 +413,7 @@ class Watch:
         self._slow = slow
 
     def _full_ranks(self, ranks: Sequence[Numbers]) -> Iterator[str]:
-        """Yield one message about each rank whose allocator has retried. The numbers never decrease."""
+        """Yield one message in the whole run about each rank whose allocator had to retry."""
         full = {rank for rank, numbers in enumerate(ranks) if numbers.allocation_retries > 0}
         for rank in sorted(full - self._full):
             yield (
@@ -428,7 +429,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _number(value: float) -> float | None:
-    """Round fractions to four digits. None stands for NaN, which JSON does not have."""
+    """Round a fraction to four digits. Return None for NaN and infinity, which JSON does not have."""
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) else float(f"{value:.4g}")
@@ -449,26 +450,26 @@ def _memory(device: torch.device) -> tuple[float, float, float]:
 
 
 def reading() -> AbstractContextManager[Any]:
-    """Mark in a trace that the main thread waits for data."""
+    """Return a `with` block that marks in a profile that the main thread waits for data."""
     return record_function("esmshard: data")
 
 
 @contextmanager
 def profiled(world: World, steps: int, left: int, directory: Path) -> Iterator[Callable[[], str | None]]:
-    """Record `steps` steps, from the third step on, as `rank_R.json.gz` in a directory. A run that ends early writes
-    none.
+    """Record a profile of `steps` steps, from the third step on, in `directory` as `rank_R.json.gz`. A run that ends
+    earlier writes no file.
 
-    Yields a function to call at the end of each step. After the last recorded step it returns the table of this rank's
-    operations, else None.
+    Yields a function that must be called at the end of each step. After the last recorded step it returns a table of
+    this rank's operations, after other steps None.
 
     Args:
         world: all ranks.
         steps: the number of steps to record; 0 records nothing.
-        left: the number of steps that the run will take.
-        directory: the directory for the traces.
+        left: the number of steps that this run will do.
+        directory: the directory for the files.
 
     Raises:
-        UsageError: if `steps` is more than the run has.
+        UsageError: if the run has too few steps.
     """
     if not steps:
         yield lambda: None

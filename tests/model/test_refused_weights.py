@@ -115,7 +115,7 @@ ALTERED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "an LM head with a matrix of its own": (
         more("lm_head.decoder.weight", 33, TINY.dim),
         "",
-        "lm_head.weight is not embed_tokens.weight",
+        "lm_head.weight differs from embed_tokens.weight",
     ),
     "another shape": (more("lm_head.bias", 64), "", "lm_head.bias is [64], [33] was expected"),
     **{

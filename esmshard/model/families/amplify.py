@@ -1,7 +1,7 @@
-"""AMPLIFY over packed sequences, and its files.
+"""AMPLIFY over packed sequences, and its file format.
 
-The reference for every number is the authors' code (https://github.com/chandar-lab/AMPLIFY, commit 2fd2c08), a class of
-`transformers` in the repositories of the weights; `tests/parity/` compares the two. Files join gate and up.
+All outputs must equal those of the authors' code (https://github.com/chandar-lab/AMPLIFY, commit 2fd2c08), a class for
+`transformers` in the repositories of the weights. `tests/parity/` compares them. Files join the matrices gate and up.
 """
 
 import re
@@ -34,12 +34,13 @@ VOCABULARY = ("<pad>", "<unk>", "<mask>", "<bos>", "<eos>", "|", *"LAGVSERTIDPKQ
 """The tokens of AMPLIFY in the order of the rows of the embedding (`conf/tokenizer/amplify_vocab.txt`)."""
 
 _RENAMED = {"<cls>": "<bos>", "<null_1>": "|"}
-"""Tokens of `esmshard.vocab` with another name in AMPLIFY."""
+"""Tokens of `esmshard.vocab` that have another name in AMPLIFY, with this name."""
 
 ROWS: tuple[int | None, ...] = tuple(
     VOCABULARY.index(name) if (name := _RENAMED.get(token, token)) in VOCABULARY else None for token in TOKENS
 )
-"""The row of each token of `esmshard.vocab`; None for X, U, Z, O and gaps, which AMPLIFY reads as `<unk>`."""
+"""The row of AMPLIFY's embedding for each token of `esmshard.vocab`; None for X, U, Z, O and gaps, which AMPLIFY reads
+as `<unk>`."""
 
 CODE = "chandar-lab/AMPLIFY_350M--amplify"
 """The repository and the module of the authors' code on the hub, as in `auto_map`."""
@@ -47,8 +48,8 @@ CODE = "chandar-lab/AMPLIFY_350M--amplify"
 
 @dataclass(frozen=True, kw_only=True)
 class AmplifyConfig(EsmcConfig):
-    """The architecture of an AMPLIFY. Fixed are vocabulary, RMSNorm with eps 1e-5, interleaved rotary positions of base
-    10000, and blocks without biases.
+    """The architecture of an AMPLIFY model. All have the same vocabulary, RMSNorm with eps 1e-5, interleaved rotary
+    positions of base 10000, and blocks without biases.
     """
 
     family: ClassVar[str] = "amplify"
@@ -57,12 +58,12 @@ class AmplifyConfig(EsmcConfig):
 
     @property
     def n_logits(self) -> int:
-        """The 33 tokens of `esmshard.vocab`. Tokens that the model lacks have the logit `ABSENT`."""
+        """The number of tokens of `esmshard.vocab`. Tokens that AMPLIFY lacks have the logit `ABSENT`."""
         return VOCAB_SIZE
 
     @property
     def ffn_width(self) -> int:
-        """Width of gate and up: in released models 8/3 of the model's width, rounded up to a multiple of 8."""
+        """Width of gate and up: in released models, 8/3 of the model's width, rounded up to a multiple of 8."""
         return (8 * self.dim // 3 + 7) // 8 * 8 if self.ffn is None else self.ffn
 
     @property
@@ -71,7 +72,7 @@ class AmplifyConfig(EsmcConfig):
 
 
 class AmplifyHead(nn.Module):
-    """The LM head: one linear layer, with its columns in the order of `esmshard.vocab`."""
+    """The LM head: one linear layer. Its logits are put into the order of `esmshard.vocab`."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -95,8 +96,8 @@ class Amplify(ESMC):
         self.lm_head = AmplifyHead(config.dim)
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Look up the token embeddings [T, D]. Letters that AMPLIFY lacks have the row of `<unk>`."""
-        # A second look-up table would need a buffer.
+        """Look up the token embeddings [T, D]. Letters that AMPLIFY lacks get the embedding of `<unk>`."""
+        # A look-up table from tokens to rows would need a buffer.
         rows, unknown = self.embed_tokens.weight.split(1), VOCABULARY.index("<unk>")  # type: ignore[no-untyped-call]
         table = torch.cat([rows[unknown if row is None else row] for row in ROWS])
         return F.embedding(batch.tokens_T, table)
@@ -115,11 +116,11 @@ _FIXED = {
     "ffn_bias": False,
     "pad_token_id": VOCABULARY.index("<pad>"),
 }
-"""The settings of all released models, which are defaults of the authors' code."""
+"""Settings that all released models share. They are the defaults of the authors' code."""
 
 
 class AmplifyFamily(Family):
-    """AMPLIFY."""
+    """The family of AMPLIFY models."""
 
     title = "AMPLIFY"
     config = AmplifyConfig
@@ -130,7 +131,7 @@ class AmplifyFamily(Family):
         "amplify_mini": AmplifyConfig(n_layers=6, dim=128, n_heads=8),
         "amplify_120m": _M120,
         "amplify_350m": _M350,
-        # The models after the first stage of training, with at most 512 tokens of a protein.
+        # These models have only the first stage of training, with at most 512 tokens of a protein.
         "amplify_120m_base": replace(_M120, window=510),
         "amplify_350m_base": replace(_M350, window=510),
     }
@@ -164,7 +165,7 @@ class AmplifyFamily(Family):
     )
 
     def initial(self, config: AmplifyConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Draw a tensor of a new model: matrices and embedding are uniform within 0.02, as in the authors' code."""
+        """Make an initial tensor. Matrices and embedding are uniform from -0.02 to 0.02, as in the authors' code."""
         if len(shape) == 1:
             return super().initial(config, name, shape, generator)
         return 0.04 * torch.rand(shape, generator=generator) - 0.02

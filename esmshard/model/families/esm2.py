@@ -1,8 +1,8 @@
-"""ESM-2, ESM-1b and ESM-1v over packed sequences, the base classes of SaProt, and the files of `transformers` and
-fair-esm. Our names of tensors are the names of fair-esm.
+"""ESM-2, ESM-1b and ESM-1v over packed sequences, the base classes of SaProt, and the file formats of `transformers`
+and fair-esm. Our names of tensors are the names of fair-esm.
 
-ESM-1b and ESM-1v have learned positions. The reference for every number is fair-esm 2.0.0 (`esm/model/esm2.py`,
-`esm1.py`); `tests/parity/` compares the two. `esmshard.batch` explains the letters of tensor names.
+ESM-1b and ESM-1v have learned positions. All outputs must equal those of fair-esm 2.0.0 (`esm/model/esm2.py`,
+`esm1.py`). `tests/parity/` compares them. `esmshard.batch` explains the letters of tensor names.
 """
 
 import argparse
@@ -40,32 +40,33 @@ from esmshard.model.trunk import ContactRegression, Trunk, embedding
 from esmshard.vocab import EOS, MASK, PAD, TOKENS, VOCAB_SIZE
 
 MASK_RATIO_TRAINED = 0.15 * 0.8
-"""Share of `<mask>` tokens in pre-training. Embeddings are scaled as if each sequence had this share."""
+"""The share of `<mask>` tokens in pre-training. `_token_dropout` scales embeddings as if every sequence had this share.
+"""
 
 TIED = "lm_head.weight"
-"""The matrix of the LM head, which is the same tensor as `embed_tokens.weight`."""
+"""The name of the matrix of the LM head. It is the same tensor as `embed_tokens.weight`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EsmConfig(ModelConfig):
-    """The architecture of an ESM-2, or of an ESM-1b or ESM-1v with `max_positions`. Fixed are 4 x feed-forward, exact
-    gelu, LayerNorm before each part, and eps 1e-5.
+    """The architecture of an ESM-2, or with `max_positions` of an ESM-1b or ESM-1v. All have a feed-forward part of 4
+    times the width, exact gelu, and a LayerNorm with eps 1e-5 before each part.
     """
 
     family: ClassVar[str] = "esm2"
     vocabulary: ClassVar[tuple[str, ...]] = TOKENS
-    """The tokens in the order of the rows of the embedding. `<pad>` has the same row in all families."""
+    """The tokens in the order of the rows of the embedding. `<pad>` has the row `PAD` in every subclass."""
 
     token_dropout: bool = True
-    """Whether `<mask>` embeddings are set to zero and the others rescaled. All released models do this."""
+    """Whether embeddings of `<mask>` are set to zero and all other embeddings rescaled, as in all released models."""
     max_positions: int | None = None
     """Number of learned positions (ESM-1b, ESM-1v: 1024); None for rotary positions (ESM-2, SaProt)."""
     emb_layer_norm_before: bool = False
-    """Whether a LayerNorm follows the embeddings, before the first layer."""
+    """Whether a LayerNorm is applied to the embeddings before the first layer."""
 
     @property
     def mask_row(self) -> int:
-        """The row of `<mask>`."""
+        """The row of the embedding for `<mask>`."""
         return self.vocabulary.index("<mask>")
 
     @property
@@ -75,7 +76,7 @@ class EsmConfig(ModelConfig):
 
     @property
     def position_rows(self) -> int:
-        """Number of rows of the table of learned positions. fairseq counts positions from PAD + 1."""
+        """Number of rows of the table of learned positions. The first position has the row PAD + 1, as in fairseq."""
         return (self.max_positions or 0) + PAD + 1
 
     @property
@@ -97,7 +98,7 @@ class EsmConfig(ModelConfig):
 
 
 class TransformerLayer(TrunkBlock):
-    """A block with a LayerNorm before each part: `final_layer_norm` comes before the feed-forward part."""
+    """A block with a LayerNorm before attention and another, `final_layer_norm`, before the feed-forward part."""
 
     def __init__(self, dim: int, n_heads: int, *, rotary: bool = True) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class TransformerLayer(TrunkBlock):
 
 
 class LMHead(nn.Module):
-    """The masked-language-model head. `weight` is the token embedding."""
+    """The masked-language-model head. Its matrix `weight` is the token embedding."""
 
     def __init__(self, dim: int, weight: torch.Tensor) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ class LMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(weight)))
 
     def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
-        """Map x [P, D] to logits, one for each row of the embedding."""
+        """Map x [P, D] to logits [P, V], one for each row of the embedding."""
         return F.linear(self.layer_norm(F.gelu(self.dense(x_PD))), self.weight, self.bias)
 
 
@@ -163,7 +164,7 @@ class ESM2(Trunk):
         return batch.tokens_T
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Compute the embeddings [T, D]. Raises `InputError` for a sequence with too many learned positions."""
+        """Compute the embeddings [T, D]. Raises `InputError` for a sequence longer than the learned positions."""
         rows_T = self.rows(batch)
         x_TD: torch.Tensor = self.embed_tokens(rows_T)
         if self.config.token_dropout:
@@ -185,11 +186,11 @@ class ESM2(Trunk):
 
 
 def _token_dropout(x_TD: torch.Tensor, masked_T: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Set `<mask>` embeddings to zero and rescale the others, in training and in evaluation: without `<mask>` the
-    embeddings are multiplied by 0.88. The share of `<mask>` is counted per sequence with `<cls>` and `<eos>`.
+    """Set embeddings of `<mask>` to zero, and multiply all other embeddings by 0.88 / (1 - share of `<mask>`), both in
+    training and in evaluation. The share is counted for each sequence, including `<cls>` and `<eos>`.
     """
     lengths_N = batch.cu_seqlens.diff().long()
-    # The number of masks in a sequence is a difference of running sums, which is exact in integers.
+    # The number of masks in a sequence is a difference of running sums of integers, without rounding errors.
     running = F.pad(masked_T.long().cumsum(0), (1, 0))
     ratio_N = running[batch.cu_seqlens.long()].diff().float() / lengths_N
     scale_N = (1 - MASK_RATIO_TRAINED) / (1 - ratio_N)
@@ -198,7 +199,7 @@ def _token_dropout(x_TD: torch.Tensor, masked_T: torch.Tensor, batch: TokenBatch
 
 
 class EsmFamily(Family):
-    """A family with directories for `EsmForMaskedLM` of `transformers` 4 and 5."""
+    """The base of families whose directories `EsmForMaskedLM` of `transformers` 4 and 5 reads."""
 
     config: ClassVar[type[EsmConfig]]
     model_types = ("esm",)
@@ -228,10 +229,10 @@ class EsmFamily(Family):
     )
 
     def initial(self, config: EsmConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Draw a tensor of a new model.
+        """Make an initial tensor of a new model.
 
-        Linear layers are Xavier-uniform; q, k and v have gain 1/sqrt 2, as in fair-esm's attention. Embedding and
-        learned positions are normal with standard deviation 0.02, so that the first logits are small.
+        Linear layers are Xavier-uniform, with gain 1/sqrt 2 for q, k and v, as in fair-esm. Embedding and learned
+        positions are normal with standard deviation 0.02, so the logits of a new model are small.
         """
         if len(shape) == 1:
             return super().initial(config, name, shape, generator)
@@ -245,15 +246,15 @@ class EsmFamily(Family):
 
     def pieces(self, key: str, config: EsmConfig) -> tuple[Piece, ...]:
         if not re.match(r"(esm|lm_head|head)\.", key):
-            key = "esm." + key  # The key is from a bare EsmModel.
+            key = "esm." + key  # The file is of an EsmModel without LM head.
         if re.match(r"esm\.embeddings\.position_ids$|esm\.pooler\.", key):
             return ()  # The pooler was never trained.
         if config.rotary and key == self.names.theirs("embed_positions.weight"):
             return ()
-        # transformers 5 writes LayerNorms under the names of old TensorFlow files.
+        # transformers 5 writes LayerNorms under names from old TensorFlow files.
         key = re.sub(r"(LayerNorm|layer_norm)\.gamma$", r"\1.weight", key)
         key = re.sub(r"(LayerNorm|layer_norm)\.beta$", r"\1.bias", key)
-        # All layers share one table at model level, or under a literal `layer.*` (transformers 5.23).
+        # All layers share one table. Its key is at the top level, or contains a literal `layer.*` (transformers 5.23).
         if re.search(r"(^esm\.|layer\.\*.*)rotary_embeddings\.inv_freq$", key):
             return tuple(Piece(f"layers.{n}.self_attn.rot_emb.inv_freq") for n in range(config.n_layers))
         return (Piece(self.names.ours(key)),)
@@ -332,10 +333,10 @@ _PAPERS = {"esm2": _LIN, "esm1b": _RIVES, "esm1v": _MEIER}
 
 
 class FairEsmFile(AuthorsFile):
-    """The `.pt` file of fair-esm, with a second file for the contact regression."""
+    """The format of fair-esm: a `.pt` file, and a second file with the contact regression."""
 
     def path(self, directory: Path, stem: str, config: EsmConfig) -> Path:
-        """Return the path of the `.pt` of a model. fair-esm takes the architecture from the name of the file."""
+        """Return the path of the `.pt` file. Its name begins with the architecture, because fair-esm reads it there."""
         architecture = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
         named = stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v"))
         return directory / (f"{stem}.pt" if named else f"{architecture}_{stem}.pt")
@@ -365,7 +366,7 @@ model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)""",
 
 
 class Esm2Family(EsmFamily):
-    """ESM-2, ESM-1b and ESM-1v."""
+    """The family of ESM-2, ESM-1b and ESM-1v models."""
 
     title = "ESM-2"
     config = EsmConfig
@@ -396,7 +397,7 @@ class Esm2Family(EsmFamily):
             state = state | contacts
         # Released files have the prefixes of the fairseq trainer.
         state = {re.sub(r"^(encoder\.sentence_encoder\.|encoder\.)", "", str(key)): state[key] for key in state}
-        # Files with learned positions have noise in the row of <mask>. fair-esm, too, sets this row to zero.
+        # In files with learned positions, the row of <mask> has random numbers. fair-esm also sets this row to zero.
         for name in () if config.rotary else ("embed_tokens.weight", TIED):
             if isinstance(state.get(name), torch.Tensor):
                 state[name] = state[name].detach().clone()
@@ -409,7 +410,7 @@ FAMILY = Esm2Family()
 
 
 def config_of_fair_esm(data: Mapping[str, Any]) -> EsmConfig:
-    """Return the architecture of a fair-esm `.pt`, or raise `ValueError` with a reason."""
+    """Return the architecture from the content of a fair-esm `.pt` file. Raises `ValueError` with the reason."""
     cfg = data.get("cfg")
     settings = data["args"] if "args" in data else cfg.get("model") if isinstance(cfg, dict) else None
     if isinstance(settings, argparse.Namespace):
@@ -431,7 +432,7 @@ def config_of_fair_esm(data: Mapping[str, Any]) -> EsmConfig:
 
 
 def fair_esm_settings(config: EsmConfig) -> dict[str, Any]:
-    """Return the settings in a fair-esm `.pt`."""
+    """Return the settings that a fair-esm `.pt` file contains for this architecture."""
     sizes = argparse.Namespace(
         encoder_layers=config.n_layers,
         encoder_embed_dim=config.dim,

@@ -1,17 +1,17 @@
-"""ESM3 over packed sequences, its files, and its encoder of structure tokens. Coordinates and structure tokens are
-tracks of a batch; all other tracks are unknown.
+"""ESM3 over packed sequences, its file formats, and its encoder of structure tokens. Coordinates and structure tokens
+are tracks of a batch. All other inputs of ESM3, such as secondary structure, are always unknown.
 
-The reference for every number is `esm` 3.4.1 (`esm/models/esm3.py`), called with one protein at a time;
-`tests/parity/test_esm3.py` compares the two. `esmshard.batch` explains the letters of tensor names.
+All outputs must equal those of `esm` 3.4.1 (`esm/models/esm3.py`), which computes one protein at a time.
+`tests/parity/test_esm3.py` compares them. `esmshard.batch` explains the letters of tensor names.
 
-In geometric attention, residues attend to each other by the places and directions of their backbones. N, CA and C of a
-residue define a frame. Each head rotates a query and a key vector by the frames of two residues; the product of the
-vectors says how well the directions agree. The head also places a query and a key point in the frames; the distance of
-the points counts against attention. The gathered vector is rotated back into the frame of the residue that gathers. The
-reference is `GeometricReasoningOriginalImpl` in `esm/layers/geom_attention.py`.
+In geometric attention, residues attend to each other by the positions and directions of their backbones. N, CA and C of
+a residue define its frame. Each head rotates a query vector and a key vector by the frames of two residues. Attention
+increases with the dot product of the two vectors. The head also places a query point and a key point in the two frames.
+Attention decreases with the distance of the two points. The weighted sum of value vectors is rotated back into the
+frame of the query's residue. The reference is `GeometricReasoningOriginalImpl` in `esm/layers/geom_attention.py`.
 
-`transformers` has no ESM3. A directory has the authors' names and a `config.json` with the `model_type` `esm3`, and
-only esmshard reads it. `ESM3_FILE` writes the file that the authors' code reads.
+`transformers` has no ESM3. Only esmshard can read the directories that it writes, which have the authors' names of
+tensors and a `config.json` with the `model_type` `esm3`. `ESM3_FILE` writes a file for the authors' code.
 """
 
 import re
@@ -48,20 +48,20 @@ from esmshard.model.trunk import embedding
 from esmshard.vocab import CLS, EOS, PAD, SEPARATOR, Track
 
 STRUCTURE_TOKENS = 4096
-"""Number of codes for the structure around a residue."""
+"""Number of structure tokens. A structure token is a code for the structure around a residue."""
 STRUCTURE_MASK = STRUCTURE_TOKENS
-"""The structure token of a residue with an unknown structure."""
+"""The entry of a residue with an unknown structure."""
 STRUCTURE_SPECIAL = {token: STRUCTURE_MASK + 1 + n for n, token in enumerate((EOS, CLS, PAD, SEPARATOR))}
-"""Structure tokens for the special tokens of the sequence."""
+"""The structure token for each special token of the sequence."""
 TABLES = {
     "structure_tokens_embed": STRUCTURE_TOKENS + 5,
     "ss8_embed": 8 + 3,
     "sasa_embed": 16 + 3,
     "residue_embed": 1478,
 }
-"""Rows of the embedding tables of the other tracks but functions, by the authors' names."""
+"""Number of rows of the embedding tables of all inputs except sequence and functions, by the authors' names."""
 FUNCTIONS, FUNCTION_ROWS = 8, 260
-"""Number of tables of function tokens, and rows of each table. A table has 1/8 of the width of the model."""
+"""Number of tables of function tokens, and number of rows of each. The width of a table is 1/8 of the model's width."""
 PLDDT_BINS = 16
 """Number of radial basis functions that describe a pLDDT."""
 HEADS = {
@@ -71,41 +71,43 @@ HEADS = {
     "function_head": FUNCTIONS * FUNCTION_ROWS,
     "residue_head": TABLES["residue_embed"],
 }
-"""Columns of the heads of the other tracks, by the authors' names."""
+"""Number of columns of all output heads except the sequence's, by the authors' names."""
 COORDINATES, STRUCTURE = "coordinates", "structure_tokens"
 """Names of the tracks that the models read."""
 FARTHEST = 1e6
-"""Larger coordinates, in Ångström, count as unknown, as in the reference."""
+"""Larger coordinates, in Ångström, count as unknown, as in the authors' code."""
 AT_ONCE = 2**21
-"""Maximum of residue pairs times heads that are computed at once: 8 MiB for each of a few fp32 matrices."""
+"""Maximum size of the matrices that are computed at once, in pairs of residues times heads: 8 MiB each in fp32."""
 _SOFTNESS = 3**-0.5
 NEIGHBOURS = 16
 FARTHEST_POSITION = 32
-"""Maximum distance in the sequence. Larger distances count as this number."""
+"""Maximum distance in the sequence between neighbours. Larger distances count as this number."""
 RESIDUES_AT_ONCE = 256
-"""Residues that the encoder computes at once: 128 MiB for the widest matrix of the released encoder."""
+"""Number of residues that the encoder computes at once: 128 MiB for the widest matrix of the released encoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Esm3Config(EsmcConfig):
-    """The architecture of an ESM3."""
+    """The architecture of an ESM3 model."""
 
     family: ClassVar[str] = "esm3"
 
     v_heads: int
-    """Heads of the geometric attention in the first block."""
+    """Number of heads of the geometric attention in the first block."""
 
     def kept_with(self, track: str) -> int:
-        """Geometric attention keeps its input, the normalised input, the vectors, and the input of the last matrix."""
+        """For coordinates, count the numbers that geometric attention keeps for the backward pass: its input before and
+        after the norm, the vectors, and the input of the last matrix.
+        """
         return 2 * self.dim + 18 * self.v_heads if track == COORDINATES else 0
 
 
 def frames(coordinates_T33: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return fp32 rotations [T, 3, 3] and origins [T, 3] in Ångström of the residues, and whether they are known [T].
+    """Return the frames of the residues: rotations [T, 3, 3], origins [T, 3] in Ångström, and which are known [T].
 
     The first axis points from C to CA. The second axis lies in the plane of the three atoms on the side of N. CA is the
-    origin. Unknown rotations and origins are 0. The reference has a mean frame for unknown residues, which changes no
-    number, since such a residue neither gathers nor is attended to.
+    origin. Unknown rotations and origins are 0. The authors' code gives unknown residues a mean frame, with the same
+    outputs, because these residues neither attend nor are attended to.
 
     Args:
         coordinates_T33: N, CA and C of each residue in Ångström; NaN for unknown coordinates.
@@ -124,9 +126,9 @@ def _of_length_1(x_T3: torch.Tensor) -> torch.Tensor:
 
 
 class GeometricAttention(nn.Module):
-    """Attention over the frames of each sequence, [T, D] to [T, D], with the authors' names of parameters.
+    """Geometric attention between the residues of each sequence, with the authors' names of parameters.
 
-    A residue without coordinates gets exactly 0 without biases, and does not count for other residues.
+    Without biases, the output of a residue without coordinates is exactly 0. No other residue attends to it.
     """
 
     def __init__(self, dim: int, v_heads: int, *, bias: bool = False) -> None:
@@ -141,14 +143,14 @@ class GeometricAttention(nn.Module):
         """Map x [T, D] to [T, D].
 
         Args:
-            x_TD: the tokens of all sequences, end to end.
+            x_TD: the vectors of all tokens, sequence after sequence.
             coordinates_T33: N, CA and C in Ångström, in fp32; NaN for unknown coordinates.
-            counts: number of tokens of each sequence. No sequence sees another sequence.
+            counts: the number of tokens of each sequence. Tokens attend only to tokens of the same sequence.
         """
         vectors_T5H3 = self.proj(self.s_norm(x_TD)).view(len(x_TD), 5, -1, 3)
         rotation_T33, origin_T3, known_T = frames(coordinates_T33)
-        # Autograd alone would keep some L x L matrices for each head: for 1,024 residues and 256 heads, 1 GiB each.
-        # Each part is therefore computed again in the backward pass.
+        # Autograd would keep several L x L matrices for each head: for 1,024 residues and 256 heads, 1 GiB each.
+        # So the backward pass computes each part again.
         gather: Callable[..., torch.Tensor] = _gathered
         if torch.is_grad_enabled():
             gather = partial(checkpoint, _gathered, use_reentrant=False, preserve_rng_state=False)
@@ -179,8 +181,8 @@ def _gathered(
     known_L: torch.Tensor,
     queries: slice,
 ) -> torch.Tensor:
-    """Return the vectors [P, H, 3] that some queries of one sequence gather with some heads, in the frames of the
-    queries. Without a known residue all weights are equal.
+    """Return the output vectors [P, H, 3] of the P residues `queries` of one sequence for H heads, each in the frame of
+    its residue. If no residue is known, all weights are equal.
     """
     turned_LN3 = vectors_L5H3.flatten(1, 2).float() @ rotation_L33.mT
     q_HL3, k_HL3, v_HL3, far_q_HL3, far_k_HL3 = turned_LN3.view(vectors_L5H3.shape).permute(1, 2, 0, 3).unbind(0)
@@ -195,8 +197,8 @@ def _gathered(
 
 
 class OtherTracks(nn.Module):
-    """The encoders of structure tokens, pLDDT, secondary structure, accessibility, functions and annotations, with the
-    authors' names of parameters. Each forward pass computes the vectors of unknown values from the parameters.
+    """The embeddings of structure tokens, pLDDT, secondary structure, accessibility, functions and annotations, with
+    the authors' names of parameters. Only structure tokens can be known.
     """
 
     def __init__(self, dim: int) -> None:
@@ -211,11 +213,11 @@ class OtherTracks(nn.Module):
         self.residue_embed = embedding(TABLES["residue_embed"], dim)
 
     def forward(self, tokens_T: torch.Tensor, structure_T: torch.Tensor | None) -> torch.Tensor:
-        """Return the sum of the tracks [T, D]. As in the reference, the average pLDDT is 1, that of each residue is
-        0, and the other tracks but structure are pads.
+        """Return the sum of these embeddings, [T, D]. As in the authors' code, the average pLDDT is 1, the pLDDT of
+        each residue is 0, and all inputs except structure tokens are pads.
 
         Args:
-            tokens_T: the sequence.
+            tokens_T: the tokens of the sequence.
             structure_T: int64 [T], the structure tokens; None if all are unknown.
         """
         if structure_T is None:
@@ -235,19 +237,19 @@ class OtherTracks(nn.Module):
 
 
 def _radial_basis(value: float, like: torch.Tensor) -> torch.Tensor:
-    """Describe a value from 0 to 1 by B Gaussians of width 1/B, [B] in the type of `like`."""
+    """Return the values of B Gaussians of width 1/B at a number from 0 to 1, [B] in the type of `like`."""
     centres_B = torch.linspace(0.0, 1.0, PLDDT_BINS, device=like.device)
     return torch.exp(-(((value - centres_B) * PLDDT_BINS) ** 2)).to(like.dtype)
 
 
 class ESM3(ESMC):
-    """The ESM3 trunk with the LM head of the sequence. The model holds all other parameters of the released file, too,
-    so that the file can be written again.
+    """The ESM3 trunk with the LM head of the sequence. The model also has all other parameters of the released file, so
+    that esmshard can write the whole file.
 
-    Geometric attention learns with coordinates, and the table of structure tokens learns with structure tokens. Without
-    these tracks they are frozen, and so are all other parameters in `never_learns`. Most of these change no output. The
-    vectors of unknown tracks do, but the rows of tokens can learn the same sum; and in each table one row would get a
-    gradient, while weight decay would shrink all other rows.
+    If batches have coordinates, geometric attention learns. If batches have structure tokens, their embedding learns.
+    All other parameters in `never_learns` are frozen. Most of them change no output. The embeddings of unknown inputs
+    do, but the token embedding can learn the same change. In each of these tables only one row would get a gradient,
+    and weight decay would shrink all other rows.
     """
 
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.", "geom_attn.", "other_tracks.", "other_heads.")
@@ -260,19 +262,19 @@ class ESM3(ESMC):
         d = config.dim
         super().__init__(config)
         self.other_tracks = OtherTracks(d)
-        # A part of the first block. The module is kept outside, since sharding, planner and offload need equal blocks.
+        # This belongs to the first block, but is outside it, because sharding, planner and offload need equal blocks.
         self.geom_attn = GeometricAttention(d, config.v_heads)
         self.other_heads = nn.ModuleDict({name: UntiedLMHead(d, rows) for name, rows in HEADS.items()})
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Add the embeddings [T, D] of all tracks."""
+        """Compute the sum of the embeddings of the sequence and of all other inputs, [T, D]."""
         return super().embed(batch) + self.other_tracks(batch.tokens_T, batch.tracks.get(STRUCTURE))  # type: ignore[no-any-return]
 
     def run_block(
         self, index: int, x_TD: torch.Tensor, batch: TokenBatch, on_attention: OnAttention | None
     ) -> torch.Tensor:
-        """Apply block `index` to x [T, D]. With the track of coordinates, the first block has geometric attention, even
-        if all coordinates are unknown, so that all ranks have gradients of the same parameters.
+        """Apply block `index` to x [T, D]. If the batch has coordinates, the first block has geometric attention. This
+        holds even if all coordinates are unknown, so that all ranks have gradients of the same parameters.
         """
         if index or COORDINATES not in batch.tracks:
             return super().run_block(index, x_TD, batch, on_attention)
@@ -284,7 +286,7 @@ class ESM3(ESMC):
 
 
 class _EncoderBlock(nn.Module):
-    """Geometric attention and a gated feed-forward part, with the authors' names."""
+    """Geometric attention and a gated feed-forward part, with the authors' names of parameters."""
 
     def __init__(self, dim: int, v_heads: int, ffn_width: int) -> None:
         super().__init__()
@@ -299,7 +301,7 @@ class _Gate(nn.Module):
 
 
 class StructureEncoder(nn.Module):
-    """The encoder of structure tokens, without parts for its training. `codes` is (number C, length Z) of the codes."""
+    """The encoder of structure tokens, without parts for its training. `codes` is (number C, width Z) of its codes."""
 
     codes_CZ: torch.Tensor
 
@@ -311,19 +313,19 @@ class StructureEncoder(nn.Module):
         self.register_buffer("codes_CZ", torch.zeros(codes))
 
     def forward(self, coordinates_L33: torch.Tensor) -> torch.Tensor:
-        """Return the structure tokens of one protein, int64 [L]. As in the reference, all residues without coordinates
-        get the same token.
+        """Return the structure tokens of one protein, int64 [L]. As in the authors' code, all residues without
+        coordinates get the same token.
 
         Args:
             coordinates_L33: N, CA and C of each residue in Ångström; NaN for unknown coordinates.
         """
         z_LZ = self.described(coordinates_L33)
-        # Squared distances without the square of z, which is the same for all codes.
+        # The squared distance without |z|^2, which is the same for all codes.
         return (self.codes_CZ.square().sum(1) - 2 * z_LZ @ self.codes_CZ.t()).argmin(1)
 
     def described(self, coordinates_L33: torch.Tensor) -> torch.Tensor:
-        """Return the vector of each residue that becomes a code, [L, Z]."""
-        # Residues without coordinates do not count for other residues.
+        """Return a vector for each residue, [L, Z]. The code with the nearest vector becomes the structure token."""
+        # Residues without coordinates are never neighbours of other residues.
         place_N = frames(coordinates_L33)[2].nonzero().flatten()
         known_N33 = coordinates_L33[place_N].to(self.codes_CZ.dtype)
         x_LD = self.codes_CZ.new_zeros(len(coordinates_L33), self.positions.embedding_dim)
@@ -333,7 +335,7 @@ class StructureEncoder(nn.Module):
         return self.pre_vq_proj(x_LD)  # type: ignore[no-any-return]
 
     def _surroundings(self, part_P: torch.Tensor, known_N33: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
-        """Describe some residues with coordinates, [P, D]."""
+        """Return vectors [P, D] that describe the neighbourhoods of the residues `part_P`, all with coordinates."""
         ca_N3 = known_N33[:, 1]
         apart_PN = torch.cdist(ca_N3[part_P], ca_N3, compute_mode="donot_use_mm_for_euclid_dist")
         # The residue itself comes first among its neighbours.
@@ -347,7 +349,7 @@ class StructureEncoder(nn.Module):
         for n, block in enumerate(self.blocks):
             assert isinstance(block, _EncoderBlock)
             x_TD = x_TD + block.geom_attn(x_TD, coordinates_T33, counts)
-            if n + 1 == len(self.blocks):  # Now only the residue itself counts.
+            if n + 1 == len(self.blocks):  # The end of the last block needs only the residue itself, no neighbours.
                 x_TD = x_TD[:: counts[0]]
             x_TD = x_TD + block.ffn(x_TD)
         return x_TD
@@ -383,10 +385,10 @@ def read_encoder(path: Path) -> StructureEncoder:
 def structure_tokens(
     path: Path, coordinates: npt.NDArray[np.floating], device: str | torch.device = "cpu"
 ) -> npt.NDArray[np.int64]:
-    """Return the structure tokens of one protein, int64 [L], each below 4,096, by the authors' file of the encoder.
+    """Compute the structure tokens of one protein, int64 [L], each below 4,096. `path` is the authors' encoder file.
 
-    `coordinates` are N, CA and C of each residue in Ångström [L, 3, 3]; NaN for unknown coordinates. Rows are positions
-    in the sequence, so that residues without coordinates must have rows, too.
+    `coordinates` [L, 3, 3] has N, CA and C of each residue in Ångström, and NaN for unknown coordinates. Residues
+    without coordinates must have rows, too, because the index of a row is the position in the sequence.
     """
     coordinates_L33 = torch.from_numpy(coordinates).float().to(device)
     with torch.no_grad():
@@ -423,17 +425,17 @@ model.load_state_dict(state)""",
     code="[esm](https://github.com/Biohub/esm)",
     lacks=("head.", "contact_head."),
 )
-"""The `.pth` file in which ESM3-open was published: tensors without sizes."""
+"""The format of the `.pth` file in which ESM3-open was published. It has tensors and no configuration."""
 
 
 class Esm3Family(Family):
-    """ESM3."""
+    """The family of ESM3 models."""
 
     title = "ESM3"
     config = Esm3Config
     trunk = ESM3
     sizes: ClassVar[Mapping[str, ModelConfig]] = {
-        # For tests; no released model has these names. The authors' files need heads of width 64.
+        # For tests; no released model has these names. Their heads have width 64, which the authors' files require.
         "esm3_nano": Esm3Config(n_layers=2, dim=128, n_heads=2, v_heads=8),
         "esm3_mini": Esm3Config(n_layers=6, dim=192, n_heads=3, v_heads=16),
         "esm3_sm_open_v1": Esm3Config(n_layers=48, dim=1536, n_heads=24, v_heads=256),
@@ -467,7 +469,7 @@ class Esm3Family(Family):
     )
 
     def initial(self, config: Esm3Config, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Draw a tensor of a new model. Scales of geometric attention are 0."""
+        """Make an initial tensor of a new model. Scales of geometric attention are 0."""
         if name.endswith("_scale_per_head"):
             return torch.zeros(shape)
         return super().initial(config, name, shape, generator)

@@ -1,13 +1,13 @@
-"""ESM-C (ESM Cambrian) over packed sequences, its files, and the base classes of ESM3 and AMPLIFY: blocks with a gated
-feed-forward part and without biases.
+"""ESM-C (ESM Cambrian) over packed sequences, its file formats, and the base classes of ESM3 and AMPLIFY: blocks with a
+gated feed-forward part and without biases.
 
-The reference for every number is `transformers` 5.23 (`models/esmc/modeling_esmc.py`); `tests/parity/` compares the
-two. `esmshard.batch` explains the letters of tensor names.
+All outputs must equal those of `transformers` 5.23 (`models/esmc/modeling_esmc.py`). `tests/parity/` compares them.
+`esmshard.batch` explains the letters of tensor names.
 
-Files have four layouts with the same tensors. `transformers` from 5.16 on writes one key for each of our tensors. Files
-of 2026-05 and of 2024-12 join queries, keys and values in one tensor, and gate and up in another tensor, under two sets
-of names. ESM++ has the names of 2024-12. One function reads all layouts, since no key is ambiguous. Only the first
-layout is written, which the authors' code reads from 3.4 on.
+Four file layouts have the same tensors. `transformers` from 5.16 on writes one key for each of our tensors. Authors'
+files of 2026-05 and of 2024-12 join the matrices of queries, keys and values in one tensor, and gate and up in another,
+under different names. ESM++ files have the names of 2024-12. `EsmcFamily.pieces` reads all layouts, because no key is
+ambiguous. esmshard writes only the layout of `transformers`, which the authors' code can read from version 3.4 on.
 """
 
 import re
@@ -40,40 +40,40 @@ from esmshard.model.trunk import ContactRegression, Trunk, embedding
 from esmshard.vocab import CLS, EOS, MASK, PAD, SEPARATOR, TOKENS, UNK
 
 ROWS = 64
-"""Rows of the embedding and columns of the logits of ESM-C and ESM3. Only the first 33 are tokens."""
+"""Number of rows of the embedding and of columns of the logits of ESM-C and ESM3. Only the first 33 are tokens."""
 
 HEAD = 64
-"""Width of an attention head in every published ESM-C and ESM3, which does not follow from tensors."""
+"""Width of an attention head in every published ESM-C and ESM3. The shapes of tensors do not reveal this number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EsmcConfig(ModelConfig):
-    """The architecture of an ESM-C. Fixed are vocabulary, LayerNorm of queries and keys, rotary positions of base 10000
-    and eps 1e-5. Other families override what differs.
+    """The architecture of an ESM-C model. All have the same vocabulary, a LayerNorm for queries and keys, rotary
+    positions of base 10000, and eps 1e-5. Subclasses override the differences of other families.
     """
 
     family: ClassVar[str] = "esmc"
     gated: ClassVar[bool] = True
     qk_norm: ClassVar[bool] = True
     chain_break: ClassVar[bool] = True
-    """`|` is a token, on which ESM-C was never trained (Biohub/esm#166)."""
+    """True: `|` is a token of ESM-C, although ESM-C was never trained on it (Biohub/esm#166)."""
 
     ffn: int | None = None
-    """Width of the feed-forward part; None for the width in released models, which follows from the model's width."""
+    """Width of the feed-forward part; None for the formula of released models (`ffn_width`)."""
 
     @property
     def n_logits(self) -> int:
-        """All rows of the embedding, as in the authors' loss."""
+        """Number of rows of the embedding. In the authors' loss, too, each row has a logit."""
         return ROWS
 
     @property
     def ffn_width(self) -> int:
-        """Width of gate and up: in released models 8/3 of the model's width, rounded up to a multiple of 256."""
+        """Width of gate and up: in released models, 8/3 of the model's width, rounded up to a multiple of 256."""
         return (8 * self.dim // 3 + 255) // 256 * 256 if self.ffn is None else self.ffn
 
     @property
     def branch_scale(self) -> float:
-        """Factor of the outputs of attention and feed-forward part: 1 / sqrt(layers / 36)."""
+        """The factor by which a block multiplies the outputs of attention and feed-forward part: sqrt(36 / layers)."""
         return float((36 / self.n_layers) ** 0.5)
 
     @property
@@ -84,7 +84,7 @@ class EsmcConfig(ModelConfig):
 
 
 def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up, [T, F] each. The backward pass keeps no other tensor than gate and up."""
+    """Return silu(gate) * up, [T, F]. Only gate and up are kept for the backward pass."""
     if torch.compiler.is_compiling():  # The compiler chooses what to keep.
         return F.silu(gate_TF) * up_TF
     if not torch.is_grad_enabled():
@@ -94,7 +94,7 @@ def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """silu(gate) * up. Autograd alone would also keep silu(gate), a third of the memory of the feed-forward part."""
+    """silu(gate) * up. Autograd itself would also keep silu(gate), a third of the memory of the feed-forward part."""
 
     @staticmethod
     def forward(ctx: Any, gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
@@ -110,9 +110,10 @@ class _Gated(torch.autograd.Function):
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) x weight. The mean is computed in fp32.
+    """Computes weight * x / sqrt(mean(x^2) + eps), with the mean in fp32.
 
-    On a GPU torch has one kernel. On other devices torch has several operations, and autograd keeps two more vectors.
+    On a GPU, torch has one kernel for this. On other devices, torch would use several operations and keep two more
+    vectors for the backward pass, so `_RMSNorm` replaces them.
     """
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -125,7 +126,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The norm. The backward pass keeps only input, weight and scale."""
+    """The computation of `RMSNorm`. Only input, weight and scale are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -148,9 +149,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class GatedLayer(TrunkBlock):
-    """A block with a norm before each part, rotary attention and a gated feed-forward part (SwiGLU).
+    """A block of rotary attention and a gated feed-forward part (SwiGLU), with a norm before each.
 
-    `norm` makes a norm of a width, and `RotaryEmbedding` explains `interleaved`.
+    `norm(width)` makes a norm, and `RotaryEmbedding` explains `interleaved`.
     """
 
     def __init__(self, config: EsmcConfig, norm: Callable[[int], nn.Module], interleaved: bool) -> None:
@@ -160,7 +161,7 @@ class GatedLayer(TrunkBlock):
         self.self_attn_layer_norm = norm(d)
         self.self_attn = SelfAttention(d, config.n_heads, interleaved=interleaved, bias=False, qk_norm=config.qk_norm)
         self.final_layer_norm = norm(d)
-        # Two products are as fast as a joined product, since each is wide enough to fill the cores.
+        # Two products are as fast as one joined product, because each is wide enough for all cores.
         self.gate = nn.Linear(d, f, bias=False)
         self.up = nn.Linear(d, f, bias=False)
         self.down = nn.Linear(f, d, bias=False)
@@ -173,7 +174,7 @@ class GatedLayer(TrunkBlock):
         on_attention: OnAttention | None = None,
         between: Between | None = None,
     ) -> torch.Tensor:
-        """Map x [T, D] to [T, D]. The result of `between` is added after attention, times `branch_scale`."""
+        """Map x [T, D] to [T, D]. After attention, the block adds `branch_scale` times the result of `between`."""
         on_qk = partial(on_attention, layer) if on_attention is not None else None
         y_TD = self.self_attn(self.self_attn_layer_norm(x_TD), batch, on_qk)
         x_TD = torch.add(x_TD, y_TD, alpha=self.branch_scale)
@@ -185,7 +186,7 @@ class GatedLayer(TrunkBlock):
 
 
 class UntiedLMHead(nn.Module):
-    """A masked-language-model head that shares no matrix with the embedding."""
+    """A masked-language-model head with a matrix of its own, not the matrix of the embedding."""
 
     def __init__(self, dim: int, n_logits: int) -> None:
         super().__init__()
@@ -199,8 +200,8 @@ class UntiedLMHead(nn.Module):
 
 
 class ESMC(Trunk):
-    """The ESM-C trunk: token embedding, gated blocks, a norm, LM head, and a contact regression, which no released file
-    has. `GatedLayer` explains `norm` and `interleaved`.
+    """The ESM-C trunk: token embedding, gated blocks, a norm, LM head and contact regression. No released file has a
+    contact regression. `GatedLayer` explains `norm` and `interleaved`.
     """
 
     config: EsmcConfig
@@ -217,7 +218,7 @@ class ESMC(Trunk):
         self.lm_head: nn.Module = UntiedLMHead(config.dim, ROWS)
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Look up the token embeddings [T, D], with a learned row for `<mask>`."""
+        """Look up the token embeddings [T, D]. `<mask>` has a learned embedding."""
         return self.embed_tokens(batch.tokens_T)  # type: ignore[no-any-return]
 
     def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -239,16 +240,17 @@ AUTHORS = Names(
     },
     others={"layer_norm_after.": "transformer.norm."},
 )
-"""The names of 2024-12 that ESM-C and ESM3 share."""
+"""The names of tensors that the authors' files of ESM-C of 2024-12 and of ESM3 share."""
 
 LM_HEAD = {"0": "dense", "2": "layer_norm", "3": "decoder"}
-"""Our names of the parts of an LM head, by the index in the authors' `nn.Sequential`."""
+"""Our names of the layers of an LM head, by their index in the authors' `nn.Sequential`."""
 
 JOINED = {
     "attn.layernorm_qkv.1.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "ffn.1.weight": ("gate.weight", "up.weight"),
 }
-"""The tensors of a block that join several of our tensors of equal size along the rows."""
+"""Tensors in files that join several of our tensors along the rows, each with our names. Joined tensors are equally
+large."""
 
 _OF_2026 = {
     "layernorm_qkv.layer_norm_": "layernorm_qkv.0.",
@@ -257,11 +259,11 @@ _OF_2026 = {
     "ffn.fc1_weight": "ffn.1.weight",
     "ffn.fc2_weight": "ffn.3.weight",
 }
-"""The names of 2024-12, by the names of 2026-05."""
+"""Parts of names of tensors in files of 2026-05, mapped to those in files of 2024-12."""
 
 
 def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tuple[Piece, ...]:
-    """Return our tensors in a key of a file of the authors; see `Family.pieces`."""
+    """Return which of our tensors the authors' files store under this key; see `Family.pieces`."""
     for new, old in _OF_2026.items():
         key = key.replace(new, old)
     match = re.fullmatch(r"transformer\.blocks\.(\d+)\.(.+)", key)
@@ -275,8 +277,8 @@ def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tupl
 
 
 def authors_sizes(keys: Iterable[str], table: str, shape: Sequence[int]) -> dict[str, Any]:
-    """Return layers, width and heads of a published model, from the keys of a file, and key and shape of its token
-    embedding. Raises `ValueError` for another shape.
+    """Return the numbers of layers and heads and the width of a published model. `keys` are the keys of its file, and
+    `table` and `shape` are key and shape of its token embedding. Raises `ValueError` for an unexpected shape.
     """
     if len(shape) != 2 or shape[0] != ROWS or shape[1] % HEAD:
         raise ValueError(f"its {table} is {list(shape)}, and {ROWS} rows of a multiple of {HEAD} are expected")
@@ -290,8 +292,8 @@ def write_tokenizer(directory: Path, vocabulary: Sequence[str], roles: Mapping[s
     Args:
         directory: an existing directory.
         vocabulary: the tokens in the order of their rows.
-        roles: special tokens by the names of `transformers`. `bos` and `eos` are added to a sequence.
-        name: the class of the tokenizer.
+        roles: the special tokens, by their names in `transformers`. The tokenizer adds `bos` and `eos` to a sequence.
+        name: the name of the tokenizer's class.
     """
     rows = {token: n for n, token in enumerate(vocabulary)}
     special = sorted(set(roles.values()), key=rows.__getitem__)
@@ -317,7 +319,7 @@ _HOLDER = "Chan Zuckerberg Biohub and the ESM-C authors"
 
 
 class EsmcFamily(Family):
-    """ESM-C."""
+    """The family of ESM-C models."""
 
     title = "ESM-C"
     config = EsmcConfig
@@ -355,7 +357,7 @@ class EsmcFamily(Family):
 
     def pieces(self, key: str, config: EsmcConfig) -> tuple[Piece, ...]:
         bare = re.sub(r"^esmc\.", "", key)
-        # An empty record of TransformerEngine, and a buffer of `transformers`.
+        # The key is an empty entry of TransformerEngine, or a buffer of `transformers` that is not needed.
         if bare.endswith("._extra_state") or bare == "rotary_emb.original_inv_freq":
             return ()
         if bare == "rotary_emb.inv_freq":  # All layers share one table.
@@ -370,7 +372,7 @@ class EsmcFamily(Family):
         return (Piece(key if name.startswith("esmc.") else name),)
 
     def read_config(self, raw: Mapping[str, Any]) -> EsmcConfig:
-        """Return the architecture of a `config.json` of `transformers`, of ESM++, or of the authors in 2026-05."""
+        """Return the architecture from a `config.json` of `transformers`, of ESM++, or of the authors of 2026-05."""
         false = ("attention_bias", "mlp_bias", "tie_word_embeddings")
         check_settings(raw, {"vocab_size": ROWS, "hidden_act": "silu", **dict.fromkeys(false, False)})
         if isinstance(rope := raw.get("rope_parameters"), dict):
@@ -410,7 +412,7 @@ class EsmcFamily(Family):
         write_tokenizer(directory, names, {role: names[n] for role, n in roles.items()}, "EsmcTokenizer")
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
-        """Read a `.pth` file of 2024-12, which has tensors and no sizes."""
+        """Return the model in a `.pth` file of 2024-12. Its sizes follow from the shapes of its tensors."""
         table = data.get("embed.weight")
         if table is None or not any(str(key).startswith("transformer.blocks.") for key in data):
             return None

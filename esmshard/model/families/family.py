@@ -30,40 +30,41 @@ class Released:
     repository: str
     """OWNER/NAME on the Hugging Face hub."""
     licence: str
-    """Licence of the weights, by its SPDX name in lower case, as the hub writes it."""
+    """The licence of the weights: its SPDX name in lower case, as on the hub."""
     holder: str
-    """Holder of the copyright."""
+    """The holder of the copyright."""
     paper: str
     """The publication: authors, year, journal and DOI or address."""
 
 
 class Piece(NamedTuple):
-    """One of our tensors in a file: the tensor of a key, or some rows of the tensor."""
+    """Where a file stores one of our tensors: the rows `rows` of the tensor under a key."""
 
     name: str
+    """Our name of the tensor."""
     rows: slice = slice(None)
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names of tensors in a layout of files, from our names."""
+    """Translates between our names of tensors and the names in one layout of files."""
 
     block: str
-    """The text before the number of a block, which is `layers.` in our names."""
+    """The file's text before the number of a block; our text is `layers.`."""
     in_block: Mapping[str, str]
-    """Names of the modules of a block, by our names."""
+    """Our names of the modules of a block, mapped to the names in files."""
     others: Mapping[str, str]
-    """Different beginnings of the names of other tensors, by our beginnings. The first match counts."""
+    """For tensors outside blocks, our prefixes mapped to the prefixes in files. The first match counts."""
 
     def theirs(self, name: str) -> str | None:
-        """Return the name in the file of one of our tensors; None for a tensor of a block that the file lacks."""
+        """Return the name in files for our name of a tensor; None if files do not have this tensor of a block."""
         if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(\w+)", name):
             module = self.in_block.get(match[2])
             return module and f"{self.block}{match[1]}.{module}.{match[3]}"
         return _moved(name, self.others)
 
     def ours(self, key: str) -> str:
-        """Return our name of a tensor in the file. An unknown key is returned unchanged."""
+        """Return our name for the name of a tensor in a file. An unknown name is returned unchanged."""
         names = {theirs: ours for ours, theirs in self.in_block.items()}
         match = re.fullmatch(rf"{re.escape(self.block)}(\d+)\.(.+)\.(\w+)", key)
         if match and match[2] in names:
@@ -72,111 +73,111 @@ class Names:
 
 
 def _moved(name: str, prefixes: Mapping[str, str]) -> str:
-    """Exchange the prefix of a name."""
+    """Replace the first matching prefix of a name. `prefixes` maps old prefixes to new prefixes."""
     old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
     return prefixes.get(old, "") + name.removeprefix(old)
 
 
 @dataclass(frozen=True)
 class AuthorsFile:
-    """How `torch.save` writes a file for the authors' code."""
+    """A file format of the authors' code. The file is written by `torch.save`."""
 
     use: str
-    """Python code that opens FILE, for the model card."""
+    """Python code for the model card, which loads the file FILE."""
     code: str
     """Name and address of the authors' code in Markdown, for the model card."""
     lacks: tuple[str, ...] = ("head.",)
-    """Prefixes of our tensors that the file cannot hold."""
+    """Prefixes of the names of our tensors that the file cannot contain."""
     our_names: bool = False
-    """Whether the file has our names of tensors, and not the names in the family's directories."""
+    """Whether the keys of the file are our names of tensors. Otherwise they are the keys in `Family.names`."""
 
     def path(self, directory: Path, stem: str, config: Any) -> Path:
         """Return the path of the file for a model with this name and architecture."""
         return directory / f"{stem}.pth"
 
     def write(self, file: Path, config: Any, tensors: dict[str, torch.Tensor]) -> list[Path]:
-        """Write tensors without tied tensors, by their names in the file. Return the paths of all files."""
+        """Write `tensors` by their keys, each shared tensor once. Return the paths of all written files."""
         torch.save(tensors, file)
         return [file]
 
 
 class Corruption(NamedTuple):
-    """How training corrupted the residues that a model had to predict and that were not `<mask>`."""
+    """How pre-training changed the residues that the model had to predict. All other such residues became `<mask>`."""
 
     random: float
-    """Share of these residues that became a random letter."""
+    """Share of the residues to predict that became a random letter."""
     unchanged: float
-    """Share of these residues that stayed."""
+    """Share of the residues to predict that did not change."""
     letters: int
-    """Number of equally frequent random letters."""
+    """Number of letters from which a random letter was chosen. All were equally likely."""
 
 
 class Opened(NamedTuple):
-    """The content of a file of the authors' code."""
+    """A model from the files of its authors' code, or of `transformers`."""
 
     config: ModelConfig
     tensors: dict[str, WeightReader]
     """Readers of the tensors, by our names."""
     files: tuple[Path, ...]
-    """All files with tensors."""
+    """The files that contain the tensors."""
 
 
 def is_computed(name: str) -> bool:
-    """Return whether a file may lack a tensor, since it follows from the architecture (rotary frequencies)."""
+    """Return whether a tensor follows from the architecture, so that files may lack it (rotary frequencies)."""
     return name.endswith("inv_freq")
 
 
 class Family(ABC):
     """A family of models: architectures, files, initial values and publications.
 
-    Functions that read raise `ValueError` with a reason for a model that cannot be read.
+    The methods `read_*` raise `ValueError`, with the reason, if a model cannot be read.
     """
 
     title: ClassVar[str]
-    """The name in texts."""
+    """The name of the family in messages and documents."""
     config: ClassVar[type[ModelConfig]]
     trunk: ClassVar[type[Trunk]]
-    """The class of the models, which takes an architecture."""
+    """The class of the models. Its argument is an architecture."""
     sizes: ClassVar[Mapping[str, ModelConfig]]
-    """Architectures by name, released or not."""
+    """Architectures by name. They include models without trained weights."""
     released: ClassVar[Mapping[str, Released]]
     """Released models by name. Their architectures are in `sizes`."""
     paper: ClassVar[str]
     """The publication of the architecture, in the form of `Released.paper`."""
     window: ClassVar[int]
-    """Residues that the models saw at once in training, unless the configuration of a model says another number. Longer
-    proteins are scored and embedded in windows of this length."""
+    """Maximum number of residues of a sequence in training, if `ModelConfig.window` is None. Longer proteins are scored
+    and embedded in windows of this length."""
     corruption: ClassVar[Corruption | None] = None
-    """How training corrupted residues, for estimates of masked probabilities from visible residues. None if this is
-    unknown, or if all residues to predict were masked."""
+    """How pre-training changed residues. With this, masked probabilities are estimated without masking. None if this is
+    unknown, or if all residues to predict became `<mask>`."""
     tracks: ClassVar[tuple[Track, ...]] = ()
     """The tracks that the models read in addition to amino acids, if the user gives them."""
     encoders: ClassVar[Mapping[str, Encoder]] = {}
-    """Functions that compute a track of codes, by the name of the track."""
+    """The functions that compute a track of codes, by the name of the track."""
     pickles: ClassVar[Mapping[str, AuthorsFile]] = {}
-    """The files for the authors' code that can be written, by the word after `consolidate --to`."""
+    """The formats of the authors' code that can be written, by the value of the option `consolidate --to`."""
 
-    # Directories in the layout of `transformers`.
+    # The following fields describe directories in the layout of `transformers`.
     model_types: ClassVar[tuple[str, ...]]
     """The values of `model_type` in the `config.json` files of this family."""
     vocab_size: ClassVar[int | None] = None
     """The value of `vocab_size` in `config.json`, if other families have the same `model_type`."""
     names: ClassVar[Names]
-    """The names of tensors in written directories."""
+    """The names of tensors in the directories that esmshard writes."""
     prefix: ClassVar[str] = ""
-    """The prefix of the keys of the trunk, such as `esm.`, which files of a model without LM head lack."""
+    """The prefix of the keys of the trunk, such as `esm.`. Files of a model without LM head do not have this prefix."""
     model_class: ClassVar[str] = ""
-    """The class of `transformers` that reads written directories; empty if only esmshard reads them."""
+    """The class of `transformers` that reads the directories; empty if only esmshard can read them."""
     remote_code: ClassVar[bool] = False
-    """Whether the class is in a repository on the hub, which `auto_map` in `config.json` names."""
+    """Whether `model_class` gets its code from a repository on the hub, which `auto_map` in `config.json` names."""
 
     @property
     def name(self) -> str:
-        """The name in checkpoints and in `FAMILIES`."""
+        """The name of the family in checkpoints and in `FAMILIES`."""
         return self.config.family
 
     def initial(self, config: Any, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Draw a tensor of a new model: matrices are normal with deviation 0.02, biases 0, weights of norms 1."""
+        """Make an initial tensor: matrices are normal with standard deviation 0.02, biases 0, weights of norms 1."""
         if is_computed(name):
             return inverse_frequencies(config.head_dim)
         if name.endswith("bias"):
@@ -187,7 +188,7 @@ class Family(ABC):
 
     @abstractmethod
     def read_config(self, raw: Mapping[str, Any]) -> ModelConfig:
-        """Return the architecture of a `config.json` with one of `model_types`."""
+        """Return the architecture from the content of a `config.json`. Its `model_type` is in `model_types`."""
 
     @abstractmethod
     def write_config(self, config: Any) -> dict[str, Any]:
@@ -195,18 +196,18 @@ class Family(ABC):
 
     @abstractmethod
     def pieces(self, key: str, config: Any) -> Sequence[Piece]:
-        """Return our tensors in a key of a directory or of the authors' files. An unused key has no tensors, and an
-        unknown key has the tensor of the same name.
+        """Return which of our tensors a file stores under this key, and in which rows. The result is empty for a key
+        that is not needed. For an unknown key, it is one tensor with the key as its name.
         """
 
     def tensors(self, readers: Mapping[str, WeightReader], config: Any) -> dict[str, WeightReader]:
-        """Return readers by our names, from readers by the keys of a file."""
+        """Return readers by our names. `readers` has the readers by the keys of a file."""
         pieces = [(piece, reader) for key, reader in readers.items() for piece in self.pieces(key, config)]
         return {piece.name: reader.part(piece.rows) for piece, reader in pieces}
 
     def key(self, name: str) -> str | None:
-        """Return the key under which one of our tensors is written; None for a tensor that is not written, since it
-        follows from the architecture. Tensors with the same key are joined along the rows in the order of `pieces`.
+        """Return the key under which a directory stores our tensor `name`; None if it is not stored. Tensors with the
+        same key are joined along the rows, in the order of `pieces`.
         """
         return self.names.theirs(name)
 
@@ -214,12 +215,12 @@ class Family(ABC):
         """Write the tokenizer files of `transformers` to a directory."""
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
-        """Read the content of the authors' file at this path; None for another kind of file."""
+        """Return the model in `data`, the content of the authors' file at `path`; None for another kind of file."""
         return None
 
 
 def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], place: str = "") -> None:
-    """Raise `ValueError` with all settings of a configuration that differ from the fixed values."""
+    """Raise `ValueError` with a list of all settings in `raw` that differ from their values in `fixed`."""
     if wrong := [
         f"{place}{key} is {raw[key]!r}, not {value!r}" for key, value in fixed.items() if raw.get(key, value) != value
     ]:
@@ -227,7 +228,7 @@ def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], place: str 
 
 
 def renamed(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return values of a configuration by our names; `keys` has the names in the configuration, by our names. Raises
+    """Return values of the configuration `raw` by our names. `keys` maps our names to the names in `raw`. Raises
     `ValueError` if a value is missing.
     """
     if missing := [key for key in keys.values() if key not in raw]:
@@ -236,4 +237,4 @@ def renamed(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
 
 
 SIZES_OF_TRANSFORMERS = {"n_layers": "num_hidden_layers", "dim": "hidden_size", "n_heads": "num_attention_heads"}
-"""The names of sizes in a `config.json` of `transformers`, by ours."""
+"""Our names of sizes, mapped to the names in a `config.json` of `transformers`."""

@@ -1,4 +1,4 @@
-"""All families of models, and lookups over the families: sizes, released models, the family of a file."""
+"""All families of models, and functions that find sizes, released models and the family of a file."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,22 +16,22 @@ from esmshard.model.trunk import Trunk
 from esmshard.vocab import Chains, read_chains
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (esm2, esmc, esm3, amplify, saprot)}
-"""The families by name. A new family is one more module in this line."""
+"""The families by name. To add a family, write a module and add it to this line."""
 
 SIZES: dict[str, ModelConfig] = {name: size for family in FAMILIES.values() for name, size in family.sizes.items()}
-"""The architectures by name."""
+"""The architectures of all families by name."""
 RELEASED: dict[str, Released] = {name: model for family in FAMILIES.values() for name, model in family.released.items()}
-"""The models that their authors published, by name."""
+"""The released models of all families by name."""
 
 WINDOW = "trained_window"
-"""The key of `config.json` for `ModelConfig.window`, which `transformers` ignores."""
+"""The key of `config.json` with the value of `ModelConfig.window`. `transformers` ignores this key."""
 CHAINS = "joined_chains"
-"""The key of `config.json` for `ModelConfig.chains` other than the default."""
+"""The key of `config.json` with the value of `ModelConfig.chains`, if this is not the default."""
 
 
 def released_name(name: str) -> str | None:
-    """Return the name of a released model for this name or for the repository OWNER/NAME; None for other names."""
-    return next((known for known, model in RELEASED.items() if name in (known, model.repository)), None)
+    """Return the name of a released model from its name or its repository OWNER/NAME; None for other names."""
+    return next((key for key, model in RELEASED.items() if name in (key, model.repository)), None)
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -40,25 +40,25 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def window_of(config: ModelConfig) -> int:
-    """Return how many residues a model saw at once in training."""
+    """Return the maximum number of residues of a sequence in the training of a model."""
     return family_of(config).window if config.window is None else config.window
 
 
 def build(config: ModelConfig) -> Trunk:
-    """Make a model with undefined values on the default device. On `torch.device("meta")` it takes no memory."""
+    """Make a model with undefined values on the default device. On the device `meta`, the model takes no memory."""
     return family_of(config).trunk(config)
 
 
 @cache
 def n_parameters(config: ModelConfig) -> int:
-    """Count the parameters of a model without memory for them. A tied parameter counts once."""
+    """Count the parameters of a model without memory for their values. A shared parameter counts once."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
 def recorded_config(record: Mapping[str, Any]) -> ModelConfig:
-    """Return the architecture from `ModelConfig.recorded`. Raises `ValueError` for an unknown family, and `ValueError`
-    or `TypeError` for other content.
+    """Return the architecture from the result of `ModelConfig.recorded`. Raises `ValueError` for an unknown family, and
+    `ValueError` or `TypeError` for other errors.
     """
     sizes = dict(record)
     name = sizes.pop("family", None)
@@ -69,8 +69,8 @@ def recorded_config(record: Mapping[str, Any]) -> ModelConfig:
 
 
 def transformers_config(raw: Any) -> ModelConfig:
-    """Return the architecture of a `config.json` in the layout of `transformers`. Raises `ValueError` with the reason
-    for a model that cannot be read.
+    """Return the architecture from `raw`, the content of a `config.json` of `transformers`. Raises `ValueError` with
+    the reason if the model cannot be read.
     """
     kind = raw.get("model_type") if isinstance(raw, dict) else None
     candidates = [family for family in FAMILIES.values() if kind in family.model_types]
@@ -87,13 +87,13 @@ def transformers_config(raw: Any) -> ModelConfig:
 
 
 def read_pickle(data: Mapping[str, Any], path: Path) -> Opened | None:
-    """Read the content of a file of any authors' code; None for another kind of file."""
+    """Return the model in `data`, the content of any authors' file at `path`; None for another kind of file."""
     return next((opened for family in FAMILIES.values() if (opened := family.read_pickle(data, path))), None)
 
 
 def encoder_of(track: str) -> Encoder:
-    """Return the function that computes a track of codes, or raise `UsageError` if no family has one."""
-    known = {name: encoder for family in FAMILIES.values() for name, encoder in family.encoders.items()}
-    if track not in known:
-        raise UsageError(f"{track}: no encoder of this track is known, only of {', '.join(known)}")
-    return known[track]
+    """Return the function that computes the codes of this track. Raises `UsageError` if no family has one."""
+    encoders = {name: encoder for family in FAMILIES.values() for name, encoder in family.encoders.items()}
+    if track not in encoders:
+        raise UsageError(f"{track}: no encoder of this track is known, only of {', '.join(encoders)}")
+    return encoders[track]

@@ -1,7 +1,8 @@
-"""SaProt (Su et al. 2024, doi:10.1101/2023.10.01.560349): ESM-2 over pairs of amino acid and structure letter.
+"""SaProt (Su et al. 2024, doi:10.1101/2023.10.01.560349): an ESM-2 whose tokens are pairs of an amino acid and a
+structure letter.
 
-The reference for every number is `EsmForMaskedLM` of `transformers` with the authors' 446 tokens;
-`tests/parity/test_saprot.py` compares the two. `esmshard.batch` explains the letters of tensor names.
+All outputs must equal those of `EsmForMaskedLM` of `transformers` with the authors' 446 tokens.
+`tests/parity/test_saprot.py` compares them. `esmshard.batch` explains the letters of tensor names.
 """
 
 from collections.abc import Mapping
@@ -22,19 +23,19 @@ STRUCTURE = Track("3di", "structure letters (3Di)", "letters", unknown=20, lette
 
 SPECIAL = ("<cls>", "<pad>", "<eos>", "<unk>", "<mask>")
 UNKNOWN = "#"
-"""The letter in a pair for an unknown amino acid or structure letter."""
+"""The symbol in a pair for an unknown amino acid or an unknown structure letter."""
 VOCABULARY = SPECIAL + tuple(
     residue + structure for residue in STANDARD + UNKNOWN for structure in STRUCTURE.letters + UNKNOWN
 )
 PAIRS = len(SPECIAL)
-"""The row of the first pair. The 21 pairs of an amino acid follow each other."""
+"""The row of the embedding for the first pair. The 21 pairs of an amino acid have neighbouring rows."""
 STRUCTURES = len(STRUCTURE.letters) + 1
 
 
 def _first_row(token: str) -> int:
-    """Return the row of a token of `esmshard.vocab`, and of a residue the row of its first pair.
+    """Return the row of the embedding for a token of `esmshard.vocab`; for a residue, the row of its first pair.
 
-    The amino acid of `<mask>` and of letters that SaProt lacks is unknown.
+    `<mask>` and letters that SaProt lacks get the first pair of an unknown amino acid.
     """
     if token in (*RESIDUES, TOKENS[MASK]):
         residue = token if token in STANDARD else UNKNOWN
@@ -44,20 +45,20 @@ def _first_row(token: str) -> int:
 
 @cache
 def _first_rows(device: torch.device) -> torch.Tensor:
-    """Return `_first_row` of all tokens on a device. The copy to a GPU would make every forward pass wait."""
+    """Return `_first_row` of all tokens on a device. The cache saves each forward pass the wait for a copy to a GPU."""
     return torch.tensor([_first_row(token) for token in TOKENS], device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaprotConfig(EsmConfig):
-    """The architecture of a SaProt: an ESM-2 with tokens for pairs of amino acid and structure letter."""
+    """The architecture of a SaProt model: an ESM-2 with tokens for pairs of amino acid and structure letter."""
 
     family: ClassVar[str] = "saprot"
     vocabulary: ClassVar[tuple[str, ...]] = VOCABULARY
 
 
 class SaprotHead(LMHead):
-    """The LM head, which sums the probabilities of the pairs of an amino acid like the scores of the authors."""
+    """The LM head. As in the authors' scores, an amino acid has the sum of the probabilities of its pairs."""
 
     def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
         """Map x [P, D] to logits [P, 33]; see `logits_of_tokens`."""
@@ -65,10 +66,10 @@ class SaprotHead(LMHead):
 
 
 def logits_of_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Map logits of SaProt's 446 tokens [P, 446] to logits of `esmshard.vocab` [P, 33].
+    """Map logits of SaProt's 446 tokens [P, 446] to logits of the tokens of `esmshard.vocab` [P, 33].
 
-    The softmax over 33 tokens sums the softmax over 446 tokens: an amino acid has the probability of its 21 pairs, and
-    X has the probability of the 21 pairs with the amino acid `#`. Tokens that SaProt lacks have the logit `ABSENT`.
+    After a softmax over the 33 tokens, an amino acid has the summed probability of its 21 pairs, and X has the summed
+    probability of the 21 pairs with the amino acid `#`. Tokens that SaProt lacks have the logit `ABSENT`.
     """
     special_PV, pairs_PV = logits[:, :PAIRS], logits[:, PAIRS:].reshape(len(logits), -1, STRUCTURES).logsumexp(2)
     columns = dict(zip(SPECIAL, special_PV.unbind(1), strict=True))
@@ -80,11 +81,11 @@ def logits_of_tokens(logits: torch.Tensor) -> torch.Tensor:
 class SaProt(ESM2):
     """The SaProt trunk with LM head and contact head.
 
-    A residue is the pair of its amino acid and its letter in the track `3di`. The letter is `#` if it is unknown or the
-    track is absent. `<mask>` hides the amino acid and keeps the structure letter v: the residue becomes the pair `#v`,
-    as in the authors' pre-training and scores. X, B, U, Z and O, which SaProt lacks, become `#v`, too. SaProt's own
-    token `<mask>` is never read, as in the authors' training. Token dropout counts only this token, so that all
-    embeddings are multiplied by 0.88.
+    The model reads each residue as a pair of its amino acid and its structure letter in the track `3di`. The structure
+    letter is `#` if it is unknown or the track is absent. `<mask>` hides only the amino acid: a residue with structure
+    letter v becomes the pair `#v`, as in the authors' pre-training and scores. X, B, U, Z and O, which SaProt lacks,
+    become `#v`, too. SaProt's own token `<mask>` never occurs, as in the authors' training. Only this token would count
+    in token dropout, so all embeddings are multiplied by 0.88.
     """
 
     make_lm_head: ClassVar[type[LMHead]] = SaprotHead
@@ -101,7 +102,7 @@ _SU = "Su et al. 2024, ICLR, doi:10.1101/2023.10.01.560349"
 
 
 class SaprotFamily(EsmFamily):
-    """SaProt."""
+    """The family of SaProt models."""
 
     title = "SaProt"
     config = SaprotConfig
