@@ -200,9 +200,9 @@ def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method
     predictions of the models, or the name of a baseline, which predicts only the first target.
     """
     files = [model / SEEN_FILE for model in models]
-    seen = None
+    trained_on = None
     if all(file.is_file() for file in files):
-        seen = frozenset(name for file in files for name in file.read_text(encoding="utf-8").split())
+        trained_on = frozenset(name for file in files for name in file.read_text(encoding="utf-8").split())
     rows = rows_of_run(run)
     columns = [f"{method} {name}" if len(targets) > 1 else method for name in targets]
     columns = columns if method == "predicted" else columns[:1]
@@ -211,7 +211,7 @@ def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method
         {row["variant"]: row["measured"] for row in rows if row["measured"]},
         {row["variant"]: [float(row[column] or "nan") for column in columns] for row in tested},
         {row["variant"]: int(row["fold"]) for row in tested if row["fold"]},
-        seen,
+        trained_on,
         _summary(run).get("verdict"),
     )
 
@@ -297,7 +297,7 @@ def rank(
     if out.suffix != ".csv":
         raise UsageError(f"{out}: variants are ranked in a .csv file; give it that ending")
     if table is None and offset is not None:
-        raise UsageError("--offset is added to the positions of a table, and all single substitutions have none")
+        raise UsageError("--offset is added to the positions of a table; pass a table, or remove --offset")
     if sites is not None and propose is None:
         raise UsageError("--sites names the sites that proposals may change; pass --propose N as well")
     if baseline is not None and baseline not in (*SHORT, *SHORT.values()):
@@ -517,7 +517,8 @@ def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]
     if len(folds) < 2 or len(error_N) < RESIDUALS:
         size = f"{counted(len(error_N), 'variant')} in {counted(len(folds), 'fold')}"
         facts["why"] = (
-            f"intervals take {RESIDUALS} measured variants out of fold in two folds or more, and there are {size}"
+            f"intervals need {RESIDUALS} measured variants with out-of-fold predictions, in two folds or more; the run "
+            f"has {size}"
         )
         return (np.nan, np.nan), facts, f"no {LOW} and {HIGH}: {facts['why']}"
     held_N = np.zeros(len(error_N), dtype=bool)
@@ -611,7 +612,7 @@ def compared(
     facts: dict[str, Any] = {"target": target, "rows_with_values": int(has_N.sum())}
     facts |= {"seen_in_training": None, "unseen": None}
     if known.seen is None:
-        facts["why"] = f"Spearman with {target}: not given, as it is not recorded which rows trained the models"
+        facts["why"] = f"Spearman with {target}: unknown, since the run has not recorded which rows it trained on"
         return facts, [facts["why"]]
 
     def spearman(rows_K: list[int], values_K: Array, fold_K: npt.NDArray[np.int64] | None) -> tuple[Any, str]:
@@ -641,6 +642,6 @@ def compared(
 def spearman_sentence(rho: Interval, target: str, unit: str) -> str:
     """Return a text with the correlation and its interval, or with the reason why the correlation is undefined."""
     if np.isnan(rho.value):
-        return f"Spearman with {target} undefined: it takes two different values and two different predictions"
+        return f"Spearman with {target} undefined: it needs two different values and two different predictions"
     of = f"no interval, for an interval takes {LEAST} {unit}s" if np.isnan(rho.low) else f"95% over {unit}s"
     return f"Spearman with {target} {rho} ({of})"

@@ -195,7 +195,7 @@ def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[t
     inputs = [task.inputs(example) for example in examples]
     if any(record.tracks.keys() != example.tracks.keys() for record, example in zip(inputs, examples, strict=True)):
         raise UsageError(
-            f"task {task.settings.name}: its method inputs leaves out the tracks of records; pass "
+            f"task {task.settings.name}: its method `inputs` returns no tracks, but the records have some; pass "
             "tracks=example.tracks to Inputs"
         )
     batch = batch_of(inputs, [e.id for e in examples])

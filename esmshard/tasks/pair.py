@@ -50,7 +50,7 @@ class PairSettings(SequenceSettings):
     def suit(self, data: DataSettings) -> DataSettings:
         """Refuse windows, and settings for joining chains: the model reads the two chains of a pair separately."""
         if data.join != JoinSettings():  # type: ignore[call-arg]  # all keys have defaults
-            raise Clash("join", "joins the chains of a record, and the chains of a pair stay two; remove it")
+            raise Clash("join", "joins the chains of a record, but the chains of a pair stay separate; remove it")
         if data.long == "window":
             raise Clash("long", "window cuts a record, and a pair has two chains; choose full, skip or error")
         return super().suit(data)

@@ -340,8 +340,8 @@ class VariantTask(Task):
 
     def labels(self, fasta: Path, _store: TokenStore, _data: DataSettings) -> VariantLabels:
         raise InputError(
-            f"{fasta}: the model is of variants, whose values stand in a table; `esmshard predict MODEL TABLE` "
-            "predicts them, and finetune tests on folds of its own table"
+            f"{fasta}: the model predicts values of variants, which are in a table, not in sequences; run `esmshard "
+            "predict MODEL TABLE`; finetune itself tests on folds of its table"
         )
 
     def learn(self, train: Examples) -> Self:
@@ -380,8 +380,8 @@ class VariantTask(Task):
     def question(self, example: Example) -> Inputs:
         if len(example.tokens) != len(self._tokens):
             raise InputError(
-                f"record {shown(example.id)} has {len(example.tokens) - 2:,} residues, and the wild type that the "
-                f"model was trained on {len(self.wild_type):,}; give variants of it, which differ by substitutions"
+                f"record {shown(example.id)} has {len(example.tokens) - 2:,} residues, but the wild type of the model "
+                f"has {len(self.wild_type):,}; give variants that differ from the wild type only by substitutions"
             )
         return self._with_wild_type(example, np.empty(0, np.float32))
 
