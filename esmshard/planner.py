@@ -353,8 +353,8 @@ def memory(
             layers = to_do
         return unpacked * at_work + (part.root_parameters + layers * in_full) * size
 
-    # Gradients: this rank's share of the model and of a layer; those of the whole layer during its backward pass, and
-    # in the precision of the reduction until they are reduced; those of the root until the end.
+    # Gradients in memory: this rank's share of the model and of a layer; a whole layer during its backward pass, and in
+    # the precision of the reduction until it is reduced; the root until the end.
     share, layer_share = stored_size * trained, stored_size * part.layer_trained // group
     whole, root = sharded * part.layer_trained * size, sharded * part.root_trained * size
     reduce = sharded * part.layer_trained * BYTES[layout.reduce_dtype]

@@ -168,7 +168,7 @@ def draw_map(
 
 
 def _divide(axes: Any, chains: Sequence[int]) -> None:
-    """Draw a line between two chains, and count the residues of each chain from 1 at the ticks."""
+    """Draw lines between the chains, and label the ticks of each chain with residue numbers from 1."""
     from matplotlib.ticker import MaxNLocator
 
     total = sum(chains)

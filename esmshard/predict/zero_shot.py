@@ -131,8 +131,7 @@ def score_table(
 
     The file has the columns of the table, a column with the scores, which is named after the method, and a column `not
     scored because`. With several models the score is the mean over the models, and the column `METHOD_sd` has the
-    standard deviation. A row that cannot be scored keeps its place and has an empty score. Examples are a stop codon, a
-    blank cell, or a residue that is none of the 20 amino acids.
+    standard deviation. A row that cannot be scored, such as a stop codon, keeps its place and has an empty score.
 
     If the table has measured values, the message has Spearman's correlation with its interval, or the reason why it is
     undefined. The file `OUT.json` records method, numbering, and all rows that were not scored.

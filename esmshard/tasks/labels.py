@@ -285,7 +285,7 @@ class LabelTask(Task):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """Baseline `mean` or `majority` has the same output for all records. Those in `fitted` are linear models."""
+        """Baseline `mean` or `majority` has the same output for all records. The baselines in `fitted` are linear."""
         prior = self.prior()
         outputs: Outputs = {
             "majority" if self.settings.kind == "class" else "mean": [

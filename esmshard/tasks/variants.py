@@ -84,10 +84,10 @@ class VariantSettings(TaskSettings):
     reads_table: ClassVar[bool] = True
 
     pool: Pool = "wild_type"
-    """The input of the head. `wild_type`: the wild type's representation at each mutated residue, and both letters. One
-    forward pass of the wild type serves all variants of a step. `sites`: in addition, the difference between the
-    representations of variant and wild type at this residue, which takes a forward pass for each variant. `difference`:
-    this difference alone. `mean`: the mean representation over all residues of the variant."""
+    """The input of the head. `wild_type`: the wild type's representation at each mutated residue, and the old and new
+    amino acids. One forward pass of the wild type serves all variants of a step. `sites`: in addition, the difference
+    between the representations of variant and wild type at this residue, which takes a forward pass for each variant.
+    `difference`: only this difference. `mean`: the mean representation over all residues of the variant."""
     zero_shot: bool = True
     """Add the language model's zero-shot score to the output, with a trained weight. The score is the sum of
     log p(mutant) - log p(wild type) at the mutated residues (Meier et al. 2021). Pools `wild_type` and `sites` also
@@ -187,11 +187,11 @@ class VariantHead(LabelHead):
     With pool `wild_type` the vector of a change does not depend on other changes of the variant, so the effects of the
     changes add up. The vector depends on `pool`:
 
-    - `wild_type`: LayerNorm of the wild type's representation at the site; both letters; and with `zero_shot` the
+    - `wild_type`: LayerNorm of the wild type's representation at the site; old and new letter; and with `zero_shot` the
       probabilities of the 20 amino acids at the site.
     - `sites`: the difference of the variant's and the wild type's representations at the site, and all parts of
       `wild_type`.
-    - `difference`: this difference alone.
+    - `difference`: only this difference.
     - `mean`: one vector for the variant instead, the mean over all its residues.
 
     `zero_shot` also adds the language model's score of the changes, from the wild type's logits. `sign_T` is 1 for each
