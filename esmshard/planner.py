@@ -1,13 +1,13 @@
-"""Memory and time of a run, estimated before it starts, and the best strategy on given machines, for `esmshard plan`.
+"""Estimates memory and time of a run before it starts, and finds the best strategy, for `esmshard plan`.
 
-`memory` adds up the bytes alive at each moment of a step: the weights that FSDP2 keeps and gathers, and the tensors
-that a layer of `esmshard.model` keeps for its backward pass. docs/plan.md has the formulas and compares them with
-measured peaks; `benchmarks/peaks.py` measures.
+`memory` adds up the memory in use at each moment of a step: the weights that FSDP2 keeps and gathers, and the tensors
+that a layer of `esmshard.model` keeps for its backward pass. docs/plan.md has the formulas, and compares them with
+peaks that `benchmarks/peaks.py` measured.
 
-`cost` is a roofline. While a layer computes, FSDP gathers the weights of the next layer and reduces the gradients of
-the last layer; communication that takes longer than the layer is exposed. Ranks that compute a layer together exchange
-activations, which overlaps with nothing. Only the shares below were fitted. They are equal for all models and machines,
-and `benchmarks/published.py` compares the result with published runs.
+`cost` is a roofline model. While a layer computes, FSDP gathers the weights of the next layer and reduces the gradients
+of the previous layer. The part of the communication that takes longer than the layer is called exposed. Ranks that
+compute a layer together exchange activations, during which they compute nothing. Only the constants `*_SHARE` were
+fitted. They are the same for all models and machines. `benchmarks/published.py` compares `cost` with published runs.
 """
 
 import os
@@ -42,49 +42,49 @@ from esmshard.tasks.registry import new_task
 
 MIB, GIB = 2**20, 2**30
 
-# The shares of the data sheet's figures that these reach: large matrix products, with launch gaps and lower clocks;
+# The shares of the speeds in data sheets that are reached by: large matrix products, with launch gaps and lower clocks;
 # FlashAttention-2, forward and backward (Dao 2023, arXiv:2307.08691, figures 4 to 6, A100); element-wise kernels; links
 # in large collectives (nccl-tests, bus bandwidth).
 MATMUL_SHARE, ATTENTION_SHARE, HBM_SHARE, LINK_SHARE = 0.68, 0.4, 0.8, 0.75
-LATENCY, HOP = 30e-6, 5e-6  # seconds of an empty collective within a machine, and more for each further machine
-LAUNCH = 4e-4  # seconds of the host for one forward pass of an eager layer: about 40 kernels and FSDP's hooks
-HOST = 20e9  # bytes/s over PCIe to pinned memory, and of one process's AdamW in the machine's memory, for `cpu_offload`
-# Bytes of memory traffic for each parameter: AdamW reads weight, gradient and two moments, and writes weight and
-# moments; clipping reads and writes the gradient.
+LATENCY, HOP = 30e-6, 5e-6  # seconds of an empty collective within a machine, and for each additional machine
+LAUNCH = 4e-4  # seconds that the host needs to launch one forward pass of an eager layer: 40 kernels, FSDP's hooks
+HOST = 20e9  # bytes/s for `cpu_offload`: over PCIe to pinned memory, and of AdamW in the machine's memory, per process
+# Memory traffic of a step in bytes per parameter: AdamW reads weight, gradient and two moments, and writes weight and
+# moments. Clipping reads and writes the gradient.
 ADAMW_BYTES = 40
-RESERVE = 0.1  # the share of a GPU's memory that stays free, for gaps of the allocator and errors of the estimate
-AS_GOOD = 1.03  # step times within this factor count as equal; the plan that needs less memory is then the better one
+RESERVE = 0.1  # the share of a GPU's memory that stays free, for fragmentation and for errors of the estimate
+AS_GOOD = 1.03  # step times within this factor count as equal, and the option with less memory is better
 MOST_TOKENS = 1 << 20  # the largest micro-batch that the search considers
-SHOWN = 16  # the most options that the table shows
+SHOWN = 16  # the maximum number of options in the table
 HEAD = "strategy checkpointing weights grads optim gather activ head other total fits most tokens ms/step exposed GiB"
 
-# The kind of attention: `cuda` has kernels for packed attention, `cuda-padded` (before Ampere, and fp32) pads.
+# Devices by kind of attention: `cuda` has kernels for packed attention; `cuda-padded` (before Ampere, or fp32) pads.
 Device = Literal["cpu", "cuda", "cuda-padded"]
 FP32 = 4
-# The memory of libraries. CPU: packed blocks of the matrix product, small tensors, pages of the allocator. GPU:
-# cuBLAS's workspace (32 MiB for each handle on Hopper) and rounding of the caching allocator, without the CUDA context.
+# Memory that libraries use. CPU: packed blocks of the matrix product, small tensors, pages of the allocator. GPU:
+# cuBLAS's workspace (32 MiB for each handle on Hopper) and rounding by the caching allocator, without the CUDA context.
 WORKSPACE = {"cpu": 12 << 20, "cuda": 96 << 20, "cuda-padded": 96 << 20}  # bytes
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One kind of GPU. Speeds are those of the data sheet, dense, without sparsity."""
+    """One kind of GPU. The speeds are dense ones, without sparsity, from the data sheet."""
 
     name: str
     memory_bytes: int  # as the driver reports, slightly less than the name says
     half_flops: float  # FLOP/s of the tensor cores in bf16 (fp16 where there is no bf16), with sums in fp32
     fp32_flops: float  # FLOP/s of fp32 products with torch's defaults, without TF32
     hbm: float  # bytes/s of the GPU's own memory
-    link: float  # bytes/s that one GPU can receive from the others of its machine: over NVLink, or else PCIe
-    has_bf16: bool = True  # from compute capability 8.0 on; kernels for packed attention require the same
+    link: float  # bytes/s that a GPU can receive from other GPUs of its machine, over NVLink or else PCIe
+    has_bf16: bool = True  # from compute capability 8.0 on, which kernels for packed attention also require
 
     def flops(self, precision: str) -> float:
-        """Return the FLOP/s of matrix products at a precision."""
+        """Return the speed of matrix products at a precision, in FLOP/s."""
         return self.fp32_flops if precision == "fp32" else self.half_flops
 
 
-# Memory: `nvidia-smi`, ECC on. The rest: NVIDIA data sheets of each product, dense figures (half of those "with
-# sparsity"); GeForce cards: the architecture white papers, fp16 with fp32 accumulation. Links: NVLink 2, 3, 4, 5 are
+# Sources. Memory: `nvidia-smi`, ECC on. Speeds: the NVIDIA data sheet of each product, dense (half of the figures "with
+# sparsity"); for GeForce cards the architecture white papers, fp16 with fp32 accumulation. Links: NVLink 2, 3, 4, 5 are
 # 300, 600, 900, 1800 GB/s in both directions together; PCIe 3, 4, 5 x16 are 16, 32, 64 GB/s each way.
 GPUS: dict[str, GPU] = {
     gpu.name: gpu
@@ -109,7 +109,7 @@ GPUS: dict[str, GPU] = {
 
 
 def data_sheet(name: str, memory_bytes: int | None = None) -> GPU | None:
-    """Return the row of GPUS for the driver's name of a GPU, or None. `memory_bytes` chooses among rows of a name."""
+    """Return the GPU in GPUS that fits the driver's name, or None. `memory_bytes` decides among equal names."""
     joined = re.sub(r"\bRTX (?=\d)|(?<=\d) (?=(?:TI|PCIE|NVL)\b)", lambda part: part[0].strip(), name.upper())
     words = re.findall(r"[A-Z]+\d*[A-Z]*", joined)
     rows = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
@@ -123,16 +123,16 @@ class Machines:
     gpu: GPU
     per_machine: int
     nodes: int = 1
-    network: float = 25e9  # bytes/s that one GPU can receive from other machines: one InfiniBand HDR port for each
+    network: float = 25e9  # bytes/s that a GPU can receive from other machines: one InfiniBand HDR port per GPU
 
     @property
     def world_size(self) -> int:
-        """The number of all GPUs."""
+        """The total number of GPUs."""
         return self.per_machine * self.nodes
 
     @property
     def room(self) -> int:
-        """The bytes of one GPU that tensors can use, without 1 GiB for NCCL's buffers and CUDA with its kernels."""
+        """The memory of a GPU that tensors can use, in bytes: all but 1 GiB for NCCL, CUDA and its kernels."""
         return self.gpu.memory_bytes - 1024 * MIB
 
     def __str__(self) -> str:
@@ -143,8 +143,9 @@ class Machines:
 def parse(text: str, nodes: int = 1, network_gbit: float = 200, memory_gb: float | None = None) -> Machines:
     """Read the GPUs of one machine from a text such as `8xA100-40GB`, `A100-80GB` or `4xL4`.
 
-    `network_gbit` is the network of each GPU between machines. `memory_gb` describes a card that is not in GPUS, with
-    the speeds of an A10G: these rank strategies, but say little about times. `UsageError` for an unknown card.
+    `network_gbit` is the speed of the network between machines for each GPU. `memory_gb` is for a card that is not in
+    GPUS. The plan then assumes the speeds of an A10G, so the order of strategies is useful, but not the times.
+    `UsageError` for an unknown card.
     """
     count, name = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip(), re.IGNORECASE).groups()  # type: ignore[union-attr]
     per_machine, plain = int(count or 1), name.upper().replace(" ", "")
@@ -161,33 +162,35 @@ def parse(text: str, nodes: int = 1, network_gbit: float = 200, memory_gb: float
 
 @dataclass(frozen=True, kw_only=True)
 class ModelNumbers:
-    """The numbers of parameters of equal layers and of the root, the rest of a model. A tied matrix counts once."""
+    """The numbers of parameters in the layers and in the root, which is the rest of a model. A tied matrix counts once.
+    All layers are equal.
+    """
 
     config: ModelConfig
     layer_parameters: int
     root_parameters: int
     layer_trained: int  # parameters of a layer with gradients and optimizer state
     root_trained: int
-    inputs: tuple[str, ...] = ("fc1", "fc2", "out", "qkv")  # `Matrix.reads` of matrices that learn or have a LoRA
+    inputs: tuple[str, ...] = ("fc1", "fc2", "out", "qkv")  # `Matrix.reads` of trained matrices
     lora: int = 0  # the sum of the ranks of a layer's LoRA matrices
-    track_kept: int = 0  # numbers for each token that the first layer keeps for further tracks
+    track_kept: int = 0  # how many numbers per token the first layer keeps for additional tracks
     quantization: Quantization | None = None
     layer_quantized: int = 0  # parameters of a layer in 4 or 8 bits, which every rank holds in full
-    layer_packed: int = 0  # the bytes of the quantised parameters
+    layer_packed: int = 0  # the size of the quantised parameters of a layer in bytes
 
     @property
     def parameters(self) -> int:
-        """The number of all parameters."""
+        """The total number of parameters."""
         return self.config.n_layers * self.layer_parameters + self.root_parameters
 
     @property
     def trained(self) -> int:
-        """The number of parameters that learn."""
+        """The number of trained parameters."""
         return self.config.n_layers * self.layer_trained + self.root_trained
 
     def of_rank(self, tensor: int) -> "ModelNumbers":
-        """Return the numbers with the whole root and one of `tensor` parts of a layer. Each rank holds norms and summed
-        biases in full. These are few, and count as divided.
+        """Return the numbers of one of `tensor` ranks that divide each layer, with the whole root. Each of these ranks
+        holds norms and summed biases in full, but they are small, and count as divided.
         """
         layer, trained = -(-self.layer_parameters // tensor), -(-self.layer_trained // tensor)
         return replace(self, layer_parameters=layer, layer_trained=trained)
@@ -196,10 +199,11 @@ class ModelNumbers:
 def numbers_of(
     model: nn.Module, config: ModelConfig, *, tracks: Collection[str] = (), quantization: Quantization | None = None
 ) -> ModelNumbers:
-    """Count the parameters of a model with `layers` after `adapt` and before `shard`, also on the meta device.
+    """Count the parameters of a model that has `layers`, after `adapt` and before `shard`, even on the meta device.
 
-    `tracks` are the tracks that all batches have in addition to the sequence. If some layers are frozen, each layer
-    counts as the average, and keeps the inputs of a layer that learns. Quantised matrices are buffers of the model.
+    `tracks` are the tracks that all batches have in addition to the sequence. If some layers are frozen, trained
+    parameters are averaged over the layers, and each layer keeps the inputs that a trained layer keeps. Quantised
+    matrices are buffers of the model.
     """
 
     def count(module: nn.Module, trained: bool = False) -> int:
@@ -230,16 +234,16 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "hea
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The bytes of one rank at the peak of a training step, by purpose."""
+    """The memory of one rank at the peak of a training step in bytes, by purpose."""
 
     when: str  # the moment of the peak
     parameters: int  # this rank's share of the weights, fp32, and all quantised weights
-    gradients: int  # this rank's share, whole gradients of the current layer, and those being sent
+    gradients: int  # this rank's share, whole gradients of the current layer, and gradients being sent
     optimizer: int  # two fp32 moments for each trained parameter of the share
     gathered: int  # whole weights in the precision of the arithmetic, gather buffers, unpacked quantised matrices
     activations: int  # tensors that the trunk keeps for the backward pass, and temporary tensors of the current layer
-    head: int  # the same for the logits or the task's head
-    workspace: int  # memory of libraries
+    head: int  # tensors that the logits or the task's head keep
+    workspace: int  # memory that libraries use
     total: int = field(init=False)  # the sum of KINDS
     host: int  # weights, gradients and optimizer state outside the device, for `cpu_offload`
 
@@ -248,34 +252,34 @@ class Memory:
 
 
 class LayerBytes(NamedTuple):
-    """The bytes of one layer for one token."""
+    """The memory of one layer for one token, in bytes."""
 
     kept: int  # from the forward to the backward pass
-    again: int  # further bytes while a checkpointed layer is recomputed
-    passing: int  # further bytes in the backward pass of the layer: gradients of intermediate results
+    again: int  # additional bytes while a checkpointed layer is recomputed
+    passing: int  # additional bytes in the backward pass of the layer: gradients of intermediate results
 
 
 def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: float = 1.0) -> LayerBytes:
-    """Return the bytes of one layer for one token. docs/plan.md lists the vectors.
+    """Return the memory of one layer for one token, in bytes. docs/plan.md lists the vectors.
 
-    The input of a frozen matrix is not kept. If nothing in the layers learns, nothing is kept, and the feed-forward
-    layer needs the most vectors at once. `padding` is the number of tokens with padding divided by the number without,
-    for attention on a padded device.
+    The input of a frozen matrix is not kept. If all layers are frozen, nothing is kept, and the peak is in the
+    feed-forward part. `padding` is the number of tokens with padding divided by the number without padding, for
+    attention on a device that pads.
     """
     config, inputs, size = numbers.config, numbers.inputs, BYTES[layout.precision]
     d, n_heads, tensor, together = config.dim, config.n_heads, layout.tensor, layout.together
     vector, whole, wide = d * size // together, d * size // layout.context, config.ffn_width * size // together
     products, output = 2 if config.gated else 1, int("fc2" in inputs)
     blocks = padding if device == "cuda-padded" else 1.0
-    # The layer's input and the sum after attention; their normalised forms, which divided ranks gather; the vectors of
-    # feed-forward; q, k, v and attention's output, which a CPU also concatenates and a padded device also has as
-    # blocks.
+    # The layer's input and the sum after attention; their normalised forms, which ranks that divide a layer gather; the
+    # vectors of feed-forward; q, k, v and attention's output, which a CPU also concatenates and a device that pads also
+    # has as blocks.
     everything = 2 * vector + whole * (("qkv" in inputs) + ("fc1" in inputs)) + wide * (products + output)
     everything += round(3 * vector * blocks)
     everything += vector if device == "cuda" else round(vector * (blocks + ("out" in inputs)))
     if layout.context > 1:  # keys and values of all tokens
         everything += 2 * d * size
-    if config.qk_norm:  # divided norms keep two forms of queries and keys in fp32
+    if config.qk_norm:  # norms that ranks divide keep two forms of queries and keys in fp32
         everything += 2 * vector if tensor == 1 else 4 * FP32 * d // tensor
     # The rotary angles, the log-sum-exp and the statistics of norms; the products of LoRA.
     everything += 8 * d // n_heads // layout.context + (4 * n_heads + 16) // together + numbers.lora * size
@@ -283,16 +287,16 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     if not numbers.layer_trained:
         return LayerBytes(0, vector + max(wide * (1 + products), wide + gathered), 0)
     # The backward pass of gelu needs its two gradients and the gradient of the sum; a kept output of gelu is already
-    # freed. A gate has gradients of both products, and one more factor. Divided ranks first have the gradient after
-    # gelu, and the gradient of the sum for all tokens.
+    # freed. A gate has gradients of both products, and one more factor. Ranks that divide a layer first have the
+    # gradient after gelu, and the gradient of the sum for all tokens.
     passing = max(wide * (2 * products - output), wide + gathered) + vector
     if layout.activation_checkpointing == "none":
         return LayerBytes(everything, 0, passing)
     if layout.activation_checkpointing == "full":
         return LayerBytes(vector, everything - vector, passing)
-    # Attention and the products of `kept_products` are kept; divided ranks keep the sums of `out` and fc2 for their own
-    # tokens. After recomputation q and k exist with and without rotation; with a LoRA only with rotation, because its
-    # product was added to a sum.
+    # Attention and the products of `kept_products` are kept. Ranks that divide a layer keep the sums of `out` and fc2
+    # for their own tokens. After recomputation q and k exist with and without rotation; with a LoRA only with rotation,
+    # because its product was added to a sum.
     sums = whole if tensor == 1 else 2 * vector
     kept = 5 * vector + wide * products + sums + 4 * n_heads // together
     turned = 0 if config.qk_norm or (numbers.lora and "qkv" in inputs) else 2 * vector
@@ -310,11 +314,11 @@ def memory(
     padding: float = 1.0,
     scoring: bool = False,
 ) -> Memory:
-    """Return the bytes of one rank at the peak of a training step.
+    """Return the memory of one rank at the peak of a training step, in bytes.
 
-    `tokens` and `head_bytes` belong to the largest micro-batch; the head keeps its bytes for the backward pass. From
-    the second micro-batch on, gradients exist from the start. `padding`: see `layer_bytes`. With `scoring` the peak is
-    that of a validation: without gradients, but with the optimizer's state.
+    `tokens` and `head_bytes` belong to the largest micro-batch. The head keeps its bytes until the backward pass. From
+    the second micro-batch on, gradients exist from the start. `padding`: see `layer_bytes`. `scoring` gives the peak of
+    a validation instead, which has no gradients, but the optimizer's state is in memory.
     """
     part, config, sharded = numbers.of_rank(layout.tensor), numbers.config, int(layout.sharded)
     n, size, group = config.n_layers, BYTES[layout.precision], layout.group
@@ -322,18 +326,18 @@ def memory(
     layer = layer_bytes(numbers if learns else replace(numbers, layer_trained=0), layout, device, padding)
     stored_size = 0 if layout.cpu_offload and device != "cpu" else FP32  # bytes of each number on the device
     in_full = part.layer_parameters - part.layer_quantized
-    # FSDP divides the root over the ranks that compute each layer together too.
+    # FSDP also divides the root over the ranks that compute a layer together.
     stored = round(n * in_full + part.root_parameters / layout.tensor) // group
     trained = round(n * part.layer_trained + part.root_trained / layout.tensor) // group
-    # The embedding, the last LayerNorm, and what tracks add to the first layer.
+    # The embedding, the last LayerNorm, and the numbers that the first layer keeps for tracks.
     ends = (2 * config.dim + (part.track_kept if learns and not recomputes else 0)) * size
     # A product unpacks one quantised matrix at a time, and the largest belongs to the feed-forward part. bitsandbytes
     # unpacks int8 to two fp32 matrices, one after the other.
     unpacked = config.dim * config.ffn_width * {None: 0, "nf4": size, "int8": 2 * FP32}[part.quantization]
 
     def gathered(to_do: int, *, at_work: bool, forward: bool = False) -> int:
-        """Return the bytes of whole weights while the backward pass of `to_do` layers has not ended. `at_work` says
-        whether a layer computes.
+        """Return the size of all gathered weights, in bytes, when `to_do` layers have not finished their backward pass.
+        `at_work` says whether a layer is computing.
         """
         if not sharded and layout.precision == "fp32":
             return unpacked * at_work
@@ -343,31 +347,31 @@ def memory(
             layers = to_do if learns and (not recomputes or layout.compile) else int(at_work)
         elif forward:  # a layer's buffer, from which its weights were copied, stays until the next layer has arrived
             layers = 1 + (group > 1) + (0 if layout.frees_layers else n - 1)
-        elif layout.frees_layers:  # one more is gathered in advance; a group of one rank copies a weight when needed
+        elif layout.frees_layers:  # one more is gathered in advance; in a group of one, a weight is copied when needed
             layers = at_work + (min(1, to_do - at_work) if group > 1 else 0)
         else:
             layers = to_do
         return unpacked * at_work + (part.root_parameters + layers * in_full) * size
 
-    # Gradients: this rank's share of the model and of a layer; the whole layer during its backward pass, and in the
-    # precision of the reduction until the reduction; the root until the end.
+    # Gradients in memory: this rank's share of the model and of a layer; a whole layer during its backward pass, and in
+    # the precision of the reduction until it is reduced; the root until the end.
     share, layer_share = stored_size * trained, stored_size * part.layer_trained // group
     whole, root = sharded * part.layer_trained * size, sharded * part.root_trained * size
     reduce = sharded * part.layer_trained * BYTES[layout.reduce_dtype]
     gloo = reduce if device == "cpu" and group > 1 else 0  # gloo's reduce-scatter is an all-reduce of a copy
-    # The sums over copies stay until the backward pass ends. In fp32 they use the memory of the gradients.
+    # Gradients summed over model copies stay until the backward pass ends. In fp32 they need no additional memory.
     held = reduce // group if layout.replicas > 1 and layout.reduce_dtype != "fp32" else 0
     before = share if micro_batches > 1 else 0  # gradients of earlier micro-batches
     if micro_batches > 1 and sharded and layout.accumulate == "unsharded":
         before = part.trained * BYTES[layout.reduce_dtype]
 
-    at_head = before + (0 if learns else root)  # without a layer that learns, the backward pass ends at the head
+    at_head = before + (0 if learns else root)  # if all layers are frozen, the backward pass ends at the head
 
     def kept(of_layers: int) -> int:
         return tokens * (of_layers + ends)
 
     in_forward = gathered(n, at_work=True, forward=True)
-    # For each moment the bytes of gradients, gathered weights, activations, head and gloo's copy.
+    # Each moment has a name, and the bytes of gradients, gathered weights, activations, head and gloo's copy.
     moments = [
         (f"forward pass of layer {n} of {n}", before, in_forward, kept(n * layer.kept + layer.again), 0, 0),
         ("backward pass of the head", at_head, gathered(n, at_work=False), kept(n * layer.kept), head_bytes, 0),
@@ -375,7 +379,7 @@ def memory(
     ]
     if scoring:
         moments = [("validation and evaluation", 0, in_forward, kept(layer.kept + layer.again), head_bytes, 0)]
-    # Between these moments all sums grow or fall linearly.
+    # The total changes linearly between these moments, so no other moment can be the peak.
     for done in sorted({0, min(1, n - 1), max(0, n - 2), n - 1}) if learns else ():
         to_do, name = n - done, f"layer {n - done} of {n}"
         left = root + done * held + max(before, done * layer_share)
@@ -404,11 +408,11 @@ def memory(
 
 
 def free_bytes(device: torch.device, local_processes: int) -> int:
-    """Return the free bytes of a process: of its GPU, or its share of the memory of the machine, job or container."""
+    """Return how many bytes are free for a process: of its GPU, or its share of the machine, job or container."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that this process's allocator holds without use is free too
+        torch.cuda.empty_cache()  # unused memory of this process's allocator counts as free
         return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":  # a part of the machine's memory, with Metal's recommended limit
+    if device.type == "mps":  # Metal recommends a limit, which is a part of the machine's memory
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     if not hasattr(os, "sysconf"):  # Windows has no such call; assume the memory of a small machine
         return 8 * 2**30 // local_processes
@@ -421,14 +425,14 @@ def free_bytes(device: torch.device, local_processes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one rank in one step. Ranks that compute each layer together have the same work."""
+    """The work of one rank in one step. Ranks that compute a layer together have equal `Work`."""
 
     tokens: int  # of one micro-batch, with padding if there is any
     micro_batches: int = 1
-    attended: float = 0.0  # tokens that a token attends to on average: sum of squared lengths over sum of lengths
-    head_bytes: int = 0  # kept by logits or task head for a micro-batch; moving them takes the head's time
-    # For other implementations: element-wise passes of a layer, see `our_passes`; parameters of a matrix for all tokens
-    # after the layers; the share of matrix products that selective checkpointing recomputes.
+    attended: float = 0.0  # how many tokens a token attends to on average: sum of squared lengths / sum of lengths
+    head_bytes: int = 0  # that logits or task head keep for a micro-batch; the head takes as long as moving them
+    # For other implementations: element-wise passes of a layer, see `our_passes`; parameters of a matrix that follows
+    # the layers, for all tokens; the share of matrix products that selective checkpointing recomputes.
     passes: float | None = None
     head_products: int = 0
     recomputed_products: float = 0.0
@@ -438,13 +442,13 @@ class Work:
 class Cost:
     """The time of one step on one rank, and figures derived from it."""
 
-    seconds: float  # the sum of the next four
+    seconds: float  # the sum of the next four times
     compute: float  # forward and backward passes, without recomputation
     recompute: float
-    exposed: float  # seconds of collectives that do not overlap with computation
+    exposed: float  # seconds in which a collective runs and nothing is computed
     optimizer: float
     tokens_per_second: float  # of one GPU
-    mfu: float  # the FLOPs that the model needs, without recomputation, over the data sheet's in the same time
+    mfu: float  # the FLOPs of the model, without recomputation, divided by the peak FLOPs in the same time
     received: int  # bytes that this rank receives from others
 
 
@@ -452,7 +456,7 @@ def our_passes(numbers: ModelNumbers) -> float:
     """Return how many vectors of width D the element-wise kernels of a layer read or write for a token, forward.
 
     These are 4 for norms, 29 for the rotation (in fp32, with its casts), 6 for sums, and 4 for norms of queries and
-    keys; 2 for gelu, or 5 for a gate, have the width of the feed-forward part. A compiled layer needs about half.
+    keys. 2 more for gelu, or 5 for a gate, have the width of the feed-forward part. A compiled layer needs about half.
     """
     config = numbers.config
     return 39 + (5 if config.gated else 2) * config.ffn_width / config.dim + (4 if config.qk_norm else 0)
@@ -461,8 +465,9 @@ def our_passes(numbers: ModelNumbers) -> float:
 def training_flops(numbers: ModelNumbers, attended: float) -> float:
     """Return the FLOPs of one token's forward and backward pass.
 
-    The forward pass takes two FLOPs for each parameter of a layer, and attention's two products. If anything in the
-    layers learns, the gradients of inputs take as many. Gradients of matrices add two for each parameter that learns.
+    The forward pass takes two FLOPs for each parameter of a layer, plus the two products of attention. If a layer is
+    trained, the gradients of inputs take two FLOPs for each parameter, and attention twice its forward FLOPs. The
+    gradients of matrices take two FLOPs for each trained parameter.
     """
     through, config = int(numbers.layer_trained > 0), numbers.config
     products = 2 * ((1 + through) * numbers.layer_parameters + numbers.layer_trained)
@@ -470,7 +475,7 @@ def training_flops(numbers: ModelNumbers, attended: float) -> float:
 
 
 def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) -> Cost:
-    """Return time and received bytes of one training step of a model that is divided over all GPUs of the machines."""
+    """Estimate time and received bytes of one training step, for a model that is divided over all GPUs."""
     gpu, config, tensor, together = machines.gpu, numbers.config, layout.tensor, layout.together
     n, m, peak, hbm = config.n_layers, work.micro_batches, gpu.flops(layout.precision), HBM_SHARE * gpu.hbm
 
@@ -483,23 +488,23 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     # weights are frozen.
     through, learning = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
     backward = through * (2 * forward - (1 - learning) * products)
-    # Divided ranks keep the sum over the products of `out`, and recompute the product.
+    # Ranks that divide a layer keep the sum over the products of `out`, and recompute the product.
     summed = config.dim**2 / numbers.layer_parameters if tensor > 1 else 0.0
     selective = max(moved + (work.recomputed_products + summed) * products, LAUNCH)
     again = through * {"none": 0.0, "selective": selective, "full": forward}[layout.activation_checkpointing]
     head = 3 * work.head_bytes / hbm + 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
 
-    # FSDP sees one of `tensor` neighbours; all ranks of a copy divide the root.
-    part, seen = numbers.of_rank(tensor), replace(machines, per_machine=machines.per_machine // tensor)
+    # A collective for layers has one of `tensor` neighbours; all ranks of a copy of the model divide the root.
+    part, divided = numbers.of_rank(tensor), replace(machines, per_machine=machines.per_machine // tensor)
     in_full = part.layer_parameters - part.layer_quantized
-    gather, reduce, add = _collectives(in_full, part.layer_trained, layout.group, layout, seen)
+    gather, reduce, add = _collectives(in_full, part.layer_trained, layout.group, layout, divided)
     root = _collectives(part.root_parameters, part.root_trained, layout.group * tensor, layout, machines)
     gathers_again, every = through and layout.frees_layers, layout.accumulate == "sharded"
     exchange = exchanged(numbers, layout, machines, work.tokens)
     received = m * (n * (1 + gathers_again) * gather.received + root[0].received + exchange.received)
     received += (m if every else 1) * (n * reduce.received + root[1].received) + n * add.received + root[2].received
 
-    # The first gather of a pass and the last reduction overlap with nothing, so the root's time counts fully.
+    # The first gather of a pass and the last reduction overlap with no computation, so the root's time counts fully.
     exposed = m * (exchange.seconds + root[0].seconds + gather.seconds + (n - 1) * max(0.0, gather.seconds - forward))
     gather_again = gathers_again * gather.seconds
     for last in [False] * (m - 1) + [True]:
@@ -517,20 +522,20 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
 
 
 class Transfer(NamedTuple):
-    """A collective: its seconds, and the bytes that one rank receives."""
+    """The time of a collective, and how many bytes one rank receives."""
 
     seconds: float
     received: int
 
 
 def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens: int) -> Transfer:
-    """Return the exchange of one rank, for a micro-batch, with the ranks that compute layers together.
+    """Return what one rank exchanges, for a micro-batch, with the other ranks that compute layers together.
 
-    With `tensor` a layer gathers [T, D] twice and scatters sums of it twice in each pass. A recomputed layer needs no
-    sum of its last product, and under selective checkpointing no sum. Small sums take the time of an empty collective:
-    four for norms of queries and keys in a pass, and one for the gradients of whole norms and biases. Outside the
-    layers, the last norm gathers all tokens, and its gradient is scattered. With `context` a layer gathers keys and
-    values, [T, 2 D], and scatters the sums of their gradients.
+    With `tensor`, each pass of a layer gathers [T, D] twice and scatters sums of [T, D] twice. A recomputed layer needs
+    no sum of its last product, and under selective checkpointing no sum at all. Small sums take the time of an empty
+    collective: four in a pass for norms of queries and keys, and one for the gradients of undivided norms and biases.
+    Outside the layers, the last norm gathers all tokens, and its gradient is scattered. With `context`, a layer gathers
+    keys and values, [T, 2 D], and scatters the sums of their gradients.
     """
     if layout.together == 1:
         return Transfer(0.0, 0)
@@ -555,8 +560,8 @@ def _received(whole: int, ranks: int) -> int:
 def _collectives(
     parameters: int, trained: int, ranks: int, layout: Layout, machines: Machines
 ) -> tuple[Transfer, Transfer, Transfer]:
-    """Return the gather of parameters over `ranks`, the reduction of the gradients of the `trained` parameters, and the
-    sum of these gradients over all copies of the model.
+    """Return three transfers: the gather of `parameters` over `ranks`, the reduction of the gradients of the `trained`
+    parameters, and the sum of these gradients over all copies of the model.
     """
     gpu, per_machine, replicas = machines.gpu, machines.per_machine, machines.world_size // ranks
     weights, gradients = parameters * BYTES[layout.precision], trained * BYTES[layout.reduce_dtype]
@@ -565,7 +570,7 @@ def _collectives(
     spanned = max(1, ranks // per_machine)
 
     def collective(whole: int) -> float:
-        """Return seconds. A machine receives the parts of other machines once, over all its ports together."""
+        """Return the time in seconds. A machine receives each part from other machines once, over all its ports."""
         if ranks == 1:
             return 0.0
         inside = _received(whole, min(ranks, per_machine)) / gpu.link
@@ -573,10 +578,10 @@ def _collectives(
         return LATENCY + HOP * (spanned - 1) + max(inside, outside) / LINK_SHARE
 
     gather = all_reduce = 0.0
-    if layout.sharded:  # including the copy out of the collective's buffer; a group of one rank only copies
+    if layout.sharded:  # includes the copy out of the collective's buffer, which a group of one rank also needs
         gather = parameters * moving + collective(weights) + 2 * weights / (HBM_SHARE * gpu.hbm)
     if replicas > 1:
-        # A machine with several copies sums these first; each port then carries its part of one copy.
+        # A machine with several copies of the model first sums their gradients; a port then sends a part of one copy.
         near, held_by = max(1, per_machine // ranks), max(ranks, per_machine)
         apart = replicas * ranks // held_by
         inside = 2 * gradients / ranks * (near - 1) / near / gpu.link
@@ -590,14 +595,14 @@ def _collectives(
 
 
 class MicroBatches:
-    """The memory of a recipe's micro-batches on one rank, for `plan` and `finetune`.
+    """Estimates the memory of a recipe's micro-batches on one rank, for `plan` and `finetune`.
 
-    `recipe` is the recipe after `in_tokens`, and `train` has the training records.
+    `recipe` is the result of `in_tokens`, and `train` has the training records.
     """
 
     def __init__(self, recipe: Recipe, train: Examples, numbers: ModelNumbers, layout: Layout, device: Device) -> None:
-        self.longest, self._extra = int(train.tokens.max()), train.beside  # tokens that micro-batches have in addition
-        self.share = -(-recipe.batch.global_tokens // layout.data_size)  # of a rank in a step
+        self.longest, self._extra = int(train.tokens.max()), train.beside  # additional tokens of a micro-batch
+        self.share = -(-recipe.batch.global_tokens // layout.data_size)  # tokens of a rank in a step
         self._head_of = partial(head_bytes, recipe.task, layout=layout, n_logits=numbers.config.n_logits)
         self.head = self._head_of(train.tokens)
         padding = self.longest / float(train.tokens.mean(dtype=np.float64))
@@ -619,8 +624,8 @@ class MicroBatches:
         return self.longest + n_fitting - 1 if n_fitting else 0
 
     def need(self, tokens: int, micro_batches: int, scored_N: npt.NDArray[np.int32]) -> Memory:
-        """Return the memory of a step whose largest micro-batch has `tokens`; or of a validation if it needs more. A
-        validation takes whole records, of `scored_N` tokens.
+        """Return the memory of a step whose largest micro-batch has `tokens`, or of a validation if that needs more.
+        `scored_N` are the lengths of the validation and test records, which are never cut.
         """
         step = self._memory(tokens + self._extra, self.head(tokens), micro_batches=micro_batches)
         longest, mean = int(scored_N.max()), float(scored_N.mean(dtype=np.float64))
@@ -633,20 +638,21 @@ class MicroBatches:
 def head_bytes(
     task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout, n_logits: int
 ) -> Callable[[int], int]:
-    """Return the bytes that a task's head keeps for a micro-batch, as a function of its tokens.
+    """Return a function that converts the tokens of a micro-batch to the bytes that a task's head keeps for it.
 
-    The micro-batch has the longest of the records with `tokens_N` tokens, and otherwise average records.
+    The micro-batch is assumed to have the longest record and otherwise average records. `tokens_N` are the lengths of
+    all records.
     """
     lengths, counts = np.unique(tokens_N, return_counts=True)
     each = np.array([task.head_bytes(int(length), n_logits) for length in lengths], dtype=np.float64)
-    size = BYTES[layout.precision] / 4  # the task gives the bytes in fp32
+    size = BYTES[layout.precision] / 4  # `task.head_bytes` assumes fp32
     longest, per_token = int(lengths[-1]), float((each * counts).sum() / (lengths * counts).sum())
     return lambda tokens: round(size * (each[-1] + max(0, tokens - longest) * per_token))
 
 
 @dataclass(frozen=True)
 class Option:
-    """One possible way to divide the run over the GPUs."""
+    """A possible way to divide the run over the GPUs."""
 
     layout: Layout
     tokens: int  # of the largest micro-batch of a step on one rank
@@ -664,19 +670,19 @@ class Plan:
     recipe: Recipe
     machines: Machines
     numbers: ModelNumbers
-    room: int  # the bytes of each GPU with which the plan may be made
-    options: list[Option]  # options that fit, the fastest first; then the others, the least memory first
+    room: int  # how many bytes of each GPU the plan may use
+    options: list[Option]  # options that fit, fastest first; then options that do not fit, smallest memory first
 
     @property
     def best(self) -> Option | None:
-        """The option that needs the least memory of those that fit and are as fast as the fastest."""
+        """The option with the smallest memory, among those that fit and take at most AS_GOOD times the lowest time."""
         fitting = [option for option in self.options if option.fits]
         equal = [option for option in fitting if option.cost.seconds <= AS_GOOD * fitting[0].cost.seconds]
         return min(equal, key=lambda option: option.memory.total, default=None)
 
     @property
     def keys(self) -> list[str]:
-        """The recipe keys of the best option, to paste behind `esmshard finetune RECIPE`."""
+        """The recipe keys of the best option, to append to `esmshard finetune RECIPE`."""
         if (best := self.best) is None:
             return []
         tokens = best.largest if self.recipe.batch.tokens_per_rank == "auto" else best.tokens
@@ -690,7 +696,7 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """One sentence that says why the best option is the best."""
+        """A sentence that says why the best option is the best, or that nothing fits."""
         best, room = self.best, self.room / GIB
         if best is None:
             return (
@@ -705,7 +711,7 @@ class Plan:
         )
 
     def as_text(self) -> str:
-        """Return a table of the options, the best one and the reason."""
+        """Return a text with a table of the options, the best option and the reason."""
         machines, numbers, best = self.machines, self.numbers, self.best
         rows = [HEAD.split()]
         for option in self.options[:SHOWN]:
@@ -749,10 +755,10 @@ class Plan:
 
 
 def plan(recipe: Recipe, machines: Machines) -> Plan:
-    """Estimate every strategy and checkpointing mode, and if nothing fits also with `cpu_offload`.
+    """Estimate every strategy and checkpointing mode. If nothing fits, also estimate them with `cpu_offload`.
 
-    Unless the recipe sets `parallel.tensor` or `context`, this tries each power of two for `parallel.tensor` that
-    divides the GPUs of a machine and the model. `InputError` if the data or the model cannot be read, or there are
+    If the recipe sets neither `parallel.tensor` nor `context`, this also tries each power of two for `parallel.tensor`
+    that divides the GPUs of a machine and the model. `InputError` if the data or the model cannot be read, or there are
     fewer records than GPUs. `UsageError` if no strategy is possible with the other settings of `parallel`.
     """
     config, task, data = config_of(recipe.model.name), new_task(recipe.task, {}), recipe.data
@@ -795,7 +801,7 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
         batches = MicroBatches(recipe, train, numbers, laid_out, device)
         wanted, longest, extra = recipe.batch.tokens_per_rank, batches.longest, train.beside
         parts = -(-batches.share // max(batches.largest(room) if wanted == "auto" else wanted, longest))
-        # Shares are balanced, so no micro-batch is much larger than the mean; but the longest record stays whole.
+        # Shares are balanced, so no micro-batch is much larger than the mean. But the longest record is never divided.
         mean = -(-batches.share // parts)
         tokens = max(longest, mean)
         need = batches.need(tokens, parts, scored_N)
@@ -820,7 +826,9 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
 
 
 def model_numbers(recipe: Recipe, config: ModelConfig, task: Task | None = None) -> ModelNumbers:
-    """Count the parameters of a recipe's model, with the head of a task that has learned from the labels."""
+    """Count the parameters of a recipe's model with its head. `task` has learned from the labels (`Task.learn`).
+    Without `task`, the head is the LM head.
+    """
     tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
     with torch.device("meta"):
         model = FineTuner(build(config), LanguageModelHead() if task is None else task.head(config))

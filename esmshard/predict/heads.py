@@ -1,4 +1,4 @@
-"""Predictions of a fine-tuned head for every record of a FASTA file, in input order, in one process."""
+"""Predicts with a fine-tuned head for every record of an input, in input order, in one process."""
 
 import json
 import tempfile
@@ -46,32 +46,32 @@ from esmshard.vocab import BETWEEN, Chains, chain_spans, decode
 Array = npt.NDArray[np.float32]
 
 TOKENS, GPU_TOKENS = 4096, 16_384
-"""The tokens computed at once: TOKENS on the CPU and for pair maps, GPU_TOKENS for other tasks on a GPU. The cores of a
-CPU share them in one pack each, except for pair maps. A longer record is computed alone.
+"""The maximum number of tokens computed at once: TOKENS on the CPU and for pair maps, GPU_TOKENS for other tasks on a
+GPU. Except for pair maps, the cores of a CPU share these tokens, with one pack each. A longer record is computed alone.
 """
 LEAST = 1024
-"""The tokens of a pack below which smaller packs are only slower."""
+"""The minimum number of tokens of a full pack. Smaller packs are slower."""
 WINDOW, WINDOW_TOKENS = 2048, 1 << 18
-"""The most records, and the most tokens, of a window. The records of a window are sorted by length, and their
-predictions stay in memory until the window is done: at most 256 MiB of pair maps, or one map of a longer record.
+"""The maximum numbers of records and of tokens in a window. The records of a window are sorted by length, and their
+predictions stay in memory until the window is done: at most 256 MiB of pair maps, or one larger map.
 """
 PAIR = 256
-"""The tokens of a record above which its pair map uses more memory than the trunk. A pack of 4,096 tokens of shorter
-proteins corresponds to 2^20 pairs: one record of 1,024 tokens, or four records of 512 tokens.
+"""A record with more tokens than this uses more memory for its pair map than for the trunk, and counts as
+tokens^2 / PAIR tokens. A pack of 4,096 tokens has up to 2^20 pairs: one record of 1,024 tokens, or four of 512.
 """
 FORMAT, VERSION = "esmshard-predictions", "1"
 PREDICTION = "prediction"
 NOT_FINITE = "the predictions are no finite numbers: the weights are damaged, or overflow"
 ARRAYS, TABLES = ("npz", "h5", "zarr", "safetensors"), ("csv", "parquet")
-"""The formats with an array for each record, and the formats with a line for each protein or residue."""
+"""File formats with one array for each record, and formats of tables with one row for each protein or residue."""
 
 
 class Prediction(Output):
-    """The array of predictions of a record by pool: `mean` [C] of a protein, `residue` [L, C], `contacts` [L, L]."""
+    """The prediction for a record. Its shape depends on the pool: `mean` [C], `residue` [L, C] or `contacts` [L, L]."""
 
     @property
     def name(self) -> str:
-        """Return the name that files use."""
+        """The name of the prediction in output files."""
         return PREDICTION
 
 
@@ -86,31 +86,31 @@ def predict(
     device: DeviceName = None,
     overwrite: bool = False,
 ) -> tuple[int, list[tuple[str, int, str]]]:
-    """Write the head's predictions for each record. Return the number of records in the output, and id, residues and
-    reason of each record that failed.
+    """Write the head's predictions for each record. Return the number of records in the output, and a list with the id,
+    the number of residues and the reason for each record that failed.
 
-    An `.npz`, `.h5`, `.zarr` or `.safetensors` file has one array for each record under its id, as `embed` writes it:
-    for contacts float32 [L, L], symmetric probabilities; for other tasks see their `predict`. A `.csv` or `.parquet`
-    file has a line for each protein, or for each residue, and cannot hold contacts.
+    An `.npz`, `.h5`, `.zarr` or `.safetensors` file has one array for each record under its id, in the format of
+    `embed`. For contacts it is a symmetric matrix of probabilities, float32 [L, L]; for other tasks see `Task.predict`.
+    A `.csv` or `.parquet` file has a row for each protein, or for each residue, and cannot hold contacts.
 
-    Linkers between the chains of a record are cut out, and the residues of all chains follow each other. A table counts
-    the residues of each chain from 1. `OUT.chains.tsv` lists the lengths of the chains, and how they were joined.
+    Linkers between the chains of a record are removed, and the residues of all chains follow each other. A table counts
+    the residues of each chain from 1. The file `OUT.chains.tsv` lists the chain lengths and how the chains were joined.
 
     A record that does not fit into memory, or is too long for a model with learned positions, is left out of the output
-    and listed in `OUT.failed.tsv`. `OUT.json` records how the output was made, and all changes of the records.
+    and listed in `OUT.failed.tsv`. The file `OUT.json` says how the output was made, and how records were changed.
 
     Args:
         model: a directory that `consolidate` wrote.
-        fasta: FASTA file, `-` for standard input, a token store, a PDB or mmCIF file, or a directory of structures.
+        fasta: a FASTA file, `-` for standard input, a token store, a PDB or mmCIF file, or a directory of structures.
         out: the file to write.
-        png: directory for a picture of each pair map; see `esmshard.predict.pictures`.
-        tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
+        png: a directory for pictures of pair maps; see `esmshard.predict.pictures`.
+        tracks: for the name of each track, a path or `inside` (docs/tracks.md).
         complexes: see `recipe.DataSettings.complexes`.
         device: see `chosen_device`.
-        overwrite: replace `out`, and pictures of the same names.
+        overwrite: replace `out`, and pictures with the same names.
 
     Raises:
-        InputError: input or model cannot be used, or no record fits into memory.
+        InputError: input or model cannot be used, or no record could be predicted.
         UsageError: `out` or `png` does not fit the task, exists already, or needs a package that is not installed.
     """
     _check_out(out, png, overwrite)
@@ -188,9 +188,10 @@ def read_input(
     chains: Chains | None = None,
     complexes: str | None = None,
 ) -> tuple[Examples, list[str]]:
-    """Read the records of an input with their tracks, and print sentences on all changes of the records. Return both.
+    """Read the records of an input with their tracks. Print sentences about all changes of the records. Return the
+    records and the sentences.
 
-    `scratch` is a directory for a token store of the records, and `chains` is how the chains of a record are joined, by
+    `scratch` is a directory for a token store of the records. `chains` says how the chains of a record are joined, by
     default as the model does. The other arguments and the errors are as for `predict`.
     """
     structures = holds_structures(fasta)
@@ -231,8 +232,9 @@ def _writer(out: Path, task: Task, facts: Mapping[str, Any], store: Store) -> Fo
 
 
 def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
-    """Return the columns of a table of predictions and their types: the columns that identify a row, with `chain` if
-    `chains` is set, and then the numbers. A target that is named as one of the first columns gets ` (predicted)`.
+    """Return the names and types of the columns of a table of predictions. First come the columns that identify a row,
+    with `chain` if `chains` is set, and then the predicted numbers. If a target has the name of one of the first
+    columns, its column is called `NAME (predicted)`.
     """
     first = {"id": "string"}
     if task.per_residue:
@@ -245,8 +247,8 @@ def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
 
 
 def rows_of(task: Task, record_id: str, values: Array, residues: str) -> dict[str, Sequence[Any]]:
-    """Return the cells of a record: one row, or a row for each residue with its place in its chain, counted from 1.
-    `values` are [C], or [L, C] for L residues. `residues` has `:` between chains.
+    """Return the cells of a record by column: one row, or a row for each residue. The position of a residue is counted
+    from 1 in each chain. `values` are [C], or [L, C] for L residues. `residues` has `:` between chains.
     """
     values_RC, chains = values.reshape(-1, len(task.names)), residues.split(BETWEEN)
     cells: dict[str, Sequence[Any]] = {"id": [record_id] * len(values_RC)}
@@ -273,13 +275,13 @@ def predictions(
     Args:
         finetuned: the model with its task.
         tokens_N: the number of tokens of each record.
-        question: called with the number of a record; returns the inputs of the model (`Task.question`).
-        least: the fewest tokens of a full pack, by default LEAST.
+        question: a function that returns the model's inputs for the index of a record (`Task.question`).
+        least: the minimum number of tokens of a full pack, by default LEAST.
     """
     task, device, limit = finetuned.task, finetuned.model.device, finetuned.model.trunk.config.most_tokens
     pairs = not task.names
     most = GPU_TOKENS if device.type == "cuda" and not pairs else TOKENS
-    if not pairs:  # Pair maps fill the memory, so that all cores compute one pack of maps at a time.
+    if not pairs:  # Pair maps need much memory, so all cores compute one pack of maps together.
         most = max(most // packs_at_once(device), least or LEAST)
     cost_N = tokens_N.astype(np.int64)
     cost_N = np.maximum(cost_N, cost_N**2 // PAIR) if pairs else cost_N
@@ -307,7 +309,7 @@ def predictions(
                 continue
             if len(members) > 1:  # packs of the next window would not fit either
                 most = max(LEAST, min(most, int(cost_N[members].sum()) // 2))
-            for n in members:  # Each record is computed alone, while nothing else is computed.
+            for n in members:  # Compute each record alone, while nothing else is computed.
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
                 alone = values([inputs_of[n]])
@@ -318,7 +320,7 @@ def predictions(
 
 
 def windows(cost_N: npt.NDArray[np.int64]) -> Iterator[range]:
-    """Yield all records in order, at most WINDOW at a time and at most WINDOW_TOKENS, but at least one."""
+    """Yield ranges of record indices, of at most WINDOW records and WINDOW_TOKENS tokens, but at least one record."""
     first = total = 0
     for n, cost in enumerate(cost_N.tolist()):
         if n > first and (n - first == WINDOW or total + cost > WINDOW_TOKENS):

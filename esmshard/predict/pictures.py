@@ -1,4 +1,4 @@
-"""Pair maps as pictures, one PNG for each record, drawn with matplotlib (extra `plots`)."""
+"""Pictures of pair maps, one PNG for each record, drawn with matplotlib (extra `plots`)."""
 
 import io
 import re
@@ -16,13 +16,13 @@ from esmshard.io.paths import scratch_directory
 
 LEAST_DPI = 140
 INCHES = 3.8
-"""The approximate side of the map in a picture of 5.0 x 4.5 inches."""
+"""The approximate side length of the map in a picture of 5.0 x 4.5 inches."""
 SIDE = 2400
-"""The most pixels along a map. For a longer protein, each pixel shows the highest probability in a square of pairs, so
-that no contact is lost.
+"""The maximum number of pixels along a side of a map. For a longer protein, each pixel shows the highest probability in
+a square of pairs, so that no contact is lost.
 """
 HIT, MISSED, WRONG = "#0072b2", "0.72", "#d55e00"
-"""Colours of contacts for readers with any colour vision (Okabe and Ito)."""
+"""Colours of contacts, from the colour-blind-safe palette of Okabe and Ito."""
 
 
 def check(folder: Path, *, overwrite: bool) -> None:
@@ -35,8 +35,8 @@ def check(folder: Path, *, overwrite: bool) -> None:
 
 
 def matplotlib_figure() -> tuple[Any, Any]:
-    """Return matplotlib's class of figures, which needs no display, and a context with its settings: dollar signs in an
-    id do not begin a formula. `UsageError` if matplotlib is not installed.
+    """Return matplotlib's class `Figure`, which needs no display, and a context manager with settings, so that a dollar
+    sign in an id does not begin a formula. `UsageError` if matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -48,7 +48,7 @@ def matplotlib_figure() -> tuple[Any, Any]:
 
 
 def colours() -> Any:
-    """Return the matplotlib colours of probabilities: white for 0 and for pairs without a prediction."""
+    """Return the colour map for probabilities: white for 0 and for pairs without a prediction, dark blue for 1."""
     from matplotlib.colors import LinearSegmentedColormap
 
     blues = ["#ffffff", "#9ecae1", "#4292c6", "#08519c", "#08306b"]
@@ -56,11 +56,11 @@ def colours() -> Any:
 
 
 def file_name(record_id: str, taken: set[str]) -> str:
-    """Return the name of the picture of an id, at most 80 letters, digits and `._-`, and add it to `taken`. Some file
-    systems take a.png and A.png for the same file.
+    """Return the file name for the picture of a record, and add it to `taken`. The stem has up to 80 characters of the
+    id, with `_` for all but letters, digits and `.-`. Names differ also without case, as some file systems require.
 
     >>> taken = set()
-    >>> [file_name(one, taken) for one in ("sp|P1|N", "a/b", "a_b", "A_B", "..")]
+    >>> [file_name(record_id, taken) for record_id in ("sp|P1|N", "a/b", "a_b", "A_B", "..")]
     ['sp_P1_N.png', 'a_b.png', 'a_b_2.png', 'A_B_3.png', '_..png']
     """
     base = re.sub(r"[^A-Za-z0-9._-]", "_", record_id)[:80]
@@ -77,9 +77,9 @@ def file_name(record_id: str, taken: set[str]) -> str:
 @contextmanager
 def collected(folder: Path) -> Iterator[Callable[[str, bytes], object]]:
     """Provide a function that writes the picture of a record id. The pictures are moved to the folder when the block
-    ends, and removed if it ends with an error.
+    ends, or removed if the block raises an error.
     """
-    # An existing directory may be a disk of its own. No file can be renamed into it from outside.
+    # An existing directory may be a mounted disk. Files from another disk cannot be renamed into it.
     with scratch_directory(folder / "pictures" if folder.is_dir() else folder) as work:
         taken = set[str]()
         yield lambda record_id, picture: (work / file_name(record_id, taken)).write_bytes(picture)
@@ -95,17 +95,17 @@ def draw(
     note: str = "",
     chains: Sequence[int] = (),
 ) -> bytes:
-    """Draw one map as a PNG: white at 0, dark blue at 1 for every protein, residues counted from 1, the id as title.
-    The metadata of the file have the full id as `Title`.
+    """Draw one map as a PNG, with the id as title, and return the bytes. The metadata `Title` is the full id.
 
+    Residues are counted from 1. Without labels, the colours are the same for all proteins: white is 0, dark blue is 1.
     Pairs fewer than six residues apart in a chain are white, since contact heads learn nothing about them.
 
     Args:
         probability_LL: the predicted probability of each pair.
         record_id: the id of the protein.
-        labels_LL: true contacts, which are drawn below the diagonal; predictions are then drawn above it only.
+        labels_LL: true contacts, which are drawn below the diagonal. Predictions are then drawn only above it.
         note: a second line of the title.
-        chains: the number of residues of each chain. Lines divide several chains, and each is counted from 1.
+        chains: the number of residues of each chain. Lines divide the chains, and each chain is counted from 1.
     """
     figure_of, settings = matplotlib_figure()
     with settings:
@@ -128,8 +128,8 @@ def draw_map(
     labels_LL: npt.NDArray[np.int8] | None = None,
     chains: Sequence[int] = (),
 ) -> Any:
-    """Draw a map on empty axes, and return its image; see `draw`. With true contacts the scale ends at the highest
-    probability, and colours show the L best predictions among the pairs with coordinates.
+    """Draw a map on empty axes, and return its image; see `draw`. With true contacts the colour scale ends at the
+    highest probability, and the colours of contacts show the L best predictions among pairs with coordinates.
     """
     length = len(probability_LL)
     apart_LL = np.arange(length) - np.arange(length)[:, None]
@@ -154,7 +154,7 @@ def draw_map(
     true_K = labels_LL[i_K, j_K] == 1
     hit_K = np.zeros(len(i_K), dtype=bool)
     hit_K[np.argsort(-probability_LL[i_K, j_K], kind="stable")[:length]] = True
-    side = float(np.clip(340 / max(length, 1), 1.2, 5))  # a pixel of the map in points, within visible limits
+    side = float(np.clip(340 / max(length, 1), 1.2, 5))  # the size of a pair in points, within limits
     for chosen_K, colour, label in (
         (true_K & ~hit_K, MISSED, "contact, not among the L best"),
         (~true_K & hit_K, WRONG, "L best, no contact"),
@@ -168,7 +168,7 @@ def draw_map(
 
 
 def _divide(axes: Any, chains: Sequence[int]) -> None:
-    """Draw a line between two chains, and count the residues of each chain from 1 at the ticks."""
+    """Draw lines between the chains, and label the ticks of each chain with residue numbers from 1."""
     from matplotlib.ticker import MaxNLocator
 
     total = sum(chains)
@@ -178,7 +178,7 @@ def _divide(axes: Any, chains: Sequence[int]) -> None:
         if start:
             axes.axvline(start + 0.5, color="black", linewidth=0.8)
             axes.axhline(start + 0.5, color="black", linewidth=0.8)
-        # The first residue has the number of the chain. A tick close to the next chain would be covered by its first.
+        # The label of the first residue also has the number of the chain. It would cover a tick just before it.
         inner = range(step, length + 1 - step // 2, step)
         ticks += [start + place for place in (1, *inner)]
         names += [f"{k}: 1", *map(str, inner)]

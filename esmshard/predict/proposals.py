@@ -1,4 +1,4 @@
-"""The choice of variants to measure next: candidates, and promising and uncertain ones that differ from each other."""
+"""Chooses variants to measure next: promising or uncertain candidates that differ from each other."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -12,23 +12,23 @@ from esmshard.data.variants import Mutation, is_library
 from esmshard.vocab import STANDARD
 
 KAPPA = 1.0
-"""The standard deviations that the upper confidence bound adds to a mean."""
+"""How many standard deviations the upper confidence bound adds to the mean prediction."""
 DIVERSITY = 0.15
-"""The cost of a position, wild-type residue or mutant residue that a chosen variant also has, in standard deviations of
-the predictions. It was measured on beta-lactamase: `benchmarks/results`.
+"""The cost of sharing a position, wild-type residue or mutant residue with a chosen variant, in standard deviations of
+the predictions. The value was tuned on beta-lactamase: `benchmarks/results`.
 """
 MOST, MOST_PASSES = 160_000, 20_000
-"""The most combinations that are candidates, 20 to the power of 4, and the most if each takes a forward pass."""
+"""The maximum number of candidate combinations: 20^4, and less if each of them takes a forward pass."""
 
 
 def candidates(
     protein: str, sites: Collection[int], measured: Sequence[tuple[Mutation, ...]], most: int
 ) -> tuple[list[tuple[Mutation, ...]], str]:
-    """Return variants that change some sites of a protein, and a sentence about them.
+    """Return candidate variants, which change only the given sites of a protein, and a sentence about the candidates.
 
-    For a combinatorial library (see `is_library`) they are combinations of letters at the sites: all of them, or `most`
-    of them, drawn with as many changes as measured variants have. Otherwise they are single substitutions. `sites` are
-    positions, from 0; positions without one of the 20 amino acids never change.
+    If `measured` is a combinatorial library (see `is_library`), candidates are combinations of letters at the sites:
+    all combinations, or at most `most` random ones with as many changes as measured variants have. Otherwise they are
+    single substitutions. `sites` count from 0. Sites without one of the 20 amino acids never change.
     """
     sites = sorted(site for site in sites if protein[site] in STANDARD)
     if not is_library(measured):
@@ -66,26 +66,27 @@ def choose(
     kappa: float = KAPPA,
     diversity: float = DIVERSITY,
 ) -> list[int]:
-    """Choose variants to measure together: one after the other, the variant with the highest
+    """Choose variants to measure together, one after the other. Each choice is the variant with the highest
     mean + kappa x sd - diversity x spread x shared.
 
-    `sd` is the deviation of the models. It shrinks with each chosen variant by the information that a measurement of
-    this variant would give about the others (GP-BUCB: Desautels et al. 2014, JMLR 15:3873, with the models in place of
-    a Gaussian process). Half of each variance is not shared with other variants. The models of a cross-validation
-    deviate much less than the means of variants. Therefore a shared trait also has a cost, or a batch would replace one
-    kind of residue by another one everywhere: `spread` is the standard deviation of the predictions of all candidates,
-    and `shared` counts the chosen variants with the same position, plus the chosen variants with the same wild-type
-    residue, plus the chosen variants with the same mutant residue (the mean over several changes).
+    `sd` is the standard deviation of the models' predictions. After each choice it shrinks by the information that a
+    measurement of the chosen variant would give about the other variants (GP-BUCB: Desautels et al. 2014, JMLR 15:3873,
+    with the models in place of a Gaussian process). Half of each variance is not shared with other variants.
+
+    The models of a cross-validation differ much less than the variants do, so `sd` alone could choose the same
+    substitution at every position. Shared traits therefore have a cost. `spread` is the standard deviation of the mean
+    predictions of all candidates. `shared` is the number of chosen variants with the same position, plus the number
+    with the same wild-type residue, plus the number with the same mutant residue (the mean over several changes).
 
     Args:
-        values_MN: predictions of M models for N variants; higher is better. With one model, the means decide.
+        values_MN: predictions of M models for N variants; higher is better. With one model, `sd` is 0.
         variants: mutations of the N variants.
         count: number of variants to choose, at most N.
         kappa: see `KAPPA`.
-        diversity: see `DIVERSITY`; with 0 the same change may be chosen at every position.
+        diversity: see `DIVERSITY`. With 0, shared traits have no cost.
 
     Returns:
-        Numbers of the chosen variants, in the order of choice.
+        The indices of the chosen variants, in the order of choice.
     """
     mean_N = values_MN.mean(0, dtype=np.float64)
     spread_MN = (values_MN - mean_N) / np.sqrt(max(1, len(values_MN) - 1))
@@ -110,7 +111,7 @@ def choose(
 
 
 def _traits(variants: Sequence[tuple[Mutation, ...]]) -> Any:
-    """Return which positions, wild-type residues and mutant residues each variant has, a sparse matrix [N, traits]."""
+    """Return the traits of each variant (position, wild-type and mutant residue), a sparse 0/1 matrix [N, traits]."""
     traits = [
         {trait for m in variant for trait in (f"at {m.position}", f"from {m.wild}", f"to {m.mutant}")}
         for variant in variants

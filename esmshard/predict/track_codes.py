@@ -20,8 +20,8 @@ from esmshard.progress import Progress, say
 def write_codes(
     track: str, structures: Path, weights: Path, out: Path, *, device: DeviceName = None, overwrite: bool = False
 ) -> str:
-    """Write the codes of every protein chain to an `.npz` file, an array [L] by the id of the chain, and return a
-    sentence about the file. `structures` is a PDB or mmCIF file or a directory of them, and `weights` is the file of
+    """Write the codes of every protein chain to an `.npz` file, as one array [L] under the id of each chain. Return a
+    sentence about the file. `structures` is a PDB or mmCIF file, or a directory of such files. `weights` is the file of
     the encoder's weights.
     """
     encode, computing, edits = encoder_of(track), chosen_device(device), Edits()

@@ -1,5 +1,5 @@
-"""Ranks variants by the predictions of fine-tuned models or of a baseline, with tested intervals, and proposes variants
-to measure next.
+"""Ranks variants by the predictions of fine-tuned models or of a baseline, with intervals whose coverage is measured.
+Also proposes variants to measure next.
 """
 
 import csv
@@ -38,12 +38,13 @@ Variant = tuple[Mutation, ...]
 SUMMARY = "summary.json"
 NOT_RANKED = "not ranked because"
 IN_TABLE, IN_WILD_TYPE = "mutant in table", "mutant in wild type"
-"""The columns of names in the other numbering, if the table of the run and its wild type are numbered differently."""
+"""Columns with the mutations in the other numbering, if a table and the wild type are numbered differently."""
 OUT_OF_FOLD, SEEN, VARIED = "out-of-fold prediction", "seen in training", "sites varied in training"
 DISAGREEMENT = "disagreement of models"
-"""The standard deviation over the models of folds and seeds, in the unit of the target. It is no error bar."""
+"""The column with the standard deviation over the models of folds and seeds, in the unit of the target. It is not an
+error bar."""
 LEVEL, RESIDUALS = 0.9, 50
-"""The share of the values that an interval should hold, and the fewest residuals for intervals."""
+"""The share of the true values that intervals should contain, and the minimum number of residuals for intervals."""
 LOW, HIGH = f"low {LEVEL:.0%}", f"high {LEVEL:.0%}"
 
 
@@ -52,24 +53,24 @@ LOW, HIGH = f"low {LEVEL:.0%}", f"high {LEVEL:.0%}"
 
 @dataclass(frozen=True)
 class VariantRows:
-    """N variants of a protein, each in one of the R rows of a table."""
+    """N variants of a protein, from N of the R rows of a table."""
 
     protein: str
     columns: dict[str, list[str]]
-    """The columns of the table, R cells each."""
+    """The columns of the table. Each has R cells."""
     mutations: list[Variant]
     """The mutations of each variant, without synonymous changes."""
     rows: list[int]
-    """The row of each variant."""
+    """The row number of each variant."""
     left_out: dict[int, str]
-    """The reason for each row that has no variant."""
+    """For each row number that has no variant, the reason."""
     notices: list[str]
     offset: int
     """The number that was added to the positions of the table."""
     table: Table | None = None
 
     def leave_out(self, why: Callable[[Variant], str], what: str) -> "VariantRows":
-        """Leave out the variants for which `why` gives a reason, with a notice that begins with `what`."""
+        """Leave out the variants for which `why` returns a reason, and add a notice that begins with `what`."""
         variant_of = dict(zip(self.rows, self.mutations, strict=True))
         reasons = {row: reason for row, variant in variant_of.items() if (reason := why(variant))}
         if not reasons:
@@ -82,19 +83,19 @@ class VariantRows:
         return replace(self, rows=rows, mutations=mutations, left_out=left_out, notices=notices)
 
     def measured(self, column: str) -> Array:
-        """Return the number that a column has for each variant, float64 [N]; NaN for none."""
+        """Return the number in a column for each variant, float64 [N]; NaN for an empty cell."""
         assert self.table is not None
         return self.table.numbers(column)[self.rows]
 
 
 def listed(protein: str, variants: Sequence[Variant]) -> VariantRows:
-    """Return a table of variants that does not come from a file."""
+    """Make a table from variants that do not come from a file."""
     columns = {"mutant": [name_of(variant) for variant in variants]}
     return VariantRows(protein, columns, list(variants), list(range(len(variants))), {}, [], 0)
 
 
 def read_rows(path: Path, protein: str | Path, mutant: str | None, offset: int | Literal["auto"]) -> VariantRows:
-    """Read the variants of a table, each row for itself (`read_variants`). A tenth of the rows may be unusable."""
+    """Read the variants of a table, without merging equal variants. See `read_variants` for unusable rows."""
     rules: Any = {"unusable": "drop", "keep_synonymous": True, "replicates": "keep"}
     read = read_variants(path, wild_type=protein, mutant=mutant, targets=None, offset=offset, **rules)
     mutations = [tuple(m for m in variant if m.mutant != m.wild) for variant in read.mutations]
@@ -108,8 +109,8 @@ def single_substitutions(protein: str) -> list[Variant]:
 
 
 def not_of_the_20(variant: Variant) -> str:
-    """Explain why a variant has no score; empty if it has a score. A language model was hardly trained on letters other
-    than the 20, so that log p(mutant) - log p(X) is high for every mutant.
+    """Return why a variant cannot be scored, or an empty text. Other letters than the 20 amino acids are rare in the
+    training of a language model, so log p(mutant) - log p(X) would be high for every mutant.
 
     >>> not_of_the_20((Mutation(10, "X", "L"),))
     'the wild type has X at residue 11, which is none of the 20 amino acids'
@@ -124,7 +125,7 @@ def not_of_the_20(variant: Variant) -> str:
 
 
 def check_new(out: Path, columns: Mapping[str, object], new: Collection[str]) -> None:
-    """Refuse a table that has a column of a new name already."""
+    """Refuse a table that already has a column with one of the `new` names."""
     if twice := [name for name in new if name in columns]:
         raise InputError(f"{out}: the table has a column '{twice[0]}' already; rename it in the input")
 
@@ -132,7 +133,7 @@ def check_new(out: Path, columns: Mapping[str, object], new: Collection[str]) ->
 def write_table(
     out: Path, columns: dict[str, list[str]], new: Mapping[str, Sequence[str]], facts: Mapping[str, Any]
 ) -> None:
-    """Write a table with new columns at its end, and `facts` about it to `facts_file`."""
+    """Write a table with `new` columns at its end, and write `facts` to the JSON file of the table (`facts_file`)."""
     check_new(out, columns, new)
     cells = {**columns, **new}
     quoted = any("\r" in cell for name, column in cells.items() for cell in (name, *column))
@@ -146,32 +147,34 @@ def write_table(
 
 @dataclass(frozen=True)
 class Known:
-    """The facts of a run, by the names of variants in the numbering of the wild type."""
+    """What a run has recorded about variants. Keys are names of variants in the numbering of the wild type."""
 
     measured: Mapping[str, str]
     """The measured value of the first target, as text."""
     out_of_fold: Mapping[str, Sequence[float]]
-    """The predictions of the T targets by the models that were not trained on the variant."""
+    """For each variant, predictions of the T targets by models that were not trained on this variant."""
     fold: Mapping[str, int]
     """The fold of each variant in `out_of_fold`."""
     seen: frozenset[str] | None
-    """The variants on which at least one model was trained or selected; None if this is not recorded."""
+    """The variants that were used to train or select at least one model; None if this is not recorded."""
     verdict: str | None
-    """The sentence of the run on whether fine-tuning was better than the best baseline."""
+    """The run's sentence on whether fine-tuning was better than the best baseline; None before the run is finished."""
 
     @cached_property
     def variants(self) -> list[Variant]:
-        """The variants that were measured or trained on."""
+        """The variants that were measured or used in training."""
         return [parse_variant(name) for name in dict.fromkeys([*self.measured, *sorted(self.seen or ())])]
 
     @cached_property
     def sites(self) -> frozenset[int]:
-        """The positions that these variants change, from 0."""
+        """The positions that `variants` change, from 0."""
         return frozenset(mutation.position for variant in self.variants for mutation in variant)
 
 
 def models_of(run: str) -> list[Path]:
-    """Return the models of a cross-validation of variants, of a single run, or the model itself; or none."""
+    """Return the paths of the variant models in `run`: the directory of a cross-validation, of a single run, or of one
+    model. Return an empty list for any other directory.
+    """
     path = Path(run)
     if traits((summary := _summary(path)).get("task")).reads_table:
         models = [path / name / "model" for name in summary["runs"]]
@@ -187,19 +190,19 @@ def models_of(run: str) -> list[Path]:
 
 
 def _summary(run: Path) -> dict[str, Any]:
-    """Return the content of `summary.json` of a cross-validation; empty if it does not exist."""
+    """Return the content of the file `summary.json` of a cross-validation; empty if there is no such file."""
     summary: dict[str, Any] = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}
     return summary
 
 
 def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method: str = "predicted") -> Known:
-    """Read the records of a run and of its models about variants. `method` is `predicted` for the out-of-fold
-    predictions of the models, or the name of a baseline, which predicts the first target alone.
+    """Read what a run and its models have recorded about variants. `method` is `predicted` for the out-of-fold
+    predictions of the models, or the name of a baseline, which predicts only the first target.
     """
     files = [model / SEEN_FILE for model in models]
-    seen = None
+    trained_on = None
     if all(file.is_file() for file in files):
-        seen = frozenset(name for file in files for name in file.read_text(encoding="utf-8").split())
+        trained_on = frozenset(name for file in files for name in file.read_text(encoding="utf-8").split())
     rows = rows_of_run(run)
     columns = [f"{method} {name}" if len(targets) > 1 else method for name in targets]
     columns = columns if method == "predicted" else columns[:1]
@@ -208,14 +211,15 @@ def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method
         {row["variant"]: row["measured"] for row in rows if row["measured"]},
         {row["variant"]: [float(row[column] or "nan") for column in columns] for row in tested},
         {row["variant"]: int(row["fold"]) for row in tested if row["fold"]},
-        seen,
+        trained_on,
         _summary(run).get("verdict"),
     )
 
 
 def rows_of_run(run: Path) -> list[dict[str, str]]:
-    """Read the columns that a run added to its `variants.csv`, for the rows with a variant; none without this file. The
-    columns of the user's table come first. All added columns have a prefix if a column of the table has the same name.
+    """Read the rows with a variant from a run's `variants.csv`; empty if there is no such file. Return only the columns
+    that the run added. They come after the columns of the user's table. If the user's table has a column of the same
+    name, the names of all added columns have a prefix.
     """
     if not (path := run / OUT_OF_FOLD_FILE).is_file():
         return []
@@ -230,8 +234,8 @@ def rows_of_run(run: Path) -> list[dict[str, str]]:
 
 
 def better_baseline(summary: Mapping[str, Any]) -> str | None:
-    """Return the short name of the best baseline that was better than the fine-tuned model in a `summary.json`; None
-    without such a baseline. Without intervals, the difference in the sample decides.
+    """Return the short name of the best baseline, if it was better than the fine-tuned model in a `summary.json`, else
+    None. Better means that the whole interval of the difference is below 0, or the difference if it has no interval.
     """
     scores = summary.get("joint", {})
     better = {
@@ -262,27 +266,27 @@ def rank(
     device: DeviceName = None,
     overwrite: bool = False,
 ) -> int:
-    """Rank variants, best first, write a CSV file, and return the number of rows. `OUT.json` records how the file was
-    made, and how far the ranking can be trusted.
+    """Rank variants, best first, write a CSV file, and return the number of rows. The file `OUT.json` records how the
+    file was made, and how far the ranking can be trusted.
 
-    The first columns are the columns of `table`, or `mutant` and `measured`; then the names in the other numbering, if
-    table and wild type are numbered differently; then the columns of `_columns`; for a table also `not ranked because`.
-    Rows of the table that cannot be used are at the end, without these values. If the wild type was measured, a row
-    that is the wild type (`WT`, or a synonymous change) is not predicted, since its value is known.
+    The first columns are those of `table`, or `mutant` and `measured`. If table and wild type are numbered differently,
+    a column with the other numbering follows. Then come the columns of `_columns`, and `not ranked because` for a
+    table. Rows of the table that cannot be used are at the end, without ranks. If the wild type was measured, rows of
+    the wild type (`WT`, or a synonymous change) are not ranked, since their value is known.
 
     Args:
         run: a run of task `variant`; see `models_of`.
-        table: table of variants to rank; None for all single substitutions.
+        table: a table of variants to rank; None for all single substitutions.
         out: a `.csv` file.
-        mutant: column of the mutations.
-        offset: number added to the positions of `table`; by default the offset of the table of the run.
-        propose: the number of rows to write, chosen by `proposals.choose` among variants that were not measured.
+        mutant: the column with the mutations.
+        offset: a number to add to the positions of `table`; by default the offset of the run's table.
+        propose: how many variants to propose. `proposals.choose` chooses them among variants that were not measured.
         kappa: see `proposals.choose`.
         diversity: see `proposals.choose`.
         sites: the sites that proposals may change: positions in the numbering of the table, divided by commas, or
-            `all`; by default the sites that the training has varied.
+            `all`; by default the sites at which training variants differ from the wild type.
         baseline: rank by this baseline (a name in `SHORT`, or its long name), fitted to all measured variants.
-        all_singles: without a table, rank all single substitutions; False for `proposals.candidates`.
+        all_singles: without a table, rank all single substitutions; if False, rank `proposals.candidates`.
         device: see `chosen_device`.
         overwrite: replace `out`.
 
@@ -293,7 +297,7 @@ def rank(
     if out.suffix != ".csv":
         raise UsageError(f"{out}: variants are ranked in a .csv file; give it that ending")
     if table is None and offset is not None:
-        raise UsageError("--offset is added to the positions of a table, and all single substitutions have none")
+        raise UsageError("--offset is added to the positions of a table; pass a table, or remove --offset")
     if sites is not None and propose is None:
         raise UsageError("--sites names the sites that proposals may change; pass --propose N as well")
     if baseline is not None and baseline not in (*SHORT, *SHORT.values()):
@@ -363,7 +367,7 @@ def rank(
 
 
 def _of_protein(task: VariantTask, known: Known, variants: Sequence[Variant]) -> VariantRows:
-    """Return a table of the variants that are in the part of the protein that the model sees."""
+    """Return a table of those variants whose changes all lie in the part of the protein that the model reads."""
     offset = int(task.facts["offset"])
     rows = listed(task.facts["protein"], [variant for variant in variants if _inside(task, variant)])
     rows = rows.leave_out(not_of_the_20, "not ranked")
@@ -376,7 +380,7 @@ def _of_protein(task: VariantTask, known: Known, variants: Sequence[Variant]) ->
 
 
 def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, offset: int | None) -> VariantRows:
-    """Read the variants of a table, numbered as the table of the run unless an offset is passed."""
+    """Read the variants of a table. By default its numbering is the same as in the run's table."""
     of_run = int(task.facts["offset"])
     try:
         rows = read_rows(path, task.facts["protein"], mutant, of_run if offset is None else offset)
@@ -406,7 +410,7 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
 
 
 def _of_candidates(task: VariantTask, known: Known, sites: str | None, method: str | None) -> VariantRows:
-    """Return a table of the candidates for proposals of a run; see `proposals.candidates`."""
+    """Return a table of the variants from `proposals.candidates`."""
     if sites == "all" and is_library(known.variants):
         raise UsageError("--sites all: too many combinations; name the sites, or add --all-singles")
     passes = method == FROZEN or (method is None and task.settings.pool != "wild_type")
@@ -418,7 +422,7 @@ def _of_candidates(task: VariantTask, known: Known, sites: str | None, method: s
 
 
 def _allowed(task: VariantTask, known: Known, sites: str | None, offset: int) -> Collection[int]:
-    """Return the positions, from 0, that proposals may change; see `rank`."""
+    """Convert `sites`, an argument of `rank`, to the positions that proposals may change, from 0."""
     length = len(task.facts["protein"])
     if sites == "all" or (sites is None and not known.sites):
         return range(length)
@@ -435,7 +439,7 @@ def _allowed(task: VariantTask, known: Known, sites: str | None, offset: int) ->
 
 
 def _inside(task: VariantTask, variant: Variant) -> bool:
-    """Whether the part of the protein that the model sees has all positions of a variant."""
+    """Whether all changes of a variant lie in the part of the protein that the model reads."""
     first, length = int(task.facts["first"]), int(task.facts["length"])
     return all(first <= mutation.position < first + length for mutation in variant)
 
@@ -450,10 +454,10 @@ def _columns(
 ) -> dict[str, list[str]]:
     """Return the new columns of N variants.
 
-    They are `prediction` (mean over the models, in the unit of the target), the limits of its interval, `disagreement
-    of models` and `rank`; then `out-of-fold prediction` (by the models that had not seen the variant), `seen in
-    training` and `sites varied in training` (yes or no). With several targets, the names of prediction columns end with
-    the target's name, and rank and interval are about the first target, the only target of a baseline.
+    They are `prediction` (the mean over the models, in the unit of the target), the limits of its interval,
+    `disagreement of models` and `rank`. Then come `out-of-fold prediction` (by models that were not trained on the
+    variant), `seen in training` and `sites varied in training` (yes or no). With several targets, the names of
+    prediction columns end with the target's name. Rank and interval always belong to the first target.
     """
     names = [name_of(variant) for variant in variants]
     varied = [all(mutation.position in known.sites for mutation in variant) for variant in variants]
@@ -479,8 +483,8 @@ def _columns(
 
 
 def _proposable(known: Known, rows: VariantRows, count: int, allowed: Collection[int]) -> list[int]:
-    """Return the numbers of the variants that were not measured and change `allowed` positions only. `UsageError` for
-    fewer than `count` variants.
+    """Return the indices of the variants that were not measured and change only `allowed` positions. `UsageError` if
+    there are fewer than `count` of them.
     """
     number_of = {variant: n for n, variant in reversed(list(enumerate(rows.mutations)))}  # rows may have equal variants
     new = [variant for variant in number_of if variant and name_of(variant) not in known.measured]
@@ -496,12 +500,13 @@ def _proposable(known: Known, rows: VariantRows, count: int, allowed: Collection
 
 
 def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]:
-    """Return two numbers that are added to a prediction of the first target to get its interval, facts about them, and
-    a sentence about their coverage. Both are NaN if there are too few predictions out of fold.
+    """Return the two limits of the error of a prediction of the first target, facts about the interval, and a sentence
+    about its coverage. A prediction plus these limits is its interval. With too few out-of-fold predictions, both are
+    NaN.
 
-    They are the 5% and 95% quantiles of the errors out of fold, corrected for the number of errors (split conformal;
-    Vovk et al. 2005, Algorithmic Learning in a Random World), for variants like the measured variants. The coverage is
-    measured in each fold, with the quantiles of the errors of the other folds.
+    The limits are the 5% and 95% quantiles of the out-of-fold errors, corrected for the number of errors (split
+    conformal; Vovk et al. 2005, Algorithmic Learning in a Random World). They hold for variants like the measured ones.
+    The coverage of each fold is measured with limits from the errors of the other folds.
     """
     names = [name for name in known.out_of_fold if name in known.measured and name in known.fold]
     error_N = np.array([float(known.measured[name]) - known.out_of_fold[name][0] for name in names])
@@ -512,7 +517,8 @@ def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]
     if len(folds) < 2 or len(error_N) < RESIDUALS:
         size = f"{counted(len(error_N), 'variant')} in {counted(len(folds), 'fold')}"
         facts["why"] = (
-            f"intervals take {RESIDUALS} measured variants out of fold in two folds or more, and there are {size}"
+            f"intervals need {RESIDUALS} measured variants with out-of-fold predictions, in two folds or more; the run "
+            f"has {size}"
         )
         return (np.nan, np.nan), facts, f"no {LOW} and {HIGH}: {facts['why']}"
     held_N = np.zeros(len(error_N), dtype=bool)
@@ -529,7 +535,7 @@ def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]
 
 
 def _error_limits(error_N: Array) -> tuple[float, float]:
-    """Return the limits between which LEVEL of further errors lie, if they are exchangeable with the N known errors."""
+    """Return limits that contain a share LEVEL of future errors, if these are exchangeable with the N given errors."""
     count = len(error_N)
     above = min(int(np.ceil((count + 1) * (1 + LEVEL) / 2)), count)
     sorted_N = np.sort(error_N)
@@ -540,12 +546,12 @@ def _error_limits(error_N: Array) -> tuple[float, float]:
 
 
 def predictions(finetuned: FineTuned, mutations: Sequence[Variant]) -> npt.NDArray[np.float32]:
-    """Predict the targets of variants with one model, float32 [N, T]. `InputError` if one cannot be predicted."""
+    """Predict the targets of variants with one model, float32 [N, T]. `InputError` if a variant cannot be predicted."""
     task, values = finetuned.task, list[npt.NDArray[np.float32]]()
     assert isinstance(task, VariantTask)
     examples = _examples(task, mutations)
-    # Each pack also computes the wild type, so packs are large. With pool wild_type nothing else is computed, and a
-    # variant counts as one token.
+    # Each pack also computes the wild type, so packs are large. With pool wild_type a pack computes only the wild type,
+    # so a variant counts as one token.
     tokens_N = np.ones_like(examples.tokens) if task.settings.wild_type_alone else examples.tokens
     with Progress("predict", len(examples)) as progress:
         for value in heads.predictions(finetuned, tokens_N, lambda n: task.question(examples.get(n)), heads.TOKENS):
@@ -559,8 +565,8 @@ def predictions(finetuned: FineTuned, mutations: Sequence[Variant]) -> npt.NDArr
 def _by_baseline(
     name: str, finetuned: FineTuned, known: Known, variants: Sequence[Variant], device: DeviceName
 ) -> npt.NDArray[np.float32]:
-    """Fit a baseline to measured variants (`VariantTask.baseline_records` at most), as in the folds, and predict N
-    variants, float32 [N]. `finetuned` is a model of the run.
+    """Fit a baseline to at most `VariantTask.baseline_records` measured variants, as in the cross-validation. Predict N
+    variants, float32 [N]. `finetuned` is any model of the run.
     """
     task, target = finetuned.task, finetuned.task.names[0]
     assert isinstance(task, VariantTask)
@@ -598,15 +604,15 @@ def _examples(task: VariantTask, variants: Sequence[Variant]) -> Examples:
 def compared(
     known: Known, names: Sequence[str], predicted_N: Array, measured_N: Array, target: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Compare the predictions of N variants with measured values of a table, in which NaN is no value. Variants that
-    training has seen are compared by their out-of-fold predictions, within folds, and other variants by the mean of all
-    models, `predicted_N`. Return facts for a JSON file, and messages for the user.
+    """Compare predictions of N variants with measured values of a table, where NaN means no value. Return facts for a
+    JSON file, and messages for the user. For variants that were used in training, out-of-fold predictions are compared
+    within folds. For other variants, `predicted_N`, the means over all models, are compared.
     """
     has_N = ~np.isnan(measured_N)
     facts: dict[str, Any] = {"target": target, "rows_with_values": int(has_N.sum())}
     facts |= {"seen_in_training": None, "unseen": None}
     if known.seen is None:
-        facts["why"] = f"Spearman with {target}: not given, as it is not recorded which rows trained the models"
+        facts["why"] = f"Spearman with {target}: unknown, since the run has not recorded which rows it trained on"
         return facts, [facts["why"]]
 
     def spearman(rows_K: list[int], values_K: Array, fold_K: npt.NDArray[np.int64] | None) -> tuple[Any, str]:
@@ -634,8 +640,8 @@ def compared(
 
 
 def spearman_sentence(rho: Interval, target: str, unit: str) -> str:
-    """Write a correlation with measured values and its interval over units, or the reason why it is undefined."""
+    """Return a text with the correlation and its interval, or with the reason why the correlation is undefined."""
     if np.isnan(rho.value):
-        return f"Spearman with {target} undefined: it takes two different values and two different predictions"
+        return f"Spearman with {target} undefined: it needs two different values and two different predictions"
     of = f"no interval, for an interval takes {LEAST} {unit}s" if np.isnan(rho.low) else f"95% over {unit}s"
     return f"Spearman with {target} {rho} ({of})"

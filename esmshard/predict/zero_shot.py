@@ -1,7 +1,7 @@
-"""Scores of variants and of whole sequences by language models alone, without labels and without training.
+"""Scores variants and whole sequences with language models, without labels and without training.
 
-Of variants: Meier et al. 2021 (doi:10.1101/2021.07.09.450648). Of sequences: the pseudo-perplexity of Salazar et al.
-2020 (doi:10.18653/v1/2020.acl-main.240).
+The scores of variants follow Meier et al. 2021 (doi:10.1101/2021.07.09.450648). The score of a sequence is the
+pseudo-perplexity of Salazar et al. 2020 (doi:10.18653/v1/2020.acl-main.240).
 """
 
 import json
@@ -52,7 +52,7 @@ METHODS = get_args(Method)
 SequenceMethod = Literal["pseudo-perplexity", "one-pass"]
 MASKED, ONE_PASS = get_args(SequenceMethod)
 NOT_SCORED = "not scored because"
-"""The name of the last column of a table of variants, with the reason why a row has no score."""
+"""The name of the last column in a table of variants. It says why a row has no score."""
 
 Array = npt.NDArray[np.float64]
 
@@ -69,18 +69,19 @@ def score(
 
     `masked-marginals` is the sum over the mutated sites of log p(mutant) - log p(wild type), where p is the model's
     probability at the masked site of the wild type. This takes one forward pass for each site, for any number of
-    variants. `wild-type-marginals` is the same from one pass in which nothing is masked. `pseudo-perplexity` is the
-    mean of log p over the residues of the variant that are among the 20, each masked in turn: minus the logarithm of
-    the pseudo-perplexity. This takes a pass for each residue of each variant. (fair-esm's script reads the wrong site
-    and skips the last.) The wild type's score is 0 with the first two methods. NaN: see `not_of_the_20`.
+    variants. `wild-type-marginals` is the same sum from one pass in which nothing is masked. `pseudo-perplexity` is
+    the negative logarithm of the pseudo-perplexity: the mean of log p over the residues of the variant, each masked in
+    turn, which takes a pass for each residue of each variant. Only the 20 amino acids count. (fair-esm's script reads
+    the wrong site and skips the last one.) With the first two methods the score of the wild type is 0. NaN means no
+    score; see `not_of_the_20`.
 
     Args:
         model: a model with a trained LM head.
         wild_type: residues of the wild type.
         variants: mutations of each variant; empty for the wild type.
         method: see above.
-        window: residues of a longer protein that the model sees around a site; by default as many as in training.
-        tracks: tracks of the wild type and of each variant, [L + 2, ...] by name.
+        window: how many residues of a longer protein the model reads at once; by default as many as in training.
+        tracks: tracks of the wild type by name, [L + 2, ...]. All variants have the same tracks.
     """
     if method not in METHODS:
         raise UsageError(f"method is {method!r}; it is one of {', '.join(METHODS)}")
@@ -126,13 +127,14 @@ def score_table(
     device: DeviceName = None,
     overwrite: bool = False,
 ) -> str:
-    """Write a CSV file: the columns of the table, the score in a column named after the method, and for each row
-    without a score the reason (`not scored because`). Several models give their mean score, and its standard deviation
-    over the models in a column `METHOD_sd`. Return a message for the user.
+    """Score the variants of a table, write a CSV file, and return a message for the user.
 
-    Rows that cannot be scored (a stop codon, a blank cell, a residue that is none of the 20 amino acids) keep their
-    place with an empty score. If the table has measured values, the message has Spearman's correlation with its
-    interval, or the reason why it is undefined. `OUT.json` records method, numbering, and all rows that were left out.
+    The file has the columns of the table, a column with the scores, which is named after the method, and a column `not
+    scored because`. With several models the score is the mean over the models, and the column `METHOD_sd` has the
+    standard deviation. A row that cannot be scored, such as a stop codon, keeps its place and has an empty score.
+
+    If the table has measured values, the message has Spearman's correlation with its interval, or the reason why it is
+    undefined. The file `OUT.json` records method, numbering, and all rows that were not scored.
 
     Args:
         model: see `weights.read`.
@@ -143,9 +145,9 @@ def score_table(
         mutant: see `read_variants`.
         target: column of measured values; by default the only column with a usual name.
         offset: see `read_variants`.
-        ensemble: further models.
-        window: see `score`; for several models by default the smallest window.
-        tracks: a path, or `inside`, by the name of each track of the wild type and of its variants.
+        ensemble: more models.
+        window: see `score`. The default for several models is the smallest of their default windows.
+        tracks: for the name of each track of the wild type, a path or `inside`.
         device: see `chosen_device`.
         overwrite: replace `out`.
     """
@@ -190,7 +192,7 @@ def score_table(
 
 
 def _measured(table: Table, target: str | None) -> str | None:
-    """Return the column `target`, or else the only column with a usual name, if it has numbers."""
+    """Return the name of the column of measured values: `target`, or the only column with a usual name; else None."""
     usual = {name.lower() for name in TARGET_COLUMNS}
     names = [target] if target else [name for name in table.columns if name.lower() in usual]
     if len(names) != 1:
@@ -205,7 +207,7 @@ def _measured(table: Table, target: str | None) -> str | None:
 
 
 def _cells(rows: VariantRows, value_N: Array) -> list[str]:
-    """Return a column with the values of the variants, and empty cells in the other rows."""
+    """Return the cells of a column with one value for each variant. Rows without a variant have empty cells."""
     cells = [""] * len(next(iter(rows.columns.values())))
     for row, value in zip(rows.rows, value_N.tolist(), strict=True):
         cells[row] = text(value)
@@ -213,7 +215,7 @@ def _cells(rows: VariantRows, value_N: Array) -> list[str]:
 
 
 def _agreement(rows: VariantRows, score_N: Array, measured: str, value_N: Array) -> str:
-    """Write the correlation of scores with measured values. Values of a variant in several rows are averaged."""
+    """Return a sentence on the correlation of scores with measured values, averaged over equal variants."""
     rows_of = defaultdict[Variant, list[int]](list)
     for n in np.flatnonzero(~np.isnan(value_N)).tolist():
         rows_of[rows.mutations[n]].append(n)
@@ -229,9 +231,9 @@ def _agreement(rows: VariantRows, score_N: Array, measured: str, value_N: Array)
 def _open(
     names: Sequence[str], window: int | None, tracks: Mapping[str, str], chains: Chains | None = None
 ) -> tuple[list[Weights], int]:
-    """Open models, and check all of them before any of them computes. Also return the residues of a long protein that
-    each of them sees at once: by default the smallest window of their trainings. All models get the same tracks, and by
-    default join chains as the first model does.
+    """Open all models and check them before any of them computes. Also return the window: how many residues of a long
+    protein each model reads at once. The default is the smallest window in training of these models. All models get
+    the same tracks, and by default join chains as the first model does.
     """
     if len(set(names)) < len(names):
         raise UsageError(f"--ensemble: a model is named twice ({', '.join(names)}); name each model once")
@@ -252,7 +254,7 @@ def _open(
 
 
 def _of_each(opened: Sequence[Weights], device: torch.device, compute: Callable[[Trunk], Any]) -> Array:
-    """Return the results of `compute` for each model, [M, ...]. One model at a time is in memory."""
+    """Return the results of `compute` for each model, [M, ...]. Only one model at a time is in memory."""
     values = []
     for language_model in opened:
         weights.report_altered(language_model.files)
@@ -287,23 +289,25 @@ def score_sequences(
 ) -> str:
     """Write a table with a row for each record, in input order. Return a message for the user.
 
-    The columns are `id`; `length`; `not_scored`, the number of residues that are none of the 20 amino acids and not in
-    the sum; `window`, the residues that the model saw at once, with linkers between chains; `pseudo_log_likelihood`,
-    the sum of log p over the residues; `mean_log_p`, this sum divided by their number; and `pseudo_perplexity`,
-    exp(-mean_log_p). The columns of `one-pass` begin with `one_pass_`. Several models give the means of the sum and of
-    `mean_log_p`, the pseudo-perplexity of the mean, and `mean_log_p_sd`, the standard deviation over the models.
-    Numbers are missing if no residue is scored. `OUT.json` records how the table was made.
+    The columns are `id`, `length` and:
+    - `not_scored`: the number of residues that are none of the 20 amino acids, and therefore not in the sum;
+    - `window`: how many residues the model read at once, including linkers between chains;
+    - `pseudo_log_likelihood`: the sum of log p over the scored residues;
+    - `mean_log_p`: this sum divided by the number of scored residues;
+    - `pseudo_perplexity`: exp(-mean_log_p).
+    The last three names begin with `one_pass_` for the method `one-pass`. With several models the sum and `mean_log_p`
+    are means over the models, and `mean_log_p_sd` is the standard deviation over the models. If no residue is scored,
+    these numbers are missing. The file `OUT.json` records how the table was made.
 
     Args:
         model: see `weights.read`.
         fasta: see `heads.predict`.
         out: a `.csv` or `.parquet` file.
-        method: `pseudo-perplexity` masks each residue in turn, in a pass of its own; `one-pass` estimates the same from
-            one pass for each window (`marginals.as_masked`).
-        ensemble: further models.
-        window: residues of a longer record that the model sees at once; by default the smallest window of the models'
-            trainings.
-        tracks: a path, or `inside`, by the name of each track of the records (docs/tracks.md).
+        method: `pseudo-perplexity` masks each residue in turn, with one pass for each. `one-pass` estimates the same
+            from one pass for each window (`marginals.as_masked`).
+        ensemble: more models.
+        window: how many residues of a longer record the models read at once; see `score_table`.
+        tracks: for the name of each track, a path or `inside` (docs/tracks.md).
         join: how the chains of a record are joined (docs/chains.md); by default as the model does.
         device: see `chosen_device`.
         overwrite: replace `out`.

@@ -1,1 +1,1 @@
-"""The typed recipe: its sections, and how YAML files are read, checked and written, without torch."""
+"""The typed recipe: its sections, and the reading, checking and writing of YAML files, without torch."""

@@ -1,11 +1,11 @@
-"""The typed recipe: load, override, validate, dump, schema. No torch.
+"""Loads, overrides, checks and writes recipes. This module does not import torch.
 
 A recipe is one YAML file. `resolve` finds the file by its path or by the name of a shipped recipe. `load` reads the
-file, applies `key=value` overrides, makes paths absolute and reports all problems at once, each with line and column.
+file, applies `key=value` overrides, makes paths absolute, and reports all problems at once, each with line and column.
 
 Paths: `sample:NAME` is data shipped with the package, and `s3://` and `gs://` are addresses in buckets. Other paths are
-relative to the recipe file. Paths in overrides, and `out`, are relative to the working directory. `~` expands, and so
-does `${VAR}` for the variables of HARMLESS.
+relative to the recipe file. Only `out`, and paths in overrides, are relative to the working directory. `~` is expanded,
+and so is `${VAR}` if HARMLESS matches the variable.
 """
 
 import os
@@ -26,16 +26,16 @@ from esmshard.recipe.yaml_keys import Tree, did_you_mean, read
 
 _DATA_PATHS = ("train", "valid", "test", "labels", "mask", "complexes", "clusters", "table", "wild_type")
 PATH_KEYS = (("model", "name"), *(("data", key) for key in _DATA_PATHS), ("out",))
-"""The keys that are paths, like the members of `data.tracks`."""
+"""The keys whose values are paths. The values of `data.tracks` are paths, too."""
 
 TWO_WAYS = (("train", "steps", "epochs"), ("batch", "sequences", "global_tokens"))
-"""A section, and two of its keys of which a recipe has only one."""
+"""Each item is a section and two of its keys. A recipe sets only one of these two keys."""
 
 HARMLESS = r"HOME|USER|SCRATCH|TMPDIR|WORK|SLURM_(?!JWT)\w+"  # SLURM_JWT is a password for Slurm's server
-"""The environment variables that a recipe may read. A stranger may have written the recipe, so these hold no secret."""
+"""Environment variables that a recipe may read. None holds a secret, since a stranger may have written the recipe."""
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
-"""The beginning of the first line of a recipe, which names the schema for editors."""
+"""The start of a recipe's first line, which tells editors where the schema is."""
 
 
 def names() -> list[str]:
@@ -44,7 +44,7 @@ def names() -> list[str]:
 
 
 def resolve(name: str) -> Path:
-    """Return the file of a recipe. `name` is its path, or the name of a shipped recipe."""
+    """Return the path of a recipe. `name` is this path, or the name of a shipped recipe."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -57,16 +57,16 @@ def resolve(name: str) -> Path:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, override and check a recipe.
+    """Read a recipe, apply overrides, and check it.
 
-    Raises `UsageError` with one sentence for each problem, as `recipe.yaml:4:3: optim.lrr: unknown key; did you mean
+    Raises `UsageError` with a sentence for each problem, such as `recipe.yaml:4:3: optim.lrr: unknown key; did you mean
     'lr'?`.
     """
     return checked(opened(path, overrides))
 
 
 def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
-    """Read and override a recipe, which `checked` then checks."""
+    """Read a recipe and apply overrides, without checking it. `checked` does that."""
     tree = read(path, "a recipe", Recipe)
     for override in overrides:
         tree.override(override)
@@ -78,8 +78,8 @@ def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
 
 
 def _make_room(tree: Tree, path: Path) -> None:
-    """Remove keys of the file that an override replaces: the other one of TWO_WAYS, and with an override of
-    `data.train` the sample or placeholder of validation and test set.
+    """Remove keys of the file that contradict an override. If an override sets a key of TWO_WAYS, remove the other key.
+    If an override sets `data.train`, remove the sample or placeholder of the validation and test sets.
     """
     for section, *keys in TWO_WAYS:
         node = tree.node.get(section)
@@ -100,7 +100,7 @@ def _is_sample(value: object) -> bool:
 
 
 def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Yield the keys of each path in a recipe, and the mapping that holds the last one."""
+    """For each path in a recipe, yield the mapping that holds it, and its keys, such as `("data", "train")`."""
     data = recipe.get("data")
     tracks = data.get("tracks") if isinstance(data, dict) else None
     names = [name for name in tracks if isinstance(name, str)] if isinstance(tracks, dict) else []
@@ -113,7 +113,7 @@ def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
 
 
 def checked(tree: Tree) -> Recipe:
-    """Check a recipe that was opened. The errors are the same as of `load`."""
+    """Check the result of `opened`. It raises the same errors as `load`."""
     return tree.checked(Recipe, sections())
 
 
@@ -127,8 +127,8 @@ def dump(recipe: Recipe) -> str:
 
 
 def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return a dumped recipe for a shared file in a directory: data and `out` have only their names, and the model has
-    its path as seen from the directory.
+    """Return a copy of a dumped recipe that can be shared in a file in `directory`. Paths of data and `out` become the
+    names of the files. The path of the model becomes relative to the directory.
     """
     shared = deepcopy(dict(recipe))
     for section, keys in _paths(shared):
@@ -145,7 +145,7 @@ def schema() -> dict[str, Any]:
 
 
 def description(name: str) -> str:
-    """Return the purpose of a shipped recipe: its first comment after the schema line."""
+    """Return the description of a shipped recipe, which is its first comment after the schema line."""
     lines = (shipped("recipes") / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     return next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith(SCHEMA_LINE)), "")
 
@@ -159,7 +159,7 @@ def copy_of(path: Path) -> str:
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
-    """Return the dotted keys with different values, such as `optim.lr (0.001, was 0.002)`."""
+    """Return a text for each key whose value differs, such as `optim.lr (0.001, was 0.002)`."""
     a, b = dict(_leaves(old.model_dump(mode="json"))), dict(_leaves(new.model_dump(mode="json")))
     return [
         f"{key} ({b.get(key)}, was {a.get(key)})" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)

@@ -1,7 +1,7 @@
-"""The sections of a recipe: typed, frozen, with a description of every field. No torch.
+"""The sections of a recipe: typed and frozen, with a description of every key. This module does not import torch.
 
-`esmshard.recipe.recipe_file` reads them from files; `esmshard recipes schema` prints them. The settings of a task are
-in the module of the task, in `esmshard/tasks/` or in another package. These modules import torch, so
+`esmshard.recipe.recipe_file` reads recipes from files, and `esmshard recipes schema` prints all keys. The settings of a
+task are in the module of the task, in `esmshard/tasks/` or in another package. These modules import torch, so
 `esmshard.tasks.registry` imports them only when a recipe is read.
 """
 
@@ -26,7 +26,7 @@ from esmshard.vocab import LONGEST_LINKER, WIDEST_GAP, Chains
 
 
 class Settings(BaseModel):
-    """The base of all sections, which are frozen, refuse unknown keys and convert nothing silently."""
+    """The base of all sections. Sections are frozen, refuse unknown keys, and never convert a value silently."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -39,18 +39,18 @@ def as_list(value: Any) -> Any:
 
 
 def each_once(names: Any) -> Any:
-    """Refuse a list that has a name twice."""
+    """Refuse a list in which a name occurs twice."""
     if len(set(names)) < len(names):
         raise ValueError(f"has a name twice ({', '.join(names)}); write each once")
     return names
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(as_list, json_schema_input_type=str | list[str])]
-"""A list of names, or a single one."""
+"""A list of names, or a single name."""
 
 
 class Clash(ValueError):
-    """A key of one section contradicts another section."""
+    """The error if a key of one section contradicts another section."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")
@@ -58,7 +58,7 @@ class Clash(ValueError):
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join names as in a sentence: `a`, `a and b`, `a, b and c`."""
+    """Join names for a sentence: `a`, `a and b`, `a, b and c`."""
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -68,112 +68,112 @@ OPTIONAL = (
     *("table", "wild_type", "mutant", "offset", "unusable", "replicates", "transform", "lower_is_better"),
     *("split", "train_max", "train_share"),
 )
-"""Keys that only some tasks read. These tasks name them in `TaskSettings.data_keys`."""
+"""Keys of the data section that only some tasks read. These tasks name them in `TaskSettings.data_keys`."""
 
 INSIDE = "inside"
-"""This word replaces the path of a track that the file of the sequences has."""
+"""A recipe has this word instead of a track's path, if the track is in the file of the sequences."""
 EVERY = "all"
-"""This word replaces a path in `data.complexes`, for all chains of a structure file."""
+"""`data.complexes` has this word instead of a path, if all chains of a structure file are one record."""
 
 
 class JoinSettings(Settings):
-    """How the chains of a record `A:B` become one sequence for the model (docs/chains.md). The default is that of the
-    model's training, or a linker of 25 glycines and no gap.
+    """How the chains of a record `A:B` become one sequence for the model (docs/chains.md). By default they are joined
+    as in the model's training, or by a linker of 25 glycines without a gap.
     """
 
     linker: Annotated[int, Field(ge=1, le=LONGEST_LINKER)] | Literal["break"] | None = None
-    """Number of glycines between two chains; `break` for the single chain-break token of ESM-C and ESM3."""
+    """The number of glycines between two chains, or `break` for the single chain-break token of ESM-C and ESM3."""
     gap: int | None = Field(None, ge=0, le=WIDEST_GAP)
-    """Number that is added to the positions of a chain for every chain before it, in addition to the linker. For models
-    with rotary positions."""
+    """The number that is added to all positions after each linker. For models with rotary positions."""
 
     def over(self, usual: Chains) -> Chains:
-        """Return the joining of a model, with the keys that are set here in place of its `usual` ones."""
+        """Return how a model joins chains: as `usual` for the model, except for the keys that are set here."""
         return Chains(usual.linker if self.linker is None else self.linker, usual.gap if self.gap is None else self.gap)
 
 
 class DataSettings(Settings):
     """The training, validation and test records: FASTA files, token stores, or tables with sequences and labels
     (docs/labels.md). For contacts they are directories of PDB or mmCIF files (docs/structures.md), or FASTA files or
-    token stores with the coordinates as `.npz` (data/README.md). Task `variant` has `table` and `wild_type` instead.
+    token stores with coordinates in `.npz` files (data/README.md). Task `variant` has `table` and `wild_type` instead.
     """
 
     train: str | None = None
     """The training records: a path, or `sample:contact/train`. If several splits name the same file, the file is
-    divided by `SET=` in its headers, or by the column `set` of the table or of its labels (docs/labels.md)."""
+    divided by `SET=` in its headers, or by the column `set` of the table or of the labels (docs/labels.md)."""
     valid: str | None = None
-    """The validation records, which are scored during training. By default they are in the file of `train`."""
+    """The validation records, which are scored during training. By default they come from the file of `train`."""
     test: str | None = None
-    """The test records, which are scored once at the end. By default they are in the file of `train`."""
+    """The test records, which are scored once at the end. By default they come from the file of `train`."""
     table: str | None = None
-    """A table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). This key and the next
-    ones are for task `variant`."""
+    """A table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). This key and the
+    following ones up to `train_share` are for task `variant`."""
     wild_type: str | None = None
-    """The FASTA file with this protein."""
+    """The FASTA file with the wild type of this protein."""
     mutant: str | None = None
     """The column with the mutations. By default it is found by its name."""
     offset: Annotated[int, Field(ge=-(10**6), le=10**6)] | Literal["auto"] | None = None
-    """The number that is added to the positions of the table. `auto`, the default, finds the number that fits the wild
-    type."""
+    """The number that is added to the positions in the table. `auto`, the default, finds the number with which the
+    table fits the wild type."""
     unusable: Literal["drop", "error"] | None = None
     """How unusable rows are treated: rows without a substitution, with a stop codon, with a synonymous change, or with
     a residue that the wild type does not have. `drop`, the default, leaves them out and names them. At most a tenth of
     the rows may be unreadable, and at most a tenth may not fit the wild type."""
     replicates: Literal["mean", "keep", "error"] | None = None
-    """How several rows of the same variant are treated; `mean` by default."""
+    """How several rows of the same variant are treated: averaged (`mean`, the default), kept or refused."""
     transform: Literal["none", "log", "rank"] | None = None
-    """The transform of the measured values before training. Predictions are in the unit of the table again. `log` is
-    for ratios and affinities, `rank` for values with a skewed distribution; `none` is the default."""
+    """The transform of the measured values before training. Predictions are converted back to the unit of the table.
+    `log` suits ratios and affinities. `rank` suits values with a skewed distribution. `none` is the default."""
     lower_is_better: Names | None = Field(None, strict=False)
     """The targets for which lower values are better, such as a dissociation constant. Their ranks and zero-shot scores
     are reversed."""
     split: Literal["position", "contiguous", "modulo", "random", "mutations", "given"] | None = None
     """How variants are divided into folds. `position`, the default, keeps the variants of one position together, so
-    that tests are on positions that training has not seen. `contiguous` and `modulo` are the schemes of ProteinGym.
-    `random` gives scores that are too high. `mutations` and `given` make one split of the table without folds:
-    `mutations` trains on variants with up to `train_max` mutations and tests on the others, `given` follows the column
+    that test positions never occur in training. `contiguous` and `modulo` are the schemes of ProteinGym. `random`
+    gives scores that are too high. `mutations` and `given` make one split of the table instead of folds. `mutations`
+    trains on variants with up to `train_max` mutations, and tests on variants with more. `given` follows the column
     `set` (or `split`) of the table."""
     train_max: int | None = Field(None, ge=1, le=10**6)
-    """For split `mutations`, the most mutations of a training variant; 1 by default."""
+    """For split `mutations`, the maximum number of mutations in a training variant; 1 by default."""
     train_share: float | None = Field(None, gt=0, le=1)
-    """The share of the training variants that is used, for learning curves; 1 by default. A smaller share is a subset
-    of a larger one."""
+    """The share of the training variants that is used, for learning curves; 1 by default. The variants of a smaller
+    share are also in every larger share."""
     labels: str | None = None
     """One file with the labels of all three splits: a table, a label FASTA, or an `.npz` (docs/labels.md). By default
     labels are read from the table of the sequences, from the headers of the FASTA files, or from their `.npz` files."""
     target: Names | None = Field(None, strict=False)
-    """The columns of the table, the keys of the headers, or the array of the `.npz` with the labels; one or several."""
+    """Where the labels are: one or several columns of a table or keys of headers, or the array of an `.npz` file."""
     sequence_column: str | None = None
     """The column with the sequences, if `train` is a table. By default it is found by its name (docs/ingest.md)."""
     id_column: str | None = None
-    """The column of the table with the ids, of `labels` or else of `train`. By default it is found by its name."""
+    """The column with the ids, in the table of `labels` or else of `train`. By default it is found by its name."""
     mask: str | None = None
-    """A FASTA file of 0 and 1 for task `residue`. A residue with 0 has no label."""
+    """A FASTA file with 0 or 1 for each residue, for task `residue`. The label of a residue with 0 is ignored."""
     complexes: str | None = None
     """The chains of a structure file that become one record (docs/structures.md). By default each chain is a record.
-    `all`: all protein chains of a file are one record, in the order of the file. Or the path of a list with a record on
-    each line, such as `1abc_A:B` for chain A followed by chain B of the file `1abc.cif`."""
+    With `all`, all protein chains of a file are one record, in the order of the file. The third choice is the path of a
+    list with a record on each line, such as `1abc_A:B` for chain A followed by chain B of the file `1abc.cif`."""
     join: JoinSettings = JoinSettings()  # type: ignore[call-arg]  # see Recipe
     tracks: dict[str, str] | None = None
-    """What some families of models read of each residue in addition to the amino acid (docs/tracks.md): a path by the
-    name of the track, such as {3di: letters.fasta}, or `inside` for coordinates if the data are structures."""
+    """Further inputs for each residue, which some families of models read in addition to the amino acid
+    (docs/tracks.md). For the name of each track, give a path, such as {3di: letters.fasta}, or `inside` for coordinates
+    if the data are structures."""
     folds: int | None = Field(None, ge=3, le=10**4)
     """The number of parts into which `train`, or `table`, is divided for cross-validation. One part is the test set.
-    The next part is the validation set of a table, or if `valid` names the same file as `train`. `--folds` sets this
+    For a table, or if `valid` names the same file as `train`, the next part is the validation set. `--folds` sets this
     key and `fold` for each run. Without `--folds`, both keys must be set."""
     fold: int = Field(0, ge=0)
     """The number of the part that is the test set, counted from 0."""
     clusters: str | None = None
-    """The `_cluster.tsv` of MMseqs2 for the training records. `folds` then keep clusters together, and otherwise only
-    equal sequences."""
+    """The `_cluster.tsv` file of MMseqs2 for the training records. `folds` then keep the records of a cluster together.
+    By default they keep only equal sequences together."""
     long: Literal["crop", "window", "full", "skip", "error"] = "crop"
-    """How a training record over `max_length` is treated. `crop` cuts a random window, another one in each epoch;
-    `window` covers the record by as few windows as possible, each of them an example; `full` uses the whole record;
-    `skip` leaves the record out and counts it; `error` refuses it. Validation, test and prediction always use whole
-    chains. For task `sequence`, `full` is the default, and `crop` is refused as it may remove the cause of the label.
-    """
+    """How a training record with more than `max_length` residues is treated. `crop` cuts a new random window in each
+    epoch. `window` covers the record with as few windows as possible, each of which is an example. `full` uses the
+    whole record. `skip` leaves the record out and counts it. `error` refuses it. Validation, test and prediction always
+    use whole chains. For task `sequence`, `full` is the default. `crop` is refused, since it may cut off the cause of
+    the label."""
     max_length: int = Field(1022, ge=8, le=10**6)
-    """The most residues of a training record."""
+    """The maximum number of residues of a training record; `long` says what happens to longer records."""
 
     @field_validator("fold")
     @classmethod
@@ -189,12 +189,12 @@ class DataSettings(Settings):
 
 
 class TaskSettings(Settings):
-    """The settings of one task, and facts about the task for the rest of the program. Defaults are the safe choice."""
+    """The settings of one task. Class variables tell the rest of the program what the task needs; defaults are safe."""
 
     name: str
 
     data_keys: ClassVar[tuple[str, ...]] = ()
-    """The keys of OPTIONAL that the task reads from the data section. Its recipes may not have the others."""
+    """The OPTIONAL keys of the data section that the task reads. Its recipes may not have other OPTIONAL keys."""
     may_crop: ClassVar[bool] = False
     """Whether the label of a protein is also correct for a random part of it. If not, `data.long: crop` is refused, and
     `full` is the default."""
@@ -204,11 +204,11 @@ class TaskSettings(Settings):
     """Whether the data are one table of measured variants of one protein (`data.table`), which is cross-validated
     unless `data.folds` is set. For subclasses of `VariantSettings` only."""
     trains_lm_head: ClassVar[bool] = False
-    """Whether the LM head of the language model is the head, which is trained and used."""
+    """Whether the task has no head of its own, but trains and uses the LM head of the language model."""
     pairs: ClassVar[bool] = False
     """Whether a record is two chains, `A:B`, which the model reads as two sequences."""
     predicts_contacts: ClassVar[bool] = False
-    """Whether predictions are maps of contact probabilities, which are drawn beside the true contacts."""
+    """Whether predictions are maps of contact probabilities. Reports draw these with the true contacts."""
 
     @property
     def wild_type_alone(self) -> bool:
@@ -216,27 +216,27 @@ class TaskSettings(Settings):
         return False
 
     def no_probe(self) -> str | None:
-        """Return why `adapt.method: probe` cannot be used with these settings; None if it can."""
+        """Return the reason why `adapt.method: probe` cannot be used with these settings, or None."""
         return f"probe is not offered by task {self.name}; choose full, lora or head"
 
     def suit(self, data: DataSettings) -> DataSettings:
-        """Return the data section with the defaults of this task. `Clash` if a key does not fit or is missing."""
+        """Return the data section with the defaults of this task. `Clash` if a key is missing or does not fit."""
         if data.train is None:
             raise Clash("train", "this key is required")
         return data.model_copy(update={key: data.train for key in ("valid", "test") if getattr(data, key) is None})
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Estimate the bytes that the head keeps for the backward pass of a record, in fp32.
+        """Estimate how many bytes the head keeps for the backward pass of a record, in fp32.
 
         Args:
-            tokens: the tokens of the record.
-            n_logits: the columns of the logits of the language model. A head may keep some of them.
+            tokens: the number of tokens of the record.
+            n_logits: the number of logits of the language model for each token. A head may keep some of them.
         """
         return 0
 
 
 def suiting(data: DataSettings, task: TaskSettings) -> DataSettings:
-    """Return the data section with the defaults of a task. `Clash` if a key is missing or not for the task."""
+    """Return the data section with the defaults of a task. `Clash` if a key is missing or does not fit the task."""
     for key in OPTIONAL:
         if getattr(data, key) is not None and key not in task.data_keys:
             owners = [name for name, settings in sections().items() if key in settings.data_keys]
@@ -283,25 +283,25 @@ AnyTask = Annotated[TaskSettings, _AnyRegistered()]
 
 
 MOST_STEPS, MOST_TOKENS, MOST_PROCESSES, MOST_SECONDS = 10**8, 10**9, 10**6, 10**8
-"""Limits far above any run, so that a number with some digits too many is refused before training."""
+"""Limits far above any real run. They refuse a mistyped number, with too many digits, before training."""
 
 
 class ModelSettings(Settings):
     """The language model that is fine-tuned."""
 
     name: str
-    """`starter` or `demo` (small models that come with the package; no ESM-2), a released name (`esm2_t6_8M_UR50D` ...
-    `esm2_t48_15B_UR50D`), OWNER/NAME for a repository of the Hugging Face hub, or the path of trained weights: a
-    fair-esm `.pt` file, or a directory in the layout of `transformers`. With `init: random`, any of these names, and
-    `mini`, gives the shape only."""
+    """The name or path of the model. Names are `starter` or `demo` (small models in this package, not ESM-2), a
+    released name (`esm2_t6_8M_UR50D` ... `esm2_t48_15B_UR50D`), or OWNER/NAME for a repository of the Hugging Face hub.
+    A path leads to trained weights: a fair-esm `.pt` file, or a directory in the layout of `transformers`. With
+    `init: random`, the name (also `mini`) only defines the architecture."""
     quantize: Literal["nf4", "int8"] | None = None
     """How bitsandbytes keeps the frozen matrices of the layers in the memory of an NVIDIA GPU, for `adapt.method` lora,
-    head and probe: in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314) or in 8 bits a number. By default in 32
-    bits. The consolidated model has the unchanged weights of `name`."""
+    head and probe: with 4 bits (`nf4`, QLoRA, Dettmers et al. 2023, arXiv:2305.14314) or 8 bits a number. The default
+    is 32 bits. The consolidated model has the unchanged weights of `name`."""
 
 
 LoraTarget = Literal["q", "k", "v", "out", "fc1", "fc2"]
-"""Linear layers of a block: query, key and value, attention's output, and the feed-forward pair."""
+"""The linear layers of a block: query, key, value, the output of attention, and both feed-forward layers."""
 Targets = Annotated[
     tuple[LoraTarget, ...],
     BeforeValidator(as_list, json_schema_input_type=LoraTarget | list[LoraTarget]),
@@ -317,23 +317,24 @@ _LORA = {"rank": 4, "alpha": 1.0, "targets": ("q", "k", "v", "out", "fc1", "fc2"
 
 
 class AdaptSettings(Settings):
-    """The weights of the language model that are trained (docs/adapt.md). The head is always trained. The defaults of
-    `lora` are those of Schmirler et al. 2024 (doi:10.1038/s41467-024-51844-2), who train it with `optim.lr` 3e-4.
+    """Which weights of the language model are trained (docs/adapt.md). The head is always trained. The defaults for
+    `lora` come from Schmirler et al. 2024 (doi:10.1038/s41467-024-51844-2), who train with `optim.lr` 3e-4.
     """
 
     method: Literal["full", "lora", "head", "probe"] = "full"
-    """`full`: every weight; `lora`: low-rank matrices beside the frozen matrices of each layer (Hu et al. 2021,
-    arXiv:2106.09685); `head`: only the head; `probe`: a linear head fitted by scikit-learn on the frozen model, without
-    optimizer steps."""
+    """`full` trains every weight. `lora` trains low-rank matrices that are added to the frozen matrices of each layer
+    (Hu et al. 2021, arXiv:2106.09685). `head` trains only the head. `probe` fits a linear head with scikit-learn on the
+    frozen model, without optimizer steps."""
     freeze: Names = Field((), strict=False)
-    """For `full`: parts that are not trained, such as [embedding, layers.0-10]: `embedding`, `norms`, `biases`, layers
-    counted from 0, or `tracks`, which are geometric attention and the table of structure tokens of ESM3."""
+    """For `full`: parts that are not trained, such as [embedding, layers.0-10]. Parts are `embedding`, `norms`,
+    `biases`, layers counted from 0, and `tracks` (geometric attention, and the table of structure tokens in ESM3)."""
     rank: int | None = Field(None, ge=1, le=1024, validate_default=True)
-    """Rank of the LoRA matrices; 4 by default. For `lora` only, like the keys below."""
+    """The rank of the LoRA matrices; 4 by default. This key and the keys below are only for `lora`."""
     alpha: float | None = Field(None, gt=0, le=1e6, validate_default=True)
-    """The LoRA is scaled by alpha / rank; 1 by default."""
+    """The product of the LoRA matrices is scaled by alpha / rank. The default of alpha is 1."""
     targets: Targets | None = Field(None, strict=False, validate_default=True)
-    """Layers with a LoRA, of q, k, v, out, fc1 and fc2; all by default. `transformers` calls the last three `dense`."""
+    """The linear layers that get a LoRA: q, k, v, out, fc1, fc2; all by default. `transformers` calls the last three
+    `dense`."""
     bias: Literal["none", "all"] | None = Field(None, validate_default=True)
     """`all`, the default, also trains every bias of the language model, including the biases of LayerNorms."""
 
@@ -355,7 +356,7 @@ class AdaptSettings(Settings):
 
     @property
     def lora(self) -> tuple[int, float, tuple[LoraTarget, ...]]:
-        """Rank, alpha and targets; for method `lora` only."""
+        """Rank, alpha and targets. Only for method `lora`."""
         assert self.rank is not None
         assert self.alpha is not None
         assert self.targets is not None
@@ -378,13 +379,14 @@ class BatchSettings(Settings):
     """The size of one optimizer step."""
 
     global_tokens: int = Field(16384, ge=3, le=MOST_TOKENS)
-    """Most tokens of one optimizer step over all processes. Nearly every step has this size, with the same records for
-    any number of processes."""
+    """The maximum number of tokens in one optimizer step, over all processes. Nearly every step has this size. A step
+    has the same records for any number of processes."""
     sequences: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    """Records of a step. Sets `global_tokens` to this number times the tokens of the longest training record."""
+    """The number of records in a step, instead of `global_tokens`, which becomes this number times the tokens of the
+    longest training record."""
     tokens_per_rank: Annotated[int, Field(ge=3, le=MOST_TOKENS)] | Literal["auto"] = "auto"
-    """Most tokens that one process computes at once; a larger share is divided into micro-batches whose gradients are
-    added. `auto` estimates what the free memory of every process allows."""
+    """The maximum number of tokens that one process computes at once. A larger share of a step is divided into
+    micro-batches, whose gradients are added. `auto` estimates what the free memory of every process allows."""
 
     @field_validator("sequences")
     @classmethod
@@ -408,24 +410,24 @@ class OptimSettings(Settings):
     head_lr: float = Field(2.0e-4, gt=0, le=10)
     """Peak learning rate of the head."""
     betas: tuple[Decay, Decay] = Field((0.9, 0.98), strict=False)
-    """Decay of the running means of gradient and squared gradient. ESM-2 was trained with these values."""
+    """Decay rates of the running means of gradient and squared gradient. ESM-2 was trained with the default."""
     weight_decay: float = Field(0.01, ge=0, le=100)
     """Decoupled weight decay. Biases, LayerNorms and embeddings have none."""
     warmup: float = Field(0.05, ge=0, le=1)
-    """Share of all steps during which the learning rate rises from 0."""
+    """The share of all steps in which the learning rate rises from 0 to its peak."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up. It would reach 0 one step after the last."""
+    """How the learning rate falls after the warm-up. `cosine` and `linear` would reach 0 one step after the end."""
     clip: float = Field(1.0, gt=0, le=10**9)
-    """Largest norm of the gradient; a larger gradient is scaled to this norm."""
+    """The maximum norm of the gradient. A larger gradient is scaled down to this norm."""
 
 
 class TrainSettings(Settings):
-    """How long the run trains, from which seed, and how often it is validated."""
+    """How long the run trains, with which seed, and how often it is validated."""
 
     steps: int | None = Field(None, ge=1, le=MOST_STEPS)
-    """Number of optimizer steps; 400 if `epochs` is not set either."""
+    """The number of optimizer steps. The default is 400, unless `epochs` is set."""
     epochs: float | None = Field(None, gt=0, le=1e6)
-    """Passes over the training records, instead of `steps`."""
+    """The number of passes over the training records. Set either this key or `steps`."""
 
     @field_validator("epochs")
     @classmethod
@@ -436,64 +438,64 @@ class TrainSettings(Settings):
         return epochs
 
     seed: int = Field(0, ge=0, lt=2**32)
-    """Seed of the new weights, the order of the records and the crops."""
+    """The seed of new weights, of the order of records, of crops and of other random choices in training."""
     eval_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] | Literal["epoch"] = 50
-    """Steps between two validations, or `epoch`."""
+    """The number of steps between two validations, or `epoch` for a validation after each epoch."""
     early_stop: int | None = Field(None, ge=1, le=MOST_STEPS)
-    """Stop after so many validations in a row without a better headline metric, and keep the best model."""
+    """Stop if this many validations in a row have not improved the headline metric, and keep the best model."""
 
 
 class ParallelSettings(Settings):
-    """How the work is divided over processes. No key here changes what is computed (docs/sharding.md)."""
+    """How the work is divided over processes (docs/sharding.md). The keys change speed and memory, not the training."""
 
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
     """`full_shard` frees each layer's gathered weights after use (ZeRO 3). `shard_grad_op` keeps them from the forward
-    to the backward pass (ZeRO 2): less traffic, more memory. `hybrid_shard` shards within groups of processes and keeps
-    a copy in each group. `no_shard` keeps a copy in every process (DDP)."""
+    to the backward pass (ZeRO 2), with less traffic and more memory. `hybrid_shard` shards within groups of processes;
+    each group has a copy of the weights. `no_shard` keeps a copy in every process (DDP)."""
     group_size: int | None = Field(None, ge=2, le=MOST_PROCESSES)
-    """Processes that share one copy of the weights under `hybrid_shard`; by default those of one machine."""
+    """The number of processes that share one copy of the weights under `hybrid_shard`; by default all of a machine."""
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Neighbouring processes of one machine that compute each layer together: they share the attention heads and the
-    columns of the feed-forward part, see the same records, and hold 1/N of the layers' weights and activations. The
-    strategy divides each of these parts over the other processes."""
+    """The number N of neighbouring processes of a machine that compute each layer together. They divide the attention
+    heads and the columns of the feed-forward part, read the same records, and each hold 1/N of the layers' weights and
+    activations. The strategy then divides each of these parts over other processes."""
     context: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Neighbouring processes of one machine that divide the tokens of each micro-batch, attention included, for single
-    proteins that are too long for one GPU. Weights are divided by the strategy alone."""
+    """The number of neighbouring processes of a machine that divide the tokens of each micro-batch, also in attention.
+    This is for proteins that are too long for one GPU. It does not divide the weights; the strategy does."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Precision of the arithmetic; weights, optimizer state and gradient sums stay fp32. `auto`: bf16 on NVIDIA GPUs
-    from compute capability 8.0 on, fp16 with a loss scale from 7.0 on, else fp32."""
+    """The precision of the arithmetic. Weights, optimizer state and gradient sums stay fp32. `auto` means bf16 on
+    NVIDIA GPUs from compute capability 8.0 on, fp16 with a loss scale from 7.0 on, and fp32 otherwise."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which gradients are added over processes. bf16 halves this traffic and loses digits."""
+    """The precision in which gradients are summed over processes. bf16 halves this traffic, but loses digits."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """`full` keeps only the input of each layer and computes the rest again: a third more work, far less memory.
-    `selective` also keeps the outputs of matrix products and attention: little more work, about two thirds of the
-    memory."""
+    """What layers keep for the backward pass. `none` keeps everything. `full` keeps only the input of each layer and
+    computes the rest again: a third more work, far less memory. `selective` also keeps the outputs of matrix products
+    and attention: slightly more work than `none`, about two thirds of the memory."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in the machine's memory, and gather each layer from there."""
     accumulate: Literal["sharded", "unsharded"] = "sharded"
-    """Gradients between the micro-batches of a step. `sharded` adds them over processes after each micro-batch.
-    `unsharded` keeps all gradients in every process and adds them once: less traffic, and memory of the whole model."""
+    """How the gradients of a step's micro-batches are added. `sharded` sums them over processes after each micro-batch.
+    `unsharded` keeps all gradients of the model in every process and sums them once: less traffic, more memory."""
     compile: bool = False
     """Compile each layer, once for all lengths. This takes a minute at the start, and does not make a CPU faster
     (docs/devices.md)."""
     start_timeout: int = Field(1800, ge=1, le=MOST_SECONDS)
-    """Seconds that a process waits for the others until the first step is done, for example while weights are read."""
+    """How many seconds a process waits for others until the first step is done, for example while weights are read."""
     step_timeout: int = Field(600, ge=1, le=MOST_SECONDS)
-    """Seconds that a process waits for the others in later steps. Then the run ends and names the silent process."""
+    """How many seconds a process waits for others in later steps. Then the run stops and names the silent process."""
 
 
 class CheckpointSettings(Settings):
     """Sharded checkpoints, from which a run can resume."""
 
     every: int = Field(100, ge=1, le=MOST_STEPS)
-    """Steps between two checkpoints. The last step always writes one."""
+    """The number of steps between two checkpoints. The last step always writes a checkpoint."""
     keep: int = Field(3, ge=1, le=MOST_STEPS)
-    """Number of newest checkpoints that are kept."""
+    """How many of the newest checkpoints are kept."""
     keep_best: bool = False
-    """Save a checkpoint after every validation that is the best so far, and keep the best model."""
+    """Save a checkpoint after each validation with the best result so far. The best model is the result of the run."""
     async_save: Literal["auto"] | bool = "auto"
-    """Write in the background while training continues, from a copy in host memory: 12 bytes for each trained
-    parameter, summed over all processes. `auto`: with GPUs."""
+    """Write in the background while training continues. This needs a copy in host memory: 12 bytes for each trained
+    parameter, over all processes together. `auto` does this only with GPUs."""
 
 
 class Recipe(Settings):
@@ -515,10 +517,10 @@ class Recipe(Settings):
     parallel: ParallelSettings = ParallelSettings()  # type: ignore[call-arg]
     checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
     track: Trackers = Field((), strict=False)
-    """The trackers that show metrics in addition to metrics.jsonl: `tensorboard` (files in `out`/tensorboard), `wandb`
-    (Weights & Biases, configured by its environment variables). See docs/watching.md."""
+    """The trackers that get the metrics, which are also in metrics.jsonl: `tensorboard` (files in `out`/tensorboard) or
+    `wandb` (Weights & Biases, configured by its environment variables). See docs/watching.md."""
     out: str
-    """Directory of the run, relative to the working directory."""
+    """The directory of the run, relative to the working directory."""
 
     @field_validator("out")
     @classmethod
@@ -558,10 +560,10 @@ class Recipe(Settings):
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the checkpoint of the best validation is kept, and is the result of the run."""
+        """Whether the result of the run is the checkpoint with the best validation."""
         return self.checkpoint.keep_best or self.train.early_stop is not None
 
     @property
     def divides_table(self) -> bool:
-        """Whether a single command divides a table of variants, into folds or into one split."""
+        """Whether a command divides the table of variants itself, since `data.folds` is not set."""
         return self.task.reads_table and self.data.folds is None

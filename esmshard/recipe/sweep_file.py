@@ -1,11 +1,11 @@
-"""The file of a search over settings of a recipe: which values each key may have, and how they are chosen. No torch.
+"""Reads the file of a search over settings of a recipe, such as this one.
 
     space:
       optim.lr: {low: 1.0e-5, high: 1.0e-3, log: true}
       adapt.rank: {choices: [4, 8, 16]}
 
-Errors are reported like those of a recipe. Before training, the recipe is checked with every end of a range and every
-choice.
+Errors are reported as for a recipe. Before training, the recipe is checked with both ends of each range and with every
+choice. This module does not import torch.
 """
 
 import json
@@ -25,29 +25,29 @@ REFUSED = (
     *("out", "data", "task.name", "train.seed", "train.eval_every", "track", "checkpoint", "parallel"),
     "batch.tokens_per_rank",
 )
-"""The keys and sections that are not searched. All trials have the same task, data and validations, and each trial has
-a directory. The best seed is luck, and not a setting.
+"""Keys and sections that cannot be searched. All trials have the same task, data and validations. Each trial has its
+own directory. The seed is not searched, since the best seed is only luck.
 """
 
 MOST_CELLS = 10_000
-"""The most trials of a grid."""
+"""The maximum number of trials in a grid."""
 
 Number = int | float
 
 
 class SearchSpace(Settings):
-    """The values of one key: `choices`, or all numbers from `low` to `high`."""
+    """The values to search for one key: `choices`, or all numbers from `low` to `high`."""
 
     low: Number | None = None
     """The lowest number."""
     high: Number | None = None
-    """The highest number. It is one of the values."""
+    """The highest number. The search includes it."""
     step: Number | None = Field(None, gt=0)
-    """The distance between two values, counted from `low`. A key of whole numbers has step 1 by default."""
+    """The distance between neighbouring values, starting at `low`. The default for whole numbers is 1."""
     log: bool = False
-    """Whether values are drawn evenly on a logarithmic scale, as suits learning rates."""
+    """Whether values are drawn evenly on a logarithmic scale, which suits learning rates."""
     choices: tuple[Any, ...] | None = Field(None, strict=False)
-    """The values, of any type that the key has."""
+    """A list of the values to search, in the type of the key."""
 
     @model_validator(mode="after")
     def _is_complete(self) -> "SearchSpace":
@@ -74,7 +74,7 @@ class SearchSpace(Settings):
 
     @property
     def cells(self) -> tuple[Any, ...] | None:
-        """All values in their order; None if they are infinitely many."""
+        """All values in their order; None if there are infinitely many."""
         if self.choices is not None:
             return self.choices
         step = self.step or (1 if self.is_whole and not self.log else None)
@@ -88,38 +88,38 @@ class SweepSettings(Settings):
     """A search over settings of a recipe (docs/sweep.md)."""
 
     space: dict[str, SearchSpace] = Field(min_length=1)
-    """The keys that are searched, and the values of each."""
+    """The keys to search, such as `optim.lr`, and the values of each key."""
     sampler: Literal["tpe", "random", "grid"] = "tpe"
-    """How values are chosen. `tpe`: near values of good trials (Bergstra et al. 2011), after 10 random trials;
-    `random`: without regard to earlier trials; `grid`: every combination once."""
+    """How values are chosen. `tpe` draws 10 random trials, and then values near those of good trials (Bergstra et al.
+    2011). `random` ignores earlier trials. `grid` tries every combination once."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """The seed of the choices. The recipe has the seed of the training."""
+    """The seed for the choice of values. The seed of the training is in the recipe."""
     pruner: Literal["median", "none"] = "median"
     """`median` stops a trial whose best validation so far is worse than the median of the other trials at the same
     step. `none` trains every trial to its end."""
     prune_after_trials: int = Field(5, ge=1, le=10**6)
-    """The number of trials that must have been trained to their end before one is stopped."""
+    """How many trials must be finished before the pruner may stop a trial."""
     prune_after_steps: int = Field(0, ge=0, le=10**8)
-    """The optimizer steps of a trial during which it is not stopped."""
+    """The pruner never stops a trial in its first steps; this is their number."""
     metric: Literal["headline", "loss"] = "headline"
-    """The validation value that trials are compared by: `headline` is the task's first metric, and `loss` its loss."""
+    """The validation value by which trials are compared. `headline` is the first metric of the task."""
     storage: str | None = None
-    """The database that several machines share, such as `postgresql://HOST/NAME`; by default a file in the directory of
-    the sweep, which the workers of one machine can share."""
+    """A database that several machines can share, such as `postgresql://HOST/NAME`. The default is a file in the
+    directory of the sweep, which the workers of one machine can share."""
 
     @property
     def cells(self) -> int:
-        """The number of combinations of a grid."""
+        """The number of combinations in a grid."""
         return math.prod(len(space.cells or ()) for space in self.space.values())
 
 
 def load(path: Path, recipe: Path, overrides: Sequence[str]) -> SweepSettings:
     """Read the file of a search, and check it against a recipe and its overrides.
 
-    Ends of ranges become floats if the key of the recipe takes numbers with decimals.
+    If a key of the recipe takes floats, the ends of its range become floats.
 
     Raises:
-        UsageError: with one sentence for each problem, as `sweep.yaml:2:3: optim.lrr: unknown key; did you mean 'lr'?`.
+        UsageError: with a sentence for each problem: `sweep.yaml:2:3: optim.lrr: unknown key; did you mean 'lr'?`.
     """
     tree = read(path, "a sweep", SweepSettings)
     sweep, base = tree.checked(SweepSettings), recipe_file.opened(recipe, overrides)
@@ -147,13 +147,13 @@ def load(path: Path, recipe: Path, overrides: Sequence[str]) -> SweepSettings:
 
 
 def override(key: str, value: Any) -> str:
-    """Return a setting of a trial as an override, such as `optim.lr=0.0001`."""
+    """Return an override that sets a key to a value, such as `optim.lr=0.0001`."""
     return f"{key}={json.dumps(value)}"
 
 
 def _fitting(key: str, tree: Tree, sweep: SweepSettings, base: Tree) -> SearchSpace:
-    """Return the values of a key, in the type of the key. The recipe is checked with each of these values, together
-    with the first value of every other key. The problems are added to those of the sweep.
+    """Return the search space of a key, with numbers in the type of the key. Check the recipe with each value of the
+    key, together with the first value of every other key, and add the problems to `tree`.
     """
     space = sweep.space[key]
     for value in space.ends:
@@ -175,7 +175,7 @@ def _fitting(key: str, tree: Tree, sweep: SweepSettings, base: Tree) -> SearchSp
 
 
 def shown(values: Mapping[str, Any]) -> str:
-    """Format the settings of a trial in a line.
+    """Format the settings of a trial as one line.
 
     >>> shown({"optim.lr": 0.00012345, "adapt.method": "lora"})
     'optim.lr=0.0001234 adapt.method=lora'
@@ -184,7 +184,7 @@ def shown(values: Mapping[str, Any]) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Format a value of a setting: four digits of a number with decimals.
+    """Format a value of a setting. A float gets four significant digits.
 
     >>> value_text(0.00012345), value_text(16), value_text([0.9, 0.98])
     ('0.0001234', '16', '[0.9, 0.98]')

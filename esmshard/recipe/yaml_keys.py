@@ -1,4 +1,4 @@
-"""Read a YAML file of keys into typed settings, such as a recipe or a site profile. No torch.
+"""Reads a YAML file, such as a recipe or a site profile, into typed settings. This module does not import torch.
 
 Unknown keys and wrong types are refused. All problems of a file are reported at once, each with its line and column, or
 with the override that caused it.
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass
 class Tree:
-    """The content of a file with overrides, the place of each key, and the problems so far."""
+    """The content of a YAML file after overrides, the position of each key, and all problems so far."""
 
     node: CommentedMap
     file: str
@@ -32,12 +32,12 @@ class Tree:
     problems: list[str] = field(default_factory=list)
 
     def override_of(self, keys: tuple[str, ...]) -> str | None:
-        """Return the override that set a key, or a section around it."""
+        """Return the override that set a key, or a section that contains the key; None if there is none."""
         sections = (keys[:depth] for depth in range(len(keys), 0, -1))
         return next((self.overrides[section] for section in sections if section in self.overrides), None)
 
     def where(self, keys: tuple[str, ...], on_value: bool = False) -> str:
-        """Return where a key was written, as `my.yaml:4:3`, or the override that set the key."""
+        """Return the position of a key in the file, such as `my.yaml:4:3`, or the override that set the key."""
         if (typed := self.override_of(keys)) is not None:
             return typed
         line, column = 0, 0
@@ -47,7 +47,7 @@ class Tree:
                 line, column = node.lc.item(int(key))
             if not isinstance(node, CommentedMap) or key not in node:
                 break
-            if key in (node.lc.data or {}):  # a key from an override has no place in the file
+            if key in (node.lc.data or {}):  # a key from an override is not in the file
                 # YAML puts an empty value on the next line.
                 is_value = on_value and key == keys[-1] and node[key] is not None
                 line, column = node.lc.value(key) if is_value else node.lc.key(key)
@@ -71,7 +71,7 @@ class Tree:
         self.put(keys, value, text)
 
     def put(self, keys: tuple[str, ...], value: Any, where: str) -> None:
-        """Set a key to a value. Messages about it begin with `where`."""
+        """Set a key to a value. Messages about the key begin with `where`."""
         self.overrides[keys] = where
         node: Any = self.node
         for key in keys[:-1]:
@@ -82,10 +82,10 @@ class Tree:
         node[keys[-1]] = value
 
     def checked(self, root: type[M], named: Mapping[str, type[BaseModel]] | None = None) -> M:
-        """Validate the settings. `named` has the sections that are chosen by their `name`.
+        """Validate the settings. `named` has the settings class for each `name`, where the name selects the class.
 
         Raises:
-            UsageError: with one sentence for each key, as `my.yaml:4:3: optim.lrr: unknown key; did you mean 'lr'?`.
+            UsageError: with a sentence for each key: `my.yaml:4:3: optim.lrr: unknown key; did you mean 'lr'?`.
         """
         try:
             settings = root.model_validate(_plain(self.node))
@@ -102,13 +102,13 @@ class Tree:
     def _described(
         self, error: ErrorDetails, root: type[BaseModel], named: Mapping[str, type[BaseModel]]
     ) -> tuple[str, str]:
-        """Return the place and key of an error of pydantic, and its message."""
+        """Return the position and key of a pydantic error as one text, and the message."""
         loc, absent = list(error["loc"]), error["type"] in ("missing", "extra_forbidden")
         if (clash := error.get("ctx", {}).get("error")) is not None and isinstance(clash, Clash):
             loc.append(clash.key)
         keys: list[str] = []
         node: Any = self.node
-        for part in loc:  # pydantic's place also has names of types and sections, which the file does not have
+        for part in loc:  # pydantic's location also has names of types and sections that are not in the file
             is_item = isinstance(node, list) and isinstance(part, int)
             has_default = isinstance(clash, Clash) and part not in named  # such a key or section is not in the file
             if isinstance(node, dict) and part in node:
@@ -126,7 +126,7 @@ class Tree:
 
 
 def _keys_of(root: type[BaseModel], loc: Sequence[int | str], named: Mapping[str, type[BaseModel]]) -> list[str]:
-    """Return the keys of the section at a place."""
+    """Return the keys of the section at a location of pydantic."""
     kind: Any = root
     for part in loc:
         if get_origin(kind) is dict:  # the user chooses these keys
@@ -139,10 +139,10 @@ def _keys_of(root: type[BaseModel], loc: Sequence[int | str], named: Mapping[str
 
 
 def read(path: Path, called: str, root: type[BaseModel]) -> Tree:
-    """Read a file of the settings `root`. `called` is the kind of file in messages, such as `a recipe`.
+    """Read a file with the keys of `root`. `called` is the noun for the file in messages, such as `a recipe`.
 
     Raises:
-        UsageError: the file cannot be read, is not YAML, or is no mapping.
+        UsageError: the file cannot be read, is not YAML, or is not a mapping.
     """
     try:
         node = parse_yaml(path.read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ def read(path: Path, called: str, root: type[BaseModel]) -> Tree:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML as `ruamel.yaml` does, with comments and places.
+    """Parse YAML with `ruamel.yaml`, which keeps comments and positions.
 
     Raises:
         YAMLError: the text is not YAML.
@@ -174,13 +174,13 @@ def parse_yaml(text: str) -> Any:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown word; empty if no known word is similar."""
+    """Return the end of a message about an unknown word: the most similar known word, or an empty text."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def _plain(node: Any) -> Any:
-    """Convert YAML containers and scalars to plain Python ones, since strict validation needs exact types."""
+    """Convert YAML containers and scalars to plain Python types, since strict validation needs exact types."""
     if isinstance(node, dict):
         return {str(k): _plain(v) for k, v in node.items()}
     if isinstance(node, list):

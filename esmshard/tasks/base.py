@@ -29,15 +29,14 @@ BEFORE = "before fine-tuning"
 """Name of the baseline that is the model before the first step: its weights under a new head, or its own LM head."""
 
 Facts = Mapping[str, Any]
-"""The facts of a task about its training labels, as JSON: names of classes, means. They are kept with the model."""
+"""What a task has learned from the training labels, as JSON: class names, means. It is saved with the model."""
 Outputs = dict[str, Sequence[npt.NDArray[np.float32] | Row]]
-"""The outputs of each baseline by its name: for each record an array like an output of the head, or its row of metrics.
-"""
+"""For each baseline name, one item for each record: an array like an output of the head, or a row of metrics."""
 
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss as a sum and a count. The sum is divided once, by the count over all ranks and micro-batches of a step."""
+    """A loss as a sum and a count. Each step divides the sum over all ranks and micro-batches by their count."""
 
     sum: torch.Tensor
     """A scalar with a gradient."""
@@ -48,22 +47,22 @@ class LossSum:
 class Task(ABC):
     """One kind of fine-tuning: its head, its scores, and the facts about the labels.
 
-    A task must have `columns`, `head`, `inputs`, `loss` and `score`. The defaults of the rest suit a task that needs no
-    labels and predicts one number for each protein. Objects hold settings and facts, and nothing else.
+    A subclass must define `columns`, `head`, `inputs`, `loss` and `score`. The other methods have defaults for a task
+    that needs no labels and predicts one number for each protein. A task object stores only settings and facts.
 
     Args:
         settings: the task section of a recipe.
-        facts: the facts that `learn` has found in the training labels; empty before `learn`.
+        facts: what `learn` has computed from the training labels; empty before `learn`.
     """
 
     Settings: ClassVar[type[TaskSettings]]
-    """The settings of the task, whose `name` is the one in recipes."""
+    """The settings class of the task. Recipes name the task by the field `name` of this class."""
     lower_is_better: ClassVar[bool] = False
-    """Whether a lower headline is better, as for errors and perplexities."""
+    """Whether a lower value of the headline metric is better, as for errors and perplexities."""
     per_residue: ClassVar[bool] = False
     """Whether `predict` has a row for each residue."""
     baseline_records: ClassVar[int] = 2000
-    """The most training records that the baselines learn from. They are spread evenly over the training split."""
+    """The maximum number of training records for the baselines. They are spread evenly over the training split."""
     of_base: ClassVar[tuple[str, ...]] = ()
     """Names of the baselines that use the model before the first step."""
 
@@ -74,43 +73,43 @@ class Task(ABC):
     @property
     @abstractmethod
     def columns(self) -> tuple[str, ...]:
-        """The metrics that get a column in the final table, if `summary` has them. The first one is the headline."""
+        """The columns of the final table, for metrics that `summary` returns. The first is the headline metric."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the numbers of a prediction: targets, classes, amino acids. Empty for pair maps."""
+        """The name of each number of a prediction: a target, a class or an amino acid. Empty for pair maps."""
         return ("value",)
 
     @property
     def one_of_names(self) -> bool:
-        """Whether the numbers are probabilities of classes that exclude each other."""
+        """Whether the numbers of a prediction are probabilities of classes, of which exactly one is true."""
         return False
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> Labels | None:
-        """Open the labels of a FASTA file and check them against its records, and against `facts` if there are any.
+        """Open the labels of a FASTA file, and check that they fit its records and the `facts`, if there are any.
 
-        None for a task without labels.
+        Return None for a task without labels.
         """
         return None
 
     def learn(self, train: Examples) -> Self:
-        """Return this task with the facts of the training labels. `InputError` if the labels teach nothing."""
+        """Return a copy of this task with facts about the training labels. `InputError` if nothing can be learned."""
         return self
 
     @abstractmethod
     def head(self, config: ModelConfig) -> nn.Module:
-        """Make a new head: `head(x_TD, batch)` returns a list of N outputs, one tensor a record, on any device.
+        """Make a new head: `head(x_TD, batch)` returns a list of N tensors, one for each record, on any device.
 
-        A head may have a method `attention(batch)`. It returns an object whose method `add(layer, sequence, q_THK,
-        k_THK)` is called in each layer (see `esmshard.model.attention`), and which is then the third argument of
-        `head`. A head with `reads_logits` gets the logits of the language model at `TokenBatch.logits_at_P`, float
-        [P, V]. A method `start(weights)` gives a new head the values that the language model has for it, if any, and
-        returns a sentence about them, or None.
+        A head may have a method `attention(batch)`, which returns an object. Each layer calls the object's method
+        `add(layer, sequence, q_THK, k_THK)` (see `esmshard.model.attention`), and `head` gets the object as its third
+        argument. A head whose attribute `reads_logits` is True instead gets the logits of the language model at
+        `TokenBatch.logits_at_P`, float [P, V]. A method `start(weights)` may copy weights of the language model into
+        a new head. It returns a sentence about these weights, or None.
         """
 
     @abstractmethod
     def inputs(self, example: Example) -> Inputs:
-        """Return the input of the model for one example, and the target. Random choices follow from `example.draw`."""
+        """Return the model's input for an example, with the target. `example.draw` is the seed of random choices."""
 
     def question(self, example: Example) -> Inputs:
         """Return the input of the model for a record without labels: its sequence."""
@@ -118,47 +117,47 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Return sum and count over the records of a batch."""
+        """Return the sum of the losses of the records in a batch, and the number of terms."""
 
     @abstractmethod
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
         """Return the row of a record, from which the metrics are computed. It never depends on other records.
 
-        Three keys have a meaning: `log losses`, to which a temperature is fitted (`esmshard.tasks.labels`);
-        `profile`, observed and predicted values along the sequence, [2, L], which a report draws; and keys that begin
-        with `ranked ` (`metrics.ranked`).
+        Three kinds of keys have a special use. A temperature is fitted to `log losses` (`esmshard.tasks.labels`). A
+        report draws `profile`: observed and predicted values along the sequence, [2, L]. `metrics.ranked` replaces the
+        values of keys that begin with `ranked `.
         """
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Return the metrics of some records, `columns` among them; NaN if undefined. By default the means of rows."""
+        """Return the metrics over `rows`, including `columns`; NaN if undefined. The default is means over rows."""
         return means(rows, self.columns)
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Convert the head's output of one record for the user: probabilities, or values in the unit of the labels."""
+        """Convert the head's output for a record to a prediction: probabilities, or values in the labels' unit."""
         return output
 
     def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
-        """Return the units that an interval over a split resamples: the block of each record, int64 [N], or None for
-        single records. Also return the noun for a unit.
+        """Return the units that the bootstrap resamples: the block number of each record, int64 [N], or None if each
+        record is a unit. Also return the noun for a unit.
         """
         return data.blocks(), "record"
 
     def groups(self, data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-        """Return the group of each record, '' for none; an empty list if there are no groups. An evaluation also gives
-        the metrics of each group. `known` is the result of `baselines`.
+        """Return the name of each record's group, '' for a record without a group. Return an empty list if the task has
+        no groups. An evaluation also reports the metrics of each group. `known` is the result of `baselines`.
         """
         return []
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
-        """Store outputs of the base model that `baselines` needs in `base.remembered`.
+        """Compute outputs of the base model that `baselines` needs, and store them in `base.remembered`.
 
-        The ranks of a run divide the examples `train`: `mine` are the numbers of this rank's examples. Then the first
+        The ranks of a run divide the examples `train`: `mine` are the indices of this rank's examples. Then the first
         rank alone calls `baselines`, with the outputs that all ranks have stored. `base` is as for `baselines`.
         """
         return
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Fit the baselines to training examples, and return them as arrays by name, which are kept with the model.
+        """Fit the baselines to training examples, and return their arrays by name. These are saved with the model.
         `base` is the model before the first step.
         """
         return {}
@@ -166,21 +165,22 @@ class Task(ABC):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """Return the outputs of each baseline for each record. `known` is the result of `baselines`. None for `base`
-        leaves out the baselines that use the model before the first step.
+        """Return the outputs of each baseline for each record. `known` is the result of `baselines`. If `base` is None,
+        baselines that use the model before the first step are left out.
         """
         return {}
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
-        """Fit a linear head with scikit-learn to the frozen model's representations of training examples. Called only
-        if `Settings.no_probe` allows it.
+        """Fit a linear head with scikit-learn to the frozen model's representations of training examples.
+
+        It is called only if `settings.no_probe()` returns None.
         """
         raise NotImplementedError
 
 
 def of_residues(task: Task, values: npt.NDArray[Any], residues: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """Return outputs, predictions or targets of one record without the linkers between its chains. `residues` are the
-    tokens of the record without `<cls>` and `<eos>`, uint8 [L].
+    """Remove the linkers between chains from `values`, which are the outputs, predictions or targets of one record.
+    `residues` are the tokens of the record without `<cls>` and `<eos>`, uint8 [L].
     """
     is_residue_L = is_residue(residues)
     if is_residue_L.all() or (task.names and not task.per_residue):
@@ -189,11 +189,13 @@ def of_residues(task: Task, values: npt.NDArray[Any], residues: npt.NDArray[np.u
 
 
 def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[torch.Tensor]]:
-    """Pack examples, and make their targets. Examples of an epoch have draws for dropout (`TokenBatch.draw_N`)."""
+    """Pack examples, and return the batch with their targets. In training, each example gets a seed for dropout
+    (`TokenBatch.draw_N`).
+    """
     inputs = [task.inputs(example) for example in examples]
-    if any(seen.tracks.keys() != example.tracks.keys() for seen, example in zip(inputs, examples, strict=True)):
+    if any(record.tracks.keys() != example.tracks.keys() for record, example in zip(inputs, examples, strict=True)):
         raise UsageError(
-            f"task {task.settings.name}: its method inputs leaves out the tracks of records; pass "
+            f"task {task.settings.name}: its method `inputs` returns no tracks, but the records have some; pass "
             "tracks=example.tracks to Inputs"
         )
     batch = batch_of(inputs, [e.id for e in examples])
@@ -203,7 +205,7 @@ def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[t
 
 
 def regression_loss(output: torch.Tensor, target: torch.Tensor, loss: str) -> LossSum:
-    """Return squared errors (`mse`) or Huber losses (`huber`) over the values that are known; NaN marks the others."""
+    """Sum squared errors (`mse`) or Huber losses (`huber`) over the targets that are not missing (NaN)."""
     known = ~target.isnan()
     target = torch.where(known, target, output.detach())  # an error of 0, whose gradient is 0 and not NaN
     errors = (F.huber_loss if loss == "huber" else F.mse_loss)(output, target, reduction="sum")
@@ -211,7 +213,7 @@ def regression_loss(output: torch.Tensor, target: torch.Tensor, loss: str) -> Lo
 
 
 def require_two_values(path: Path, target: str, values: npt.NDArray[Any], unit: str) -> None:
-    """Refuse a target whose known `values` in training are all the same, or none. `unit` is the noun for the place of a
+    """Refuse a target if its training `values` are all equal, or if there are none. `unit` is the noun for what has a
     value, such as `residue`.
     """
     distinct = np.unique(values)
@@ -224,7 +226,7 @@ def require_two_values(path: Path, target: str, values: npt.NDArray[Any], unit: 
 
 
 def _draw(example: Example) -> int:
-    """Return a number that follows from seed, epoch and id, and not from the draws of crops and hidden residues."""
+    """Return a dropout seed that depends on seed, epoch and id. Crops and masked residues use other random numbers."""
     digest = hashlib.sha256(f"dropout:{example.draw}:{example.id}".encode()).digest()
     return int.from_bytes(digest[:4], "little", signed=True)
 
@@ -233,6 +235,6 @@ def on_device_of(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Move targets or weights from the host to the device of a head's output.
 
     On CUDA the host does not wait for the forward pass, since CUDA has copied the numbers when the call returns. Other
-    devices do not promise this, so that the host waits.
+    devices do not guarantee this, so the host waits for them.
     """
     return tensor.to(output.device, non_blocking=output.device.type == "cuda")

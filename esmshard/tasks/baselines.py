@@ -1,8 +1,8 @@
-"""Linear models on fixed features, fitted by scikit-learn: for baselines and probes.
+"""Linear models on fixed features, fitted by scikit-learn, for baselines and probes.
 
 A model is one array [O, F + 1]: the weights of F features for each of O outputs, and the bias in the last column.
-Models are fitted to standardised features, and then converted to models of the features themselves. The penalty is
-chosen on a part of the examples. It holds for all examples, since it is the strength of a prior.
+Models are fitted to standardised features, and then converted to models of the original features. The penalty is
+chosen on a part of the examples. It also suits all examples, since it is the strength of a prior.
 """
 
 import warnings
@@ -19,15 +19,15 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 RIDGE_ROWS, LOGISTIC_ROWS = 1000, 3000
-"""The most examples on which a penalty is chosen. With 1,280 features, leave-one-out of 1,000 examples takes a second,
-and of 2,000 ten seconds."""
+"""The maximum numbers of examples on which a penalty is chosen, for ridge and for logistic regression. With 1,280
+features, leave-one-out takes one second for 1,000 examples and ten seconds for 2,000."""
 ALPHAS = np.logspace(-1, 5, 13)
 """Penalties of ridge regression."""
 CS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Inverse penalties of logistic regression."""
 FOLDS = 3
 ABSENT = -30.0
-"""Logit of a class without an example."""
+"""The logit of a class that no example has."""
 
 Floats = npt.NDArray[np.floating]
 Array = npt.NDArray[np.float32]
@@ -40,7 +40,7 @@ def apply(model: Array, x_F: Floats) -> Array:
 
 @torch.no_grad()
 def copy_to(layer: nn.Linear, model: Array) -> None:
-    """Make a layer of F inputs and O outputs compute the same as a model."""
+    """Copy a model of F features and O outputs into a linear layer."""
     layer.weight.copy_(torch.from_numpy(model[:, :-1]))
     layer.bias.copy_(torch.from_numpy(model[:, -1]))
 
@@ -48,12 +48,13 @@ def copy_to(layer: nn.Linear, model: Array) -> None:
 def fit_numbers(x_NF: Floats, y_NT: Floats, light_F: Floats | None = None) -> Array:
     """Fit ridge regression for each target to the examples that have it. The penalty is chosen by leave-one-out error.
 
-    A target with fewer than two different values is predicted by its mean; without any value, by 0.
+    If all values of a target are equal, the prediction is this value. For a target without values, it is 0.
 
     Args:
         x_NF: features.
         y_NT: targets; NaN for a missing target.
-        light_F: a factor for each standardised feature. The penalty on the feature falls with the square of the factor.
+        light_F: a factor for each standardised feature. A larger factor means a smaller penalty on the feature: the
+            penalty is divided by the square of the factor.
     """
     scaled_NF, fold = _standardise(x_NF, light_F)
     weight_TF, bias_T = np.zeros((y_NT.shape[1], x_NF.shape[1])), np.zeros(y_NT.shape[1])
@@ -78,7 +79,7 @@ def fit_classes(
     Args:
         x_NF: features.
         y_N: class of each example.
-        n_classes: C; a class without an example gets the logit ABSENT.
+        n_classes: C. A class that no example has gets the logit ABSENT.
         weight_C: the weight of each class in the loss.
         seed: seed of the folds on which the penalty is chosen.
     """
@@ -95,13 +96,13 @@ def fit_classes(
 
 
 def fit_labels(x_NF: Floats, y_NC: Floats, weight_C: Floats | None = None, seed: int = 0) -> Array:
-    """Fit logistic regression for each of C labels. All labels get the penalty that is best for the label whose share
-    is nearest to one half.
+    """Fit logistic regression for each of C labels. The penalty is chosen for the label whose share of the examples is
+    nearest to one half, and used for all labels.
 
     Args:
         x_NF: features.
-        y_NC: 0 and 1. A label that all examples have, or none, is predicted by its smoothed share.
-        weight_C: for each label, the weight in the loss of the examples that have it.
+        y_NC: 0 and 1. For a label of all examples, or of none, the model predicts the smoothed share.
+        weight_C: for each label, the loss weight of the examples that have the label.
         seed: seed of the folds on which the penalty is chosen.
     """
     scaled_NF, fold = _standardise(x_NF)
@@ -120,7 +121,7 @@ def fit_labels(x_NF: Floats, y_NC: Floats, weight_C: Floats | None = None, seed:
 
 def _standardise(x_NF: Floats, light_F: Floats | None = None) -> tuple[Array, Callable[..., Array]]:
     """Scale features to mean 0 and deviation 1 (times `light_F`). Also return a function that converts weights [O, F]
-    and biases [O] for scaled features to a model of the features themselves.
+    and biases [O] for scaled features to a model of the original features.
     """
     scaler = StandardScaler().fit(x_NF.astype(np.float64))
     mean_F, scale_F = scaler.mean_, scaler.scale_ / (1 if light_F is None else light_F)
@@ -138,8 +139,8 @@ def _logistic(c: float, x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: Flo
 
 
 def _choose(x_NF: Array, y_N: npt.NDArray[np.integer], seed: int) -> float:
-    """Return the C of the lowest log loss, without weights, under cross-validation. Classes with fewer examples than
-    folds are left out; if fewer than two classes remain, return the smallest C.
+    """Return the C with the lowest unweighted log loss in cross-validation. Classes with fewer examples than folds are
+    left out. If fewer than two classes remain, return the smallest C.
     """
     sampled = np.random.default_rng(seed).permutation(len(y_N))[:LOGISTIC_ROWS]
     classes, counts = np.unique(y_N[sampled], return_counts=True)

@@ -1,25 +1,25 @@
-"""Task `contact`: residue-residue contacts from Cb coordinates. The metric is the precision of ranked contacts of the
-ESM papers, and the main baseline is the regression over attention maps.
+"""Task `contact`: residue-residue contacts from Cb coordinates. The metric is the precision of the highest-scored
+pairs, as in the ESM papers. The main baseline is the regression over attention maps.
 
-Precision: for one protein of L resolved residues and one range of separations, the floor(L/k) highest-scored valid
-pairs are taken; P@L/k is the share of them that are contacts. The reported number is the mean over proteins. It equals
-`compute_precisions` of fair-esm's contact notebook on complete proteins of at least 60 residues
+Precision: take a protein of L resolved residues, and a range of separations. P@L/k is the share of contacts among the
+floor(L/k) valid pairs with the highest scores. The reported number is the mean over proteins. For complete proteins of
+at least 60 residues it equals `compute_precisions` of fair-esm's contact notebook
 (`tests/tasks/test_contact_precision.py`). Differences:
 
 - pairs without a label are never ranked, so the value cannot become negative;
 - a protein with fewer valid pairs than floor(L/k) has no value (NaN) and is left out of the mean;
-- only the upper triangle is scored: symmetrise first;
-- if one score is not finite, as in a model that has diverged, no metric has a value;
-- of equal scores the pair that comes first (lower i, then lower j) ranks first.
+- only the upper triangle is scored, so scores must be symmetrised first;
+- if a score of a protein is not finite, as after a diverged training, all metrics of the protein are NaN;
+- if scores are equal, the pair with the lower i ranks first, and then the pair with the lower j.
 
-In a record of several chains these metrics are about the pairs within chains, and the pairs of all chains are ranked
-together. The metrics `interchain P@L/k` are about all pairs of residues in two chains, at any separation. Their L is
-the number of resolved residues of the shortest chain, as for the top Ls/k of a heterodimer in Guo et al. 2022 (CDPred,
+For a record of several chains, these metrics use only pairs within a chain, and rank the pairs of all chains
+together. The metrics `interchain P@L/k` use all pairs of residues in two different chains, at any separation. Here L
+is the number of resolved residues of the shortest chain, like Ls for a heterodimer in Guo et al. 2022 (CDPred,
 doi:10.1038/s41467-022-34600-2).
 
-The regression is the protocol of Rao et al. 2021 (doi:10.1101/2020.12.15.422761) for all ESM models: an L1 logistic
-regression with C = 0.15 from the symmetrised and corrected maps of all heads of all layers to the contacts of pairs at
-least six apart, fitted on 20 proteins of the training split.
+The regression follows Rao et al. 2021 (doi:10.1101/2020.12.15.422761) for all ESM models. It is an L1 logistic
+regression with C = 0.15. It predicts contacts of pairs at least six apart from the symmetrised and corrected attention
+maps of all heads of all layers, and is fitted to 20 proteins of the training split.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,22 +66,23 @@ RANGES: dict[str, tuple[int, float]] = {
     "medium": (12, 24),
     "long": (24, np.inf),
 }
-"""Separations j - i, from (inclusive) and to (exclusive)."""
+"""For each range, the lowest separation j - i in the range, and the first separation above it."""
 
 CUTS = {"P@L": 1, "P@L/2": 2, "P@L/5": 5}
 INTERCHAIN = "interchain"
 """The name of the pairs of residues in two chains."""
 INTERCHAIN_CUTS = {**CUTS, "P@L/10": 10}
 OF_CHAINS = tuple(f"{INTERCHAIN} {name}" for name in ("P@L/5", "P@L/10", "AUPRC"))
-"""The columns that the table has in addition if a record has several chains."""
+"""The additional columns of the table if a record has several chains."""
 
 PROTEINS = 20
 C = 0.15
-"""Inverse strength of the L1 penalty; chosen by the authors on 20 further proteins."""
+"""Inverse strength of the L1 penalty. Rao et al. chose it on 20 other proteins."""
 PREFERRED = 256
-"""The most residues of a protein for the regression, unless there are too few shorter proteins."""
+"""The regression uses proteins of at most this many residues, and longer ones only if there are too few of them."""
 MOST_NUMBERS = 40_000_000
-"""The most numbers of features. liblinear needs about 36 bytes for each (fp32, then two copies of 16 bytes): 1.4 GB."""
+"""The maximum number of feature values. liblinear needs about 36 bytes for each (fp32, and two copies of 16 bytes), so
+1.4 GB in all."""
 
 
 class ContactSettings(TaskSettings):
@@ -94,22 +95,22 @@ class ContactSettings(TaskSettings):
 
     head: Literal["attention", "pairwise", "both"] = "pairwise"
     """`attention` is a regression over the attention maps of all layers, as in ESM (Rao et al. 2021). It starts from
-    the regression of the model if there is one. `pairwise` is a small dilated 2-D network over products of
-    representations. `both` is this network over products and attention maps."""
+    the contact regression of the model, if the model has one. `pairwise` is a small dilated 2-D network over products
+    of representations. `both` is this network over products and attention maps."""
     channels: int = Field(32, ge=4, le=512)
     """The channels of the pair representation, for `pairwise` and `both`."""
     blocks: int = Field(4, ge=0, le=64)
-    """The number of residual blocks of 3x3 convolutions, for `pairwise` and `both`. Their dilation cycles through 1, 2,
-    4."""
+    """The number of residual blocks of 3x3 convolutions, for `pairwise` and `both`. Dilations cycle through 1, 2
+    and 4."""
 
     def no_probe(self) -> str | None:
         reason = "probe fits a regression over attention maps; set task.head: attention"
         return None if self.head == "attention" else reason
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Count pair maps: four, and six for each block. With large maps, each block keeps one map, and one block at a
-        time computes its six maps again. The last maps have one number for each pair. Queries and keys belong to the
-        model.
+        """Count pair maps of `channels` numbers: four, and six for each block. If maps are large, each block keeps one
+        map, and one block at a time computes its six maps again. The maps of attention and of logits have one number
+        for each pair. Queries and keys count as memory of the model.
         """
         attended = {"attention": 4, "pairwise": 0, "both": 4 * (MAPS + 1)}[self.head]
         blocks, maps = self.blocks, 0
@@ -147,8 +148,8 @@ class ContactTask(Task):
         return AttentionHead(n_maps) if self.settings.head == "attention" else BothHead(n_maps, *size)
 
     def inputs(self, example: Example) -> Inputs:
-        """Return the target int8 [L, L]: 1 for a contact, 0 for none, -1 where undefined (see `contact_labels`), and
-        linkers as `mark_linkers` does.
+        """Return the input with the target, int8 [L, L]: 1 is a contact, 0 no contact, -1 undefined (`contact_labels`).
+        `mark_linkers` marks the linkers.
         """
         linker_L, labels_LL = example.tokens[1:-1] == SEPARATOR, contact_labels(example.labels["cb"])
         return Inputs(
@@ -158,10 +159,10 @@ class ContactTask(Task):
         )
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Compute binary cross-entropy, averaged over the valid pairs of each protein and summed over proteins.
+        """Compute the mean binary cross-entropy over the valid pairs of each protein, and sum it over the proteins.
 
-        The number of pairs grows with the square of the length. The mean within a protein keeps long proteins from
-        deciding everything. The count is the number of proteins that have a valid pair.
+        The number of pairs grows with the square of the length. Without the mean, long proteins would dominate the
+        loss. The count is the number of proteins that have a valid pair.
         """
         total = torch.stack([o.sum() for o in outputs]).sum() * 0.0  # keeps the graph when no pair is valid
         count = torch.zeros((), device=total.device)
@@ -193,8 +194,8 @@ class ContactTask(Task):
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
         """`separation prior` [S]: log odds of a contact at each separation, smoothed by one contact in a hundred pairs.
-        The value at separation 0 is that of pairs of two chains.
-        `unsupervised head` [C + 1]: weights and bias of `fit_regression`, if a record has a contact.
+        The value at separation 0 holds for residues in two different chains.
+        `unsupervised head` [C + 1]: weights and bias from `fit_regression`, if a record has a contact.
         """
         targets = [self.inputs(example).target for example in train]
         longest = max(len(labels_LL) for labels_LL in targets)
@@ -213,9 +214,9 @@ class ContactTask(Task):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """`base rate`: a random order. `separation prior`: a score that depends on the separation alone. `unsupervised
-        head`: a regression over the attention maps of the model before the first step. `before fine-tuning`: this model
-        with its new head.
+        """`base rate`: a random order. `separation prior`: a score that depends only on the separation. `unsupervised
+        head`: a regression over the attention maps of the model before the first step. `before fine-tuning`: the model
+        before the first step with its new head.
         """
         inputs = [self.inputs(example) for example in examples]
         outputs: Outputs = {"base rate": [contact_precision(None, record.target) for record in inputs]}
@@ -236,7 +237,7 @@ class ContactTask(Task):
         scores_LL: npt.NDArray[np.float32] = prior[separation_LL]
         if not chain_L[-1]:
             return scores_LL
-        # All pairs of two chains have the same score, and no order.
+        # All pairs between chains have the same score, so they cannot be ranked.
         return {name: value for name, value in self.score(scores_LL, labels_LL).items() if INTERCHAIN not in name}
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
@@ -246,7 +247,7 @@ class ContactTask(Task):
 
 
 def valid_pairs(labels_LL: npt.NDArray[np.int8], name: str) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Return (i, j) of the labelled pairs i < j: pairs within chains in one of RANGES, or INTERCHAIN pairs."""
+    """Return (i, j) of the labelled pairs with i < j. `name` is INTERCHAIN, or in RANGES for pairs within chains."""
     low, high = (1, np.inf) if name == INTERCHAIN else RANGES[name]
     chain_L = chain_numbers(labels_LL)
     i, j = np.triu_indices(len(labels_LL), low)
@@ -256,11 +257,11 @@ def valid_pairs(labels_LL: npt.NDArray[np.int8], name: str) -> tuple[npt.NDArray
 
 def contact_precision(scores_LL: npt.NDArray[np.float32] | None, labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
     """Compute the metrics of one protein: `long P@L`, `long P@L/2`, ... for each of RANGES, and `AUPRC` over all valid
-    pairs of a chain. Only a record of several chains has `interchain P@L`, ..., and `interchain AUPRC`.
+    pairs within chains. Only a record of several chains has `interchain P@L`, ..., and `interchain AUPRC`.
 
     Args:
-        scores_LL: any score, higher is more likely a contact; the upper triangle is read. None for the expected metrics
-            of a random order, which are the share of contacts among the pairs.
+        scores_LL: scores, of which higher values mean more likely contacts. The upper triangle is read. None gives the
+            expected metrics of a random order: the share of contacts among the pairs.
         labels_LL: 1, 0, or -1 where undefined (see `contact_labels`). L is the number of resolved residues.
     """
     row, usable, shortest = dict[str, float](), True, shortest_chain(labels_LL)
@@ -286,8 +287,8 @@ def contact_precision(scores_LL: npt.NDArray[np.float32] | None, labels_LL: npt.
 
 
 def shortest_chain(labels_LL: npt.NDArray[np.int8]) -> int | None:
-    """Return the number of resolved residues of the shortest chain that has coordinates; None for a record of one
-    chain, 0 if fewer than two chains have coordinates.
+    """Return the number of resolved residues of the shortest chain that has coordinates. Return None for a record of
+    one chain, and 0 if fewer than two chains have coordinates.
     """
     chain_L = chain_numbers(labels_LL)
     if chain_L[-1] == 0:
@@ -297,8 +298,8 @@ def shortest_chain(labels_LL: npt.NDArray[np.int8]) -> int | None:
 
 
 def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
-    """Count all valid pairs by their predicted probability of a contact (see `metrics.calibration`). No pair is counted
-    if a logit is NaN.
+    """Count all valid pairs in bins of predicted contact probability (see `metrics.calibration`). No pair is counted if
+    a logit is NaN.
     """
     i, j = np.concatenate([valid_pairs(labels_LL, name) for name in ("all", INTERCHAIN)], axis=1)
     if np.isnan(logits_LL[i, j]).any():
@@ -309,16 +310,17 @@ def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.in
 def fit_regression(
     trunk: Trunk, examples: Sequence[Example], labels: Sequence[npt.NDArray[np.int8]], seed: int
 ) -> npt.NDArray[np.float32]:
-    """Fit the weight of each map, layer-major, and the bias, in the order of `contact_head.regression`, [C + 1].
+    """Fit a logistic regression, and return [C + 1]: the weight of each attention map, layer by layer as in
+    `contact_head.regression`, and then the bias.
 
-    If the pairs of the 20 proteins have more than MOST_NUMBERS features, all contacts and a random part of the other
-    pairs are used. Each pair of this part then counts for several pairs, so that the expected loss, and with it the
-    meaning of C, stays the same.
+    If the features of the pairs of 20 proteins have more than MOST_NUMBERS values, all contacts and a random part of
+    the other pairs are used. Each pair of this part gets a higher weight, so that the expected loss stays the same, and
+    C has the same meaning.
 
     Args:
         trunk: a model in evaluation mode.
-        examples: examples from which 20 are drawn.
-        labels: for each example, int8 [L, L]: 1 contact, 0 none, -1 undefined.
+        examples: examples, of which at most 20 are chosen.
+        labels: for each example, int8 [L, L]: 1 contact, 0 no contact, -1 undefined.
         seed: seed of the choice of proteins and pairs.
     """
     rng = np.random.default_rng(seed)
@@ -331,7 +333,7 @@ def fit_regression(
         kept = keep[start : start + len(i)]
         features.append(pair_features(trunk, examples[n], i[kept], j[kept]))
         start += len(i)
-    # Both select L1; scikit-learn 1.8 renamed the argument.
+    # Both arguments select an L1 penalty; scikit-learn 1.8 renamed the argument.
     l1 = {"l1_ratio": 1.0} if LogisticRegression().penalty == "deprecated" else {"penalty": "l1"}
     regression = LogisticRegression(C=C, solver="liblinear", max_iter=1000, random_state=seed, **l1)
     regression.fit(np.concatenate(features), np.concatenate(contacts)[keep], weights[keep])
@@ -339,8 +341,8 @@ def fit_regression(
 
 
 def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> list[int]:
-    """Choose at most 20 examples with contacts and other pairs, in random order. Examples of at most PREFERRED residues
-    come before longer examples. `InputError` if no example has both.
+    """Choose at most 20 examples that have both contacts and other valid pairs, in random order. Examples of at most
+    PREFERRED residues are chosen first. `InputError` if no example can be chosen.
     """
     order = sorted(rng.permutation(len(labels)), key=lambda n: len(labels[n]) > PREFERRED)
     usable = (int(n) for n in order if len(np.unique(labels[n][valid_pairs(labels[n], "all")])) == 2)
@@ -356,7 +358,7 @@ def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> 
 def thin(
     contacts_P: npt.NDArray[np.bool_], n_maps: int, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-    """Return which pairs are fitted, bool [P], and the number of pairs that each pair counts for, fp64 [P]."""
+    """Return which pairs the regression uses, bool [P], and the weight of each pair, fp64 [P]."""
     keep, weights = np.ones(len(contacts_P), dtype=bool), np.ones(len(contacts_P))
     room = max(MOST_NUMBERS // n_maps - int(contacts_P.sum()), int(contacts_P.sum()))
     others = np.flatnonzero(~contacts_P)
@@ -384,7 +386,7 @@ def pair_features(
 
 @torch.no_grad()
 def regression_logits(trunk: Trunk, example: Example, regression: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the logits of one protein by the result of `fit_regression`, fp32 [L, L]."""
+    """Apply the result of `fit_regression` to one protein, and return the logits, fp32 [L, L]."""
     weight_1C, bias_1 = torch.from_numpy(regression).to(trunk.device).tensor_split([-1])
     sums = ContactAccumulators(1, weight_1C[None], bias_1)
     trunk(pack([example.tokens], tracks=[example.tracks]).to(trunk.device), layers=(), on_attention=sums.add)

@@ -16,18 +16,18 @@ from esmshard.vocab import SEPARATOR
 MAX_SEPARATION = 64
 """Separations from this number on share one embedding."""
 DILATIONS = (1, 2, 4)
-"""The dilation of the first convolution of a block; the blocks cycle through these values."""
+"""The dilations of the first convolution in each block. The blocks cycle through these values."""
 MAPS = 8
 """The number of mixtures of attention maps that the network of head `both` reads."""
 KEPT_PAIRS = 256**2
-"""The most pairs of a map whose blocks are not computed again in the backward pass."""
+"""For maps of more pairs than this, the backward pass computes the blocks again."""
 PRIOR = 0.03
 """The approximate share of contacts among pairs six or more apart. The output of a new head starts at this value."""
 PRIOR_LOGIT = math.log(PRIOR / (1 - PRIOR))
 
 
 class AttentionHead(nn.Module):
-    """ESM's regression over the attention maps of all layers (Rao et al. 2021), through which the trunk learns.
+    """ESM's regression over the attention maps of all layers (Rao et al. 2021). Its gradient also trains the trunk.
 
     Maps are symmetrised, corrected (APC) and summed layer by layer; see `esmshard.model.contacts`.
     """
@@ -38,7 +38,7 @@ class AttentionHead(nn.Module):
         nn.init.constant_(self.regression.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
     def start(self, weights: Weights) -> str | None:
-        """Copy the contact regression of the model, if it has one, and return a sentence about it."""
+        """Copy the contact regression of the model, and return a sentence about it; None if the model has none."""
         if "contact_head" in weights.absent or weights.seed is not None:
             return None
         for name, parameter in self.regression.named_parameters():
@@ -49,15 +49,15 @@ class AttentionHead(nn.Module):
         return ContactAccumulators(len(batch), self.regression.weight, self.regression.bias)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch, given: ContactAccumulators) -> list[torch.Tensor]:
-        # The regression reads the last layer's queries and keys, and not its output. This zero gives the output a
-        # gradient of zeros. Without a gradient, FSDP would not gather the last layer for the backward pass, and its
-        # last matrices would have no optimizer state.
+        # The regression reads the queries and keys of the last layer, but not the layer's output. This zero gives the
+        # output a gradient of zeros. Without a gradient, FSDP would not gather the last layer for the backward pass,
+        # and the last matrices of the layer would have no optimizer state.
         zero = x_TD[:0].sum()
         return [logits_1LL[0] + zero for logits_1LL in given.logits()]
 
 
 class PairBlock(nn.Module):
-    """A residual block over a pair map: normalise over the map, gelu, 3x3 convolution, twice."""
+    """A residual block over a pair map: normalisation over the map, gelu and a 3x3 convolution, twice in sequence."""
 
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
@@ -75,15 +75,16 @@ class PairBlock(nn.Module):
 class PairwiseHead(nn.Module):
     """Contact logits from pairs of representations.
 
-    Two projections of x_LD to C channels are multiplied for each pair (i, j) and (j, i), and an embedding of |i - j| is
-    added. Residues of two chains have the embedding of the largest separations. A small dilated residual network and a
-    linear layer follow; logits of (i, j) and (j, i) are averaged. Each record is computed alone: its borders are the
-    borders of the map, and no padding enters a statistic.
+    Two projections of x_LD to C channels are multiplied for each pair, as left_i right_j + right_i left_j, and an
+    embedding of |i - j| is added. Residues in different chains get the embedding of the largest separations. A small
+    dilated residual network and a linear layer follow. The logits of (i, j) and (j, i) are averaged. Each record has a
+    map of its own, so no padding enters the normalisation.
 
     Pair maps of C x L x L numbers take most of the memory. Without gradients four of them exist at a time. In training,
-    the blocks of a large map are computed again in the backward pass: each block keeps one map, and one block at a time
-    has its inner maps. A LayerNorm over the channels of each pair would need less memory, but the head learned markedly
-    less in as many steps (docs/tasks.md). `maps` is the number of maps [maps, L, L] of each record in `forward`.
+    the backward pass computes the blocks of a large map again: each block keeps one map, and only one block at a time
+    has its inner maps. A LayerNorm over the channels of each pair would need less memory, but the head then learned
+    markedly less in the same number of steps (docs/tasks.md). `maps` is the number of attention maps that `forward`
+    gets for each record, [maps, L, L].
     """
 
     def __init__(self, dim: int, channels: int, blocks: int, maps: int = 0) -> None:
@@ -96,7 +97,7 @@ class PairwiseHead(nn.Module):
         self.widen = nn.Linear(maps, channels, bias=False) if maps else None
         self.blocks = nn.ModuleList(PairBlock(channels, DILATIONS[n % len(DILATIONS)]) for n in range(blocks))
         self.out = nn.Conv2d(channels, 1, 1)
-        # Nearly zero, for the loss of the prior at first. Not zero, or an untrained head would score all pairs alike.
+        # Nearly zero, so that training starts at the prior. Not zero, or a new head would score all pairs alike.
         nn.init.uniform_(self.out.weight, -0.02, 0.02)
         nn.init.constant_(self.out.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
@@ -116,7 +117,7 @@ class PairwiseHead(nn.Module):
         self, left_CL: torch.Tensor, right_CL: torch.Tensor, chain_L: torch.Tensor, maps_ALL: torch.Tensor | None
     ) -> torch.Tensor:
         length = left_CL.shape[1]
-        if length == 1:  # a map of one pixel has no variance to normalise by
+        if length == 1:  # a map of one pair has no variance, which the normalisation needs
             maps_ALL = None if maps_ALL is None else maps_ALL.expand(-1, 2, 2)
             left_CL, right_CL, chain_L = left_CL.expand(-1, 2), right_CL.expand(-1, 2), chain_L.expand(2)
             return self._logits(left_CL, right_CL, chain_L, maps_ALL)[:1, :1]
@@ -137,10 +138,10 @@ class PairwiseHead(nn.Module):
 
 
 class BothHead(AttentionHead):
-    """The pairwise network over products and attention maps, added to the attention head's logits.
+    """The sum of the attention head's logits and the logits of a pairwise network.
 
-    The network reads the attention head's logits and MAPS mixtures of attention maps. Its output starts near zero, so
-    that a new head starts with the attention head's logits.
+    The network reads products of representations, the attention head's logits and MAPS mixtures of attention maps. Its
+    output starts near zero, so a new head starts with the attention head's logits.
     """
 
     def __init__(self, n_maps: int, dim: int, channels: int, blocks: int) -> None:

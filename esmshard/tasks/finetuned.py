@@ -1,4 +1,4 @@
-"""Models with the head of a task: opened from a consolidated directory, or made as a recipe says."""
+"""Models with a task head, opened from a consolidated directory or built from a recipe."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class FineTuned:
     model: FineTuner
     task: Task
     about: Mapping[str, Any]
-    """`esmshard.json`."""
+    """The content of `esmshard.json`."""
 
 
 def load_finetuned(model: str, device: DeviceName = None) -> FineTuned:
@@ -54,17 +54,17 @@ def load_finetuned(model: str, device: DeviceName = None) -> FineTuned:
 
 
 def load_base(recipe: Recipe, task: Task, device: DeviceName = None) -> FineTuner:
-    """Open the model as it was before the first step of a run: its base weights under a new head of the same seed."""
+    """Open the model before the first step of a run: the base weights, and a new head from the seed of the run."""
     opened, computing = initial_weights(recipe), chosen_device(device)
     head, _ = new_head(recipe, task, opened)
     return FineTuner(weights.build(opened, computing), head.to(computing)).eval()
 
 
 def initial_weights(recipe: Recipe) -> Weights:
-    """Open the weights that a recipe starts from, with the recipe's `data.join` for records of several chains.
+    """Open the weights that a recipe starts from, set to join chains as the recipe's `data.join` says.
 
     Raises:
-        InputError: `init` does not go with `model.name`.
+        InputError: `init` does not fit `model.name`.
         UsageError: the model cannot join chains in this way.
     """
     name = recipe.model.name
@@ -77,7 +77,7 @@ def initial_weights(recipe: Recipe) -> Weights:
 
 
 def tracks_of(recipe: Recipe) -> list[TrackFile]:
-    """Return the tracks that a recipe names. `UsageError` if its model does not take one of them."""
+    """Return the track files that a recipe names. `UsageError` if its model cannot read one of the tracks."""
     if not recipe.data.tracks:
         return []
     takes = family_of(initial_weights(recipe).config).tracks
@@ -85,7 +85,7 @@ def tracks_of(recipe: Recipe) -> list[TrackFile]:
 
 
 def without_tracks(model: str, given: Collection[str]) -> list[str]:
-    """Return a sentence if a model was fine-tuned with tracks that are not among the names `given`."""
+    """Return a sentence if a model was fine-tuned with tracks that are not in `given`, and otherwise an empty list."""
     try:
         recipe = read_json(weights.place(model) / "esmshard.json")["recipe"]
         missing = [name for name in recipe["data"].get("tracks") or {} if name not in given]
@@ -101,7 +101,7 @@ def without_tracks(model: str, given: Collection[str]) -> list[str]:
 
 
 def new_head(recipe: Recipe, task: Task, opened: Weights) -> tuple[nn.Module, str | None]:
-    """Make a new head from the recipe's seed. Also return a sentence about its start values, if the model has some."""
+    """Make a new head from the recipe's seed. Also return a sentence about values copied from the model, or None."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
         head = task.head(opened.config)
@@ -109,8 +109,8 @@ def new_head(recipe: Recipe, task: Task, opened: Weights) -> tuple[nn.Module, st
 
 
 def start_values(task: Task, head: nn.Module, opened: Weights) -> str | None:
-    """Copy the values of the head in `opened` to a new head, if both heads have the same task, targets or classes, and
-    size. Otherwise copy the values that the language model has for the head. Return a sentence about the copy.
+    """Copy the head of `opened` to a new head if task, targets or classes, and sizes of both heads are equal. Otherwise
+    copy the values that the language model has for the head, if any. Return a sentence about the copy, or None.
     """
     start = getattr(head, "start", lambda weights: None)
     if not opened.head or not head.state_dict():

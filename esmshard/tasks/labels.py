@@ -28,11 +28,11 @@ from esmshard.tasks.baselines import apply, copy_to, fit_classes, fit_labels, fi
 from esmshard.tasks.metrics import LEAST, Row
 
 OUTPUTS = 8
-"""The number of classes that a plan assumes before labels are read."""
+"""The number of classes that memory estimates assume before labels are read."""
 MOST_ROWS = 50_000
-"""The most residues to which baselines and probes are fitted. They are spread evenly over the training examples."""
+"""The maximum number of residues for baselines and probes. They are spread evenly over the training examples."""
 TEMPERATURES = 2.0 ** (np.arange(-16, 41) / 8)
-"""The temperatures that are tried, from 1/4 to 32; each is 9% higher than the one before."""
+"""The temperatures to try, from 1/4 to 32. Each is 9% higher than the previous one."""
 FROZEN = "frozen embedding"
 """The name of the baseline that is linear in the representations of the model before the first step."""
 
@@ -41,13 +41,13 @@ class LabelSettings(TaskSettings):
     """The settings that tasks of labels share."""
 
     kind: str
-    """The kind of the labels. Each task overrides this field with its kinds."""
+    """The kind of the labels. Each task lists its own kinds."""
     balance: float = Field(0.0, ge=0, le=1)
-    """The weight of a class in the loss is its frequency to the power of minus this number. With 0 all labels count the
-    same, with 1 all classes. For `multilabel`, the weight of the proteins with a label is the odds of this label to the
-    power of minus this number. Not for numbers."""
+    """The exponent b of the loss weights: the weight of a class is frequency^-b. With 0 all labels have the same
+    weight. With 1 all classes have the same total weight. For `multilabel`, proteins with a label have the weight
+    odds^-b, with the odds of the label. Not for kind `number`."""
     hidden: int | None = Field(None, ge=0, le=8192)
-    """The width of the head's hidden layer; 0 for a linear head. The default is the width of the model."""
+    """The width of the head's hidden layer. 0 makes a linear head. The default is the width of the model."""
     dropout: float = Field(0.1, ge=0, lt=1)
     """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
 
@@ -63,9 +63,9 @@ class LabelSettings(TaskSettings):
 
 
 class LabelHead(nn.Module):
-    """The parts of a head of one or two layers: LayerNorm `norm` of width `dim`, `dropout`, the layer `hidden` or None,
-    `hidden_dropout`, and the last layer `out`. `inputs` is the width of the input of the first layer, and 0 for
-    `hidden` makes a linear head.
+    """The base of heads with one or two layers. It has the LayerNorm `norm` of width `dim`, `dropout`, the layer
+    `hidden` or None, `hidden_dropout`, and the last layer `out`. The argument `inputs` is the input width of the first
+    layer. With `hidden=0` the head is linear.
     """
 
     def __init__(self, dim: int, inputs: int, hidden: int, outputs: int, dropout: float) -> None:
@@ -90,14 +90,15 @@ class LabelHead(nn.Module):
 class LabelTask(Task):
     """The base of the tasks of labels. Outputs: standardised numbers [T] or logits [C], of a record or of each residue.
 
-    Facts, of `number`: `targets` (names), `mean` and `std` of the training labels; of classes: `classes` (names),
-    `counts` of the training labels, `records` of the training split, and `temperature` (see `fit_temperature`).
+    Facts for kind `number`: `targets` (their names), `mean` and `std` of the training labels. Facts for classes:
+    `classes` (their names), `counts` of the training labels, `records` (the number of training records), and
+    `temperature` (see `fit_temperature`).
     """
 
     settings: LabelSettings
     of_base: ClassVar[tuple[str, ...]] = (FROZEN,)
     fitted: ClassVar[tuple[str, ...]]
-    """The baselines that are linear in `features`."""
+    """Names of the baselines that are linear models of `features`."""
     head_class: ClassVar[type[LabelHead]]
 
     @property
@@ -109,7 +110,7 @@ class LabelTask(Task):
         return self.settings.kind == "class"
 
     def learn(self, train: Examples) -> Self:
-        """Learn mean and deviation of each target, or the count of each class, over training examples."""
+        """Compute mean and deviation of each target, or the number of labels of each class, over training examples."""
         labels, unit = train.labels, "residue" if self.per_residue else "record"
         if not len(train):
             raise InputError(f"{train.path}: no training record has a label; give labels, or another file")
@@ -152,7 +153,7 @@ class LabelTask(Task):
             raise InputError(f"{train.path}: {problem}")
 
     def head(self, config: ModelConfig) -> nn.Module:
-        """Make a head of `head_class`. It starts at the mean, or the shares, of the training labels."""
+        """Make a head of `head_class`. A new head predicts the mean, or the class shares, of the training labels."""
         prior = self.prior()
         hidden = config.dim if self.settings.hidden is None else self.settings.hidden
         head = self.head_class(config.dim, hidden, len(prior), self.settings.dropout)  # type: ignore[call-arg]
@@ -165,20 +166,19 @@ class LabelTask(Task):
         return label
 
     def inputs(self, example: Example) -> Inputs:
-        """Return the target: float32 [..., T], standardised, NaN where missing; int64 [...], -1 where missing; or
-        float32 [C] of 0 and 1.
+        """Return the input with its target. For numbers the target is float32 [..., T], standardised, NaN if missing;
+        for a class int64 [...], -1 if missing; and for `multilabel` float32 [C] of 0 and 1.
         """
         target = self.target(example.labels["target"])
         if self.settings.kind == "number":
             target = ((target - np.array(self.facts["mean"])) / np.array(self.facts["std"])).astype(np.float32)
-        # A copy, since torch wants an array that can be written to.
+        # A copy, since torch needs a writable array.
         return Inputs(example.tokens, np.array(target), tracks=example.tracks)
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Compute squared errors or Huber losses of the known values, in standard deviations; weighted cross-entropy
-        over the weights of the labels; or binary cross-entropy over all labels.
-
-        Residues are not averaged within proteins first, since the metrics are pooled over all residues, too.
+        """Compute the loss. For numbers it is squared errors or Huber losses of standardised values, without missing
+        ones. For a class it is weighted cross-entropy, whose count is the sum of the weights. For `multilabel` it is
+        binary cross-entropy over all labels. All residues count equally, since the metrics also pool all residues.
         """
         join = torch.cat if self.per_residue else torch.stack
         output = join(list(outputs))
@@ -193,8 +193,8 @@ class LabelTask(Task):
         return LossSum(total, torch.full((), float(target.numel()), device=output.device))
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return numbers in the unit of the labels, float32 [T], or [L] of residues; or calibrated probabilities,
-        float32 [..., C].
+        """Return numbers in the unit of the labels, float32 [T] for a record or [L] for residues. For classes, return
+        calibrated probabilities, float32 [..., C].
         """
         if self.settings.kind == "number":
             values = output.astype(np.float64) * np.array(self.facts["std"]) + np.array(self.facts["mean"])
@@ -208,8 +208,8 @@ class LabelTask(Task):
         return np.asarray(special.softmax(logits, axis=-1) if is_class else special.expit(logits), dtype=np.float32)
 
     def prior(self) -> npt.NDArray[np.float32]:
-        """Return the output that predicts the mean, or the frequencies, of the training labels, [O]. Without facts, the
-        output is zeros, OUTPUTS of them for classes that no setting names.
+        """Return the output that predicts the mean, or the class frequencies, of the training labels, [O]. Without
+        facts, return zeros: OUTPUTS zeros if no setting names the classes.
         """
         if self.settings.kind == "number":
             return np.zeros(len(self.names) or 1, dtype=np.float32)
@@ -220,14 +220,14 @@ class LabelTask(Task):
         return np.asarray(np.log(odds), dtype=np.float32)
 
     def _shares(self) -> npt.NDArray[np.float64]:
-        """Return the share of each class in the training labels, or the smoothed share of records with a label, [C]."""
+        """Return the share of each class in the training labels, [C]; for `multilabel` a smoothed share of records."""
         counts = np.array(self.facts["counts"])
         several = self.settings.kind == "multilabel"
         return np.asarray((counts + 0.5) / (self.facts["records"] + 1) if several else counts / counts.sum())
 
     def _weights(self) -> npt.NDArray[np.float64]:
-        """Return the weight of each class, of mean 1 over the training labels; for `multilabel`, the weight of the
-        proteins that have the label, [C].
+        """Return the weight of each class, [C], with mean 1 over the training labels. For `multilabel`, return for each
+        label the weight of the proteins that have it.
         """
         shares_C = self._shares()
         if self.settings.kind == "multilabel":
@@ -239,15 +239,15 @@ class LabelTask(Task):
 
     @abstractmethod
     def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
-        """Return the features of each residue [L, F], or of a record [1, F], for a baseline of `fitted`."""
+        """Return the features of each residue [L, F], or of a record [1, F], for the baseline `name` in `fitted`."""
 
     @abstractmethod
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.floating]:
-        """Return the base model's representation of each residue [L, D], or the means of S sequences [S, D]."""
+        """Return the base model's representation of each residue [L, D], or the means over S sequences [S, D]."""
 
     def _chosen(self, train: Sequence[Example]) -> tuple[list[npt.NDArray[np.intp]], npt.NDArray[Any]]:
-        """Choose at most MOST_ROWS labelled residues, evenly spread, or all records. Return the places in each example,
-        and the targets of all places, [M] or [M, O].
+        """Choose at most MOST_ROWS labelled residues, evenly spread; or, for labels of records, all records. Return the
+        chosen indices in each example, and the targets at all of these indices, [M] or [M, O].
         """
         targets = [self.inputs(example).target for example in train]
         targets = targets if self.per_residue else [target[None] for target in targets]
@@ -285,7 +285,7 @@ class LabelTask(Task):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """`mean` or `majority`: the same output for all records. Names of `fitted`: linear models."""
+        """Baseline `mean` or `majority` has the same output for all records. The baselines in `fitted` are linear."""
         prior = self.prior()
         outputs: Outputs = {
             "majority" if self.settings.kind == "class" else "mean": [
@@ -300,7 +300,7 @@ class LabelTask(Task):
 
     @torch.no_grad()
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
-        """Fit ridge or logistic regression to the inputs of the last layer, from the frozen model."""
+        """Fit ridge or logistic regression to the inputs that the last layer gets from the frozen model."""
         assert isinstance(head, LabelHead)
         taken, target_M = self._chosen(train)
         x = []
@@ -315,18 +315,18 @@ class LabelTask(Task):
 
 
 def temperature_of(facts: Mapping[str, Any]) -> float:
-    """Return the divisor of logits before they become probabilities; 1 if no temperature was fitted."""
+    """Return the number by which logits are divided before the softmax; 1 if no temperature was fitted."""
     return float(facts.get("temperature") or 1.0)
 
 
 def probability_row(
     logits_MC: npt.NDArray[np.float32], truth: npt.NDArray[np.integer | np.bool_], facts: Mapping[str, Any]
 ) -> dict[str, float | npt.NDArray[Any]]:
-    """Return the part of a record's row for ECE, log loss and the fit of the temperature.
+    """Return the values of a record's row from which ECE, log loss and the temperature are computed.
 
     Args:
         logits_MC: the logits of C classes, or of C labels, for M predictions.
-        truth: the right class of each prediction, integers [M]; or whether each label is right, bool [M, C].
+        truth: the true class of each prediction, integers [M]; or whether each label is true, bool [M, C].
         facts: facts of the task. With a fitted temperature the row also has the values before the scaling.
     """
     several = truth.dtype == np.bool_
@@ -357,7 +357,7 @@ def probability_row(
 
 
 def of_probabilities(rows: Sequence[Row], predictions: npt.NDArray[np.float64] | None = None) -> dict[str, float]:
-    """Compute ECE and log loss of all predictions; after a temperature scaling also both values before the scaling.
+    """Compute ECE and log loss over all predictions. If a temperature was fitted, also compute both without it.
 
     Args:
         rows: results of `probability_row`.
@@ -378,13 +378,13 @@ def of_probabilities(rows: Sequence[Row], predictions: npt.NDArray[np.float64] |
 
 
 def fit_temperature(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the facts `temperature` and `validation_records`; nothing for rows without `log losses`.
+    """Return the facts `temperature` and `validation_records`. Return no facts if the rows have no `log losses`.
 
-    The temperature is the value of TEMPERATURES with the highest likelihood (Guo et al. 2017, arXiv:1706.04599); None
-    for fewer than LEAST records, and for outputs that are not finite.
+    The temperature is the value of TEMPERATURES with the highest likelihood (Guo et al. 2017, arXiv:1706.04599). It is
+    None for fewer than LEAST records, and for outputs that are not finite.
 
     Args:
-        rows: rows of the validation split, by a task that has no temperature yet.
+        rows: rows of the validation split from a task without a temperature.
     """
     if "log losses" not in rows[0]:
         return {}

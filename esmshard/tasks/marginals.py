@@ -1,4 +1,4 @@
-"""The probabilities of a language model at the residues of a protein, which are masked one at a time or visible."""
+"""The probabilities that a language model predicts at residues of a protein, masked one at a time or visible."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -17,29 +17,29 @@ from esmshard.progress import Progress
 from esmshard.vocab import MASK, RESIDUES, STANDARD, VOCAB_SIZE, encode
 
 TOKENS = 4096
-"""The tokens of a pack. Larger packs are no faster on a CPU, and need more memory."""
+"""The maximum number of tokens of a pack. Larger packs are not faster on a CPU, and need more memory."""
 
 _LETTERS = torch.from_numpy(encode(RESIDUES)[1:-1].astype(np.int64))
 _COLUMN = np.zeros(VOCAB_SIZE, np.int64)
 _COLUMN[_LETTERS.numpy()] = np.arange(len(RESIDUES))
 
 Tracks = Mapping[str, npt.NDArray[Any]]
-"""The tracks of a protein by name, [L + 2, ...]."""
+"""The values of each track of a protein, [L + 2, ...], by the name of the track."""
 Protein = tuple[npt.NDArray[np.uint8], Tracks]
 """The tokens of a protein, uint8 [L + 2], and its tracks."""
 
 
 class View(NamedTuple):
-    """A part of a protein as the model reads it, and the residues that are predicted in it."""
+    """The window of a protein that the model reads in one pass, and the residues that it predicts in this pass."""
 
     protein: int
     """The number of the protein."""
     tokens: npt.NDArray[np.uint8]
     tracks: Tracks
     places: npt.NDArray[np.int64]
-    """The places of the predicted tokens, int64 [P]."""
+    """The indices of the predicted tokens in `tokens`, int64 [P]."""
     residues: npt.NDArray[np.uint8]
-    """The tokens of the protein at these places, uint8 [P]."""
+    """The true tokens at these indices, before any mask, uint8 [P]."""
 
 
 def log_probabilities(
@@ -51,15 +51,15 @@ def log_probabilities(
     window: int | None = None,
     tracks: Tracks | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Compute the logarithms of the probabilities of the residues, in the order of `vocab.RESIDUES`, float32 [S, A].
+    """Compute the log probability of each residue type at each site, float32 [S, A], in the order of `vocab.RESIDUES`.
 
     Args:
         model: a model with an LM head.
         sequence: residues.
-        sites: places in `sequence`, from 0.
-        hidden: predict each site in a pass of its own, with `<mask>` at the site; else all sites of a window in one
-            pass, with nothing masked.
-        window: residues of a longer sequence that the model sees at once; by default as many as in training.
+        sites: positions in `sequence`, from 0.
+        hidden: whether `<mask>` replaces each site, which takes one pass for each site. Otherwise nothing is masked,
+            and a sequence that fits into the window takes one pass.
+        window: the number of residues that the model reads at once; by default as many as in training.
         tracks: tracks of the sequence.
     """
     if window is None:
@@ -87,16 +87,16 @@ def pseudo_log_likelihoods(
 ) -> npt.NDArray[np.float64]:
     """Sum log p over the residues of each protein that are among the 20 amino acids, float64 [N].
 
-    p is the probability of the residue when it alone is masked. This takes a pass for each residue. With `visible`, p
-    is estimated by `as_masked` from a pass in which nothing is masked. Windows then cover a longer protein, each shares
-    half with the next, and a residue is predicted in the window whose middle is nearest.
+    p is the probability of the residue when only this residue is masked. This takes one pass for each residue. With
+    `visible`, `as_masked` estimates p from a pass in which nothing is masked. A long protein is then covered by windows
+    that overlap by half, and each residue is predicted in the window whose middle is nearest.
 
     Args:
         model: a model with an LM head.
         proteins: N proteins.
         scored_N: the number of `scored_residues` in each protein.
-        window: residues of a longer protein that the model sees at once.
-        visible: how the model's training changed residues; None masks each residue.
+        window: the number of residues that the model reads at once.
+        visible: how the model's training changed residues. None masks each residue.
     """
     sum_N, done = np.zeros(len(scored_N)), 0
     with Progress("score", int(scored_N.sum())) as progress:
@@ -114,7 +114,7 @@ def pseudo_log_likelihoods(
 
 
 def scored_residues(tokens: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Return the places of the tokens that are among the 20 amino acids, int64 [S]. Models hardly know other letters.
+    """Return the indices of tokens that are one of the 20 amino acids, int64 [S]. Other letters are rare in training.
 
     >>> scored_residues(encode("MXK")).tolist()
     [1, 3]
@@ -122,34 +122,34 @@ def scored_residues(tokens: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     return np.flatnonzero(np.isin(tokens, _LETTERS[: len(STANDARD)].numpy()))
 
 
-def as_masked(log_p_P: npt.NDArray[np.float64], seen: Corruption) -> npt.NDArray[np.float64]:
-    """Estimate log p of residues that are masked from log p of the same residues when they are visible, float64 [P].
+def as_masked(log_p_P: npt.NDArray[np.float64], training: Corruption) -> npt.NDArray[np.float64]:
+    """Estimate log p of masked residues from log p of the same residues when they are visible, float64 [P].
 
-    In training, a visible residue x that the model had to predict was the true residue with the share `unchanged`, and
-    a random one of `letters` letters with the share `random`. If m is the probability of x at a mask, Bayes' rule gives
-    p = m (u + r) / (m u + r), where u is `unchanged`, and r is `random` divided by `letters`. Hence
-    m = p r / (u + r - u p).
+    In training, the model also had to predict residues that it saw. A share `unchanged` of all residues to predict was
+    the true residue x, and a share `random` was a random one of `letters` letters. If m is the probability of x at a
+    mask, Bayes' rule gives p = m (u + r) / (m u + r), where u is `unchanged`, and r is `random` divided by `letters`.
+    Hence m = p r / (u + r - u p).
 
     Gordon et al. 2024 (doi:10.1101/2024.10.03.616542) also estimate a pseudo-log-likelihood from one pass. This formula
     was derived for esmshard, and was not compared with theirs.
 
-    >>> seen = Corruption(random=0.1, unchanged=0.1, letters=20)
-    >>> np.exp(as_masked(np.log([1.0, 0.525, 0.1]), seen)).round(4).tolist()
+    >>> training = Corruption(random=0.1, unchanged=0.1, letters=20)
+    >>> np.exp(as_masked(np.log([1.0, 0.525, 0.1]), training)).round(4).tolist()
     [1.0, 0.05, 0.0053]
     """
-    return log_p_P - np.log1p(-np.expm1(log_p_P) * (seen.unchanged * seen.letters / seen.random))
+    return log_p_P - np.log1p(-np.expm1(log_p_P) * (training.unchanged * training.letters / training.random))
 
 
 def _part(n: int, protein: Protein, start: int, window: int, sites: npt.NDArray[np.int64]) -> View:
-    """Return the view of the window at residue `start`, with nothing masked."""
+    """Return a view of the window that starts at residue `start`, with nothing masked."""
     tokens, tracks = protein
-    seen = piece(tokens, start, window)
+    window_tokens = piece(tokens, start, window)
     tracks = {name: piece(values, start, window) for name, values in tracks.items()}
-    return View(n, seen, tracks, sites - start + 1, tokens[sites + 1])
+    return View(n, window_tokens, tracks, sites - start + 1, tokens[sites + 1])
 
 
 def _around(n: int, protein: Protein, site: int, window: int, hidden: bool) -> View:
-    """Return the view of a window around a site. The tracks of a hidden site stay visible."""
+    """Return a view of the window around a site. `hidden` masks the site, but not its tracks."""
     start = min(max(site - window // 2, 0), max(len(protein[0]) - 2 - window, 0))
     view = _part(n, protein, start, window, np.array([site]))
     if hidden:
@@ -158,13 +158,13 @@ def _around(n: int, protein: Protein, site: int, window: int, hidden: bool) -> V
 
 
 def _hidden(n: int, protein: Protein, window: int) -> Iterator[View]:
-    """Yield a view for each scored residue, which is masked."""
+    """Yield one view for each scored residue, in which this residue is masked."""
     for place in scored_residues(protein[0]).tolist():
         yield _around(n, protein, place - 1, window, hidden=True)
 
 
 def _visible(n: int, protein: Protein, window: int) -> Iterator[View]:
-    """Yield the fewest views of at most `window` residues whose neighbours share half, with nothing masked."""
+    """Cover a protein by as few views as possible, of at most `window` residues. Neighbours overlap by half or more."""
     sites = scored_residues(protein[0]) - 1
     room = max(len(protein[0]) - 2 - window, 0)
     steps = -(-room // max(window // 2, 1))
@@ -176,8 +176,8 @@ def _visible(n: int, protein: Protein, window: int) -> Iterator[View]:
 
 
 def _predicted(model: Trunk, views: Iterable[View]) -> Iterator[tuple[View, npt.NDArray[np.float32]]]:
-    """Yield each view with its log p, float32 [P, A], computed in packs of about TOKENS. Views are made shortly before
-    they are computed, since all views of a long protein would fill the memory.
+    """Yield each view with its log p, float32 [P, A], computed in packs of about TOKENS. `views` should be an iterator,
+    since all views of a long protein together would fill the memory.
     """
     device, threads = model.device, model.shared_on is None
 

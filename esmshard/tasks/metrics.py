@@ -1,7 +1,7 @@
-"""Metrics that several tasks share, and their bootstrap intervals. Undefined is NaN, never 0.
+"""Metrics that several tasks share, and their bootstrap intervals. An undefined metric is NaN, never 0.
 
 A bootstrap computes metrics thousands of times, and scikit-learn and scipy are too slow for this. Metrics are therefore
-pooled from counts in the rows of the records (confusion matrices, calibration bins), and from ranks (`ranked`).
+computed from counts in the rows of the records (confusion matrices, calibration bins), and from ranks (`ranked`).
 """
 
 import math
@@ -16,28 +16,28 @@ from esmshard.data.splits.variant_records import site_blocks
 from esmshard.data.variants import Mutation, name_of
 
 Row = Mapping[str, float | npt.NDArray[Any]]
-"""The contribution of one record to the metrics. Numbers (NaN if undefined) become columns of `per_protein.csv`;
-arrays, such as counts of classes, are for `Task.summary` only."""
+"""The contribution of one record to the metrics. Numbers (NaN if undefined) become columns of the file
+`per_protein.csv`. Only `Task.summary` uses arrays, such as counts of classes."""
 
 R = TypeVar("R")
 
 CALIBRATION_BINS = 15
-"""The number of bins of equal width in confidence, as in Guo et al. 2017 (arXiv:1706.04599)."""
+"""The number of confidence bins of equal width, as in Guo et al. 2017 (arXiv:1706.04599)."""
 THRESHOLDS = np.arange(101) / 100
-"""The thresholds of Fmax: 0, .01, ..., 1."""
+"""The probability thresholds of Fmax: 0, 0.01, ..., 1."""
 BEST_SHARE = 0.01
-"""The share of the measured variants of a fold that are its best ones."""
+"""The share of a fold's measured variants that count as its best variants."""
 RESAMPLES = 2000
-"""The number of resamples of the records, with replacement."""
+"""The number of bootstrap resamples."""
 LEAST = 10
-"""The fewest records, or blocks of records, for an interval. Percentiles of fewer are too narrow (Hesterberg 2015,
-doi:10.1080/00031305.2015.1089789).
+"""The minimum number of records, or blocks of records, for an interval. With fewer, percentile intervals are too narrow
+(Hesterberg 2015, doi:10.1080/00031305.2015.1089789).
 """
 BIASED = frozenset({"ECE", "ECE before scaling"})
-"""Metrics that are 0 at best and that noise only raises. The value of a sample is too high, and the values of its
-resamples are even higher (Kumar et al. 2019, arXiv:1909.10155). See `interval`."""
+"""Metrics whose best value is 0, and which noise can only raise. The value of a sample is too high, and the values of
+its resamples are even higher (Kumar et al. 2019, arXiv:1909.10155). See `interval`."""
 MOST_ROWS = 10_000_000
-"""The most rows of all resamples together. Many records have fewer resamples, but at least 200."""
+"""The maximum number of rows of all resamples together. With many records there are fewer resamples, at least 200."""
 
 
 def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
@@ -50,8 +50,8 @@ def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
 
 
 def records_with(rows: Sequence[Row], column: str) -> npt.NDArray[np.bool_]:
-    """Return the records that a column of the final table is computed from, bool [N]: the records with a value of the
-    column or of its target. If the rows have neither, return all records.
+    """Return from which records a column of the final table is computed, bool [N]. These are the records with a number
+    in this column, or with a number for its target. If the rows have neither, return all records.
     """
     keys = (column, column.removesuffix(" per protein"), f"target{column.removeprefix('Spearman')}", "target")
     key = next((key for key in keys if any(isinstance(row.get(key), float) for row in rows)), None)
@@ -61,22 +61,21 @@ def records_with(rows: Sequence[Row], column: str) -> npt.NDArray[np.bool_]:
 
 
 def mean(values: npt.NDArray[np.float64]) -> float:
-    """Compute the mean of the known values; NaN if none is known."""
+    """Compute the mean of the values that are not NaN; NaN if all values are NaN."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else np.nan
 
 
 def total(rows: Sequence[Row], key: str) -> npt.NDArray[np.float64]:
-    """Sum an array over the rows."""
+    """Sum the arrays of all rows under `key`."""
     values = np.concatenate([np.asarray(row[key]) for row in rows])  # three times as fast as stacking
     return np.asarray(values.reshape(len(rows), *np.shape(rows[0][key])).sum(0, dtype=np.float64))
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Replace the values of each array whose key begins with `ranked ` by int32 places among the distinct values of all
-    rows, from 0. Metrics of ranks are the same for places, and a resample does not have to be sorted.
-
-    An array with a NaN, as from a diverged model, stays.
+    """In each array whose key begins with `ranked `, replace values by their places, int32: the number of distinct
+    smaller values in all rows. Metrics of ranks are the same for places, and resamples need no sorting. If a value is
+    NaN, as from a diverged model, the arrays of this key stay unchanged.
     """
     copies = [dict(row) for row in rows]
     for key in (key for key in rows[0] if key.startswith("ranked ")):
@@ -90,7 +89,7 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 
 
 def joined(rows: Sequence[Row], key: str) -> npt.NDArray[Any]:
-    """Join the values of all rows."""
+    """Concatenate the values of all rows under `key`, flattened."""
     return np.concatenate([np.ravel(row[key]) for row in rows])
 
 
@@ -103,7 +102,7 @@ def _places(x_N: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def pearson(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float:
-    """Compute the correlation; NaN for fewer than two values, or if `a_N` or `b_N` has one distinct value."""
+    """Compute the correlation. NaN for fewer than two values, or if all values of `a_N` or of `b_N` are equal."""
     if len(a_N) < 2 or a_N.min() == a_N.max() or b_N.min() == b_N.max():
         return np.nan
     a_N, b_N = a_N - a_N.mean(), b_N - b_N.mean()
@@ -112,8 +111,8 @@ def pearson(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float
 
 
 def spearman(a_N: npt.NDArray[Any], b_N: npt.NDArray[Any]) -> float:
-    """Compute the correlation of ranks; equal values share the mean of their ranks. NaN as for `pearson`, and if a
-    value is NaN. Takes linear time for places (see `ranked`).
+    """Compute the correlation of ranks. Equal values get the mean of their ranks. NaN as for `pearson`, and if a value
+    is NaN. For places (see `ranked`) the time is linear.
     """
     return np.nan if np.isnan(a_N).any() or np.isnan(b_N).any() else pearson(_mean_ranks(a_N), _mean_ranks(b_N))
 
@@ -127,10 +126,11 @@ def _mean_ranks(x_N: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 def spearman_within(
     predicted_N: npt.NDArray[np.float64], measured_N: npt.NDArray[np.float64], fold_N: npt.NDArray[np.int64]
 ) -> float:
-    """Compute `spearman` in each fold, and the mean over the folds that have it, weighted by their measured values.
+    """Compute `spearman` in each fold, and its mean over the folds where it is defined, weighted by the number of
+    measured values.
 
-    Each fold has another model, and the predictions of two models may differ by an offset. A correlation over all folds
-    would compare these offsets, too. Measured values may be NaN.
+    Each fold has its own model, and the predictions of two models may differ by an offset. A correlation over all folds
+    would also compare these offsets. Measured values may be NaN.
     """
     rho, weight = 0.0, 0
     for fold in np.unique(fold_N):
@@ -142,7 +142,7 @@ def spearman_within(
 
 
 def best_count(measured_N: npt.NDArray[np.float64]) -> int:
-    """Count the best variants of a fold: BEST_SHARE of the measured variants, at least one; 0 if none is measured."""
+    """Return how many variants of a fold count as its best: BEST_SHARE of the measured ones, but at least one."""
     known = int((~np.isnan(measured_N)).sum())
     return min(known, max(1, round(BEST_SHARE * known)))
 
@@ -150,14 +150,14 @@ def best_count(measured_N: npt.NDArray[np.float64]) -> int:
 def top_of_list(
     predicted_N: npt.NDArray[np.float64], measured_N: npt.NDArray[np.float64], fold_N: npt.NDArray[np.int64]
 ) -> tuple[float, float]:
-    """Score the choice of the variants with the highest predictions, `best_count` of each fold (`spearman_within`).
+    """Choose the `best_count` variants with the highest predictions in each fold, and score this choice.
 
-    Higher predictions and measured values are better; the latter may be NaN. Variants with the same prediction at the
-    limit count with the chance that they are chosen.
+    Higher predictions and measured values are better. Measured values may be NaN. If several variants at the limit have
+    the same prediction, each counts with the probability that it is chosen.
 
     Returns:
-        The recall, which is the share of the chosen variants that are also the best measured variants of their fold;
-        and the mean measured value of the chosen variants. NaN if nothing is measured or a prediction is NaN.
+        The recall: the share of the chosen variants that are among the best measured variants of their fold.
+        The mean measured value of the chosen variants. Both are NaN if nothing is measured or a prediction is NaN.
     """
     hits, total, chosen = 0.0, 0.0, 0
     for fold in np.unique(fold_N):
@@ -175,9 +175,9 @@ def top_of_list(
 
 
 def of_numbers(predicted_N: npt.NDArray[np.float64], target_N: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Compute Spearman, Pearson, RMSE and R2 of the values whose target is known.
+    """Compute Spearman, Pearson, RMSE and R2 over the values whose target is not NaN.
 
-    R2 is 1 - sum of squared errors / sum of squared deviations from the mean of these targets, and may be negative.
+    R2 is 1 - sum of squared errors / sum of squared deviations of the targets from their mean. It may be negative.
     """
     known = ~np.isnan(target_N)
     predicted_N, target_N = predicted_N[known], target_N[known]
@@ -195,14 +195,14 @@ NUMBER_COLUMNS = ("Spearman", "Pearson", "RMSE", "R2")
 
 
 def number_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns for targets of these names. Several targets have no common unit, and no common RMSE."""
+    """Return the columns for targets `names`. Several targets have no common unit, and therefore no common RMSE."""
     return NUMBER_COLUMNS if len(names) < 2 else ("Spearman", "Pearson", "R2", *(f"Spearman {name}" for name in names))
 
 
 def number_row(
     predicted_T: npt.NDArray[np.floating], target_T: npt.NDArray[np.floating], names: Sequence[str]
 ) -> dict[str, float | npt.NDArray[np.float64]]:
-    """Return the row of a record for `number_summary`: predicted and true values, by name for several targets."""
+    """Return the row of a record for `number_summary`: the predicted and the true value of each target."""
     row: dict[str, float | npt.NDArray[np.float64]] = {}
     for t, name in enumerate(names):
         of = f" {name}" if len(names) > 1 else ""
@@ -211,7 +211,7 @@ def number_row(
 
 
 def number_summary(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float]:
-    """Compute `of_numbers` over records; for several targets the mean, and the value of each."""
+    """Compute `of_numbers` over records. For several targets, return the means over targets and the values of each."""
     values_2NT = np.concatenate([np.asarray(row["values"]) for row in rows], axis=1).reshape(2, len(rows), len(names))
     each = [of_numbers(values_2NT[0, :, t], values_2NT[1, :, t]) for t in range(len(names))]
     if len(names) == 1:
@@ -233,8 +233,8 @@ def confusion(target_M: npt.NDArray[np.int64], predicted_M: npt.NDArray[np.int64
 def of_confusion(counts_CC: npt.NDArray[np.float64]) -> dict[str, float]:
     """Compute accuracy, MCC and macro-F1 from counts of (target, predicted).
 
-    MCC is the version for several classes (Gorodkin 2004, doi:10.1016/j.compbiolchem.2004.09.006), and 0 if all targets
-    or all predictions are of one class. Macro-F1 is the mean over the classes among targets and predictions.
+    MCC is the version for several classes (Gorodkin 2004, doi:10.1016/j.compbiolchem.2004.09.006). It is 0 if all
+    targets or all predictions are of one class. Macro-F1 is the mean over the classes that occur in either of them.
     """
     samples, right_C = counts_CC.sum(), counts_CC.diagonal()
     if not samples:
@@ -259,8 +259,8 @@ def f1(
 
 
 def calibration(confidence_M: npt.NDArray[np.floating], correct_M: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Count predictions for `calibration_error`: for each bin the number of predictions, the sum of their confidences,
-    and the number of right predictions.
+    """Count predictions in bins of confidence, float64 [3, bins], for `calibration_error`. The rows are the number of
+    predictions, the sum of their confidences, and the number of correct predictions.
     """
     confidence_M = np.nan_to_num(confidence_M)  # a diverged model has NaN
     bin_M = np.minimum((confidence_M * CALIBRATION_BINS).astype(np.int64), CALIBRATION_BINS - 1)
@@ -269,7 +269,7 @@ def calibration(confidence_M: npt.NDArray[np.floating], correct_M: npt.NDArray[n
 
 
 def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
-    """Compute the expected calibration error (ECE): the mean difference of confidence and accuracy over predictions."""
+    """Compute the expected calibration error (ECE): the weighted mean of |confidence - accuracy| over bins."""
     count_B, confidence_B, right_B = bins_3B
     return float(np.abs(confidence_B - right_B).sum() / count_B.sum()) if count_B.any() else np.nan
 
@@ -278,9 +278,9 @@ def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
 
 
 def ranking(score_N: npt.NDArray[Any], truth_N: npt.NDArray[np.bool_]) -> dict[str, float]:
-    """Compute AUROC and AUPRC (average precision). Takes linear time for places (see `ranked`).
+    """Compute AUROC and AUPRC (average precision). For places (see `ranked`) the time is linear.
 
-    Both are NaN without positives or if a score is NaN, and AUROC without negatives.
+    Both are NaN without positives, or if a score is NaN. AUROC is also NaN without negatives.
     """
     if not truth_N.any() or np.isnan(score_N).any():
         return {"AUROC": np.nan, "AUPRC": np.nan}
@@ -300,10 +300,11 @@ def ranking(score_N: npt.NDArray[Any], truth_N: npt.NDArray[np.bool_]) -> dict[s
 
 
 def fmax_terms(probability_C: npt.NDArray[np.floating], truth_C: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Return the terms of one protein in `fmax`, [4, thresholds]: precision, 1 if it has a precision, recall, and 1.
+    """Return what a protein adds to the sums of `fmax`, [4, thresholds]: precision, 1 if precision is defined, recall,
+    and 1.
 
-    A label is predicted if its probability is at least the threshold. A protein without predictions has no precision.
-    A protein without labels has zeros, since CAFA scores annotated proteins.
+    A label is predicted if its probability is at least the threshold. Precision is undefined without predictions. A
+    protein without labels adds zeros, since CAFA scores only annotated proteins.
     """
     terms = np.zeros((4, len(THRESHOLDS)))
     if truth_C.any():
@@ -319,7 +320,7 @@ def fmax(terms: npt.NDArray[np.float64]) -> float:
     """Compute protein-centric Fmax of CAFA (Radivojac et al. 2013, doi:10.1038/nmeth.2340) from the sum of
     `fmax_terms`.
 
-    Precision is averaged over the proteins that have a prediction at the threshold, recall over all.
+    Precision is averaged over the proteins with a prediction at the threshold, recall over all labelled proteins.
     """
     precision, predicted, recall, proteins = terms
     if not proteins[0]:
@@ -346,10 +347,11 @@ class Interval:
 
 
 def draws(n: int, block_N: npt.NDArray[np.int64] | None = None, seed: int = 0) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield resamples of n records, or of their whole blocks, drawn with replacement, int64 of about n; none for fewer
-    than LEAST units. The same records and seed give the same resamples, so that differences of methods are paired.
+    """Yield bootstrap resamples: int64 arrays of about n record indices. Records, or their whole blocks, are drawn with
+    replacement. For fewer than LEAST records or blocks, yield nothing.
 
-    `scipy.stats.bootstrap` computes one number at a time from one array. One of these resamples gives all metrics.
+    The same records and seed give the same resamples, so two methods can be compared in each resample. All metrics of
+    an evaluation are computed from one resample, while `scipy.stats.bootstrap` computes one metric from one array.
     """
     if count_units(n, block_N) < LEAST:
         return
@@ -369,33 +371,33 @@ def bootstrap(
     seed: int = 0,
     block_N: npt.NDArray[np.int64] | None = None,
 ) -> dict[str, list[float]]:
-    """Compute each metric of the rows, and then of each resample of the rows (see `draws`). Rows with the same number
-    in `block_N` are drawn together.
+    """Return for each metric its value over all rows, and then over each resample (see `draws`). Rows with the same
+    number in `block_N` are drawn together.
     """
     samples = [summary(rows), *(summary([rows[n] for n in draw]) for draw in draws(len(rows), block_N, seed))]
     return {name: [sample.get(name, np.nan) for sample in samples] for name in samples[0]}
 
 
 def count_units(n: int, block_N: npt.NDArray[np.int64] | None) -> int:
-    """Count the independent observations: n records, or their blocks without block -1, which is a wild type."""
+    """Count the units of a resample: n records, or their blocks. Block -1, the wild type, is not counted."""
     return n if block_N is None else len(np.unique(block_N[block_N >= 0]))
 
 
 def interval(values: Sequence[float], metric: str = "") -> Interval:
     """Compute the interval of a metric from the values of `bootstrap`. Resamples without a value are left out.
 
-    This is the percentile interval. For a metric in BIASED, or if the percentile interval does not hold the value, it
-    is the basic bootstrap interval, which reflects the percentiles at the value and so corrects the bias of the
-    resamples (Davison and Hinkley 1997, Bootstrap Methods and their Application, section 5.2). The basic interval is
-    widened to hold the value, which is not corrected. The interval of a metric in BIASED is never below 0.
+    By default it is the percentile interval. For a metric in BIASED, or if the percentile interval does not contain the
+    value, it is the basic bootstrap interval: the percentiles are reflected at the value, which corrects the bias of
+    the resamples (Davison and Hinkley 1997, Bootstrap Methods and their Application, section 5.2). The basic interval
+    is widened to contain the value, since the value is not corrected. For a metric in BIASED no limit is below 0.
     """
     plain = difference(values, [0.0] * len(values), metric)
     return Interval(plain.value, max(plain.low, 0.0), plain.high) if metric in BIASED else plain
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float], metric: str = "") -> Interval:
-    """Compute the interval of the difference of two results of `bootstrap` over the same records with the same seed.
-    There is no interval if one of the results has none.
+    """Compute the difference `ours` - `theirs` and its interval, from two results of `bootstrap` over the same records
+    with the same seed. If one of the results has no resamples, the limits are NaN.
     """
     value, *resampled = (a - b for a, b in zip(ours, theirs, strict=False))
     known = [v for v in resampled if not np.isnan(v)]
@@ -408,12 +410,12 @@ def difference(ours: Sequence[float], theirs: Sequence[float], metric: str = "")
 
 
 def variant_units(variants: Sequence[tuple[Mutation, ...]]) -> tuple[npt.NDArray[np.int64], str]:
-    """Return the units that intervals over variants resample, int64 [N], and the noun for a unit: `position`,
+    """Return the unit of each variant that the bootstrap resamples, int64 [N], and the noun for a unit: `position`,
     `site combination` or `variant`.
 
-    Variants of the same sites are not independent, and are resampled together, if there are LEAST blocks of such
-    variants and no block has more than half of the variants. Otherwise, as in a library of few sites, single variants
-    are resampled. Replicates of a variant are one unit.
+    Variants that change the same sites are not independent. Such a block of variants is resampled together if there are
+    at least LEAST blocks, and no block has more than half of the variants. Otherwise, as in a library of few sites,
+    single variants are resampled. Replicates of a variant are one unit.
     """
     block_N = site_blocks(variants)
     if count_units(len(variants), block_N) >= LEAST and np.bincount(block_N + 1).max() <= len(variants) / 2:
@@ -428,8 +430,8 @@ def variant_spearman(
     variants: Sequence[tuple[Mutation, ...]],
     fold_N: npt.NDArray[np.int64] | None = None,
 ) -> tuple[Interval, str]:
-    """Compute Spearman's correlation within folds (`spearman_within`) with its interval, and the noun for its units. By
-    default all rows are of one fold.
+    """Compute Spearman's correlation within folds (`spearman_within`) with its interval. Also return the noun for the
+    units of the interval. By default all variants are in one fold.
     """
     fold_N = np.zeros(len(variants), dtype=np.int64) if fold_N is None else fold_N
     block_N, unit = variant_units(variants)

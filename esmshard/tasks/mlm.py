@@ -1,4 +1,4 @@
-"""Masked-language-model training on your own sequences, with the language model's own head. No labels."""
+"""Masked-language-model training on unlabelled sequences, with the LM head of the language model."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -25,34 +25,34 @@ AMINO_ACIDS: npt.NDArray[np.uint8] = np.frombuffer(encode_residues(STANDARD), np
 """Tokens of the 20 standard amino acids, in the order of their letters."""
 _IS_AMINO_ACID = np.isin(np.arange(256), AMINO_ACIDS)
 NEVER = -100.0
-"""The logit of a token that is no amino acid in the baseline of frequencies."""
+"""The logit that the baseline of frequencies gives to tokens other than amino acids."""
 
 
 def corrupt(
     tokens: npt.NDArray[np.uint8], share: float, key: str
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Choose the residues to predict, and hide them.
+    """Choose the residues to predict, and mask or replace most of them.
 
-    Of the chosen residues 80% become `<mask>`, 10% a random one of the 20 standard amino acids, and 10% stay (Devlin et
-    al. 2019, as in ESM). Only standard amino acids are chosen: nobody knows what an X stands for, and B, U, Z and O are
-    too rare to learn.
+    Of the chosen residues 80% become `<mask>`, 10% become a random one of the 20 standard amino acids, and 10% stay
+    unchanged (Devlin et al. 2019, as in ESM). Only standard amino acids are chosen, since X stands for an unknown
+    residue, and B, U, Z and O are too rare to learn.
 
-    The number of chosen residues is rounded up or down at random so that the mean is exact, as in fairseq, with which
-    ESM was trained. At least one residue is chosen, so that a short peptide has a score.
+    The number of chosen residues is rounded up or down at random, so that its mean is exact. fairseq, with which ESM
+    was trained, does the same. At least one residue is chosen, so that a short peptide has a score.
 
     Args:
         tokens: `<cls> ... <eos>`, uint8 [L + 2].
-        share: share of the standard residues that is chosen.
-        key: the same key and tokens give the same choice.
+        share: the share of the standard residues to choose.
+        key: the seed, a text.
 
     Returns:
-        The tokens as the model sees them, and the chosen places, ascending, int64 [P].
+        The tokens for the model, and the indices of the chosen tokens, ascending, int64 [P].
     """
     eligible = np.flatnonzero(_IS_AMINO_ACID[tokens])
     n = len(eligible)
     if not n:
         return tokens, eligible
-    # SHAKE-128 is faster than seeding a generator, and gives the same words with every NumPy.
+    # SHAKE-128 is faster than seeding a generator, and gives the same numbers with every version of NumPy.
     words = np.frombuffer(hashlib.shake_128(key.encode()).digest(4 * (2 * n + 1)), "<u4")
     count = max(1, int(share * n + words[-1] / 2**32))
     chosen_P = np.sort(eligible[np.argpartition(words[:n], count - 1)[:count]])
@@ -99,20 +99,20 @@ class MlmTask(Task):
         return LanguageModelHead()
 
     def inputs(self, example: Example) -> Inputs:
-        """Hide residues (see `corrupt`). The target is the chosen residues, int64 [P].
+        """Choose and mask residues (see `corrupt`). The target is the true tokens of the chosen residues, int64 [P].
 
-        The choice is another one in each epoch. In an evaluation it is always the same, whatever the recipe's seed.
+        Each epoch chooses other residues. An evaluation always chooses the same residues, for any seed of the recipe.
         """
         tokens, chosen_P = corrupt(example.tokens, self.settings.mask, f"mask:{example.draw}:{example.id}")
         return Inputs(tokens, example.tokens[chosen_P].astype(np.int64), chosen_P, tracks=example.tracks)
 
     def question(self, example: Example) -> Inputs:
-        """Return the whole sequence with nothing hidden, for logits at every residue."""
+        """Return the whole sequence without masks, and ask for logits at every residue."""
         places_P = np.arange(1, len(example.tokens) - 1)
         return Inputs(example.tokens, np.empty(0, np.int64), places_P, tracks=example.tracks)
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Compute cross-entropy over the 33 tokens, summed over the chosen residues, and their number."""
+        """Sum the cross-entropy over the 33 tokens for the chosen residues, and count these residues."""
         logits_PV = torch.cat(list(outputs))
         target_P = on_device_of(torch.cat(list(targets)), logits_PV)
         count = torch.full((), float(len(target_P)), device=logits_PV.device)
@@ -124,19 +124,19 @@ class MlmTask(Task):
         return {**_metrics(**sums), **sums}
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Compute metrics over all chosen residues. Perplexity is e to the power of their mean loss."""
+        """Compute metrics over the chosen residues of all records. Perplexity is e to the power of their mean loss."""
         sums_N3 = np.array([[row[key] for key in ("nll", "masked", "correct")] for row in rows], dtype=np.float64)
         return _metrics(*sums_N3.sum(0).tolist())
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return the probabilities of the 20 standard amino acids at each residue, which add up to 1: float32 [L, 20],
-        columns in the order of `vocab.STANDARD`. Nothing is hidden: these are the "wild-type marginals" of Meier et al.
-        2021 (doi:10.1101/2021.07.09.450648).
+        """Return the probabilities of the 20 standard amino acids at each residue, float32 [L, 20]. Columns are in the
+        order of `vocab.STANDARD`, and each row adds up to 1. Nothing is masked: these are the "wild-type marginals" of
+        Meier et al. 2021 (doi:10.1101/2021.07.09.450648).
         """
         return np.asarray(softmax(output[:, AMINO_ACIDS].astype(np.float64), axis=1), dtype=np.float32)
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Compute log frequencies of the amino acids in the training records. Each count is raised by one."""
+        """Compute log frequencies of the amino acids in the training records. One is added to each count."""
         tokens = np.concatenate([example.tokens for example in train])
         counts = np.bincount(tokens, minlength=VOCAB_SIZE)[AMINO_ACIDS] + 1
         logits_V = np.full(VOCAB_SIZE, NEVER, np.float32)
@@ -146,8 +146,8 @@ class MlmTask(Task):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """`amino-acid frequencies`: the same logits for every residue. `before fine-tuning`: the model before the first
-        step, on the same hidden residues.
+        """`amino-acid frequencies` has the same logits for every residue. `before fine-tuning` is the model before the
+        first step, on the same masked sequences.
         """
         inputs = [self.inputs(example) for example in examples]
         outputs: Outputs = {

@@ -1,4 +1,4 @@
-"""Labels of two proteins together, such as whether or how strongly they bind: numbers, one class, or several labels."""
+"""Labels of pairs of proteins, such as whether or how strongly they bind: numbers, one class, or several labels."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask
 from esmshard.vocab import chain_spans
 
 SINGLE, MEMORY = "single sequences", "labels of each sequence"
-"""Names of baselines that know about each sequence alone, and not which two sequences belong together."""
+"""Names of baselines that use each sequence alone. They ignore which two sequences form a pair."""
 TRAINED_CHAINS = f"{MEMORY}.key"
-"""The name of the array of the baselines with the sorted hashes of the sequences of the training pairs."""
+"""The name of a baseline array: the sorted hashes of all sequences in training pairs."""
 MOST_PAIRS = 1_000_000
-"""The most training pairs whose hashes are kept with the model."""
+"""The maximum number of training pairs whose sequence hashes are saved with the model."""
 
 _Vectors = TypeVar("_Vectors", torch.Tensor, npt.NDArray[np.floating])
 
@@ -37,34 +37,34 @@ class PairLabels(ProteinLabels):
     """Labels of N pairs."""
 
     block_N: npt.NDArray[np.int64]
-    """The block of each pair, int64 [N]: the number of the one of its two sequences that is in more pairs."""
+    """The block of each pair, int64 [N]: the number of the sequence that is in more pairs than the other sequence."""
 
 
 class PairSettings(SequenceSettings):
-    """Numbers, a class or several classes for two proteins together, in any order."""
+    """Numbers, a class or several classes for a pair of proteins. The order of the two does not matter."""
 
     name: Literal["pair"]  # type: ignore[assignment]  # a task has one name
 
     pairs: ClassVar[bool] = True
 
     def suit(self, data: DataSettings) -> DataSettings:
-        """Refuse windows, and linkers between chains, since the chains are not joined."""
+        """Refuse windows, and settings for joining chains: the model reads the two chains of a pair separately."""
         if data.join != JoinSettings():  # type: ignore[call-arg]  # all keys have defaults
-            raise Clash("join", "joins the chains of a record, and the chains of a pair stay two; remove it")
+            raise Clash("join", "joins the chains of a record, but the chains of a pair stay separate; remove it")
         if data.long == "window":
             raise Clash("long", "window cuts a record, and a pair has two chains; choose full, skip or error")
         return super().suit(data)
 
 
 class PairHead(SequenceHead):
-    """The mean over the residues of each chain and LayerNorm; sum, product and absolute difference of both chains,
-    which do not depend on the order; dropout, and one or two linear layers.
+    """The head takes the mean over the residues of each chain, and applies LayerNorm. Sum, product and absolute
+    difference of both chains do not depend on their order. Dropout and one or two linear layers follow.
     """
 
     parts = 3
 
     def combined(self, x_SD: torch.Tensor) -> torch.Tensor:
-        """Convert the means of 2N chains, in the order of the pairs, to one vector for each pair, [N, 3D]."""
+        """Convert the means of 2N chains to one vector for each pair, [N, 3D]. The chains of a pair are neighbours."""
         normed_SD = super().combined(x_SD)
         return torch.cat(_symmetric(normed_SD[0::2], normed_SD[1::2]), -1)
 
@@ -100,7 +100,7 @@ class PairTask(SequenceTask):
         return self._chains(example, super().question(example).target)
 
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.float64]:
-        """Return the mean representation of each chain, [2, D]. It is kept, since a protein may be in many pairs."""
+        """Return the mean representation of each chain, [2, D]. It is cached, since a protein may be in many pairs."""
         kept = base.remembered["chains"]
         for chain in (chains := chains_of(example)):
             if (name := _digest(chain)) not in kept:
@@ -108,7 +108,7 @@ class PairTask(SequenceTask):
         return np.concatenate([kept[_digest(chain)] for chain in chains])
 
     def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
-        """Return the features of both chains, combined as in `PairHead`; for `SINGLE` their sum."""
+        """Return the features of both chains, combined as in `PairHead`. For baseline `SINGLE`, return their sum."""
         if name in self.of_base:
             assert base is not None
             both_2F: npt.NDArray[np.floating] = self.represented(example, base)
@@ -122,7 +122,7 @@ class PairTask(SequenceTask):
         return data.blocks(), "sequence"
 
     def groups(self, data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-        """Return the class of each pair by the number of its sequences in training pairs (`leakage.CLASSES`)."""
+        """Return the group of each pair (`leakage.CLASSES`): how many of its two sequences are in training pairs."""
         if (trained := known.get(TRAINED_CHAINS)) is None:
             return []
         whole = map(data.whole, range(len(data)))
@@ -135,7 +135,7 @@ class PairTask(SequenceTask):
                 self.represented(train[n], base)
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Fit linear models to some pairs, and compute the mean label of the pairs of each training sequence."""
+        """Fit linear models to every `_step`-th pair, and compute the mean label of each training sequence's pairs."""
         models = super().baselines(train[:: _step(train)], base)
         prior_O = self._averaged(self.prior())
         sums: dict[np.uint64, npt.NDArray[np.float64]] = {}
@@ -144,7 +144,7 @@ class PairTask(SequenceTask):
             share_O = np.eye(len(prior_O))[target] if self.settings.kind == "class" else target
             known_O = ~np.isnan(share_O)
             for chain_key in _keys(example):
-                # Each sequence starts with one pair that has the prior as its label.
+                # The mean label of a sequence includes one more pair, whose label is the prior.
                 sum_2O = sums.setdefault(chain_key, np.stack([prior_O, np.ones(len(prior_O))]))
                 sum_2O += np.where(known_O, [np.nan_to_num(share_O), known_O], 0)
         keys = sorted(sums)
@@ -154,8 +154,8 @@ class PairTask(SequenceTask):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """The baselines of `SequenceTask`; `SINGLE`, a linear model of the sum of both frozen embeddings; and `MEMORY`,
-        the mean over both sequences of the mean label of their training pairs.
+        """Return outputs of the baselines of `SequenceTask`, and of two more. `SINGLE` is a linear model of the sum of
+        both frozen embeddings. `MEMORY` is the average of two mean labels: one for each sequence's training pairs.
         """
         outputs = super().baseline_outputs(examples, known, base)
         if TRAINED_CHAINS in known:
@@ -179,7 +179,7 @@ class PairTask(SequenceTask):
         )
 
     def _averaged(self, output_O: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """Convert logits to shares of labels, which can be averaged. Numbers stay."""
+        """Convert logits to probabilities, which can be averaged. Numbers stay unchanged."""
         return (output_O if self.settings.kind == "number" else self.probabilities(output_O)).astype(np.float64)
 
 
@@ -207,7 +207,7 @@ def chains_of(example: Example) -> tuple[Example, Example]:
 
 
 def _symmetric(a: _Vectors, b: _Vectors) -> tuple[_Vectors, _Vectors, _Vectors]:
-    """Return sum, product and absolute difference, which are equal, bit for bit, in both orders."""
+    """Return sum, product and absolute difference. Exchanging `a` and `b` gives exactly the same bits."""
     return a + b, a * b, abs(a - b)
 
 
@@ -216,7 +216,7 @@ def _keys(example: Example) -> list[np.uint64]:
 
 
 def _digest(chain: Example) -> str:
-    """Return a key of the tokens and tracks of a chain."""
+    """Return a hash of the tokens and tracks of a chain."""
     digest = hashlib.sha256(chain.tokens.tobytes())
     for name, values in chain.tracks.items():
         digest.update(name.encode() + values.tobytes())

@@ -1,4 +1,4 @@
-"""The registry of tasks: the tasks of this package, and tasks that other installed packages register.
+"""The registry of tasks, both from this package and from other installed packages.
 
 A task is registered as `module:Class`, a subclass of `esmshard.tasks.base.Task`. Its module is imported when a recipe
 is read. Another package registers its tasks as entry points of the group `esmshard.tasks` (docs/own-task.md).
@@ -31,11 +31,11 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Registered:
-    """All tasks that can be used, and the reasons why other tasks cannot."""
+    """All registered tasks: those that can be used, and the reasons why others cannot be used."""
 
     tasks: "Mapping[str, type[Task]]"
     unusable: Mapping[str, str]
-    """The reason for each name, a sentence."""
+    """For each task that cannot be used, a sentence with the reason."""
 
     @property
     def settings(self) -> "Mapping[str, type[TaskSettings]]":
@@ -45,9 +45,9 @@ class Registered:
 
 @cache
 def registered() -> Registered:
-    """Import every registered task: first the tasks of this package, then others by name.
+    """Import every registered task: first the tasks of this package, then the tasks of other packages by name.
 
-    A task of another package that cannot be used is refused only if a recipe or a model names it.
+    If a task of another package cannot be used, there is an error only when a recipe or a model names the task.
     """
     tasks: dict[str, type[Task]] = {name: _load(name, value) for name, value in TASKS.items()}
     unusable: dict[str, str] = {}
@@ -71,14 +71,14 @@ def registered() -> Registered:
 
 
 def traits(name: object) -> "type[TaskSettings]":
-    """Return the settings class of a task that a file names; the cautious base class for an unknown name."""
+    """Return the settings class of a task that a file names. For an unknown name, return the base class."""
     from esmshard.recipe.sections import TaskSettings
 
     return registered().settings.get(str(name), TaskSettings)
 
 
 def settings_of(section: Any) -> "TaskSettings":
-    """Return the settings in the task section of a recorded recipe.
+    """Read the task section of a saved recipe into settings.
 
     Raises:
         InputError: no installed package has the task, or the task cannot be used.
@@ -92,12 +92,12 @@ def settings_of(section: Any) -> "TaskSettings":
 
 
 def new_task(settings: "TaskSettings", facts: "Facts") -> "Task":
-    """Make the task of some settings, with the facts of its training labels."""
+    """Make a task from its settings and the facts about its training labels."""
     return registered().tasks[settings.name](settings, facts)
 
 
 def _load(name: str, place: str) -> Any:
-    """Import the class that `module:Class` names, and refuse a class that cannot be a task of that name."""
+    """Import the class at `place`, such as `module:Class`. `TypeError` if its settings do not fit a task `name`."""
     from esmshard.recipe.sections import TaskSettings
 
     module, _, attribute = place.partition(":")

@@ -1,4 +1,4 @@
-"""Labels of residues: a class or a number for each residue; some may be undefined."""
+"""Labels of residues: a class or a number for each residue. Some residues may have no label."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues
 
 WINDOW = 7
-"""The residues on either side that the one-hot baseline reads."""
+"""The one-hot baseline reads this many residues on either side of a residue."""
 KERNEL = 7
 """The width of the head's convolution in residues."""
 _CODE = np.full(256, -1, dtype=np.int64)
@@ -52,10 +52,10 @@ class ResidueSettings(LabelSettings):
     kind: Literal["class", "number"] = "class"
     """Whether a label is a letter or a number."""
     classes: tuple[str, ...] | None = Field(None, strict=False)
-    """The letters of each class. Several letters may be one class: [HGI, EB, STC] are the three states of secondary
+    """The letters of each class. A class may have several letters: [HGI, EB, STC] are the three states of secondary
     structure. By default each letter of the training labels is a class."""
     hidden: int = Field(0, ge=0, le=8192)
-    """The channels of a convolution over 7 residues before the last layer; 0 for a linear head."""
+    """The number of channels of a convolution over 7 residues before the last layer. 0 makes a linear head."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
 
@@ -77,14 +77,14 @@ class ResidueSettings(LabelSettings):
         return classes
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Count the hidden layer before and after gelu, a copy of it with all records end to end, and the probabilities
-        of the classes.
+        """Count the hidden layer before and after gelu, the same layer with all records concatenated, and the class
+        probabilities.
         """
         return 4 * tokens * (3 * self.hidden + 2 * OUTPUTS)
 
 
 class ResidueHead(LabelHead):
-    """LayerNorm, dropout, and a linear layer for each residue, or before it a convolution over 7 residues.
+    """LayerNorm, dropout, and a linear layer for each residue. A convolution over 7 residues may come before it.
 
     Each record is convolved alone, with zeros beyond its ends.
     """
@@ -96,7 +96,7 @@ class ResidueHead(LabelHead):
         return nn.Conv1d(inputs, hidden, KERNEL, padding=KERNEL // 2)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
-        """Return [L, O] for each record."""
+        """Return the outputs of each record, [L, O]."""
         draw_T = of_tokens(batch)
         x_TD = self.dropout(self.norm(x_TD), draw_T)
         if self.hidden is None:
@@ -120,13 +120,13 @@ class ResidueTask(LabelTask):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The letters of each class, if they are known, or `value` for a number."""
+        """The letters of each class; empty before the classes are known. For a number the name is `value`."""
         return ("value",) if self.settings.kind == "number" else super().names or self.settings.classes or ()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The metrics of the table. The first metric is accuracy over residues, called Q3, Q8 and so on; MCC for two
-        classes, since one class is often rare; Spearman over residues for numbers.
+        """The metrics of the table. The first metric is accuracy over residues, such as Q3 for three classes. For two
+        classes it is MCC, since one class is often rare. For numbers it is Spearman over residues.
         """
         if self.settings.kind == "number":
             return ("Spearman", "Spearman per protein", "RMSE")
@@ -154,7 +154,7 @@ class ResidueTask(LabelTask):
         )
 
     def target(self, label: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return numbers [L, 1], or the class of each letter, int64 [L]."""
+        """Return numbers [L, 1], or the class of each residue, int64 [L], -1 without a label."""
         if self.settings.kind == "number":
             return label[:, None]
         class_of = np.repeat(np.arange(len(self.names)), [len(letters) for letters in self.names])
@@ -163,11 +163,11 @@ class ResidueTask(LabelTask):
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
         """Compute accuracy or Spearman of the protein, and counts for the metrics over all residues.
 
-        `profile` [2, L] holds true and predicted classes, or numbers in the unit of the labels; NaN without a label.
+        `profile` [2, L] holds true and predicted classes, or numbers in the unit of the labels. NaN is no label.
         """
         known_L = ~np.isnan(target[:, 0]) if self.settings.kind == "number" else target >= 0
-        of_known = self._number_row if self.settings.kind == "number" else self._class_row
-        row, both_2M = of_known(output[known_L], target[known_L])
+        row_of = self._number_row if self.settings.kind == "number" else self._class_row
+        row, both_2M = row_of(output[known_L], target[known_L])
         profile_2L = np.full((2, len(known_L)), np.nan, np.float32)
         profile_2L[:, known_L] = both_2M
         return {"labelled": float(known_L.sum()), **row, "profile": profile_2L}
@@ -184,7 +184,7 @@ class ResidueTask(LabelTask):
         return row, (target_M, predicted_M)
 
     def _number_row(self, output_M1: npt.NDArray[np.float32], target_M1: npt.NDArray[np.float32]) -> tuple[Row, Any]:
-        # The outputs are ranked. Converted to the unit of the labels, values of a new head may be equal in fp32.
+        # Ranks use the raw outputs, since outputs of a new head may become equal in fp32 in the unit of the labels.
         output_M, target_M = output_M1[:, 0], target_M1[:, 0]
         truth, predicted = (self.predict(x_M1).astype(np.float64) for x_M1 in (target_M1, output_M1))
         square = ((predicted - truth) ** 2).sum()
@@ -198,7 +198,7 @@ class ResidueTask(LabelTask):
         return row, (truth, predicted)
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Compute metrics pooled over residues, and the means over proteins."""
+        """Compute metrics over all residues together, and means over proteins."""
         if self.settings.kind == "number":
             square, count = metrics.total(rows, "square")
             predicted, truth = (metrics.joined(rows, f"ranked {what}") for what in ("predicted", "truth"))

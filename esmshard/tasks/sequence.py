@@ -1,4 +1,4 @@
-"""Labels of whole proteins: numbers (one or several, which may be missing), one class, or several labels."""
+"""Labels of whole proteins: one or several numbers (some may be missing), one class, or several labels."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,22 +27,23 @@ from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues, is_residue
 
 MOST_SHOWN = 32
-"""The most classes for which a record's row has a confusion matrix."""
+"""With more classes than this, a record's row has no confusion matrix."""
 _AMINO_ACIDS = np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)
 
 
 class SequenceSettings(LabelSettings):
-    """Numbers, a class or several classes for a whole protein."""
+    """Settings of the task for whole proteins, which have numbers, a class or several classes."""
 
     name: Literal["sequence"]
 
     data_keys: ClassVar[tuple[str, ...]] = ("labels", "target", "sequence_column", "id_column")
 
     kind: Literal["number", "class", "multilabel"] = "number"
-    """`number` is for one or several numbers, `class` for one of several classes, `multilabel` for any of them."""
+    """The labels of a protein. `number`: one or several numbers; `class`: one of several classes; `multilabel`: any of
+    several classes."""
     loss: Literal["mse", "huber"] | None = Field(None, validate_default=True)
-    """The loss for numbers, by default `mse`. `huber` counts errors over one standard deviation linearly, for data with
-    outliers. Classes have cross-entropy, and no such key."""
+    """The loss for kind `number`, by default `mse`. With `huber`, errors above one standard deviation count linearly,
+    which suits data with outliers. Other kinds always use cross-entropy."""
 
     @field_validator("loss")
     @classmethod
@@ -54,18 +55,18 @@ class SequenceSettings(LabelSettings):
 
 
 class SequenceHead(LabelHead):
-    """The mean over residues, without `<cls>`, `<eos>` and linkers between chains; LayerNorm, dropout, and one or two
-    linear layers. ESM-2 was not trained to summarise a protein in `<cls>`.
+    """The head takes the mean over residues, without `<cls>`, `<eos>` and linkers between chains. LayerNorm, dropout,
+    and one or two linear layers follow. ESM-2 was not trained to summarise a protein in `<cls>`.
     """
 
     parts: ClassVar[int] = 1
-    """The number of vectors of the model's width that `combined` makes of a record."""
+    """How many vectors of the model's width `combined` concatenates for a record."""
 
     def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:
         super().__init__(dim, self.parts * dim, hidden, outputs, dropout)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
-        """Return [T] or [C] for each record."""
+        """Return the outputs of each record, [T] or [C]."""
         h_NF = self.dropout(self.combined(torch.stack(batch.means(x_TD))), batch.draw_N)
         if self.hidden is not None:
             h_NF = self.hidden_dropout(F.gelu(self.hidden(h_NF)), batch.draw_N)
@@ -82,8 +83,8 @@ class SequenceTask(LabelTask):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The metrics of the table. The first metric is Spearman (the mean over several targets); MCC for one class,
-        since it is 0 for the most frequent class; Fmax for several labels.
+        """The metrics of the table. For numbers the first metric is Spearman (the mean over targets). For classes it is
+        MCC, which is 0 if the most frequent class is always predicted. For several labels it is Fmax.
         """
         if self.settings.kind == "multilabel":
             return ("Fmax", "AUPRC", "macro-F1", "ECE", "log loss")
@@ -172,10 +173,10 @@ class SequenceTask(LabelTask):
 
 
 def _of_training(labels: ProteinLabels, known: Sequence[str], store: TokenStore, fasta: Path) -> ProteinLabels:
-    """Return the labels with the classes `known` of the training split as names. For the training split itself, `known`
-    is empty, and the names are the classes of its records.
+    """Renumber the classes of the labels by `known`, the classes of the training split. For the training split itself,
+    `known` is empty, and the classes are those that its records have.
 
-    A table may also hold other proteins with other classes. `InputError` for a record with another class.
+    The table may have further classes, of proteins outside the splits. `InputError` if a record has such a class.
     """
     labelled = np.flatnonzero(labels.labelled_N)
     if labels.kind == "multilabel":

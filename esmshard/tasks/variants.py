@@ -1,4 +1,4 @@
-"""Measured values of variants of one protein: its substitutions, one or several at a time."""
+"""Measured values of variants of one protein, each with one or several substitutions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,26 +38,26 @@ from esmshard.vocab import RESIDUES, STANDARD, VOCAB_SIZE, decode, encode
 Pool = Literal["wild_type", "sites", "difference", "mean"]
 
 KNOTS = 200
-"""The number of pairs of value and normal score that a rank scale keeps, and between which it interpolates."""
+"""The number of (value, normal score) pairs that a rank scale stores. It interpolates between them."""
 FAR = 1000.0
-"""The number of deviations by which a rank scale continues beyond the training values."""
+"""How many deviations a rank scale extends beyond the training values."""
 THRESHOLDS, SHARPNESS = 15, 2.0
-"""For the ranking loss, the number of quantiles that divide the training values, and the slope of the logistic function
-at each quantile, in standard deviations of normal scores."""
+"""Two numbers of the ranking loss: how many quantiles divide the training values, and the slope of the logistic
+function at each quantile, for normal scores."""
 ONE_HOT, SCORE, AUGMENTED, FROZEN = "one-hot ridge", "zero-shot", "one-hot + zero-shot ridge", "frozen embedding ridge"
-"""The baselines."""
+"""The names of the baselines."""
 SHORT = {"one-hot": ONE_HOT, "zero-shot": SCORE, "augmented": AUGMENTED, "embedding": FROZEN}
-"""Short names of the baselines."""
+"""The name of each baseline by its short name, which `--with` takes."""
 LIGHT = 10.0
-"""The factor of the zero-shot score beside one-hot letters, with which the penalty hardly affects it, as in Hsu et al.
-2022."""
+"""The factor by which the augmented baseline scales the zero-shot score. The ridge penalty then hardly affects the
+score, as in Hsu et al. 2022."""
 AMINO_ACIDS = encode(STANDARD)[1:-1].tolist()
 """The tokens of the 20 amino acids."""
 PACKED, LONG = 4096, 64
-"""The most tokens in one pass, and the fewest variants for a progress bar."""
+"""The maximum number of tokens in one pass, and the minimum number of variants for a progress bar."""
 ZERO_SHOT = 0.1
-"""The weight of a unit of the zero-shot score in a new head, in standard deviations of the target. Scores of single
-substitutions deviate by 2 to 4, so that a new head ranks as the language model does."""
+"""The weight of the zero-shot score in a new head, in standard deviations of the target for each unit of the score. The
+scores of single substitutions have a deviation of 2 to 4, so a new head ranks variants as the language model does."""
 DEFAULTS: dict[str, Any] = {
     "table": None,
     "wild_type": None,
@@ -84,19 +84,19 @@ class VariantSettings(TaskSettings):
     reads_table: ClassVar[bool] = True
 
     pool: Pool = "wild_type"
-    """The input of the head. `wild_type`: the wild type's representation at each mutated residue, and both letters; one
-    forward pass of the wild type serves all variants of a step. `sites`: in addition, the difference between the
-    representations of variant and wild type at this residue, which takes a forward pass for each variant. `difference`:
-    this difference alone. `mean`: the mean over all residues of the variant."""
+    """The input of the head. `wild_type`: the wild type's representation at each mutated residue, and the old and new
+    amino acids. One forward pass of the wild type serves all variants of a step. `sites`: in addition, the difference
+    between the representations of variant and wild type at this residue, which takes a forward pass for each variant.
+    `difference`: only this difference. `mean`: the mean representation over all residues of the variant."""
     zero_shot: bool = True
-    """Add the language model's zero-shot score, log p(mutant) - log p(wild type) at the mutated residues in the wild
-    type (Meier et al. 2021), with a trained weight. `wild_type` and `sites` also get all 20 probabilities at these
-    residues. This needs a model with a trained LM head."""
+    """Add the language model's zero-shot score to the output, with a trained weight. The score is the sum of
+    log p(mutant) - log p(wild type) at the mutated residues (Meier et al. 2021). Pools `wild_type` and `sites` also
+    read all 20 probabilities at these residues. This needs a model with a trained LM head."""
     loss: Literal["mse", "huber", "ranking"] = "mse"
-    """`huber` counts errors over one standard deviation linearly; `ranking` uses the order of the measured values and
-    not their distances."""
+    """With `huber`, errors above one standard deviation count linearly. `ranking` uses only the order of the measured
+    values."""
     hidden: int = Field(64, ge=0, le=8192)
-    """The width of the head's hidden layer; 0 for a linear head."""
+    """The width of the head's hidden layer. 0 makes a linear head."""
     dropout: float = Field(0.1, ge=0, lt=1)
     """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
 
@@ -134,15 +134,15 @@ class VariantSettings(TaskSettings):
 
 @dataclass(frozen=True)
 class Scale:
-    """A scale of mean 0 and deviation 1 over the training values (`none`), their logarithms (`log`), or the normal
-    scores of their ranks (`rank`). A rank scale continues as a straight line beyond the training values.
+    """A scale for values of a target. Kinds `none` and `log` scale the training values, or their logarithms, to mean 0
+    and deviation 1. Kind `rank` maps ranks to normal scores, and continues as a straight line beyond these values.
     """
 
     kind: str
     mean: float
     deviation: float
     values: tuple[float, ...] = ()
-    """For `rank`, some training values in ascending order, between two values that are FAR beyond them."""
+    """For `rank`: at most KNOTS training values in ascending order, and at each end one value FAR beyond them."""
     scores: tuple[float, ...] = ()
     """The normal scores of these values."""
 
@@ -181,17 +181,18 @@ def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
 
 
 class VariantHead(LabelHead):
-    """A head that makes a vector of each changed residue, applies a hidden layer, sums over the changes of a variant,
-    and applies the last layer.
+    """A head that computes a vector for each changed residue, applies a hidden layer, sums over the changes of a
+    variant, and applies the last layer. For the wild type, which has no changes, the sum is zero.
 
-    With pool `wild_type` the vectors of two changes do not depend on each other, so that their effects before the last
-    layer add up. The sum of the wild type is empty. The vector depends on `pool`:
+    With pool `wild_type` the vector of a change does not depend on other changes of the variant, so the effects of the
+    changes add up. The vector depends on `pool`:
 
-    - `wild_type`: LayerNorm of the wild type's representation at the site; both letters; and with `zero_shot` the
+    - `wild_type`: LayerNorm of the wild type's representation at the site; old and new letter; and with `zero_shot` the
       probabilities of the 20 amino acids at the site.
-    - `sites`: the difference of the variant's and the wild type's representations at the site, and the same parts.
-    - `difference`: this difference alone.
-    - `mean`: the mean over all residues of the variant; no vectors of changes.
+    - `sites`: the difference of the variant's and the wild type's representations at the site, and all parts of
+      `wild_type`.
+    - `difference`: only this difference.
+    - `mean`: one vector for the variant instead, the mean over all its residues.
 
     `zero_shot` also adds the language model's score of the changes, from the wild type's logits. `sign_T` is 1 for each
     target, or -1 if lower is better.
@@ -208,7 +209,7 @@ class VariantHead(LabelHead):
         self.zero_shot = nn.Parameter(ZERO_SHOT * torch.from_numpy(sign_T)) if zero_shot else None
 
     def start(self, weights: Weights) -> None:
-        """Refuse a model without an LM head if the zero-shot score is a part of the head."""
+        """Refuse a model without a trained LM head if this head reads the zero-shot score."""
         if self.reads_logits and "lm_head" in weights.unlearned:
             raise InputError(
                 f"{weights.source}: has no trained LM head, whose zero-shot score is a part of the head for variants; "
@@ -218,7 +219,7 @@ class VariantHead(LabelHead):
     def forward(
         self, x_TD: torch.Tensor, batch: TokenBatch, logits_MV: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """Return [T] for each variant."""
+        """Return the outputs of each variant, [T]."""
         draw_M = batch.draw_N if self.pool == "mean" else of_changes(batch)
         h_NF = self.features(self.norm(x_TD), batch, logits_MV, partial(self._hidden, draw_M=draw_M))
         out_NT = self.out(self.hidden_dropout(h_NF, batch.draw_N))
@@ -250,14 +251,15 @@ class VariantHead(LabelHead):
             if self.reads_logits:
                 assert logits_MV is not None
                 parts.append(logits_MV[:, AMINO_ACIDS].float().log_softmax(-1).to(x_TD))
-        seen_MF = each(torch.cat(parts, 1))
-        return seen_MF.new_zeros(batch.n_records, seen_MF.shape[1]).index_add(0, record_M, seen_MF)
+        change_MF = each(torch.cat(parts, 1))
+        return change_MF.new_zeros(batch.n_records, change_MF.shape[1]).index_add(0, record_M, change_MF)
 
 
 def log_odds(logits_MV: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """Sum log p(mutant) - log p(wild type) over the changes of each variant, float32 [N]: wild-type marginals.
 
-    Only changes between two of the 20 amino acids count, since models give other letters hardly any probability.
+    Changes from or to a letter other than the 20 amino acids do not count, since models give these hardly any
+    probability.
     """
     assert batch.changes_4M is not None
     record_M, letter_M, _, wild_M = batch.changes_4M
@@ -275,9 +277,9 @@ def frozen(
     pool: Pool,
     tracks: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Compute the vectors of `VariantHead` without its LayerNorm and without probabilities, float32 [N, F], for pool
-    `sites` or `mean`. They are kept in `base.remembered`, by pool and tokens. `variants` are tokens `<cls> ... <eos>`,
-    and `tracks` belong to the wild type and each variant.
+    """Compute `VariantHead.features` of a new head for pool `sites` or `mean`, without LayerNorm and probabilities,
+    float32 [N, F]. The results are cached in `base.remembered`, by pool and tokens. `variants` are tokens
+    `<cls> ... <eos>`. The wild type and all variants have the same `tracks`.
     """
     known, alone = base.remembered[pool], base.trunk.shared_on is None
     names = [variant.tobytes() for variant in variants]
@@ -305,9 +307,9 @@ def frozen(
 class VariantTask(Task):
     """Values of variants. Outputs: standardised numbers [T].
 
-    Facts: `targets` (names), `lower_is_better` (names of targets), `scales` (arguments of `Scale`), `protein` (the wild
-    type), `first` and `length` of the part of the protein that the model sees, `offset`, which was added to the
-    positions of the table, and `tracks` of this part, if there are any.
+    Facts: `targets` (names), `lower_is_better` (names of targets), `scales` (arguments of `Scale`) and `protein` (the
+    wild type). `first` and `length` describe the part of the protein that the model reads, and `tracks`, if any, belong
+    to this part. `offset` was added to the positions of the table.
     """
 
     Settings = VariantSettings
@@ -338,8 +340,8 @@ class VariantTask(Task):
 
     def labels(self, fasta: Path, _store: TokenStore, _data: DataSettings) -> VariantLabels:
         raise InputError(
-            f"{fasta}: the model is of variants, whose values stand in a table; `esmshard predict MODEL TABLE` "
-            "predicts them, and finetune tests on folds of its own table"
+            f"{fasta}: the model predicts values of variants, which are in a table, not in sequences; run `esmshard "
+            "predict MODEL TABLE`; finetune itself tests on folds of its table"
         )
 
     def learn(self, train: Examples) -> Self:
@@ -361,7 +363,7 @@ class VariantTask(Task):
             "length": labels.length,
             "offset": labels.offset,
         }
-        if tracks := train.get(0).tracks:  # the same of every variant
+        if tracks := train.get(0).tracks:  # all variants have the same tracks
             facts["tracks"] = {name: _as_json(values) for name, values in tracks.items()}
         return type(self)(self.settings, facts)
 
@@ -370,20 +372,20 @@ class VariantTask(Task):
         return VariantHead(config.dim, s.hidden, self._sign_T, s.pool, s.dropout, zero_shot=s.zero_shot)
 
     def inputs(self, example: Example) -> Inputs:
-        """Return the variant and the wild type. The target is [2, T]: standardised, and as measured."""
+        """Return the variant with the wild type. The target is [2, T]: the standardised and the measured values."""
         y_T = example.labels["target"].astype(np.float64)
         scaled = [scale.to(y) for scale, y in zip(self._scales, y_T, strict=True)]
-        return self._seen(example, np.array([scaled, y_T], dtype=np.float32))
+        return self._with_wild_type(example, np.array([scaled, y_T], dtype=np.float32))
 
     def question(self, example: Example) -> Inputs:
         if len(example.tokens) != len(self._tokens):
             raise InputError(
-                f"record {shown(example.id)} has {len(example.tokens) - 2:,} residues, and the wild type that the "
-                f"model was trained on {len(self.wild_type):,}; give variants of it, which differ by substitutions"
+                f"record {shown(example.id)} has {len(example.tokens) - 2:,} residues, but the wild type of the model "
+                f"has {len(self.wild_type):,}; give variants that differ from the wild type only by substitutions"
             )
-        return self._seen(example, np.empty(0, np.float32))
+        return self._with_wild_type(example, np.empty(0, np.float32))
 
-    def _seen(self, example: Example, target: npt.NDArray[np.float32]) -> Inputs:
+    def _with_wild_type(self, example: Example, target: npt.NDArray[np.float32]) -> Inputs:
         needed = self.settings.zero_shot or self.settings.pool != "mean"
         return Inputs(
             example.tokens,
@@ -416,14 +418,14 @@ class VariantTask(Task):
     ) -> dict[str, npt.NDArray[Any]]:
         """Fit ridge regressions, and compute the base model's probabilities at every residue of the wild type.
 
-        `only` is the only baseline that is fitted; by default all are. ONE_HOT does not need `base`.
+        `only` is the name of the only baseline to fit. By default all are fitted. ONE_HOT does not need `base`.
         """
         wanted = set(SHORT.values()) if only is None else {only}
         scaled_NT = np.stack([self.inputs(example).target[0] for example in train])
         tokens_NL = np.stack([example.tokens for example in train])
-        seen = _letters_seen(tokens_NL)
-        one_hot_NF = np.stack([_one_hot(tokens_L, seen) for tokens_L in tokens_NL])
-        fitted: dict[str, npt.NDArray[Any]] = {f"{ONE_HOT}.letters": seen}
+        letters_F2 = _varied_letters(tokens_NL)
+        one_hot_NF = np.stack([_one_hot(tokens_L, letters_F2) for tokens_L in tokens_NL])
+        fitted: dict[str, npt.NDArray[Any]] = {f"{ONE_HOT}.letters": letters_F2}
         if ONE_HOT in wanted:
             fitted[ONE_HOT] = fit_numbers(one_hot_NF, scaled_NT)
         if base is None:
@@ -448,8 +450,8 @@ class VariantTask(Task):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """The zero-shot score is scaled to the mean and deviation of the training values, with the opposite sign if
-        lower is better.
+        """Return the outputs of the fitted baselines. The zero-shot score is standardised over the training variants,
+        and has the opposite sign if lower is better.
         """
         outputs: Outputs = {}
         score_N = np.full(len(examples), np.nan)
@@ -468,7 +470,7 @@ class VariantTask(Task):
         return outputs
 
     def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
-        """Return blocks of variants that change the same sites, or single variants."""
+        """Group variants that change the same sites, or return single variants; see `metrics.variant_units`."""
         return metrics.variant_units([parse_variant(data.id(n)) for n in range(len(data))])
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
@@ -477,7 +479,7 @@ class VariantTask(Task):
 
     @torch.no_grad()
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
-        """Fit ridge regression to the inputs of the last layer, from the frozen model, and to the zero-shot score."""
+        """Fit ridge regression to the zero-shot score and the inputs that the last layer gets from the frozen model."""
         assert isinstance(head, VariantHead)
         inputs, x = [self.inputs(example) for example in train], list[npt.NDArray[np.float32]]()
         width, each = head.out.in_features, max(1, PACKED // len(self._tokens))
@@ -501,38 +503,38 @@ class VariantTask(Task):
         return float(sum(log_p_LA[s, RESIDUES.index(mutant[s])] - log_p_LA[s, RESIDUES.index(wild[s])] for s in sites))
 
     def _frozen(self, examples: Sequence[Example], base: FineTuner) -> npt.NDArray[np.float32]:
-        """Return the frozen model's vectors of variants, [N, F], with pool `mean` or else `sites`."""
+        """Return the result of `frozen` for the variants, [N, F], with pool `mean` if it is set, else `sites`."""
         pool: Pool = "mean" if self.settings.pool == "mean" else "sites"
         tokens, tracks = [example.tokens for example in examples], examples[0].tracks or self._tracks
         return frozen(base, self._tokens, tokens, pool, tracks)
 
 
 def _as_json(values: npt.NDArray[Any]) -> dict[str, Any]:
-    """Return a track for the facts, with null for NaN. Numpy reads null as NaN."""
+    """Convert a track to JSON values, with null for NaN. Numpy reads null as NaN."""
     nullable = values.astype(object)
     if values.dtype.kind == "f":
         nullable[np.isnan(values)] = None
     return {"dtype": str(values.dtype), "values": nullable.tolist()}
 
 
-def _letters_seen(tokens_NL: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Return the places and tokens, [F, 2], that some variants have and other variants do not have."""
+def _varied_letters(tokens_NL: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Return all pairs (place, token) at the places where the variants differ, [F, 2]."""
     places = np.flatnonzero((tokens_NL != tokens_NL[0]).any(0))
     pairs = [(place, token) for place in places.tolist() for token in np.unique(tokens_NL[:, place]).tolist()]
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
-def _one_hot(tokens_L: npt.NDArray[np.uint8], seen_F2: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Return 1 for each place and token that the variant has, float32 [F]."""
-    return np.asarray(tokens_L[seen_F2[:, 0]] == seen_F2[:, 1], dtype=np.float32)
+def _one_hot(tokens_L: npt.NDArray[np.uint8], letters_F2: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Return 1 for each pair (place, token) that the variant has, otherwise 0, float32 [F]."""
+    return np.asarray(tokens_L[letters_F2[:, 0]] == letters_F2[:, 1], dtype=np.float32)
 
 
 def _ordinal(output_NT: torch.Tensor, target_NT: torch.Tensor) -> torch.Tensor:
-    """Compute the all-threshold loss of ordinal regression (Rennie and Srebro 2005), [N, T]: a logistic loss of the
-    side of each of THRESHOLDS quantiles on which a value lies.
+    """Compute the all-threshold loss of ordinal regression (Rennie and Srebro 2005), [N, T]. For each of THRESHOLDS
+    quantiles, a logistic loss asks whether a value is above or below the quantile.
 
-    It depends on the order of the values only, as losses over pairs do (Bradley-Terry, RankNet). Losses over pairs also
-    depend on which records share a micro-batch, and so on the number of processes.
+    The loss depends only on the order of the values, like losses over pairs (Bradley-Terry, RankNet). Losses over pairs
+    would also depend on which records share a micro-batch, and so on the number of processes.
 
     Args:
         output_NT: predicted normal scores.
