@@ -107,7 +107,7 @@ def consolidate(
     left_out = tuple(f"{part}." for part in opened.unlearned) if kind is None else kind.lacks
     for part in opened.unlearned:
         if f"{part}." not in left_out:
-            warn(f"{source}: its {part} never learned; what it says is random")
+            warn(f"{source}: its {part} never learned; its output is random")
     sizes = {name: size for name, size in opened.sizes.items() if not name.startswith(left_out)}
     with writing(out, _NO_ROOM), whole_directory(out) as work:
         try:

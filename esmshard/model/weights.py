@@ -274,7 +274,7 @@ def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Wei
         second, shared = readers.pop(name, None), readers.get(first)
         if second is None or shared is None or second.shape != shared.shape:
             continue
-        if not torch.equal(second().nan_to_num(), shared().nan_to_num()):  # The logits would differ from the author's.
+        if not torch.equal(second().nan_to_num(), shared().nan_to_num()):  # The logits would differ from the authors'.
             raise InputError(f"{source}: {name} is not {first}, and the two are one tensor in such a model")
     wanted = stored_shapes(config)
     if unexpected := sorted(name for name in readers.keys() - wanted.keys() if not name.startswith("head.")):

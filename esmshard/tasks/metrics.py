@@ -269,7 +269,9 @@ def calibration(confidence_M: npt.NDArray[np.floating], correct_M: npt.NDArray[n
 
 
 def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
-    """Compute the expected calibration error (ECE): the mean difference of confidence and accuracy over predictions."""
+    """Compute the expected calibration error (ECE): the distance of confidence and accuracy of each bin, averaged over
+    predictions.
+    """
     count_B, confidence_B, right_B = bins_3B
     return float(np.abs(confidence_B - right_B).sum() / count_B.sum()) if count_B.any() else np.nan
 

@@ -113,7 +113,7 @@ class TrainState:
     step: int = 0
     """The number of optimizer steps done."""
     skipped_in_a_row: int = 0
-    """The last so many steps changed no weight, because gradients were not finite."""
+    """The number of last steps in a row that changed no weight, because gradients were not finite."""
     best: dict[str, Any] | None = None
     """Step, metric and value of the best validation so far."""
     stale: int = 0
