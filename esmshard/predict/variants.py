@@ -344,7 +344,9 @@ def rank(
         order = [free[k] for k in chosen]
         facts["proposed"] = {"count": propose, "kappa": kappa, "diversity": diversity, "candidates": len(free)}
         facts["proposed"]["sites"] = [place + 1 - rows.offset for place in sorted(allowed)]
-        messages = [f"how far to trust these proposals: {known.verdict or 'not known, as the run is not finished'}"]
+        messages = [f"how far to trust these proposals: {known.verdict or f'not known, as there is no {SUMMARY}'}"]
+        if method is not None:
+            messages.append(f"these proposals are by {method}, a single model, so that --kappa has no effect")
     elif rows.table is not None and target in rows.columns:
         names = [name_of(variant) for variant in rows.mutations]
         facts["compared"], messages = compared(known, names, mean_N, rows.measured(target), target)
@@ -433,8 +435,8 @@ def _allowed(task: VariantTask, known: Known, sites: str | None, offset: int) ->
     except ValueError:
         raise UsageError(f"--sites {sites}: positions are expected, as 39,40,41, or all") from None
     if missing := [place + 1 - offset for place in sorted(places) if not 0 <= place < length]:
-        numbers = f"{1 - offset} to {length - offset}"
-        raise UsageError(f"--sites {sites}: {missing[0]} is no residue of the wild type, which has {numbers}")
+        numbers = f"residues have the numbers {1 - offset} to {length - offset}"
+        raise UsageError(f"--sites {sites}: {missing[0]} is not in the wild type, whose {numbers}")
     return places
 
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from esmshard.batch import TokenBatch
 from esmshard.model.contacts import ContactAccumulators
+from esmshard.model.trunk import embedding
 from esmshard.model.weights import Weights
 from esmshard.vocab import SEPARATOR
 
@@ -92,8 +93,7 @@ class PairwiseHead(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.left = nn.Linear(dim, channels)
         self.right = nn.Linear(dim, channels)
-        table = torch.empty(MAX_SEPARATION + 1, channels).uniform_(-1, 1)  # see ESM2 for the reason
-        self.separation = nn.Embedding(MAX_SEPARATION + 1, channels, _weight=table)
+        self.separation = embedding(MAX_SEPARATION + 1, channels)
         self.widen = nn.Linear(maps, channels, bias=False) if maps else None
         self.blocks = nn.ModuleList(PairBlock(channels, DILATIONS[n % len(DILATIONS)]) for n in range(blocks))
         self.out = nn.Conv2d(channels, 1, 1)

@@ -65,9 +65,10 @@ def log_probabilities(
     if window is None:
         window = window_of(model.config)
     protein = encode(sequence), tracks or {}
-    views = [_around(0, protein, site, window, hidden) for site in sites]
     if sites and not hidden and len(sequence) <= window:
         views = [_part(0, protein, 0, window, np.array(sites))]
+    else:
+        views = [_around(0, protein, site, window, hidden) for site in sites]
     log_p_SA, done = np.empty((len(sites), len(RESIDUES)), np.float32), 0
     with Progress("score", len(sites)) as progress:
         for _, log_p_PA in _predicted(model, views):

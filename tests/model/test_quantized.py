@@ -2,6 +2,7 @@
 matrices does, without keeping these.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from esmshard.parallel.layout import Layout
 from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
+from esmshard.planner import numbers_of
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.vocab import encode
 
@@ -170,6 +172,12 @@ def test_the_big_linear_layers_of_the_blocks_are_packed_and_nothing_else(family:
         if name.removeprefix("trunk.").removesuffix(".weight") not in packed
     }
     assert not any(p.requires_grad for p in model.buffers())
+    numbers = numbers_of(model, config, quantization=kind)
+    in_full = numbers.parameters - config.n_layers * numbers.layer_quantized
+    assert in_full == sum(map(math.prod, full.values()))
+    sizes = [(matrix.rows, matrix.rows * matrix.columns) for matrix in config.matrices]
+    expected = [n // 2 + 4 * -(-n // 64) if kind == "nf4" else n + 4 * rows for rows, n in sizes]
+    assert numbers.layer_packed == sum(expected), "with an fp32 scale for each block, or each row"
     assert {type(model.trunk.layers[0].get_submodule(matrix.path)) for matrix in config.matrices} == {
         LoraLinear,
         QuantizedLinear,

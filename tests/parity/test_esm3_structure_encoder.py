@@ -133,3 +133,7 @@ def test_what_cannot_be_made_a_track_is_one_sentence(published: Path, structures
     (structures / "1abc.cif").write_text(cif(chain("GSHMKVLAWEFT")))
     with pytest.raises(InputError, match=r"chain '1abc_A' comes from .* too; remove one file"):
         write_codes("structure_tokens", structures, published, out)
+    out.write_bytes(b"mine")
+    with pytest.raises(UsageError, match="exists already"):
+        write_codes("structure_tokens", structures, published, out)
+    assert out.read_bytes() == b"mine"

@@ -414,6 +414,8 @@ def test_refused_pictures_and_inputs_leave_nothing(fasta: Path, tmp_path: Path) 
         predict(fold, fasta, out / "x.csv", png=out / "maps")
     with pytest.raises(UsageError, match=r"x\.npy"):
         predict(fold, fasta, out / "x.npy")
+    with pytest.raises(UsageError, match="--complexes all"):
+        predict(fold, fasta, out / "x.npz", complexes="all")
     (out / "maps").mkdir()
     (out / "maps" / "mine.txt").write_text("mine")
     with pytest.raises(UsageError, match="maps: is not empty"):

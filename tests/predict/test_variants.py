@@ -416,6 +416,7 @@ def test_a_ranking_by_a_baseline(runs: Path, capsys: pytest.CaptureFixture[str])
     width = float(rows[0]["high 90%"]) - float(rows[0]["low 90%"])
     assert width == pytest.approx(error_N[365] - error_N[18], abs=1e-3), "by its own errors"
     best, _ = ranked(run, propose=8, all_singles=False, baseline="one-hot ridge", sites="5,7,16")
+    assert "--kappa has no effect" in capsys.readouterr().err
     chosen = [{m.position: m.mutant for m in parse_variant(row["mutant"])} for row in best]
     letters = [[STANDARD.index(one.get(n, WT[n])) for n in SITES] for one in chosen]
     assert np.mean([planted(np.array(one)) for one in letters]) > np.quantile(list(truth.values()), 0.9)

@@ -127,6 +127,16 @@ def test_activation_checkpointing_changes_no_gradient(trunk: ESM2) -> None:
         assert_same_gradients(plain[1], found[1], 1e-4)
 
 
+def test_bf16_of_the_trunk_leaves_contacts_in_fp32(trunk: ESM2) -> None:
+    tuner, batch = model(trunk, "attention"), batch_of(60)
+    with torch.no_grad():
+        exact = tuner(batch)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            found = tuner(batch)[0]
+    assert found.dtype == torch.float32
+    assert 1e-6 < (found - exact).abs().mean() < 0.05 * exact.std()
+
+
 # Attention
 
 

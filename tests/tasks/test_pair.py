@@ -12,6 +12,7 @@ from model_files import TINY, fair_esm, ours, perturb
 
 from esmshard.batch import Inputs
 from esmshard.data.batching.loader import Example, Examples
+from esmshard.data.splits.leakage import ComparedRecords, pair_notices
 from esmshard.errors import InputError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
@@ -76,6 +77,14 @@ def test_each_chain_is_a_sequence_of_its_own(trunk: ESM2) -> None:
     alone = outputs(found, made, "MKTAYIAK:WWC")[0]
     assert alone == pytest.approx(float(expected), abs=1e-5)
     assert outputs(found, made, "ACDEF:GHIKL", "MKTAYIAK:WWC", "W:C")[1] == pytest.approx(alone, abs=1e-5)
+
+
+def test_tracks_go_with_their_chains() -> None:
+    example = Example("a", encode("MKT:WC", linker=2), {}, tracks={"3di": np.arange(9, dtype=np.uint8)})
+    inputs = task().question(example)
+    assert inputs.partner is not None
+    assert [each.tracks["3di"].tolist() for each in (inputs, inputs.partner)] == [[0, 1, 2, 3, 8], [0, 6, 7, 8]]
+    assert inputs.longest == 5
 
 
 # Labels and long chains
@@ -152,3 +161,17 @@ def test_the_labels_of_a_sequence_s_training_pairs_are_remembered(trunk: ESM2, f
         data = Examples("test", *files.split("test", f"q {pair}"), None)
         assert made.groups(data, known) == [group]
         assert made.groups(data, {}) == [], "a model without baselines does not know"
+
+
+def test_leakage_counts_training_pairs_in_either_order() -> None:
+    def compared(*pairs: str) -> ComparedRecords:
+        tokens = [encode(pair)[1:-1] for pair in pairs]
+        return ComparedRecords(len(tokens), lambda n: tokens[n], lambda n: f"p{n}")
+
+    rng = np.random.default_rng(0)
+    a, b, c, d, e = ("".join(rng.choice(list(STANDARD), int(n))) for n in (50, 60, 70, 80, 90))
+    test = compared(f"{b}:{a}", f"{a}:{c}", f"{a}:{d}", f"{d}:{e}")
+    first, second = pair_notices(compared(f"{a}:{b}", f"{c}:{c}"), {"test": test})
+    assert "of 4 test pairs 1 are training pairs" in first
+    assert "2 have both sequences in training pairs (C1), 1 one of them (C2) and 1 none (C3)" in first
+    assert "of 5 test sequences 3 are identical" in second

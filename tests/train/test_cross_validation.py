@@ -12,6 +12,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from esmshard.data.splits.variant_records import divide, table_of
+from esmshard.predict import variants
 from esmshard.recipe.sections import Recipe
 from esmshard.train.cross_validation import Repeat, conclude
 
@@ -128,3 +129,11 @@ def test_the_top_of_the_list_is_measured(library: Planted) -> None:
     assert best["mean_of_all"] == pytest.approx(
         np.mean([row["measured"] for rows in library.folds for row in rows]), rel=1e-4
     )
+
+
+def test_new_variants_are_counted_by_all_their_sites(library: Planted) -> None:
+    (library.run / "seen_in_training.txt").write_text("K10A:A24C\nK10C\n")
+    known = variants.read_known(library.run, [library.run], ["score"])
+    names = ["K10D", "A24D:K10W", "K10D:W40A", "W40A", "M1A"]
+    facts, _ = variants.compared(known, names, np.arange(5.0), np.arange(5.0), "score")
+    assert facts["unseen"]["rows_at_varied_sites"] == 2

@@ -119,6 +119,9 @@ def test_predicted_maps_are_of_the_residues_of_both_chains(run: Path) -> None:
     assert lines[:2] == ["id\tresidues\tjoin", "test0\t26,22\tlinker:3"]
     assert len(lines) == 13
     assert len(list((run / "png").glob("*.png"))) == 12
+    (run / "single.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
+    ran("predict", run / "run" / "model", run / "single.fasta", "-o", out, "--overwrite")
+    assert not (run / "maps.npz.chains.tsv").exists(), "no list of the earlier chains stays"
 
 
 def test_structures_of_complexes_train_score_and_predict(tmp_path: Path) -> None:

@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 
 from esmshard.data.splits.recipe_splits import fold_of, open_split
+from esmshard.errors import UsageError
 from esmshard.io.store import cached
 from esmshard.recipe import recipe_file
 from esmshard.train import cross_validation as repeats
 from esmshard.train.cross_validation import summarise
+
+
+def test_complexes_are_refused_for_data_without_structures(tiny_recipe: Path) -> None:
+    recipe = recipe_file.load(tiny_recipe, ["data.complexes=all"])
+    with pytest.raises(UsageError, match=r"data\.complexes: all is for structure files"):
+        open_split(recipe, "train", None)
 
 
 def test_each_record_is_tested_in_one_fold_and_trained_on_in_the_others(tiny_recipe: Path) -> None:
