@@ -701,7 +701,7 @@ class Plan:
         if best is None:
             return (
                 f"nothing fits: the smallest option needs {self.options[0].memory.total / GIB:.1f} GiB a GPU, and "
-                f"{room:.1f} are free; take more or larger GPUs, or lower data.max_length or batch.tokens_per_rank"
+                f"{room:.1f} may be used; take more or larger GPUs, or lower data.max_length or batch.tokens_per_rank"
             )
         host = best.memory.host * self.machines.per_machine / GIB
         return (

@@ -67,6 +67,18 @@ def test_a_base_with_its_own_torch_keeps_its_packages() -> None:
     assert len(dependencies.below_floor(floors, {"torch": "2.10.0a0+nv", "scipy": "1.0"})) == 2
 
 
+def test_a_build_sees_what_the_dockerfile_takes_and_nothing_else() -> None:
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    copied = re.findall(r"^COPY (?!--from)(?:--\S+ )?(.*) \S+$", text, re.MULTILINE)
+    bound = re.findall(r"--mount=type=bind,source=([^,]+)", text)
+    taken = {name for line in [*copied, *bound] for name in line.split()}
+    assert rules[0] == "*"
+    assert taken == {rule[1:] for rule in rules if rule[0] == "!"}
+    assert all((ROOT / name).exists() for name in taken)
+    assert {"**/__pycache__", "**/runs"} <= set(rules)
+
+
 def test_what_the_image_leaves_out_exists() -> None:
     left_out = [line.split()[0] for line in (HERE / "left_out.txt").read_text().splitlines() if line[0] != "#"]
     assert all((ROOT / name.partition("::")[0]).is_file() for name in left_out)

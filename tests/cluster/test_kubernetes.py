@@ -150,6 +150,29 @@ def test_how_pods_are_replaced() -> None:
         assert spec.get("successPolicy") == (done if spec["completions"] > 1 else None)
 
 
+def test_pods_may_do_nothing_but_work() -> None:
+    """The Pod Security Standard `restricted`, except RDMA's capability; files only on the volumes; a closed network."""
+    for variant, profile in VARIANTS.values():
+        documents, everything = pods.objects(variant, profile), profile is pods.FULL
+        pod = documents["Job"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        security = pod["securityContext"]
+        assert (security["runAsNonRoot"], security["runAsUser"]) == (True, 4321 if everything else 1000)
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        capabilities = {"drop": ["ALL"]} | ({"add": ["IPC_LOCK"]} if everything else {})
+        allowed = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": capabilities}
+        assert container["securityContext"] == allowed
+        assert (pod["automountServiceAccountToken"], pod["enableServiceLinks"]) == (False, False)
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+        assert writable == {"/mnt/team" if everything else "/work", "/tmp", "/dev/shm"}
+    documents = pods.objects(*VARIANTS["doctor"])
+    name = documents["Job"]["metadata"]["name"]
+    same = {"podSelector": {"matchLabels": {"batch.kubernetes.io/job-name": name}}}
+    policy = {**same, "policyTypes": ["Ingress"], "ingress": [{"from": [same]}]}
+    assert documents["NetworkPolicy"]["spec"] == policy
+
+
 def test_every_key_of_the_profile_has_an_effect() -> None:
     whole = render(pods.run(), Site.model_validate(pods.FULL), "kubernetes")
     for key in KubernetesSite.model_fields:

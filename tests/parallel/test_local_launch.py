@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +47,38 @@ def test_verdicts(ends: Mapping[int, int], killed: int, signals: list[int], code
     assert (found[0], found[2]) == (code, restart)
     assert why in found[1]
     assert bool(why) == bool(found[1])
+
+
+class Scripted:
+    """In place of a process: its exit codes, one for each look of the launcher, and the signals that it got."""
+
+    pid = 0
+
+    def __init__(self, *codes: int | None) -> None:
+        self.codes, self.signals = [*codes], list[int]()
+
+    def poll(self) -> int | None:
+        return self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def wait(self, timeout: float) -> None:
+        pass
+
+
+def test_who_saves_is_not_killed_for_one_that_lost_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, killed = [0.0], list[int]()  # each look takes 20 s
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: now.append(now.pop() + 20))
+    monkeypatch.setattr(launch, "time", clock)
+    monkeypatch.setattr(launch.os, "killpg", lambda pid, number: killed.append(number))
+    processes: Any = [Scripted(None, 75), Scripted(None, None, 69), Scripted(*6 * [None], 75)]
+    assert launch._watch(processes, [], lambda: False) == ({0: 75, 1: 69, 2: 75}, 0)
+    assert processes[2].signals == [signal.SIGTERM]
+    assert killed == []
+    processes = [Scripted(75), Scripted(None)]
+    assert launch._watch(processes, [INT, INT], lambda: False) == ({0: 75}, 1)
+    assert killed == [signal.SIGKILL], "Ctrl-C a second time does not wait"
 
 
 class Launched:

@@ -76,6 +76,23 @@ def one(work: Work, **options: Any) -> Cost:
 PRODUCTS = 10_000 * 24e6 / 68e12
 
 
+def test_seconds_of_arithmetic() -> None:
+    products = one(Work(tokens=10_000, passes=0))
+    assert products.compute == pytest.approx(10 * 3 * PRODUCTS)
+    assert (products.recompute, products.exposed) == (0, 0)
+    attending = one(Work(tokens=10_000, attended=500, passes=0))
+    assert attending.compute - products.compute == pytest.approx(10 * 3 * 10_000 * 4 * 1000 * 500 / 40e12)
+    moving = one(Work(tokens=10_000, passes=50))
+    assert moving.compute - products.compute == pytest.approx(10 * 3 * 10_000 * 50 * 1000 * 2 / 0.8e12)
+    head = one(Work(tokens=10_000, passes=0, head_bytes=8 * 10**9))
+    assert head.compute - products.compute == pytest.approx(3 * 8e9 / 0.8e12)
+    matrix = one(Work(tokens=10_000, passes=0, head_products=12_000_000))
+    assert matrix.compute == pytest.approx(11 * 3 * PRODUCTS)
+    assert one(Work(tokens=10_000, micro_batches=3, passes=0)).compute == pytest.approx(3 * products.compute)
+    assert products.optimizer == pytest.approx(128e6 * 40 / 0.8e12)
+    assert products.seconds == pytest.approx(products.compute + products.optimizer)
+
+
 def test_seconds_of_what_is_computed_again() -> None:
     work = Work(tokens=10_000, passes=50)
     plain = one(work)
