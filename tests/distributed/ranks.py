@@ -48,7 +48,7 @@ def run_ranks(function: str, world_size: int, scratch: Path, *args: Any) -> list
     pipes = [pipe for _, pipe in _ranks[:world_size]]
     for rank, pipe in enumerate(pipes):
         pipe.send((function, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, args))
-    answers = [pipe.recv() if pipe.poll(TIMEOUT) else (False, f"no answer in {TIMEOUT} s") for pipe in pipes]
+    answers = [_answer(pipe) for pipe in pipes]
     failures = [
         f"rank {rank} of {world_size} failed:\n{text[-4000:]}" for rank, (ok, text) in enumerate(answers) if not ok
     ]
@@ -58,6 +58,14 @@ def run_ranks(function: str, world_size: int, scratch: Path, *args: Any) -> list
         _ranks.clear()
     assert not failures, failures[0]
     return [result for _, result in answers]
+
+
+def _answer(pipe: Connection) -> tuple[bool, Any]:
+    """Return whether the function of a rank has succeeded, and its result or the reason."""
+    try:
+        return pipe.recv() if pipe.poll(TIMEOUT) else (False, f"no answer in {TIMEOUT} s")
+    except (EOFError, OSError):
+        return False, "its process has ended"
 
 
 def _serve(pipe: Connection) -> None:
