@@ -15,9 +15,10 @@ import pytest
 from command import in_process
 
 from esmshard import progress
-from esmshard.cli import data, models, options
+from esmshard.cli import data, infer, models, options
 from esmshard.data.splits.split_files import OF_SEQUENCES, OF_VARIANTS
 from esmshard.embed.compute import Embedder
+from esmshard.io.array_formats import FORMATS
 from esmshard.io.paths import shipped
 from esmshard.model.families.family_registry import FAMILIES, RELEASED
 from esmshard.predict import zero_shot
@@ -135,6 +136,7 @@ def test_choices_are_those_of_the_registries() -> None:
         (data.split, "by", {*OF_SEQUENCES, *OF_VARIANTS}),
         (data.track, "name", tracks),
         (models.consolidate, "to", layouts),
+        (infer.embed, "fmt", {*FORMATS, "parts"}),
     ):
         offered = get_args(get_type_hints(function)[name])
         assert {*(get_args(offered[0]) or offered)} == known
