@@ -6,10 +6,10 @@ the training set (`sets_of_fold`). The argument `shares` has the relative sizes 
 folds. The shares need not add up to one. The argument `seed` is the random seed.
 
 Random choices depend on the seed and on the names of records, clusters and positions, never on the order of a file. All
-records with the same cluster or position go to the same set. The largest clusters are assigned first. The set of a
-cluster is chosen at random among the sets with enough room. The probability of a set is in proportion to its free room,
-so every set gets large and small clusters. The size of a set differs from its share by less than the size of the
-largest cluster. No set is empty if there are enough clusters.
+records of a cluster go to the same set; positions are treated like clusters. The largest clusters are assigned first.
+The set of a cluster is chosen at random among the sets with enough room. The probability of a set is in proportion to
+its free room, so every set gets large and small clusters. The size of a set differs from its share by less than the
+size of the largest cluster. No set is empty if there are enough clusters.
 """
 
 import hashlib
@@ -97,7 +97,7 @@ def by_position(
 
     Args:
         positions: the changed positions of each of N variants, counted from 0.
-        shares: the relative sizes of the sets, measured in changes of variants.
+        shares: the relative sizes of the sets, in numbers of changes.
         seed: the random seed.
         by: `position`: positions go to sets at random, so that folds have nearly equal numbers of changes. `modulo`:
             the i-th changed position goes to fold i mod K. `contiguous`: each fold is a part of the sequence, and the
