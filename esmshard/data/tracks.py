@@ -306,12 +306,12 @@ class TrackFile:
 
 
 def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, key: str) -> list[TrackFile]:
-    """Look up the tracks that a user named among the tracks of a model.
+    """Return the track and the path for each track name that the user gave.
 
     Args:
-        named: for each track name, a path or the constant INSIDE.
+        named: the path, or the constant INSIDE, for each track name.
         takes: all tracks that the model can take.
-        model: name of the model, for messages.
+        model: the name of the model, for messages.
         key: the text before the track name in messages: the recipe key `data.tracks.` or the option `--track `.
 
     Raises:
@@ -397,7 +397,7 @@ class RecordTracks:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def get(self, n: int, part: slice | npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-        """Return by track name the values of a part of record n, as the function `in_batches` makes them."""
+        """Return the values of a part of record n by track name, in the format of the function `in_batches`."""
         record, protein = (n, slice(None)) if self._protein is None else (0, self._protein)
         return {store.track.name: in_batches(store.track, store[record][protein][part]) for store in self._stores}
 

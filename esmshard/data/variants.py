@@ -242,8 +242,8 @@ def read_variants(
             such a column, the sequences in the column SEQUENCE_COLUMNS are compared with the wild type.
         targets: the columns of measured values; by default the only column with a name in TARGET_COLUMNS. With None,
             no values are read, for variants whose values will be predicted.
-        offset: the number to add to each position in the table. If the positions do not fit the wild type, "auto" finds
-            a shift. It must fit at least five sites and nearly all mutations.
+        offset: the number to add to each position in the table. If the positions do not fit the wild type, "auto" looks
+            for a number that fits at least five sites and nearly all mutations.
         unusable: `drop` leaves out unusable rows, `error` refuses the table. Unusable rows have a stop codon, a
             synonymous change, no valid mutation, or a residue that the wild type does not have. Even with `drop`, the
             table is refused if over a tenth of the rows have no valid mutation, or if over a tenth do not fit.
@@ -325,7 +325,7 @@ class _Reading:
             self.notices.append(f"{self.table.path}: {verb} {counted(len(rows), 'row')} {what} ({lines})")
 
     def leave_out(self, reason_of: dict[int, str], what: str, *, each: bool = False) -> None:
-        """Leave out the rows in `reason_of`, and add a notice. If `each` is true, the notice has three reasons."""
+        """Leave out the rows in `reason_of`, and add a notice, with the first three reasons if `each` is true."""
         if reason_of and each:
             count = counted(len(reason_of), "row")
             self.notices.append(f"{self.table.path}: left out {count} {what}: {self.reasons(reason_of)}")
@@ -434,7 +434,7 @@ class _Reading:
         return shift
 
     def remove(self, test: Callable[[Mutation], bool], what: str) -> None:
-        """Leave out the rows that have a mutation for which `test` is true, or refuse them if `unusable` is `error`."""
+        """Leave out each row that has a mutation for which `test` is true; if `unusable` is `error`, raise an error."""
         rows = [row for row, mutations in self.variants.items() if any(map(test, mutations))]
         if rows and self.unusable == "error":
             lines = first_three(rows, lambda row: f"{self.table.at(row)} {shown(name_of(self.variants[row]))}")

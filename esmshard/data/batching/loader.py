@@ -80,7 +80,7 @@ class Example:
     choices depend on this text and on the id.
     """
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """By the name of each track (`esmshard.vocab.Track`), the values of all tokens, [L + 2, ...]."""
+    """The track values of all tokens, [L + 2, ...], by the name of the track (`esmshard.vocab.Track`)."""
 
 
 class Examples:
@@ -216,7 +216,7 @@ class Examples:
         return None if block_N is None else block_N[self._record_E]
 
     def _windows(self, record: int) -> ChainWindows | None:
-        """Return the windows of a record. Return None if the record is not cut, since it fits into one window."""
+        """Return the windows of a record; None if the whole record fits into one window, or if no record is cut."""
         if not self._most or (length := int(self.store.lengths[record])) <= self._most:
             return None
         if self._chained:
@@ -260,14 +260,14 @@ class Examples:
 
 
 def _of_chains(store: Store) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return for each of N records the length of its longest chain, and the tokens of all its chains, int32 [N]."""
+    """Return the length of the longest chain of each record, and the number of tokens of all its chains, int32 [N]."""
     chains = [[end - start for start, end in chain_spans(store.residues(n))] for n in range(len(store))]
     tokens = [sum(lengths) + 2 * len(lengths) for lengths in chains]
     return np.array(list(map(max, chains)), dtype=np.int32), np.array(tokens, dtype=np.int32)
 
 
 def digests(data: Examples, batches: Sequence[MicroBatch], epoch: int) -> dict[bytes, str]:
-    """Return a dict that gives the id of each example in `batches` by a hash. Dummy micro-batches are left out.
+    """Return a dict from a hash of each example in `batches` to the example's id. Dummy micro-batches are left out.
 
     The hash covers the number, the id and the tokens of the example. So two records with one sequence have two hashes.
     """

@@ -31,9 +31,9 @@ computes only the window that has this step.
 SCORED_TOKENS = 4096
 """The maximum number of tokens in a batch of the final evaluation. A batch with more tokens has a single record."""
 SLACK = 160
-"""On average, 1 / SLACK of each step stays empty. Without this room, the records of a step would fit only if all ranks
-got exactly equal numbers of tokens. A test had 3,000 steps of 50 proteins and 16,384 tokens. With this SLACK, all steps
-fit 4 ranks of 4,096 tokens, and 99.9% of the steps fit 8 ranks of 2,048 tokens.
+"""On average, at least 1 / SLACK of a step is empty. Without this room, the records of a step would fit only if all
+ranks got exactly equal numbers of tokens. A test had 3,000 steps of 50 proteins and 16,384 tokens. With this SLACK, all
+steps fit 4 ranks of 4,096 tokens, and 99.9% of the steps fit 8 ranks of 2,048 tokens.
 """
 
 
@@ -200,9 +200,9 @@ def _first_fit(longest_first: Integers, most: int) -> Integers:
 def _shuffled(n: int, seed: int, epoch: int) -> npt.NDArray[np.unsignedinteger[Any]]:
     """Return the numbers 0 to n - 1 in the random order of this seed and epoch, as the smallest possible integer type.
 
-    The lower bits of n random numbers are replaced by 0 to n - 1, and the results are sorted. The numpy
-    method `Generator.permutation` is as fast, but the order may change with the version of numpy. The raw numbers of a
-    numpy bit generator never change (NEP 19).
+    The lower bits of n random numbers are replaced by 0 to n - 1, and the results are sorted. The numpy method
+    `Generator.permutation` is as fast, but the order may change with the version of numpy. The raw numbers of a numpy
+    bit generator never change (NEP 19).
     """
     bits = n.bit_length()
     keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(n)
@@ -284,7 +284,7 @@ def _balanced(tokens: Integers, queue: Integers, n_bins: int, within: int) -> tu
     queued, at = tokens[queue], 0
     while at < len(queue):
         # Many records are assigned at once: the next records go to the lightest bin, the second lightest bin and so on.
-        # The loop pass ends before a bin that is not lighter than an earlier bin together with its new record.
+        # Each pass of the loop ends before a bin that is not lighter than an earlier bin with its new record.
         sizes = queued[at : at + n_bins]
         lightest = loads.argsort(kind="stable")[: len(sizes)]
         before = loads[lightest]

@@ -42,7 +42,7 @@ def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 class CoordinateLabels:
-    """Cb coordinates of the records of a FASTA file, read from the `.npz` file with the same name (see data/README.md).
+    """Cb coordinates of the records of a FASTA file, from the `.npz` file with the same name (see data/README.md).
 
     For a record of several chains, `A:B`, the rows of A come before the rows of B. Linkers have no coordinates.
 
@@ -91,7 +91,7 @@ class CoordinateLabels:
         self._store = store
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[np.float32]]:
-        """Return the coordinates of record n as `cb`, float32 [L, 3] in Angstrom; NaN for unknown ones and linkers."""
+        """Return `cb` of record n: Cb coordinates, float32 [L, 3], in Angstrom; NaN if unresolved or in a linker."""
         residue_L = is_residue(self._store.residues(n))
         cb_dA_L3 = np.full((len(residue_L), 3), UNRESOLVED, np.uint16)
         cb_dA_L3[residue_L] = self._cb_dA[self._rows[n]]
@@ -103,8 +103,8 @@ class CoordinateLabels:
 CONTACT_DISTANCE = 8.0
 """Two residues are in contact if the distance of their Cb atoms is below this number, in Angstrom."""
 MIN_SEPARATION = 6
-"""In training and scoring, a pair i < j in the same chain counts only if j - i is at least this number. A pair of
-residues in two chains needs no minimum.
+"""In training and scoring, residues i < j of the same chain count as a pair only if j - i is at least this number.
+Residues of two chains need no minimum.
 """
 UNDEFINED, LINKER = -1, -2
 

@@ -99,7 +99,7 @@ def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
 
 def rules_of(fasta: Path, data: DataSettings) -> Rules:
     """Return the rules for reading a table of sequences. The key `data.id_column` names a column of this table if the
-    table also has the labels. Otherwise the key names a column of the label file, and the rules do not have it.
+    table also has the labels. Otherwise the key names a column of the label file, and the rules have no id column.
     """
     id_column = data.id_column if _labels_in_records(data, fasta) else None
     return Rules(sequence_column=data.sequence_column, id_column=id_column)

@@ -2,11 +2,12 @@
 
 *Proteins* (function `check`) are compared by common 5-mers, without an alignment. Of 100 pairs of unrelated proteins
 with 300 residues, about 3 have a common 5-mer by chance (300 * 300 / 20**5). If a share p of the residues of two
-proteins is identical, about p**5 of the 5-mers are common. A test record is similar to a training record if the share
-`SIMILAR` (0.2) of its distinct 5-mers is common, and at least `FEWEST` 5-mers. (Short peptides have common 5-mers by
-chance.) If changes are spread evenly, the share 0.2 means 72% identity. CD-HIT uses 5-mers for 70% identity and more
-(Li and Godzik 2006). So this check finds near-duplicates and close homologs. It does not find remote homologs: at 30%
-identity, only 0.2% of the 5-mers are common. Find remote homologs by alignment: `mmseqs easy-search -s 7.5 -e 1e-3`.
+proteins is identical, about p**5 of the 5-mers are common. A test record is similar to a training record if this
+training record has at least the share `SIMILAR` (0.2) of the distinct 5-mers of the test record, and at least `FEWEST`
+of these 5-mers, since short peptides have common 5-mers by chance. If changes are spread evenly, 0.2 means 72%
+identity. CD-HIT uses 5-mers for 70% identity and more (Li and Godzik 2006). So the check finds near-duplicates and
+close homologs, but no remote homologs: at 30% identity, only 0.2% of the 5-mers are common. An alignment search finds
+remote homologs, such as `mmseqs easy-search -s 7.5 -e 1e-3`.
 
 *Variants of one protein* (function `variant_notices`) are all similar. A test variant is easy to predict if training
 variants change the same positions.
@@ -73,7 +74,7 @@ class ComparedRecords:
     def words(self) -> Iterator[tuple[int, _Ints, _Ints]]:
         """Yield the distinct 5-mers (words) of all records, in blocks of about `_BLOCK` residues.
 
-        For each block, yield the number of its first record, and two arrays for its P words, sorted, int64 [P]:
+        For each block, yield the number of its first record, and two sorted arrays for the P words, int64 [P]:
         the record in the block, and the word as a number. Words with letters besides the 20 amino acids are left out.
         """
         first, block, size = 0, [], 0
@@ -146,7 +147,7 @@ class Leakage:
 
 def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> Leakage:
     """Compare the sets `others` with the training set. If the training set has more than about `most` residues, only a
-    sample is compared. If the other sets have too many residues, or more than about `most` pairs of equal 5-mers with
+    sample is compared. If the other sets have more than about `_INDEXED` residues, or about `most` equal 5-mers with
     the training set, only samples of these sets are compared by 5-mers.
     """
     total = train.count

@@ -129,7 +129,9 @@ def joined(recipe: Recipe, chains: Chains) -> Recipe:
 
 
 def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
-    """Return a copy of a recipe in which `batch.global_tokens` replaces `batch.sequences`, by the longest example."""
+    """Return a copy of a recipe without `batch.sequences`. The key `batch.global_tokens` is set to this number of
+    sequences times the number of tokens of the longest example.
+    """
     if recipe.batch.sequences is None:
         return recipe
     tokens = recipe.batch.sequences * int(train.tokens.max())

@@ -57,7 +57,7 @@ _READS = {
 OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
 """The options of MMseqs2: at least 30% identity over 80% of both sequences, and a sensitive search (`-s 7.5`)."""
 IDENTITY, COVERAGE = 0.3, 0.8
-"""Two sequences go to one cluster if they have at least IDENTITY over at least the share COVERAGE of both sequences."""
+"""Two sequences go to one cluster if an alignment has this share of identical pairs and covers this share of both."""
 MOST_ALIGNED = 100_000
 """The maximum number of pairs of sequences to align. So many alignments take some minutes on one core."""
 
@@ -66,7 +66,7 @@ _INSTALL = "install it (apt-get install mmseqs2, or conda install -c bioconda mm
 
 @dataclass(frozen=True)
 class Method:
-    """A method that divides a data set into sets or folds, and the options of the method; see the file `assignment.py`."""
+    """A method that divides a data set into sets or folds, and options of the method; see the file `assignment.py`."""
 
     by: str
     ratios: Sequence[float] = RATIOS
@@ -81,7 +81,7 @@ class Method:
 
     @property
     def shares(self) -> Sequence[float]:
-        """The relative sizes of the sets or folds. They need not add up to one."""
+        """The relative sizes of the sets or folds. The sizes need not add up to one."""
         return self.ratios if self.folds is None else [1] * self.folds
 
 
@@ -120,7 +120,7 @@ def parse_ratios(text: str) -> list[float]:
 
 
 def align_clusters(records: ComparedRecords) -> Clusters:
-    """Cluster sequences without MMseqs2. Pairs that reach IDENTITY and COVERAGE are linked, directly or by other pairs.
+    """Cluster sequences without MMseqs2. A chain of pairs that reach IDENTITY and COVERAGE makes one cluster.
 
     Only pairs with a common 5-mer are aligned (Smith-Waterman of Biopython, BLOSUM62, gap costs 12 and 1). At identity
     p, two proteins of 300 residues have about 300 * p**5 common 5-mers: 9 at 50%, 3 at 40%, and fewer than 1 at 30%. So
@@ -319,7 +319,7 @@ class VariantRows:
         self._positions = [frozenset(m.position for m in mutations) for mutations in changes]
 
     def divide(self, method: Method, _directory: Path, _say: Callable[[str], None]) -> Numbers:
-        """Return the set or fold of each row, int64 [N]. All rows of a variant go to the same set or fold."""
+        """Return the set or fold of each row, int64 [N]. Except for `given`, all rows of a variant go to one set."""
         if method.by == "given":
             number_N = given_sets(self._variants)
         elif method.by == "low-to-high":
@@ -353,7 +353,7 @@ class VariantRows:
         return {"id": self._variants.names(), "line": [self._variants.table.lines[row] for row in self._rows]}
 
     def count(self, number_M: Numbers) -> dict[str, int]:
-        """Return the number of rows of a set (as `variants`), and the number of positions that they change."""
+        """Return the number of rows of a set (as `variants`), and the number of positions that these rows change."""
         positions = frozenset().union(*(self._positions[n] for n in number_M))
         return {"variants": len(number_M), "positions": len(positions)}
 
@@ -373,7 +373,7 @@ Data = FastaRecords | VariantRows
 
 
 def may_write(out: Path, overwrite: bool) -> None:
-    """Raise `UsageError` if `out` is not empty and `overwrite` is false, or if it has files that no split writes."""
+    """Raise `UsageError` if `out` is not empty and `overwrite` is false, or if `out` has files that no split writes."""
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
     sets = [f"{fold}{name}.{ending}" for fold in ("", "fold_*/") for name in SETS for ending in ("fasta", "npz", "csv")]
@@ -391,7 +391,7 @@ def divide(
 
     Raises:
         InputError: the method cannot divide the data.
-        UsageError: `method.train_max` is not valid, or is missing although the table has no wild type.
+        UsageError: `method.train_max` is not valid, or is needed and missing.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     number_N = data.divide(method, out.parent, say)

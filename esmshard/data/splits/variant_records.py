@@ -170,7 +170,7 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
 
 
 def table_of(data: DataSettings) -> Variants:
-    """Read the variants of a recipe's table. They stay in memory until the table or the wild type changes on disk."""
+    """Read the variants of a recipe's table. The result stays in memory until table or wild type change on disk."""
     key = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None, "tracks": None})
     paths = [remote.data_file(name) for name in (data.table, data.wild_type) if name is not None]
     return _read(key, tuple(sha256(path) if path.is_file() else "" for path in paths))
@@ -281,7 +281,7 @@ def _model_part(variants: Variants, data: DataSettings) -> tuple[str, int]:
 
 
 def _share(members_N: npt.NDArray[np.bool_], names: list[str], share: float) -> npt.NDArray[np.bool_]:
-    """Keep a random share of the members. It depends only on their names. A larger share contains a smaller share."""
+    """Keep a random share of the members, chosen by a hash of names. A larger share contains a smaller share."""
     members = np.flatnonzero(members_N)
     drawn = sorted(members, key=lambda n: hashlib.sha256(names[n].encode()).digest())
     taken_N = np.zeros_like(members_N)

@@ -151,7 +151,7 @@ def virtual_cb(
 
 def _unit(x_L3: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     length_L1 = np.linalg.norm(x_L3, axis=-1, keepdims=True)
-    length_L1[length_L1 < 1e-3] = np.nan  # A vector below the three decimals of coordinates is zero.
+    length_L1[length_L1 < 1e-3] = np.nan  # Coordinates have three decimals, so a shorter vector is zero.
     unit_L3: npt.NDArray[np.float64] = x_L3 / length_L1
     return unit_L3
 

@@ -130,7 +130,7 @@ MANY = 100
 
 
 def holds_structures(path: Path) -> bool:
-    """Return whether a path ends like a structure file, or is a directory that is not a token store."""
+    """Return whether a path has the extension of a structure file, or is a directory that is not a token store."""
     return not is_store(path) if path.is_dir() else is_structure_name(path.name)
 
 
@@ -160,7 +160,9 @@ def cached_split(source: Path, complexes: str | None = None) -> Path:
 
 
 def states(source: Path) -> list[Any]:
-    """Return a list for JSON: name, inode, size, mtime and ctime of a file, or of each structure file in a folder."""
+    """Return the name, inode, size, mtime and ctime of a file, or of each structure file in a folder, as a list for
+    JSON. The list changes when a file is replaced or edited.
+    """
     try:
         return [(path.name, *state(path)) for path in (listed_files(source, Edits()) if source.is_dir() else [source])]
     except OSError as error:
