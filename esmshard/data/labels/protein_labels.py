@@ -117,7 +117,7 @@ def protein_labels(
         table, store, fasta, id_column=id_column, same=same, labelled_R=labelled_R, required=required, edits=edits
     )
     values = values[row_N]
-    if kind == "multilabel":  # For row number -1, numpy took the last row. Remove its classes.
+    if kind == "multilabel":  # Index -1 selects the last row. Remove these classes again.
         values.data[np.repeat(row_N < 0, np.diff(values.indptr))] = 0
         values.eliminate_zeros()
     else:

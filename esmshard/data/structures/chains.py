@@ -303,7 +303,7 @@ def _chain(
                 atoms_L33[place, k] = atom.pos.tolist()
         if "CA" in atoms:
             b_factor_L[place] = atoms["CA"].b_iso
-    if differing > 2 and 10 * differing > len(at_place) + wrong:  # A few differences are common.
+    if differing > 2 and 10 * differing > len(at_place) + wrong:  # A few differences are usual: errors or variants.
         raise InputError(
             f"{path}: in chain {chain_id} {differing} of {len(at_place) + wrong} residues with atoms are not those of "
             "its sequence (SEQRES or _entity_poly_seq); download the file again, or remove that sequence"
