@@ -1,1 +1,1 @@
-"""From input files to packed batches: labels, tracks, variants, structures, splits and batching. No model is used."""
+"""Reads labels, tracks, variants, structures and splits from input files, and plans the batches. No model is used."""

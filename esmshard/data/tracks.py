@@ -1,11 +1,11 @@
 """Tracks: additional inputs of a model for each residue, such as 3Di letters.
 
 Letters are read from FASTA files, codes from `.npz` files, and coordinates from PDB and mmCIF files. Each source is
-read once. Then the cache has the values of all residues of a token store, in the order of the store:
+read once. Then a directory in the cache has the values of all residues, in the order of the token store:
 
-    values.npy      [R, ...]: the values of all R residues, one record after the other
+    values.npy      [R, ...]: the values of all R residues, record after record
     known.npy       int32 [N]: the number of residues with a known value in each record
-    manifest.json   sha256 of both arrays, and notices
+    manifest.json   the sha256 of both array files, and notices about the source
 """
 
 import dataclasses
@@ -37,19 +37,19 @@ from esmshard.recipe.sections import INSIDE
 from esmshard.vocab import Track, decode
 
 UNKNOWN_LETTER = "#"
-"""The letter for an unknown value, as in SaProt."""
+"""The letter that stands for an unknown value in the text of a track, as in SaProt."""
 _DTYPE: dict[str, npt.DTypeLike] = {"letters": np.uint8, "codes": np.int64, "coordinates": np.float32}
 _INVALID = 255
 
 
 def _value_shape(track: Track) -> tuple[int, ...]:
-    """Return the shape of the value of one residue."""
+    """Return the shape of the array that has the track value of one residue."""
     return (3, 3) if track.kind == "coordinates" else ()
 
 
 def in_batches(track: Track, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Convert the values of a protein, [L, ...], to the values of its tokens in a batch, [L + 2, ...]. `<cls>` and
-    `<eos>` get the unknown value. `Track.kind` gives the dtype.
+    """Convert the track values of a protein's residues, [L, ...], to values of its tokens in a batch, [L + 2, ...]. The
+    tokens `<cls>` and `<eos>` get the unknown value. The field `Track.kind` decides the dtype.
 
     >>> dssp = Track("dssp", "DSSP letters", "letters", unknown=3, letters="HEC")
     >>> in_batches(dssp, values_of(dssp, "HC", "here")).tolist()
@@ -60,27 +60,28 @@ def in_batches(track: Track, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def unknown_entry(track: Track, length: int) -> npt.NDArray[Any]:
-    """Return the unknown value for all residues of a protein, [L, ...]."""
+    """Return an array with the unknown value of the track for each of L residues of a protein, [L, ...]."""
     return np.full((length, *_value_shape(track)), track.unknown, dtype=_DTYPE[track.kind])
 
 
 def _known_residues(track: Track, values: npt.NDArray[Any]) -> int:
-    """Count the residues with a known value."""
+    """Count the residues of a protein that have a known track value."""
     if track.kind == "coordinates":
         return int(np.isfinite(values).all((1, 2)).sum())
     return int((values != track.unknown).sum())
 
 
 def values_of(track: Track, given: Any, where: str) -> npt.NDArray[Any]:
-    """Check the values of one protein, and return them as numbers, [L, ...].
+    """Check the track values of one protein, and return an array of numbers, [L, ...].
 
     Args:
         track: the track.
-        given: for `letters` a string in upper or lower case, with `#` for an unknown value; otherwise an array.
+        given: the values. A track of kind `letters` needs a string in upper or lower case, with `#` for an unknown
+            value. All other tracks need an array.
         where: the beginning of error messages, such as `x.fasta:3: record 'P01308'`.
 
     Raises:
-        InputError: the type or the shape is wrong, or a value is not valid for the track.
+        InputError: the values have a wrong type or shape, or a value is not valid for the track.
     """
     if track.kind == "letters":
         return _letters(track, given, where)
@@ -104,7 +105,7 @@ def values_of(track: Track, given: Any, where: str) -> npt.NDArray[Any]:
 
 
 def require_length(track: Track, values: npt.NDArray[Any], length: int, where: str) -> None:
-    """Raise `InputError` if a protein of `length` residues has another number of values. `where` begins the message."""
+    """Raise `InputError` if `values` does not have `length` values, one per residue. `where` begins the message."""
     if len(values) != length:
         unknown = UNKNOWN_LETTER if track.kind == "letters" else f"{track.unknown:g}"
         of_files = " (structure files have the whole sequence in SEQRES or _entity_poly_seq)"
@@ -117,7 +118,7 @@ def require_length(track: Track, values: npt.NDArray[Any], length: int, where: s
 
 @functools.cache
 def _numbers(letters: str, unknown: int) -> npt.NDArray[np.uint8]:
-    """Return the track value of each ASCII code, uint8 [256]; `_INVALID` for other characters."""
+    """Return a track value for each character code, uint8 [256]; `_INVALID` for characters without a value."""
     numbers = np.full(256, _INVALID, np.uint8)
     for number, letter in enumerate(letters):
         numbers[[ord(letter.lower()), ord(letter.upper())]] = number
@@ -140,14 +141,14 @@ def _letters(track: Track, given: Any, where: str) -> npt.NDArray[np.uint8]:
 
 
 def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Read the values of records from a source. Yield the record number and the values, [L, ...], in source order.
+    """Read a track from its source. Yield the number and the track values, [L, ...], of each record, in source order.
 
-    Proteins that are no record of the store are skipped. `edits` collects notices.
+    Proteins in the source that are no records of the store are skipped. `edits` collects notices.
 
     Raises:
-        InputError: the source cannot be read, or values do not fit their record; the message names the record.
+        InputError: the source cannot be read, values do not fit their record, or a record has values twice.
     """
-    given: Iterable[tuple[int, Any, str, str]]  # record number, values, file and line, and beginning of a message
+    given: Iterable[tuple[int, Any, str, str]]  # record number, values, file and line, beginning of a message
     if track.kind == "coordinates":
         given = _structure_entries(source, records, edits)
     elif track.kind == "letters":
@@ -173,7 +174,7 @@ def _by_id(records: TokenStore, given: Iterable[tuple[str, Any, str]]) -> Iterat
 
 
 def _structure_entries(source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, Any, str, str]]:
-    """Read the structure files of the records. `1abc.cif` belongs to `1abc`, `1ABC`, `1abc_A` and `sp|1ABC|NAME`."""
+    """Read the structure files of records. `1abc.cif` is for the records `1abc`, `1ABC`, `1abc_A` and `sp|1ABC|X`."""
     records_of_name: dict[str, list[int]] = defaultdict(list)
     for n in range(len(records)):
         name = records.id(n).lower()
@@ -196,10 +197,13 @@ def _structure_entries(source: Path, records: TokenStore, edits: Edits) -> Itera
 
 
 def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: TokenStore) -> Chain | None:
-    """Return the chain of a structure file that belongs to record n; None if the file has no such chain.
+    """Return the chain of a structure file that belongs to record n.
 
-    The record `1abc_A` gets chain A of `1abc.cif`. The record `1abc` gets the chain with the same sequence. If the file
-    has only one chain, the sequence of this chain may differ.
+    The record `1abc_A` gets chain A of `1abc.cif`, or None if the file has no chain A. The record `1abc` gets the chain
+    with the same sequence. If the file has only one chain, the record gets this chain even if the sequences differ.
+
+    Raises:
+        InputError: the file has several chains or none, and none has the sequence of the record `1abc`.
     """
     record_id = records.id(n)
     name, _, chain_name = record_id.rpartition("_")
@@ -214,25 +218,25 @@ def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: Tok
 
 
 VERSION = 3
-"""The version of the code that makes a track from a source. After a change, all sources are read again."""
+"""The version of the code that reads tracks. When this number changes, all sources are read again."""
 
 
 class TrackStore:
-    """The values of one track for the N records of a token store, read from the files of `write_track`."""
+    """The values of one track for the N records of a token store, in files that the function `write_track` makes."""
 
     def __init__(self, path: Path, track: Track, store: TokenStore) -> None:
         self.path, self.track, self.records = path, track, store
         about = read_json(path / "manifest.json")
         self.sha256: dict[str, str] = about["sha256"]
-        """The sha256 of `values.npy` and `known.npy`, by file name."""
+        """The sha256 of the files `values.npy` and `known.npy`, by file name."""
         self.notices: list[str] = about["notices"]
-        """Sentences about problems in the source."""
+        """Sentences about problems in the source of the track."""
         self.known_N: npt.NDArray[np.int32] = np.load(path / "known.npy", mmap_mode="r", allow_pickle=False)
         """The number of residues with a known value in each record."""
         self._values = np.load(path / "values.npy", mmap_mode="r", allow_pickle=False)
 
     def __getitem__(self, n: int) -> npt.NDArray[Any]:
-        """Return the values of record n, [L, ...]."""
+        """Return the track values of the residues of record n, [L, ...]."""
         offsets = self.records.offsets
         begin, end = int(offsets[n]) - n, int(offsets[n + 1]) - n - 1
         values: npt.NDArray[Any] = self._values[begin:end]
@@ -240,17 +244,18 @@ class TrackStore:
 
 
 def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> TrackStore:
-    """Read a track for the records of a store, and write it to a new directory.
+    """Read the values of a track for all records of a token store, and write the values to the new directory `out`.
 
     Raises:
-        InputError: see `entries`. Also if the source has none of the records, or if a record has several chains.
+        InputError: see the function `entries`. Also if the source has no values of any record, or if records have
+            several chains.
     """
     sealed_directory(out, functools.partial(_write, track, source, store))
     return TrackStore(out, track, store)
 
 
 def _write(track: Track, source: Path, store: TokenStore, directory: Path) -> list[str]:
-    """Write the arrays of a track, and return notices."""
+    """Write the array files of a track to a directory. Return notices about the source."""
     if store.linker is not None:
         raise InputError(
             f"{source}: {track.title} are read for records of one chain, and some records have several chains; make "
@@ -278,13 +283,13 @@ def _write(track: Track, source: Path, store: TokenStore, directory: Path) -> li
 
 
 def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
-    """Open a track for the records of a store. The track is read on first use and kept in the user's cache.
+    """Open a track for the records of a token store. The first call reads the source and writes to the user's cache.
 
-    The cache key is the path and `paths.state` of the source (or of all files of a directory), and the sha256 of the
-    files of the store. While one process reads the track, other processes wait.
+    The source is read again if its path or one of its files changes (function `paths.state`), if the definition of the
+    track changes, or if the records change. While one process reads the source, other processes wait.
 
     Raises:
-        InputError: see `write_track`.
+        InputError: see the function `write_track`.
     """
     key = [VERSION, dataclasses.asdict(track), str(source.resolve()), states(source), store.manifest["sha256"]]
     out = cached_directory("tracks", json.dumps(key), functools.partial(_write, track, source, store))
@@ -293,31 +298,31 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
 
 @dataclass(frozen=True)
 class TrackFile:
-    """A track, and the file or directory that has its values."""
+    """A track, and the file or directory that has the values of this track."""
 
     track: Track
     path: Path
-    """The path; INSIDE means the structure files from which the sequences are read."""
+    """The path of the file or directory. INSIDE means the structure files from which the sequences are read."""
 
 
 def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, key: str) -> list[TrackFile]:
-    """Look up the tracks that a user named among the tracks of a model.
+    """Return the track and the path for each track name that the user gave.
 
     Args:
-        named: for each track name, a path or INSIDE.
-        takes: the tracks that the model takes.
-        model: name of the model, for messages.
-        key: the recipe key or option before the track name in messages: `data.tracks.` or `--track `.
+        named: the path, or the constant INSIDE, for each track name.
+        takes: all tracks that the model can take.
+        model: the name of the model, for messages.
+        key: the text before the track name in messages: the recipe key `data.tracks.` or the option `--track `.
 
     Raises:
-        UsageError: the model takes no track with one of these names.
+        UsageError: a name is not the name of a track that the model takes.
     """
     known = {track.name: track for track in takes}
     if unknown := [name for name in named if name not in known]:
         what = " and ".join(f"{track.name} ({track.title})" for track in takes)
         reason = f"takes no such track; it takes {what}" if takes else "reads the sequence alone and takes no track"
         raise UsageError(f"{key}{unknown[0]}: {model} {reason}; leave it out")
-    # A shell does not expand ~ after =.
+    # In `--track NAME=~/FILE`, the shell does not expand `~`, since it follows `=`.
     return [
         TrackFile(known[name], Path(path) if path == INSIDE else remote.data_file(path).expanduser())
         for name, path in named.items()
@@ -325,10 +330,10 @@ def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, ke
 
 
 def named_tracks(options: Sequence[str]) -> dict[str, str]:
-    """Parse the values of the option `--track NAME=PATH`. Return the path of each track by its name.
+    """Parse the values of the option `--track NAME=PATH`. Return a dict from track name to path.
 
     Raises:
-        UsageError: a value has another form, or two values have the same name.
+        UsageError: a value does not have the form NAME=PATH, or two values have the same name.
     """
     paths: dict[str, str] = {}
     for option in options:
@@ -342,10 +347,10 @@ def named_tracks(options: Sequence[str]) -> dict[str, str]:
 
 
 def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
-    """Replace the path INSIDE of a track by `path`, the path of the data.
+    """Return the tracks with `path`, the path of the data, in place of the path INSIDE.
 
     Raises:
-        InputError: a track has the path INSIDE, but it is not coordinates, or the data are not structure files.
+        InputError: a track with the path INSIDE is not of kind `coordinates`, or the data are not structure files.
     """
     resolved = []
     for file in files:
@@ -357,8 +362,8 @@ def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
 
 
 def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
-    """Return for each track name the file name (`path`) and a digest of names, sizes and mtimes of the files (`state`).
-    The digest changes when a source changes.
+    """Return for each track name a dict: `path` is the name of its file or directory, and `state` is a hash. The hash
+    covers the names, sizes and modification times of the source files.
     """
     state_by_name = {}
     for file in files:
@@ -369,12 +374,13 @@ def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
 
 
 class RecordTracks:
-    """All tracks of the records of a token store, for `Examples.add_tracks`.
+    """All tracks of the records of a token store. The method `Examples.add_tracks` gets this object.
 
     Args:
         stores: the opened tracks.
         files: the path of each track, for notices.
-        protein: for variants of one protein, the part of record 0 that the model reads. All variants get its values.
+        protein: for variants of one protein, the part of record 0 that the model reads. All variants get the values of
+            this part.
     """
 
     def __init__(
@@ -384,20 +390,20 @@ class RecordTracks:
 
     @property
     def digest(self) -> str:
-        """A hash of the values of all tracks."""
+        """A hash of the values of all tracks, and of the part of the protein (`protein`) if there is one."""
         text = " ".join(f"{store.track.name} {store.sha256['values.npy']}" for store in self._stores)
         if self._protein is not None:
             text += f" {self._protein}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def get(self, n: int, part: slice | npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-        """Return the values of a part of record n by track name, in the form of `in_batches`."""
+        """Return the values of a part of record n by track name, in the format of the function `in_batches`."""
         record, protein = (n, slice(None)) if self._protein is None else (0, self._protein)
         return {store.track.name: in_batches(store.track, store[record][protein][part]) for store in self._stores}
 
     def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
-        """Return sentences about how many of these records and residues have known values. For variants of one protein,
-        only the residues of the wild type are counted.
+        """Return sentences that say how many of M records, and how many of their residues, have known track values.
+        For variants of one protein, only the residues of the wild type are counted.
         """
         sentences: list[str] = []
         for store, source in zip(self._stores, (file.path for file in self._files), strict=True):
@@ -415,10 +421,10 @@ class RecordTracks:
 
 
 def record_tracks(files: Sequence[TrackFile], store: TokenStore, protein: slice | None = None) -> RecordTracks:
-    """Open the tracks of the records of a store with `cached_track`. No path may be INSIDE; see `with_paths`."""
+    """Open the tracks of all records of a token store. Call `with_paths` first: no path may be the constant INSIDE."""
     return RecordTracks([cached_track(file.track, file.path, store) for file in files], files, protein)
 
 
 def protein_tracks(files: Sequence[TrackFile], fasta: Path, protein: slice = slice(None)) -> RecordTracks:
-    """Open the tracks of the one protein in a FASTA file. All variants of the protein have the same tracks."""
+    """Open the tracks of the only protein in a FASTA file. All variants of this protein have the same track values."""
     return record_tracks(files, cached(fasta), protein) if files else RecordTracks(())

@@ -1,20 +1,20 @@
-"""Measured variants of one protein, read from tables as laboratories write them.
+"""Reads measured variants of one protein from tables in the formats that laboratories use.
 
-A cell of the mutation column has one of these forms. All other cells are refused with a reason.
+A cell of the mutation column has one of the forms below. A cell with another form is refused with a reason.
 
 | cell | meaning |
 |---|---|
 | `A24G`, `p.A24G`, `p.Ala24Gly`, `p.(Ala24Gly)`, `NP_000509.1:p.Ala24Gly` | one substitution |
-| `A24G:V30L`, also with `;`, `,`, `/`, `+` or spaces, `p.[Ala24Gly;Val30Leu]` | several substitutions in one protein |
+| `A24G:V30L`, or `;`, `,`, `/`, `+` or spaces as separators, `p.[Ala24Gly;Val30Leu]` | several substitutions |
 | `WT`, `_wt`, `wild-type`, `p.=` | the wild type |
-| `A24*`, `p.Ala24Ter` | a stop codon: an error, or the row is left out |
-| `A24A`, `p.Ala24=` | a synonymous change: an error, or the row is left out or kept |
+| `A24*`, `p.Ala24Ter` | a stop codon: the cell is an error, or its row is left out |
+| `A24A`, `p.Ala24=` | a synonymous change: the cell is an error, or its row is left out or kept |
 
 Three-letter codes and brackets are from HGVS (den Dunnen et al. 2016, https://hgvs-nomenclature.org); `_wt` is from
 Enrich2 (Rubin et al. 2017). Lower case is accepted too.
 
-The positions of a table often count from the start of the mature protein, of a construct or of a crystal structure, and
-not from residue 1 of the sequence. So each wild-type letter is compared with the sequence, to detect a wrong numbering.
+In many tables, position 1 is the start of the mature protein, a construct or a crystal structure, and not residue 1 of
+the sequence. So each wild-type letter is compared with the sequence, to detect a wrong numbering.
 """
 
 import functools
@@ -46,38 +46,38 @@ _ACCESSION = re.compile(r"([NX]P_\d+|[A-Z][A-Z0-9_]*\d\.\d+):(?=p\.)")
 _JOINED = re.compile(r"\s*[:;,/+]\s*|\s+")
 _SUBSTITUTION = re.compile(r"([A-Z]{3}|[A-Z])(-?\d{1,6})([A-Z]{3}|[A-Z]|\*|=)", re.ASCII | re.IGNORECASE)
 _HOW = "write A24G, A24G:V30L or p.Ala24Gly, and WT for the wild type; remove rows of other changes"
-"""The advice at the end of messages about cells that cannot be used."""
+"""The advice at the end of error messages about cells of the mutation column that cannot be used."""
 
 
 class RefusedVariant(InputError):
-    """The error for a cell that names no valid variant."""
+    """The error for a cell of a table that does not name a valid variant."""
 
 
 # A named tuple sorts and hashes ten times faster than a dataclass, and tables have hundreds of thousands of mutations.
 class Mutation(NamedTuple):
-    """A change of one residue.
+    """A change of one residue of a protein, such as `A24G`: residue 24 changes from A to G.
 
     >>> print(Mutation(23, "A", "G"))
     A24G
     """
 
     position: int
-    """Position in the protein, counted from 0."""
+    """The position of the residue in the protein, counted from 0."""
     wild: str
     mutant: str
-    """The new residue as one letter. `*` is a stop codon. The same letter as `wild` is a synonymous change."""
+    """The letter of the new residue. `*` is a stop codon. The same letter as in `wild` is a synonymous change."""
 
     def __str__(self) -> str:
         return f"{self.wild}{self.position + 1}{self.mutant}"
 
 
 def name_of(mutations: tuple[Mutation, ...]) -> str:
-    """Return the name of a variant, such as `A24G:V30L` or `WT`."""
+    """Return the name of a variant with these mutations, such as `A24G:V30L`, or `WT` for no mutations."""
     return ":".join(map(str, mutations)) or "WT"
 
 
 def renumbered(mutations: tuple[Mutation, ...], shift: int) -> tuple[Mutation, ...]:
-    """Return the substitutions with `shift` added to their positions.
+    """Return a copy of the mutations, with `shift` added to the position of each mutation.
 
     >>> name_of(renumbered((Mutation(0, "M", "L"),), 23))
     'M24L'
@@ -86,7 +86,7 @@ def renumbered(mutations: tuple[Mutation, ...], shift: int) -> tuple[Mutation, .
 
 
 def parse_variant(cell: str) -> tuple[Mutation, ...]:
-    """Parse a cell of the mutation column. Return its mutations, sorted by position; () for the wild type.
+    """Parse a cell of the mutation column. Return the mutations of the cell, sorted by position; () for the wild type.
 
     >>> [str(mutation) for mutation in parse_variant("p.[Val30Leu;Ala24Gly]")]
     ['A24G', 'V30L']
@@ -94,7 +94,7 @@ def parse_variant(cell: str) -> tuple[Mutation, ...]:
     ()
 
     Raises:
-        RefusedVariant: the cell has another form; the message quotes the wrong part.
+        RefusedVariant: the cell is empty, has another form, or changes a position twice.
     """
     cell = cell.strip()
     if cell.lower() in _WILD_TYPE:
@@ -130,13 +130,13 @@ def _substitution(word: str) -> Mutation:
 
 
 def compare(sequence: str, wild_type: str) -> tuple[Mutation, ...]:
-    """Return the substitutions that turn `wild_type` into `sequence`, which has the same length.
+    """Return the substitutions that turn `wild_type` into `sequence`. Both must have the same length.
 
     >>> [str(mutation) for mutation in compare("MKV", "MKT")]
     ['T3V']
 
     Raises:
-        RefusedVariant: the sequence has another length, or it differs in a letter that is no residue, such as a gap.
+        RefusedVariant: the lengths differ, or `sequence` has a new letter that is no residue, such as a gap.
     """
     text = "".join(sequence.split())
     if len(text) == len(wild_type) + 1:
@@ -154,9 +154,9 @@ def compare(sequence: str, wild_type: str) -> tuple[Mutation, ...]:
     return mutations
 
 
-_ENOUGH = 0.99  # an automatic shift must fit this share of the mutations
-_FEWEST = 5  # an automatic shift must fit this number of sites, since few sites fit by chance (1 letter in 17 matches)
-_PROPOSED = 3  # a shift that an error message proposes must fit this number of sites
+_ENOUGH = 0.99  # the minimum share of mutations that an automatic shift must fit
+_FEWEST = 5  # the minimum number of sites that an automatic shift must fit (1 letter in 17 matches by chance)
+_PROPOSED = 3  # the minimum number of sites that a shift must fit, to be proposed in an error message
 
 
 MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
@@ -167,44 +167,44 @@ TARGET_COLUMNS = (
 )
 NAME_MUTANT = "pass data.mutant=COLUMN to finetune, or --mutant COLUMN to score, predict and split"
 NAME_TARGET = "pass data.target=COLUMN to finetune, or --target COLUMN to score and split"
-"""The advice in messages about how to name a column."""
+"""The advice in error messages: how to name the column of measured values."""
 
 Replicates = Literal["error", "mean", "keep"]
 Unusable = Literal["error", "drop"]
 MOST_UNUSABLE = 0.1
-"""The maximum share of unusable rows. If more rows are unusable, the table is refused."""
+"""The maximum share of unusable rows in a table. If more rows are unusable, the table is refused."""
 
 FEW_SITES, COMBINED = 10, 0.1
-"""A combinatorial library has at most FEW_SITES sites. More than the share COMBINED of its variants change two or more
-sites.
+"""Variants are a combinatorial library if they change at most FEW_SITES sites, and if more than the share COMBINED of
+the variants change two or more sites.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Variants:
-    """N variants of one protein with T measured targets, in the order of the table."""
+    """N variants of one protein with T measured targets, in the order of their first rows in the table."""
 
     wild_type: str
     mutations: list[tuple[Mutation, ...]]
-    """Mutations of each variant, sorted by position; empty for the wild type. Position 0 is the first residue."""
+    """The mutations of each variant, sorted by position; () for the wild type. Position 0 is the first residue."""
     target_NT: npt.NDArray[np.float64]
-    """Measured values, float64 [N, T]. A missing value is NaN; every variant has at least one value."""
+    """The measured values, float64 [N, T]. A missing value is NaN. If T > 0, every variant has at least one value."""
     target_names: tuple[str, ...]
     rows: list[tuple[int, ...]]
-    """For each variant, the indices of its rows in `table`."""
+    """For each variant, the indices of the rows in `table` that have the variant."""
     table: Table
     notices: list[str]
-    """Sentences about what was changed, left out or averaged."""
+    """Sentences about rows and values that were changed, left out or averaged."""
     offset: int
-    """The number that was added to the positions of the table."""
+    """The number that was added to each position in the table."""
     left_out: dict[int, str]
-    """For each row of `table` that was left out, the reason."""
+    """The reason for each row that was left out, by the index of the row in `table`."""
 
     def __len__(self) -> int:
         return len(self.mutations)
 
     def sequences(self) -> list[str]:
-        """Return the sequence of each variant."""
+        """Return the whole sequence of each variant."""
         wild_type, sequences = self.wild_type.encode(), []
         for mutations in self.mutations:
             sequence = bytearray(wild_type)
@@ -214,7 +214,7 @@ class Variants:
         return sequences
 
     def names(self) -> list[str]:
-        """Return the name of each variant, such as `A24G:V30L` or `WT`. Residue 1 is the first one of `wild_type`."""
+        """Return the name of each variant, such as `A24G:V30L` or `WT`. Residue 1 is the first in `wild_type`."""
         return [name_of(mutations) for mutations in self.mutations]
 
     def positions(self) -> list[frozenset[int]]:
@@ -236,23 +236,24 @@ def read_variants(
     """Read the variants of a table, and check each mutation against the wild type.
 
     Args:
-        path: the table; see `tables.read_table`.
-        wild_type: a FASTA file with one record (a Path), or the sequence itself in upper case (a str).
-        mutant: column of mutations; by default the only column with a usual name (MUTANT_COLUMNS, in any case). Without
-            such a column, the column of mutated sequences (SEQUENCE_COLUMNS) is compared with the wild type.
-        targets: columns of measured values; by default the only column with a usual name (TARGET_COLUMNS). With None,
-            no values are read, for variants that are to be predicted.
-        offset: number to add to the positions of the table. "auto" finds a shift if the positions do not fit. The shift
-            must fit at least five sites and nearly all mutations.
-        unusable: `drop` leaves out unusable rows, `error` refuses them. Unusable rows have a stop codon, a synonymous
-            change, no valid mutation, or another residue than the wild type. With `drop`, too, the table is refused if
-            more than a tenth of its rows have no valid mutation, or if more than a tenth do not fit the wild type.
+        path: the path of the table; see the function `tables.read_table`.
+        wild_type: the path of a FASTA file with one record (a Path), or the sequence in upper case (a str).
+        mutant: the column of mutations; by default the only column with a name in MUTANT_COLUMNS, in any case. Without
+            such a column, the sequences in the column SEQUENCE_COLUMNS are compared with the wild type.
+        targets: the columns of measured values; by default the only column with a name in TARGET_COLUMNS. With None,
+            no values are read, for variants whose values will be predicted.
+        offset: the number to add to each position in the table. If the positions do not fit the wild type, "auto" looks
+            for a number that fits at least five sites and nearly all mutations.
+        unusable: `drop` leaves out unusable rows, `error` refuses the table. Unusable rows have a stop codon, a
+            synonymous change, no valid mutation, or a residue that the wild type does not have. Even with `drop`, the
+            table is refused if over a tenth of the rows have no valid mutation, or if over a tenth do not fit.
         keep_synonymous: whether synonymous changes are kept, also in the names and positions of variants.
-        replicates: `error` refuses a variant in several rows, `mean` averages its values, `keep` keeps its rows apart.
+        replicates: if a variant is in several rows, `error` refuses the table, `mean` averages the values, and `keep`
+            makes a variant of each row.
 
     Raises:
         UsageError: arguments contradict each other.
-        InputError: the table cannot be read, or does not fit the wild type; the message names the first three lines.
+        InputError: the table or the wild type cannot be read, the table does not fit the wild type, or no row is left.
     """
     table, notices = read_table(path), list[str]()
     protein = wild_type if isinstance(wild_type, str) else protein_of(wild_type, notices)
@@ -289,7 +290,7 @@ def read_variants(
 
 
 def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
-    """Return whether variants are a combinatorial library: many of them combine changes at the same few sites.
+    """Return whether variants are a combinatorial library: many variants combine changes at the same few sites.
 
     >>> a, b = Mutation(0, "M", "A"), Mutation(4, "K", "C")
     >>> is_library([(a,), (b,), (a, b)]), is_library([(a,), (b,)])
@@ -301,7 +302,7 @@ def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
 
 @dataclass
 class _Reading:
-    """The state of `read_variants` while it reads a table."""
+    """The state of the function `read_variants` while this function reads a table."""
 
     table: Table
     protein: str
@@ -314,17 +315,17 @@ class _Reading:
 
     @property
     def most(self) -> float:
-        """The maximum share of the rows that may be left out as unusable."""
+        """The maximum share of rows that may be left out because they are unusable."""
         return MOST_UNUSABLE if self.unusable == "drop" else 0.0
 
     def note(self, rows: Sequence[int], what: str, verb: str) -> None:
-        """Add a notice about `rows`, such as `read 2 rows ...`, if `rows` is not empty."""
+        """Add a notice such as `read 2 rows ...` to `notices`. Do nothing if `rows` is empty."""
         if rows:
             lines = first_three(rows, self.table.at)
             self.notices.append(f"{self.table.path}: {verb} {counted(len(rows), 'row')} {what} ({lines})")
 
     def leave_out(self, reason_of: dict[int, str], what: str, *, each: bool = False) -> None:
-        """Leave out the rows in `reason_of`, and add a notice: with the first three reasons if `each` is true."""
+        """Leave out the rows in `reason_of`, and add a notice, with the first three reasons if `each` is true."""
         if reason_of and each:
             count = counted(len(reason_of), "row")
             self.notices.append(f"{self.table.path}: left out {count} {what}: {self.reasons(reason_of)}")
@@ -334,12 +335,12 @@ class _Reading:
         self.variants = {row: variant for row, variant in self.variants.items() if row not in reason_of}
 
     def reasons(self, reason_of: dict[int, str]) -> str:
-        """Return the first three rows and their reasons as text."""
+        """Return a text with the first three rows in `reason_of` and their reasons."""
         return first_three(list(reason_of), lambda row: f"{self.table.at(row)} {reason_of[row]}")
 
     def targets(self, targets: Sequence[str] | None) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
-        """Return the names of the T targets and their values in the R rows, float64 [R, T]. Rows without any value are
-        left out.
+        """Return the names of T targets, and their values in R rows, float64 [R, T]. If a row has no value for any
+        target, the row is left out.
         """
         table = self.table
         if targets is None:
@@ -367,7 +368,7 @@ class _Reading:
         return names, target_RT
 
     def parse(self, column: str, read: Callable[[str], tuple[Mutation, ...]]) -> None:
-        """Read the variants of all rows that are not left out yet."""
+        """Read the variant of each row that is not left out yet, with the function `read`."""
         rows = [row for row in range(len(self.table)) if row not in self.left_out]
         cells, refused = self.table.column(column), dict[int, str]()
         for row in rows:
@@ -381,11 +382,11 @@ class _Reading:
         self.leave_out(refused, f"whose {shown(column)} names no substitutions", each=True)
 
     def place(self, offset: int | Literal["auto"]) -> int:
-        """Renumber the variants as the wild type, and return the number that was added to the positions. Variants that
-        do not fit the wild type are left out. If they are more than the share `most`, an error is raised.
+        """Shift the positions of the variants to those of the wild type, and return the shift. Variants that do not fit
+        the wild type are left out, up to the share `most`.
 
         Raises:
-            InputError: mutations do not fit; the message names the first three, or the shift that would fit.
+            InputError: too many variants do not fit. The message names the first three, and a shift that would fit.
         """
         path, protein, name = self.table.path, self.protein, self.protein_name
         counts = Counter(itertools.chain.from_iterable(self.variants.values()))
@@ -433,7 +434,7 @@ class _Reading:
         return shift
 
     def remove(self, test: Callable[[Mutation], bool], what: str) -> None:
-        """Leave out the rows with a mutation for which `test` is true, or raise an error if `unusable` is `error`."""
+        """Leave out each row that has a mutation for which `test` is true; if `unusable` is `error`, raise an error."""
         rows = [row for row, mutations in self.variants.items() if any(map(test, mutations))]
         if rows and self.unusable == "error":
             lines = first_three(rows, lambda row: f"{self.table.at(row)} {shown(name_of(self.variants[row]))}")
@@ -444,7 +445,7 @@ class _Reading:
         self.leave_out(dict.fromkeys(rows, what), f"with {what}")
 
     def grouped(self, replicates: Replicates) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
-        """Return each variant and its rows. Rows with the same mutations become one variant, except for `keep`."""
+        """Return the mutations and rows of each variant. With `keep`, each row is a variant, even a repeated row."""
         table, groups = self.table, defaultdict[tuple[Mutation, ...], list[int]](list)
         for row, mutations in self.variants.items():
             groups[mutations].append(row)
@@ -461,7 +462,7 @@ class _Reading:
 
 
 def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
-    """Return the sequence of a FASTA file with one record. Sentences about changes are appended to `notices`."""
+    """Return the sequence of the only record in a FASTA file. Sentences about changes are appended to `notices`."""
     edits = Edits()
     records = list(read_fasta(fasta, edits))
     if len(records) > 1:
@@ -478,7 +479,7 @@ def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
 
 
 def _column(table: Table) -> tuple[str, bool]:
-    """Find the mutation column, else the column of mutated sequences. Return its name, and whether it has sequences."""
+    """Find the mutation column, or else the column of sequences. Return the column, and whether it has sequences."""
     mutant = table.only_column(MUTANT_COLUMNS, NAME_MUTANT)
     column = mutant or table.only_column(SEQUENCE_COLUMNS, "rename the one that is not meant")
     if column is None:
@@ -490,8 +491,8 @@ def _column(table: Table) -> tuple[str, bool]:
 
 
 def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]:
-    """Find the shift of positions that fits the largest number of mutations. Return the shift, the number of mutations
-    that fit, and the number of their sites; 0 sites if another shift fits more than half as many sites.
+    """Find the shift of positions with which the largest number of mutations fit the protein. Return the shift, and how
+    many mutations and sites fit. If another shift fits more than half as many sites, return 0 for the sites.
     """
     sites: Counter[tuple[int, str]] = Counter()
     for mutation, count in counts.items():
@@ -510,7 +511,7 @@ def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]
 
 
 def _averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:
-    """Return the mean of each target over the rows of each variant, float64 [N, T]; NaN if no row has a value."""
+    """Return for each of N variants the mean target values of its rows, float64 [N, T]; NaN if no row has a value."""
     group_R = np.repeat(np.arange(len(rows_N)), [len(rows) for rows in rows_N])
     values_RT = target_RT[[row for rows in rows_N for row in rows]]
     sum_NT, count_NT = np.zeros((2, len(rows_N), target_RT.shape[1]))

@@ -1,1 +1,1 @@
-"""The examples of a split, and the plan of optimizer steps, which does not depend on the number of processes."""
+"""The examples of a data set, and the plan of optimizer steps. The plan is the same for any number of processes."""

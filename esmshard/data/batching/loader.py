@@ -1,4 +1,4 @@
-"""The examples of a split: records with their labels and tracks, cropped as the recipe says."""
+"""The examples of a data set: records with labels and tracks. Long records are cropped as the recipe says."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -19,19 +19,19 @@ from esmshard.vocab import CLS, EOS, chain_spans, is_residue
 Long = Literal["crop", "window", "full", "skip", "error"]
 
 FIXED = "fixed"
-"""The value of `Example.draw` outside training."""
+"""The value of the field `Example.draw` (random seed) outside training."""
 SEEN = "seen_in_training.txt"
-"""The file in a model directory that lists the ids of the training and validation records, one per line. Predictions
-for these records do not test the model.
+"""The file in a model directory with the ids of the training and validation records, one id per line. A prediction for
+such a record is no test of the model.
 """
 
 
 class Labels(Protocol):
-    """Labels of the records of a store. `labels[n]` has the arrays of record n by name."""
+    """The labels of all records of a store. `labels[n]` is a mapping from name to array for record n."""
 
     @property
     def per_residue(self) -> bool:
-        """Whether the first dimension of the arrays is L. Such arrays are cropped together with the sequence."""
+        """Whether arrays have one entry per residue, [L, ...]. Such arrays are cropped together with the sequence."""
 
     @property
     def labelled_N(self) -> npt.NDArray[np.bool_] | None:
@@ -41,21 +41,21 @@ class Labels(Protocol):
 
 
 class Store(Protocol):
-    """A store of records, such as a `TokenStore` or `VariantRecords`."""
+    """A store of records. Examples are the classes `TokenStore` and `VariantRecords`."""
 
     notices: list[str]
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Number of residues of each record, int32 [N]."""
+        """The number of residues of each of N records, int32 [N]."""
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Facts about the store, such as `residues`, the total number of residues."""
+        """Facts about the store by name. The fact `residues` is the total number of residues."""
 
     @property
     def digest(self) -> str:
-        """A hash of the sequences and their order."""
+        """A hash of all sequences in their order."""
 
     def __len__(self) -> int: ...
 
@@ -63,41 +63,44 @@ class Store(Protocol):
         """Return the id of record n."""
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the residue tokens of record n, uint8 [L]."""
+        """Return the tokens of the L residues of record n, uint8 [L]."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """The input of a task for one record or for a part of one record."""
+    """The tokens, labels and tracks of one record, or of a part of one record. A task reads such examples."""
 
     id: str
     tokens: npt.NDArray[np.uint8]
-    """`<cls> ... <eos>`, uint8 [L + 2]."""
+    """The tokens `<cls>`, L residues and `<eos>`, uint8 [L + 2]."""
     labels: Mapping[str, npt.NDArray[Any]]
-    """Arrays by name: values of the whole protein, or of each residue, [L, ...], cropped like the tokens."""
+    """The label arrays by name. An array belongs to the whole protein, or has a value for each residue, [L, ...]."""
     draw: str = FIXED
-    """The seed of random choices, together with the id: `SEED:EPOCH` in training, and FIXED otherwise."""
+    """The random seed of the example: the text `SEED:EPOCH` in training, and the constant FIXED otherwise. Random
+    choices depend on this text and on the id.
+    """
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """The values of each token, [L + 2, ...], by track name (`esmshard.vocab.Track`), cropped like the tokens."""
+    """The track values of all tokens, [L + 2, ...], by the name of the track (`esmshard.vocab.Track`)."""
 
 
 class Examples:
-    """The examples of a split. An example is a record, or a crop or a window of a long record.
+    """The E examples of a data set. An example is a whole record, or a crop or window of a long record.
 
     Args:
-        name: name of the split, for messages.
-        path: path of the FASTA file.
+        name: the name of the set for messages, such as `train`.
+        path: the path of the file of records, for messages.
         store: the N records of the file.
-        labels: labels of the N records; None without labels.
-        long: the treatment of records over `max_length`; see `recipe.DataSettings.long`.
-        max_length: maximum number of residues of an example; None keeps every record whole.
-        seed: seed of the recipe. Crops depend on (seed, epoch, id), never on rank or batch.
-        members_N: whether each record belongs to the split, bool [N]; by default all records do.
-        digest: a hash of the sequences, their order and the choice of members; by default the digest of the store.
+        labels: the labels of the N records; None if there are no labels.
+        long: how records with more than `max_length` residues are treated; see the recipe key `data.long`.
+        max_length: the maximum number of residues of an example; None keeps every record whole.
+        seed: the random seed of the recipe. Crops depend on seed, epoch and id, never on rank or batch.
+        members_N: whether each record belongs to the set, bool [N]; by default all records belong to it.
+        digest: a hash of the sequences, their order and `members_N`; by default the digest of the store.
         apart: whether the model reads each chain of a record as its own sequence. `max_length` then limits each chain.
 
     Raises:
-        InputError: a record is longer than `max_length` and `long` is `error`, or no record is left.
+        InputError: a record is longer than `max_length` and `long` is `error`; or linkers leave no room for chains; or
+            no record is left.
     """
 
     def __init__(
@@ -118,20 +121,20 @@ class Examples:
         self._digest = digest
         about_records = [notice for notice in store.notices if not (apart and notice.startswith(JOINED))]
         self.notices = [*about_records, *getattr(labels, "notices", ())]
-        """Sentences about data that were changed or left out."""
+        """Sentences about records and labels that were changed or left out."""
         self.labels = labels
-        """Labels of all records of the store."""
+        """The labels of all records of the store; None if there are no labels."""
         self.tracks: RecordTracks | None = None
-        """Tracks of all records of the store; see `add_tracks`."""
+        """The tracks of all records of the store; None before the method `add_tracks` is called."""
         self._seed = seed
         self._long: Long = "full"
-        self._most = 0  # the number of residues of a crop or window; 0 if no record is cut
+        self._most = 0  # the maximum length of a crop or window; 0 if no record is cut
         self._chained = linker_of(store.manifest) is not None
         longest_N, tokens_N = _of_chains(store) if apart else (store.lengths, None)
         taken_N = np.ones(len(store), dtype=np.bool_) if members_N is None else members_N
         if labels is not None and labels.labelled_N is not None:
             taken_N = taken_N & labels.labelled_N
-        # The record number and the window number of each example, [E]. A range and a broadcast number take no memory.
+        # The record number and window number of each of E examples. A range and a broadcast number need little memory.
         self._record_E: range | npt.NDArray[np.int64] = range(len(store))
         length_E: npt.NDArray[np.int32] = longest_N
         if not taken_N.all():
@@ -143,30 +146,30 @@ class Examples:
         if max_length is not None and long != "full" and int(length_E.max()) > max_length:
             length_E = self._shorten(long, max_length, length_E)
         self.tokens: npt.NDArray[np.int32] = length_E + np.int32(2) if tokens_N is None else tokens_N[self._record_E]
-        """The number of tokens of each example after cropping, with `<cls>` and `<eos>`, int32 [E]."""
+        """The number of tokens of each of E examples after cropping, with `<cls>` and `<eos>`, int32 [E]."""
         self.beside = 0
-        """The number of additional tokens in every micro-batch. For variants, these are the tokens of the wild type."""
+        """The number of additional tokens in every micro-batch. For variants, these are the wild type's tokens."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def digest(self) -> str:
-        """A hash of the sequences, their order, their tracks and the choice of members."""
+        """A hash of the sequences, their order, their tracks, and the choice of records."""
         digest = self._digest or self.store.digest
         if self.tracks is None:
             return digest
         return hashlib.sha256(f"{digest} {self.tracks.digest}".encode()).hexdigest()
 
     def add_tracks(self, tracks: RecordTracks) -> None:
-        """Add tracks to all examples, and notices about them."""
+        """Add tracks to all examples, and add notices about these tracks."""
         self.tracks = tracks
         self.notices += tracks.notices(np.unique(self._record_E))
 
     def get(self, n: int, epoch: int | None = None) -> Example:
-        """Return example n of an epoch. Without an epoch, there are no random crops.
+        """Return example n of an epoch. Without an epoch, records that would be cropped at random stay whole.
 
-        Crops and windows have `<cls>` and `<eos>`, even where they do not reach the ends of the protein.
+        A crop or window begins with `<cls>` and ends with `<eos>`, even inside the protein.
         """
         record = int(self._record_E[n])
         record_id, residues = self.id(n), self.store.residues(record)
@@ -188,7 +191,7 @@ class Examples:
         return Example(record_id, tokens, labels, FIXED if epoch is None else draw, tracks)
 
     def id(self, n: int) -> str:
-        """Return the id of example n. The id of a window has the range of its residues, such as `id/1-30`."""
+        """Return the id of example n. The id of a window ends with its range of residues, such as `P01308/1-30`."""
         record = int(self._record_E[n])
         record_id = self.store.id(record)
         windows = self._windows(record) if self._long == "window" else None
@@ -197,23 +200,23 @@ class Examples:
         return f"{record_id}/{windows.name(windows.spread(int(self._window_E[n])))}"
 
     def length(self, n: int) -> int:
-        """Return the number of residues of the whole record of example n, without linkers."""
+        """Return the number of residues in the whole record that example n is from. Linkers are not counted."""
         record = int(self._record_E[n])
         return int(is_residue(self.store.residues(record)).sum() if self._chained else self.store.lengths[record])
 
     def whole(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the residue tokens of the whole record of example n, uint8 [L]."""
+        """Return the tokens of the whole record that example n is from, uint8 [L], without `<cls>` and `<eos>`."""
         return self.store.residues(int(self._record_E[n]))
 
     def blocks(self) -> npt.NDArray[np.int64] | None:
-        """Return a block number for each example, int64 [E]; None if all examples are independent. Examples with the
-        same block number, such as variants of the same position, are not independent.
+        """Return a block number for each example, int64 [E]; None if all examples are independent. Examples in the same
+        block, such as variants that change the same positions, are not independent.
         """
         block_N: npt.NDArray[np.int64] | None = getattr(self.labels, "block_N", None)
         return None if block_N is None else block_N[self._record_E]
 
     def _windows(self, record: int) -> ChainWindows | None:
-        """Return the windows of a record; None if the whole record fits into one window."""
+        """Return the windows of a record; None if the whole record fits into one window, or if no record is cut."""
         if not self._most or (length := int(self.store.lengths[record])) <= self._most:
             return None
         if self._chained:
@@ -221,7 +224,7 @@ class Examples:
         return ChainWindows(((0, length),), (self._most,))
 
     def _shorten(self, long: Long, most: int, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Apply `long` to records over `most` residues. Return the number of residues of each example, int32 [E]."""
+        """Treat records over `most` residues as `long` says. Return the length of each of E examples, int32 [E]."""
         over = np.flatnonzero(lengths > most)
         first = self.store.id(int(self._record_E[over[0]]))
         if long == "error":
@@ -240,7 +243,7 @@ class Examples:
             self._window_E = self._window_E[: len(self._record_E)]
             return lengths[lengths <= most]
         self._long, self._most = long, most
-        # Each record gets the smallest number of windows that cover it.
+        # Each record gets the smallest number of windows that cover all its residues.
         windows = -(-lengths.astype(np.int64) // most)
         for k in over.tolist() if self._chained else ():
             try:
@@ -257,16 +260,16 @@ class Examples:
 
 
 def _of_chains(store: Store) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return the length of the longest chain of each record, and the total tokens of its chains, int32 [N] each."""
+    """Return the length of the longest chain of each record, and the number of tokens of all its chains, int32 [N]."""
     chains = [[end - start for start, end in chain_spans(store.residues(n))] for n in range(len(store))]
     tokens = [sum(lengths) + 2 * len(lengths) for lengths in chains]
     return np.array(list(map(max, chains)), dtype=np.int32), np.array(tokens, dtype=np.int32)
 
 
 def digests(data: Examples, batches: Sequence[MicroBatch], epoch: int) -> dict[bytes, str]:
-    """Return a dict from a hash of each example in `batches` to its id. Dummy micro-batches are left out.
+    """Return a dict from a hash of each example in `batches` to the example's id. Dummy micro-batches are left out.
 
-    The hash includes the number of the example, so that the same sequence with two ids has two hashes.
+    The hash covers the number, the id and the tokens of the example. So two records with one sequence have two hashes.
     """
     id_of: dict[bytes, str] = {}
     for n in (n for batch in batches if not batch.is_dummy for n in batch.records):

@@ -1,14 +1,15 @@
-"""Plans the records of each optimizer step, and divides each step into micro-batches for the ranks.
+"""Plans which records each optimizer step has, and divides the records of each step into micro-batches for the ranks.
 
 The plan depends only on the lengths, the seed, the epoch, the rank and the world size. So one process can compute the
 plans of all ranks.
 
-The records of an epoch are shuffled and divided into windows of 64 steps or more. All windows have the same mix of
-lengths. Inside a window, the records are combined into steps with nearly equal numbers of tokens. A step has at most
-`global_tokens` tokens, unless a single record is longer. The records of a step are then assigned to W ranks with m
-micro-batches each: to W x m bins with nearly equal numbers of tokens. m is the smallest number for which no bin exceeds
-`tokens_per_rank`. The records of a step never depend on W. Only tokens are balanced, not the cost of attention. Since
-the longest records are assigned first, all bins have a similar mix of lengths.
+The records of an epoch are shuffled and divided into windows of 64 steps or more (one window if the epoch is shorter).
+All windows have the same mix of lengths. Inside a window, the records are combined into steps with nearly equal numbers
+of tokens. A step has at most `global_tokens` tokens, unless a single record is longer. For W ranks with m micro-batches
+each, the records of a step are then assigned to W x m bins with nearly equal numbers of tokens. No bin may exceed
+`tokens_per_rank`, and m is the smallest number for which such an assignment is found. The records of a step never
+depend on W. The assignment balances tokens, not the cost of attention. Long records are assigned first, so all bins
+have a similar mix of lengths.
 """
 
 from bisect import bisect_right
@@ -24,22 +25,24 @@ from esmshard.errors import InputError
 Integers = npt.NDArray[np.int64]
 
 WINDOW = 64
-"""The minimum number of steps in a window. To start at any step, a plan computes only the window of this step."""
+"""The minimum number of steps in a window, unless the whole epoch has fewer steps. To start at any step, a plan
+computes only the window that has this step.
+"""
 SCORED_TOKENS = 4096
-"""The maximum number of tokens in a batch of the final evaluation. A longer record is a batch of its own."""
+"""The maximum number of tokens in a batch of the final evaluation. A batch with more tokens has a single record."""
 SLACK = 160
-"""1 / SLACK of every step stays empty. Without this room, a step would fit its ranks only if their shares were exactly
-equal. A test had 3,000 steps of 50 proteins and 16,384 tokens: with this SLACK, all steps fit 4 ranks of 4,096 tokens,
-and 99.9% fit 8 ranks of 2,048 tokens.
+"""On average, at least 1 / SLACK of a step is empty. Without this room, the records of a step would fit only if all
+ranks got exactly equal numbers of tokens. A test had 3,000 steps of 50 proteins and 16,384 tokens. With this SLACK, all
+steps fit 4 ranks of 4,096 tokens, and 99.9% of the steps fit 8 ranks of 2,048 tokens.
 """
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Records that go through the model together.
+    """The records that one rank sends through the model together.
 
-    Every rank must take part in the collectives of every forward pass. A rank without work therefore computes a dummy
-    micro-batch: a repeated record that does not count in loss or metrics.
+    Every rank must take part in the collective operations of every forward pass. So a rank without records computes a
+    dummy micro-batch: a repeated record that does not count in loss or metrics.
     """
 
     records: tuple[int, ...]
@@ -47,23 +50,23 @@ class MicroBatch:
 
 
 class StepPlan:
-    """The plan that gives the epoch and the records of each global step.
+    """The plan of training: the epoch and the records of each optimizer step.
 
-    Every epoch has every record once. The number of steps depends on the lengths only. Each epoch combines the records
-    in another way and order. No step is empty. No step exceeds `global_tokens`, except a step with a single longer
-    record. To open an epoch takes one shuffle and one sort of all records (1.4 seconds for 6 million records on one
-    core). To open another window of the same epoch takes milliseconds. Memory is about 16 bytes per record at the peak,
-    and 6 bytes per record otherwise.
+    Every epoch has every record once. Each epoch combines the records in another way and order. The number of steps
+    of an epoch depends only on `lengths` and `global_tokens`. No step is empty. No step exceeds `global_tokens`, except
+    a step with a single longer record. To begin an epoch, all records are shuffled and sorted (1.4 seconds for 6
+    million records on one core). To begin another window of this epoch takes milliseconds. Memory is about 16 bytes per
+    record at the peak, and 6 bytes per record otherwise.
 
-    Records are sorted by length. With W windows, each group of W neighbours is spread over the windows, starting at a
-    random window for each group. So the k-th longest record of a window is never longer than the longest record of the
-    k-th group. If the longest records of all groups fit into the steps of a window (first-fit decreasing), the records
-    of every window of every epoch fit too.
+    Records are sorted by length and cut into groups of W records, where W is the number of windows. Each window gets
+    one record of each group, by a random choice for each group. So the k-th longest record of a window is never longer
+    than the longest record of the k-th group. First-fit decreasing assigns the longest record of each group to steps.
+    Since these records fit, the records of every window of every epoch fit too.
 
     Args:
-        lengths: number of tokens of each record after cropping, with `<cls>` and `<eos>`, integers [N], N > 0.
-        global_tokens: maximum number of tokens in a step.
-        seed: seed of the recipe.
+        lengths: the number of tokens of each record after cropping, with `<cls>` and `<eos>`, integers [N], N > 0.
+        global_tokens: the maximum number of tokens in a step.
+        seed: the random seed of the recipe.
 
     >>> plan = StepPlan(np.array([10, 9, 11, 10]), 25, seed=0)
     >>> plan.steps_per_epoch
@@ -81,7 +84,7 @@ class StepPlan:
             np.sort(self._lengths)[::-1], min(count, wanted), global_tokens
         )
         longer, shorter = min(steps, -(-count // self._n_windows)), min(steps, count // self._n_windows)
-        first_windows = count % self._n_windows  # The first windows have one record more.
+        first_windows = count % self._n_windows  # The first windows have one more record than the last windows.
         each = np.where(np.arange(self._n_windows) < first_windows, longer, shorter)
         self._first_steps: list[int] = [0, *np.cumsum(each).tolist()]
         self.steps_per_epoch = self._first_steps[-1]
@@ -92,7 +95,7 @@ class StepPlan:
         epoch, position = divmod(number, self.steps_per_epoch)
         if epoch != self._epoch:
             self._order = _shuffled(len(self._lengths), self._seed, epoch)
-            if self._n_windows > 1:  # longest first; equal lengths keep the order of the shuffle
+            if self._n_windows > 1:  # longest first; records of equal length stay shuffled
                 self._order = self._order[(self._lengths.max() - self._lengths[self._order]).argsort(kind="stable")]
             self._epoch, self._window = epoch, -1
         window = bisect_right(self._first_steps, position) - 1
@@ -101,24 +104,24 @@ class StepPlan:
         return epoch, self._steps[position - self._first_steps[window]]
 
     def _records_of(self, window: int) -> Integers:
-        """Return the record numbers of a window of the open epoch, in the order of the epoch's shuffle."""
+        """Return the record numbers of a window of the current epoch, in random order."""
         count, n_windows = len(self._lengths), self._n_windows
         if n_windows == 1:
             return self._order.astype(np.int64)
         turns = self._drawn(-(-count // n_windows), 0) % np.uint64(n_windows)
         if count % n_windows:
-            turns[-1] = 0  # The last group is incomplete. Its records always go to the first windows.
+            turns[-1] = 0  # The last group is not full. The first windows always get its records.
         places = np.arange(len(turns)) * n_windows + (window + turns.astype(np.int64)) % n_windows
         records = self._order[places[places < count]].astype(np.int64)
         shuffled: Integers = records[self._drawn(len(records), 1 + window).argsort(kind="stable")]
         return shuffled
 
     def _drawn(self, n: int, what: int) -> npt.NDArray[np.uint64]:
-        """Return n random numbers that depend on the seed, the open epoch and `what`."""
+        """Return n random numbers that depend only on the seed, the current epoch and the number `what`."""
         return np.random.PCG64(np.random.SeedSequence((self._seed, self._epoch, what))).random_raw(n)
 
     def _fill_window(self, window: int) -> list[Integers]:
-        """Return the records of each step of a window. Steps are in the order of their first records."""
+        """Return the record numbers of each step of a window of the current epoch. The steps are in random order."""
         records = self._records_of(window)
         tokens = self._lengths[records].astype(np.int64)
         n_steps = self._first_steps[window + 1] - self._first_steps[window]
@@ -132,17 +135,17 @@ class StepPlan:
         return [records[step] for step in steps]
 
     def _small(self, tokens: Integers, n_steps: int, longer: int) -> Integers:
-        """Assign the records that fit into a step to `n_steps` steps, and return the step of each record. `longer` is
-        the number of records of the window that do not fit into a step.
+        """Assign the records that fit into a step to `n_steps` steps. Return the step of each record. `longer` is the
+        number of records in the window that are longer than a step.
         """
         within = int(tokens.sum()) // n_steps // 256
-        # Records are sorted by powers of 2 only. With an exact sort, a small data set would be combined in the same way
-        # in every epoch.
+        # Records are sorted by length, rounded to powers of 2. With exact lengths, a small data set would get the same
+        # steps in every epoch.
         queue = np.argsort(-np.frexp(tokens)[1].astype(np.int8), kind="stable")
         bins, loads = _balanced(tokens, queue, n_steps, within)
         if loads.max() <= self._most:
             return bins
-        # The assignment by `_pattern` always fits.
+        # The assignment of records to steps by `_pattern` always fits.
         longest_first = np.argsort(-tokens, kind="stable")
         bins[longest_first] = np.unique(self._pattern[longer : longer + len(tokens)], return_inverse=True)[1]
         counts = np.bincount(bins, minlength=n_steps)
@@ -158,9 +161,9 @@ class StepPlan:
 
 
 def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, most: int) -> tuple[int, int, Integers]:
-    """Return the number of windows, the steps of a full window, and the pattern, int64: the step of the k-th longest
-    record of a window. With the pattern, no step exceeds `most` tokens, except a step with a single longer record. The
-    number of windows is the candidate for which an epoch has the smallest number of steps (at least `wanted`).
+    """Return the number of windows of an epoch, the number of steps of a full window, and a pattern, int64. The k-th
+    longest record of a window goes to step `pattern[k]`. So no step exceeds `most` tokens, except a step with a single
+    longer record. The number of windows is the candidate with the smallest number of steps in an epoch.
     """
     usual = max(1, wanted // WINDOW)
     possible: list[tuple[int, int, Integers]] = []
@@ -174,8 +177,8 @@ def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, most: int
 
 
 def _first_fit(longest_first: Integers, most: int) -> Integers:
-    """Pack records by first-fit decreasing: each record goes to the first bin with room for it. Return the bin of each
-    record. A record over `most` tokens has a bin of its own.
+    """Assign records to bins of `most` tokens by first-fit decreasing: each record goes to the first bin that has room.
+    Return the bin of each record. A record over `most` tokens is alone in its bin.
 
     >>> _first_fit(np.array([6, 5, 5, 4, 3]), 10).tolist()
     [0, 1, 1, 0, 2]
@@ -195,17 +198,18 @@ def _first_fit(longest_first: Integers, most: int) -> Integers:
 
 
 def _shuffled(n: int, seed: int, epoch: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return the numbers 0 to n - 1 in a random order for (seed, epoch), in the smallest possible integer type.
+    """Return the numbers 0 to n - 1 in the random order of this seed and epoch, as the smallest possible integer type.
 
-    The lower bits of n random numbers are replaced by 0 to n - 1, and the results are sorted. `Generator.permutation`
-    is as fast, but its order may change with the version of numpy. The raw stream of a bit generator is fixed (NEP 19).
+    The lower bits of n random numbers are replaced by 0 to n - 1, and the results are sorted. The numpy method
+    `Generator.permutation` is as fast, but the order may change with the version of numpy. The raw numbers of a numpy
+    bit generator never change (NEP 19).
     """
     bits = n.bit_length()
     keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(n)
     keys >>= np.uint64(bits)
     keys <<= np.uint64(bits)
     keys |= np.arange(n, dtype=np.uint64)
-    keys.sort()  # All keys differ, so every sorting method gives the same order.
+    keys.sort()  # All keys differ, so every sorting method gives the same result.
     keys &= np.uint64(2**bits - 1)
     return keys.astype(np.min_scalar_type(n - 1))
 
@@ -218,11 +222,11 @@ def assign(
     world_size: int,
 ) -> list[MicroBatch]:
     """Divide the records of a step into micro-batches of at most `tokens_per_rank` tokens. Return the micro-batches of
-    one rank. All ranks get the same number of micro-batches, with nearly equal numbers of tokens. `lengths` has the
-    number of tokens of every record of the data set.
+    the rank `rank`. All ranks get the same number of micro-batches, with nearly equal numbers of tokens. `lengths` has
+    the number of tokens of every record of the data set.
 
     Raises:
-        InputError: a record alone exceeds `tokens_per_rank`.
+        InputError: a record has more than `tokens_per_rank` tokens.
 
     >>> tokens = np.array([4, 3, 3])
     >>> assign([0, 1, 2], tokens, 5, rank=0, world_size=2)
@@ -244,9 +248,9 @@ def assign(
         bins, loads = _balanced(tokens, queue, n_bins, within=int(tokens.sum()) // n_bins // 1024)
         if loads.max() <= tokens_per_rank:
             break
-        per_rank += 1 + per_rank // 1000  # A validation set may have a thousand micro-batches.
-    # The heaviest bins come first. Every second round goes through the ranks in reverse order. So the ranks have nearly
-    # equal numbers of tokens in each round and in total.
+        per_rank += 1 + per_rank // 1000  # A validation set may need a thousand micro-batches.
+    # Each round gives one bin to each rank, beginning with the heaviest bins. Every second round goes through the ranks
+    # in reverse order. So the ranks have nearly equal numbers of tokens in each round and in total.
     rounds = np.argsort(-loads, kind="stable").reshape(per_rank, world_size)
     rounds[1::2] = rounds[1::2, ::-1].copy()
     members, dummy = _members(bins, n_bins), MicroBatch((int(numbers[tokens.argmin()]),), is_dummy=True)
@@ -255,32 +259,32 @@ def assign(
 
 
 def fewest_bins(lengths: npt.NDArray[np.integer[Any]], tokens: int) -> int:
-    """Return a lower bound for the number of bins of `tokens` tokens. The bound is exact for records of equal length.
+    """Return a lower bound for the number of bins of size `tokens` that records need; it is exact for equal lengths.
 
     A bin has room for at most j records that are longer than 1 / (j + 1) of the bin (Martello & Toth 1990, chapter 8).
     For example, 16,384 tokens have room for only 56 records of 288 tokens, although 16,384 / 288 is 56.9.
     """
     counts = np.bincount(lengths)
     total = int(counts @ np.arange(len(counts)))
-    longer = len(lengths) - np.cumsum(counts)  # longer[t] is the number of records of more than t tokens.
+    longer = len(lengths) - np.cumsum(counts)  # longer[t] is the number of records with more than t tokens.
     most = np.arange(1, max(1, tokens // max(1, int(lengths.min()))) + 1)
     held = longer[np.minimum(tokens // (most + 1), len(counts) - 1)]
     return max(-(-total // tokens), int((-(-held // most)).max()))
 
 
 def _balanced(tokens: Integers, queue: Integers, n_bins: int, within: int) -> tuple[Integers, Integers]:
-    """Return the bin of each record and the number of tokens in each bin, both int64.
+    """Assign records to `n_bins` bins. Return the bin of each record and the number of tokens in each bin, both int64.
 
-    Each record of the queue goes to the lightest bin. (Graham 1969: with the longest record first, the heaviest bin has
-    at most 4/3 of the optimum.) Then records of the heaviest bin are swapped until the bins differ by at most `within`
-    tokens, or no swap helps. Moving a record without a swap could not help. Of equally light bins, the one with the
-    lower number is used, and every sort is stable. No bin is empty unless there are fewer records than bins.
+    Each record of the queue goes to the lightest bin. (Graham 1969: if the longest records come first, the heaviest bin
+    has at most 4/3 of the optimum.) Then records of the heaviest bin are swapped with records of other bins, until the
+    bins differ by at most `within` tokens or no swap helps. If two bins are equally light, the record goes to the bin
+    with the lower number. Every sort is stable. No bin is empty unless there are fewer records than bins.
     """
     bins, loads = np.zeros(len(tokens), np.int64), np.zeros(n_bins, np.int64)
     queued, at = tokens[queue], 0
     while at < len(queue):
         # Many records are assigned at once: the next records go to the lightest bin, the second lightest bin and so on.
-        # This stops at a bin that is not lighter than an earlier bin with its new record.
+        # Each pass of the loop ends before a bin that is not lighter than an earlier bin with its new record.
         sizes = queued[at : at + n_bins]
         lightest = loads.argsort(kind="stable")[: len(sizes)]
         before = loads[lightest]
@@ -295,7 +299,7 @@ def _balanced(tokens: Integers, queue: Integers, n_bins: int, within: int) -> tu
 
 
 def _even(tokens: Integers, bins: Integers, loads: Integers, within: int) -> None:
-    """Swap records out of the heaviest bin, in place, until bins differ by at most `within` tokens or no swap helps."""
+    """Swap records of the heaviest bin, in place, until all bins differ by at most `within` tokens or no swap helps."""
     while True:
         heaviest, lightest_bin = int(loads.argmax()), int(loads.argmin())
         if loads[heaviest] - loads[lightest_bin] <= within:
@@ -306,8 +310,8 @@ def _even(tokens: Integers, bins: Integers, loads: Integers, within: int) -> Non
 
 
 def _swap(tokens: Integers, bins: Integers, loads: Integers, heaviest: int, others: Integers) -> bool:
-    """Swap a record of the heaviest bin with a record of `others`: the pair that balances the two bins best. Return
-    False if no swap helps. The best of 64 x 4,096 pairs is about as good as the best of billions of pairs.
+    """Swap a record of the heaviest bin with a record of `others`, and choose the pair that balances the two bins best.
+    Return False if no swap helps. Only 64 x 4,096 pairs are tried, since more pairs hardly give a better result.
     """
     mine, others = np.flatnonzero(bins == heaviest)[:64], others[:4096]
     if len(others) == 0:
@@ -325,13 +329,13 @@ def _swap(tokens: Integers, bins: Integers, loads: Integers, heaviest: int, othe
 
 
 def _members(bins: Integers, n_bins: int) -> list[Integers]:
-    """Return for each bin the indices of its records, in ascending order."""
+    """Return for each bin the indices of the records in this bin, in ascending order."""
     return np.split(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins, minlength=n_bins))[:-1])
 
 
 def by_length(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield groups of indices in `lengths`, shortest first. The lengths in a group add up to at most `most`, unless the
-    group is a single longer record.
+    """Yield groups of record indices, shortest records first. The lengths of the records in a group add up to at most
+    `most`, unless the group is a single longer record.
 
     >>> list(by_length([5, 2, 9, 3], 6))
     [[1, 3], [0], [2]]

@@ -1,1 +1,1 @@
-"""Labels of proteins and residues: where a recipe finds labels, and how labels are matched to FASTA records."""
+"""Labels of proteins and residues: the sources of labels, and the matching of labels to FASTA records."""

@@ -1,4 +1,4 @@
-"""Cb coordinates from the `.npz` file of a FASTA file, and contacts that are computed from the coordinates."""
+"""Reads Cb coordinates from the `.npz` file that belongs to a FASTA file, and computes contacts of residues."""
 
 import re
 import zipfile
@@ -20,18 +20,18 @@ _FASTA_ENDING = re.compile(r"(\.(fasta|faa|fa))?(\.(gz|bz2|xz|zst))?$")
 
 
 def npz_beside(fasta: Path) -> Path:
-    """Return the path of the `.npz` for a FASTA file: `train.npz` in the same folder as `train.fasta`."""
+    """Return the path of the `.npz` file that belongs to a FASTA file: `train.npz` in the folder of `train.fasta`."""
     return fasta.with_name(_FASTA_ENDING.sub("", fasta.name) + ".npz")
 
 
 def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read all arrays of an `.npz` file.
+    """Read all arrays of an `.npz` file, and return the arrays by name.
 
     Raises:
-        InputError: the file cannot be read, or holds pickled objects.
+        InputError: the file does not exist, cannot be read, or holds pickled objects.
     """
     try:
-        with zipfile.ZipFile(path):  # numpy alone would also accept a single array or a pickle
+        with zipfile.ZipFile(path):  # np.load alone would also accept a file with a single array
             file = np.load(path, allow_pickle=False)
         with file:
             return {name: file[name] for name in file.files}
@@ -42,12 +42,12 @@ def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 class CoordinateLabels:
-    """Cb coordinates of the records of a FASTA file, read from the `.npz` of the same name (format: data/README.md).
+    """Cb coordinates of the records of a FASTA file, from the `.npz` file with the same name (see data/README.md).
 
     For a record of several chains, `A:B`, the rows of A come before the rows of B. Linkers have no coordinates.
 
     Raises:
-        InputError: the chain of a record is missing, or has another length or sequence; the message names the record.
+        InputError: the file is missing or damaged, or a record is not in the file or has another sequence there.
     """
 
     per_residue: ClassVar[bool] = True
@@ -91,7 +91,7 @@ class CoordinateLabels:
         self._store = store
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[np.float32]]:
-        """Return `cb` of record n: float32 [L, 3] in Angstrom, NaN for unresolved residues and for linkers."""
+        """Return `cb` of record n: Cb coordinates, float32 [L, 3], in Angstrom; NaN if unresolved or in a linker."""
         residue_L = is_residue(self._store.residues(n))
         cb_dA_L3 = np.full((len(residue_L), 3), UNRESOLVED, np.uint16)
         cb_dA_L3[residue_L] = self._cb_dA[self._rows[n]]
@@ -101,25 +101,27 @@ class CoordinateLabels:
 
 
 CONTACT_DISTANCE = 8.0
-"""Two residues are in contact if their Cb atoms (Ca for glycine) are closer than this distance in Angstrom."""
+"""Two residues are in contact if the distance of their Cb atoms is below this number, in Angstrom."""
 MIN_SEPARATION = 6
-"""In training and scoring, pairs i < j of one chain need j - i of at least this number. Pairs of two chains do not."""
+"""In training and scoring, residues i < j of the same chain count as a pair only if j - i is at least this number.
+Residues of two chains need no minimum.
+"""
 UNDEFINED, LINKER = -1, -2
 
 
 def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
-    """Compute the contacts of one record, int8 [L, L]: 1 for a contact, 0 for no contact, -1 if it is not known.
+    """Compute the contact of each pair of residues, int8 [L, L]: 1 for a contact, 0 for no contact, -1 for unknown.
 
     Args:
-        cb_L3: Cb coordinates in Angstrom; NaN for a residue without coordinates, whose pairs all get -1.
+        cb_L3: Cb coordinates in Angstrom; NaN for a residue without coordinates. All pairs of such a residue get -1.
 
-    The diagonal is 1 for a residue with coordinates, and -1 for a residue without.
+    On the diagonal, a residue with coordinates has 1, and a residue without coordinates has -1.
 
     >>> contact_labels(np.array([[0, 0, 0], [7.9, 0, 0], [8, 0, 0], [np.nan, 0, 0]], dtype=np.float32))[0].tolist()
     [1, 1, 0, -1]
     """
-    # Coordinates have three decimals, and their squares six. Rounding removes floating-point noise. Otherwise a pair at
-    # exactly 8 A could be a contact or not, depending on where the protein lies in the coordinate system.
+    # Coordinates have three decimals, so their squares have six. Rounding to these decimals removes floating-point
+    # errors. Without rounding, moving the whole protein could change whether a pair at exactly 8 A is a contact.
     exact_L3 = np.round(cb_L3.astype(np.float64), 3)
     square_LL = np.round(((exact_L3[:, None, :] - exact_L3[None, :, :]) ** 2).sum(-1), 6)
     labels_LL: npt.NDArray[np.int8] = (square_LL < CONTACT_DISTANCE**2).astype(np.int8)
@@ -128,7 +130,7 @@ def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
 
 
 def mark_linkers(labels_LL: npt.NDArray[np.int8], linker_L: npt.NDArray[np.bool_]) -> npt.NDArray[np.int8]:
-    """Return contact labels with -2 on the diagonal for linker residues, and -1 for all other pairs with a linker."""
+    """Return a copy of contact labels, with -2 on the diagonal for each linker token, and -1 for pairs with linkers."""
     marked_LL = labels_LL.copy()
     marked_LL[linker_L] = marked_LL[:, linker_L] = UNDEFINED
     marked_LL[linker_L, linker_L] = LINKER
@@ -136,7 +138,7 @@ def mark_linkers(labels_LL: npt.NDArray[np.int8], linker_L: npt.NDArray[np.bool_
 
 
 def chain_numbers(labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.intp]:
-    """Return a chain number for each residue, int [L]. Residues of one chain have the same number.
+    """Return a chain number for each of L tokens, int [L]. Residues of the same chain have the same number.
 
     >>> linker_L = np.array([False, False, True, True, False])
     >>> chain_numbers(mark_linkers(np.zeros((5, 5), np.int8), linker_L)).tolist()

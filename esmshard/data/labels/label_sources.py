@@ -1,7 +1,7 @@
-"""The sources of labels: one file for all splits, an `.npz` file for each FASTA file, or the FASTA headers.
+"""The sources of labels: a label file for all splits, an `.npz` file for each FASTA file, or the records themselves.
 
-A FASTA file of labels has labels in place of sequences. FLIP's `sampled.fasta` has one letter per residue, and its
-`mask.fasta` has 0 or 1 per residue. The letters are no residues, so they stay as they are. White space is removed.
+A FASTA file of labels has labels in place of sequences. FLIP's `sampled.fasta` has one label letter per residue, and
+FLIP's `mask.fasta` has 0 or 1 per residue. Labels are not converted like residues; only white space is removed.
 """
 
 import re
@@ -24,22 +24,22 @@ _NO_BLANKS = str.maketrans("", "", BLANKS.decode())
 
 @dataclass(frozen=True)
 class LabelRecord:
-    """The labels of one protein in a FASTA file of labels."""
+    """One record of a FASTA file of labels: the labels of one protein."""
 
     id: str
     header: str
-    """The whole header line without `>`."""
+    """The whole header line of the record, without `>`."""
     text: str
-    """The labels without white space."""
+    """The labels of the record as one text without white space."""
     line: int
-    """Line of the header, from 1."""
+    """The line number of the header in the file, counted from 1."""
 
 
 def read_label_fasta(path: Path) -> Iterator[LabelRecord]:
-    """Read the records of a FASTA file of labels, plain or compressed. An id may occur twice.
+    """Read the records of a FASTA file of labels, plain or compressed. Several records may have the same id.
 
     Raises:
-        InputError: the file cannot be read, or a record has no id or no labels; the message names file and line.
+        InputError: the file cannot be read or has no record, or a record has no id or no labels.
     """
     header, start, pieces = "", 0, list[str]()
     with (
@@ -74,13 +74,13 @@ _FASTA = re.compile(r"\.(fasta|faa|fa)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 
 
 def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
-    """Find the labels of a recipe. Return a table, or the path of a FASTA file of labels; None for the headers.
+    """Find the labels of a recipe: a table, or the path of a FASTA file of labels; None if the headers have the labels.
 
-    If `data.labels` is not set, a table of sequences is also the table of its labels. For a FASTA file without
-    `data.labels`, its `.npz` becomes a table if it has the array that `data.target` names (`read_npz`).
+    If the key `data.labels` is not set, a table of sequences is also the table of the labels. For a FASTA file, the
+    `.npz` file with the same name is the source if it has an array with the first name in `data.target`.
 
     Raises:
-        InputError: the file cannot be read.
+        InputError: the source cannot be read.
         UsageError: `data.id_column` is set, but the labels are not in a table.
     """
     source: Table | Path | None = None
@@ -98,32 +98,32 @@ def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
 
 
 def rules_of(fasta: Path, data: DataSettings) -> Rules:
-    """Return the rules for reading a table of sequences. They have `data.id_column` only if this table also has the
-    labels. Otherwise `data.id_column` is a column of the label file.
+    """Return the rules for reading a table of sequences. The key `data.id_column` names a column of this table if the
+    table also has the labels. Otherwise the key names a column of the label file, and the rules have no id column.
     """
     id_column = data.id_column if _labels_in_records(data, fasta) else None
     return Rules(sequence_column=data.sequence_column, id_column=id_column)
 
 
 def _labels_in_records(data: DataSettings, fasta: Path) -> bool:
-    """Return whether the labels are in the same file as the sequences."""
+    """Return whether the recipe names no label file, or names the file of the sequences as the label file."""
     return data.labels is None or remote.data_file(data.labels) == fasta
 
 
 def table_or_fasta(path: Path) -> Table | Path:
-    """Read a table or an `.npz` file, and return it as a table. For a FASTA file, return its path."""
+    """Return the table in a table file or an `.npz` file. For the path of a FASTA file, return the path itself."""
     if _FASTA.search(path.name):
         return path
     return read_npz(path) if path.suffix == ".npz" else read_table(path)
 
 
 def read_npz(path: Path) -> Table:
-    """Make a table of the arrays of an `.npz` file that have one string or number for each record.
+    """Make a table from an `.npz` file: a column from each array that has one string or number for each record.
 
     The array `names` becomes the column `id`, and the array `seqs` the column `sequence`. Other arrays are left out.
 
     Raises:
-        InputError: the file cannot be read, or has no array `names` with a string for each record.
+        InputError: the file cannot be read, has no array `names` of strings, or has an array `seqs` that does not fit.
     """
     arrays = read_arrays(path)
     names = arrays.get("names")

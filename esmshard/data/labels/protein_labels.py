@@ -1,4 +1,4 @@
-"""Labels of whole proteins: numbers, one class, or several classes. They are in FASTA headers or in a table."""
+"""Reads the labels of whole proteins from FASTA headers or a table: numbers, one class, or several classes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,24 +21,24 @@ _TARGETS = ("target", "targets", "label", "labels", "dms_score")
 
 @dataclass(frozen=True)
 class ProteinLabels:
-    """Labels of N whole proteins. A protein keeps its label when its sequence is cropped."""
+    """Labels of N whole proteins. The label of a protein stays the same when the sequence is cropped."""
 
     per_residue: ClassVar[bool] = False
 
     kind: Kind
     names: tuple[str, ...]
-    """Names of the T targets if `kind` is `number`; otherwise names of the C classes, in the order of their numbers."""
+    """The names of the T targets if `kind` is `number`. Otherwise the names of the C classes; class k has name k."""
     values: Any
-    """The labels of all proteins. `number`: float32 [N, T], NaN where missing; `class`: int64 [N], -1 where missing;
-    `multilabel`: a sparse float32 matrix of 0 and 1, [N, C].
+    """The labels of all proteins. Kind `number`: float32 [N, T], NaN for a missing label. Kind `class`: int64 [N], -1
+    for a missing label. Kind `multilabel`: a sparse float32 matrix of 0 and 1, [N, C].
     """
     labelled_N: npt.NDArray[np.bool_]
-    """Whether each record has a label, bool [N]."""
+    """Whether each protein has a label, bool [N]."""
     notices: list[str]
     """Sentences about labels that were changed or left out."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
-        """Return `target` of record n: number: float32 [T]; class: int64 []; multilabel: float32 [C] of 0 and 1."""
+        """Return the label of record n as `target`: number: float32 [T]; class: int64 []; multilabel: float32 [C]."""
         if not self.labelled_N[n]:
             raise KeyError(f"record {n} has no label")
         if self.kind != "multilabel":
@@ -58,20 +58,21 @@ def protein_labels(
     id_column: str | None = None,
     required: bool = True,
 ) -> ProteinLabels:
-    """Read the labels of N proteins.
+    """Read the labels of N proteins from FASTA headers or from a table.
 
     Args:
         store: the proteins.
-        fasta: the file of the proteins. Without `table`, its headers have the labels, such as `TARGET=0.1`.
-        kind: `number`: one or several columns of numbers; `class`: one column of names; `multilabel`: one column of
-            names separated by semicolons, or several columns of 0 and 1.
-        table: a table of R rows with the labels.
-        columns: columns of the table, or keys of the headers; by default `TARGET` or the only column with a usual name.
-        id_column: the id column; see `rows_of_records`.
-        required: whether a protein without a label is an error. If not, the protein is left out and counted.
+        fasta: the FASTA file of the proteins. Without `table`, its headers have the labels, such as `TARGET=0.1`.
+        kind: `number`: one or several columns of numbers; `class`: one column of class names; `multilabel`: one column
+            of class names separated by semicolons, or several columns of 0 and 1.
+        table: a table of R rows with the labels; None if the headers have the labels.
+        columns: columns of the table, or keys of the headers. By default the key `TARGET`, or the only column with a
+            name in `_TARGETS`.
+        id_column: the name of the id column; see the function `rows_of_records`.
+        required: whether a protein without a label is an error. Otherwise such a protein is left out and counted.
 
     Raises:
-        InputError: a label is not valid, or proteins and rows do not match; the message names line, record or counts.
+        InputError: a label is not valid, or proteins and rows do not match. The message names line, record or counts.
         UsageError: a column is named twice.
     """
     edits = Edits()
@@ -116,7 +117,7 @@ def protein_labels(
         table, store, fasta, id_column=id_column, same=same, labelled_R=labelled_R, required=required, edits=edits
     )
     values = values[row_N]
-    if kind == "multilabel":  # Row -1 is the last row, whose classes are removed here.
+    if kind == "multilabel":  # Index -1 selects the last row. Remove these classes again.
         values.data[np.repeat(row_N < 0, np.diff(values.indptr))] = 0
         values.eliminate_zeros()
     else:
@@ -125,7 +126,7 @@ def protein_labels(
 
 
 def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
-    """Return the table columns, or the header keys, that have the labels. Without `columns`, find them by name."""
+    """Return the table columns or the header keys of the labels. Without `columns`, find a column with a usual name."""
     if table is None:
         columns = [key.upper() for key in columns] or ["TARGET"]
     elif not columns:
@@ -141,7 +142,7 @@ def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
 def _header_numbers(
     texts: Sequence[Sequence[str]], keys: Sequence[str], where: Callable[[int], str]
 ) -> npt.NDArray[np.float32]:
-    """Convert the labels in N headers from text to numbers, float32 [N, T]."""
+    """Convert the label texts of N headers to numbers of T targets, float32 [N, T]."""
 
     def converted(n: int, key: str, text: str) -> float:
         return number(text, lambda: f"{where(n)}: {key}")
@@ -150,7 +151,7 @@ def _header_numbers(
 
 
 def _table_numbers(table: Table, columns: Sequence[str]) -> npt.NDArray[np.float32]:
-    """Read columns of a table as numbers, float32 [R, T]."""
+    """Read T columns of a table with R rows as numbers, float32 [R, T]."""
     values_RT = np.stack([table.numbers(column) for column in columns], axis=1)
     large = np.argwhere(np.abs(values_RT) > FLOAT32_MAX)
     if len(large):
@@ -161,7 +162,7 @@ def _table_numbers(table: Table, columns: Sequence[str]) -> npt.NDArray[np.float
 
 
 def _sparse(rows: Sequence[Sequence[int]], n_classes: int) -> Any:
-    """Return a sparse matrix, float32 [R, C], with 1 for each class of each row."""
+    """Return a sparse matrix, float32 [R, C]. Element (r, c) is 1 if the list `rows[r]` has class number c."""
     from scipy.sparse import csr_array
 
     ends = np.cumsum([0, *map(len, rows)])
@@ -170,13 +171,13 @@ def _sparse(rows: Sequence[Sequence[int]], n_classes: int) -> Any:
 
 
 def _classes_of(matrix: Any, row: int) -> npt.NDArray[np.int32]:
-    """Return the class numbers of a row. This is 30 times as fast as the indexing of scipy."""
+    """Return the class numbers of a row of a sparse matrix. Indexing by scipy would take 30 times as long."""
     classes: npt.NDArray[np.int32] = matrix.indices[matrix.indptr[row] : matrix.indptr[row + 1]]
     return classes
 
 
 def _flags(cells: Sequence[str], columns: Sequence[str], where: str) -> list[int]:
-    """Return the indices of the columns whose cells are 1 or true."""
+    """Return the indices of the columns whose cells in one row are 1 or true."""
     truths = [TRUTH.get(text.lower()) for text in cells]
     if any(cells) and None in truths:
         c = truths.index(None)
@@ -185,7 +186,7 @@ def _flags(cells: Sequence[str], columns: Sequence[str], where: str) -> list[int
 
 
 def _classes(text: str, kind: Kind, where: str, edits: Edits) -> list[str]:
-    """Return the distinct class names in a cell: at most one, unless the kind is `multilabel`."""
+    """Return the distinct class names in a cell: at most one name, or several names if `kind` is `multilabel`."""
     pieces = text.split(";") if kind == "multilabel" else [text]
     names = [name for piece in pieces if (name := piece.strip())]
     for k, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""Labels of residues: a class letter or a number for each residue.
+"""Reads labels of residues: a class letter or a number for each residue of a protein.
 
 | source | labels | mask |
 |---|---|---|
@@ -6,7 +6,7 @@
 | a FASTA file with labels in place of sequences | `DVCD` | `MASK=1101` in its headers, or a mask file |
 | a table | a column with cells such as `DVCD` | a mask file |
 
-A mask file is a FASTA file with masks such as `1101` in place of sequences. 0 means that the residue has no label.
+A mask file is a FASTA file with a mask such as `1101` in place of each sequence. A residue with 0 has no label.
 """
 
 import re
@@ -33,30 +33,30 @@ _PLAIN_NUMBERS = re.compile(r"[0-9eE+.;-]+")
 
 @dataclass(frozen=True)
 class ResidueLabels:
-    """Labels with one value for each residue. They are cropped together with the sequence."""
+    """Labels with one value for each residue of N records. The labels are cropped together with the sequence."""
 
     per_residue: ClassVar[bool] = True
     labelled_N: ClassVar[None] = None
 
     kind: Kind
     names: str
-    """The letters of the C classes, in the order of their numbers; empty if `kind` is `number`."""
+    """The letters of the C classes: class k has the k-th letter. The text is empty if `kind` is `number`."""
     values: npt.NDArray[Any]
-    """Labels of all residues in the order of the store. `class`: int8, -1 for a residue without a label; `number`:
-    float32, NaN for a residue without a label.
+    """The labels of all residues in the order of the store. Kind `class`: int8, -1 for a residue without a label. Kind
+    `number`: float32, NaN for a residue without a label.
     """
     offsets: npt.NDArray[np.int64]
-    """Record n has the labels values[offsets[n] : offsets[n + 1]], int64 [N + 1]."""
+    """The begin and end of each record in `values`, int64 [N + 1]: record n has values[offsets[n] : offsets[n + 1]]."""
     notices: list[str]
     """Sentences about labels that were changed or left out."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
-        """Return `target` of record n: int8 [L] for `class`, float32 [L] for `number`. The array is read-only."""
+        """Return the read-only labels of record n as `target`. Kind `class`: int8 [L]. Kind `number`: float32 [L]."""
         return {"target": self.values[self.offsets[n] : self.offsets[n + 1]]}
 
 
 class _RecordLabels(NamedTuple):
-    """The labels of one protein as text. `n` is its record number; None if the store does not have the protein."""
+    """The labels of one protein as text. `n` is the record number, or None if the store does not have the protein."""
 
     n: int | None
     id: str
@@ -77,21 +77,22 @@ def residue_labels(
     id_column: str | None = None,
     classes: str = "",
 ) -> ResidueLabels:
-    """Read the labels of all residues of N proteins. Labels of other proteins are skipped.
+    """Read the labels of all residues of N proteins. Labels of proteins that are not in the store are skipped.
 
     Args:
         store: the proteins.
-        fasta: the file of the proteins.
-        kind: `class`: a letter for each residue; `number`: numbers separated by semicolons, `nan` for no label.
-        source: a table, or the path of a FASTA file of labels; None for the headers of the FASTA file.
-        mask: path of a mask file.
-        column: column of the table, or key of the headers; by default `TARGET`, or the column `target` or `label`.
-        id_column: the id column; see `rows_of_records`.
-        classes: all class letters, in the order of their numbers; by default the letters that occur, sorted.
+        fasta: the FASTA file of the proteins.
+        kind: `class`: a letter for each residue. `number`: numbers separated by semicolons, `nan` for no label.
+        source: a table, or the path of a FASTA file of labels; None if the headers of `fasta` have the labels.
+        mask: the path of a mask file; None if there is no mask file.
+        column: the column of the table, or the key of the headers. By default the key `TARGET`, or the only column with
+            the name `target`, `targets`, `label` or `labels`.
+        id_column: the name of the id column; see the function `rows_of_records`.
+        classes: all class letters, in the order of the class numbers; by default the sorted letters of the data.
 
     Raises:
-        InputError: labels cannot be read, do not fit their protein, or match no protein; the message names record, line
-            or counts.
+        InputError: labels or masks cannot be read, do not fit their protein, or are missing for a protein. The message
+            names record, line or counts.
     """
     edits, extra = Edits(), list[str]()
     if isinstance(source, Table):
@@ -104,10 +105,10 @@ def residue_labels(
         records, lacks = _of_label_file(store, source, edits), f"label in {source}"
     mask_of = {} if mask is None else _masks(store, fasta, mask)
     offsets = np.concatenate([[0], np.cumsum(store.lengths, dtype=np.int64)])
-    # Letters are collected as bytes, with 0 for no label; then one look-up turns them into classes.
+    # `values` first has label letters as bytes, with 0 for no label. Then one look-up turns bytes into class numbers.
     none, dtype = (0, np.uint8) if kind == "class" else (np.nan, np.float32)
     values: npt.NDArray[Any] = np.full(offsets[-1], none, dtype)
-    line_of: dict[int, int] = {}  # the line of each record that has labels; 0 for labels from headers
+    line_of: dict[int, int] = {}  # by record number: the line of the labels; 0 for labels in headers
     codes, unmasked = set[int](), list[str]()
     for record in records:
         n, where = record.n, record.where
@@ -161,19 +162,19 @@ def residue_labels(
 
 
 def _residues(store: TokenStore, n: int) -> npt.NDArray[np.bool_]:
-    """Return which tokens of record n are residues, bool [L]; the other tokens are linkers between chains."""
+    """Return which of the L tokens of record n are residues, bool [L]. All other tokens are linkers between chains."""
     if store.linker is None:
         return np.ones(store.lengths[n], dtype=np.bool_)
     return is_residue(store.residues(n))
 
 
 def _joined(text: str, residue_L: npt.NDArray[np.bool_], between: str = "") -> str:
-    """Replace each `:` between chains by `between`, if the record has linkers. `residue_L` is false in linkers."""
+    """Replace each `:` of `text` by `between` if the record has linkers. `residue_L` is false for tokens of linkers."""
     return text if residue_L.all() else text.replace(BETWEEN, between)
 
 
 def _masks(store: TokenStore, fasta: Path, path: Path) -> dict[int, npt.NDArray[np.bool_]]:
-    """Read a mask file. Return which residues have a label, bool [L], by record number. Every record needs a mask."""
+    """Read a mask file, which needs a mask for every record. Return the mask of each record by its number, bool [L]."""
     mask_of, line_of = dict[int, npt.NDArray[np.bool_]](), dict[int, int]()
     for record in read_label_fasta(path):
         n, where = store.find(record.id), f"{path}:{record.line}: record {shown(record.id)}"
@@ -226,7 +227,7 @@ def _of_rows(
 
 
 def _letters(text: str, where: str) -> npt.NDArray[np.uint8]:
-    """Convert the class letters of one record to ASCII codes, uint8 [L]."""
+    """Convert the class letters of one record to their ASCII codes, uint8 [L]."""
     if wrong := re.search("[^!-~]", text):
         at = wrong.start() + 1
         raise InputError(f"{where} has {shown(wrong[0])} at position {at}, which is no label; write letters or digits")
@@ -234,7 +235,7 @@ def _letters(text: str, where: str) -> npt.NDArray[np.uint8]:
 
 
 def _numbers(text: str, where: str) -> npt.NDArray[np.float32]:
-    """Convert the text of one record to numbers, float32 [L]; NaN for a missing label."""
+    """Convert the label text of one record to L numbers, float32 [L]. The text `nan` becomes NaN."""
     pieces = text.split(";")
     if _PLAIN_NUMBERS.fullmatch(text):
         try:
@@ -253,7 +254,7 @@ def _numbers(text: str, where: str) -> npt.NDArray[np.float32]:
 
 
 def _mask(text: str, residue_L: npt.NDArray[np.bool_], where: str, fasta: Path) -> npt.NDArray[np.bool_]:
-    """Convert the text of a mask to bool [L], with a value for each token of the record; False in linkers."""
+    """Convert the text of a mask to a truth value for each of L tokens, bool [L]; False for tokens of linkers."""
     text = _joined(text, residue_L)
     _check_length(where, "a mask", len(text), residue_L, fasta)
     if wrong := text.strip("01"):

@@ -1,1 +1,1 @@
-"""Training, validation and test sets: how records are assigned to the sets, and which records the sets share."""
+"""Training, validation and test sets: how records are assigned to these sets, and which records are in several sets."""

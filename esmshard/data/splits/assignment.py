@@ -1,14 +1,15 @@
-"""Assigns records to sets or folds.
+"""Assigns records to training, validation and test set, or to the folds of a cross-validation.
 
-The functions return an array, int64 [N]: for each record its set (a number in `SETS`), its fold, or `LEFT_OUT`.
-In round f of K, fold f is the test set, fold (f + 1) mod K is the validation set, and all other folds are the training
-set (`sets_of_fold`). `shares` are the relative sizes of the sets, or K equal numbers for folds. They need not add up to
-one. `seed` is the seed of random choices.
+The functions return an array, int64 [N], with a number for each of N records: the index of a set in `SETS`, a fold, or
+`LEFT_OUT`. In round f of K, fold f is the test set, fold (f + 1) mod K is the validation set, and all other folds are
+the training set (`sets_of_fold`). The argument `shares` has the relative sizes of the sets, or K equal numbers for
+folds. The shares need not add up to one. The argument `seed` is the random seed.
 
 Random choices depend on the seed and on the names of records, clusters and positions, never on the order of a file. All
-records of a group go to the same set. The largest group is assigned first. The set of a group is random, with a
-probability in proportion to its free room, so that every set gets large and small families. The size of a set differs
-from its share by less than the size of the largest group. No set is empty if there are enough groups.
+records of a cluster go to the same set; positions are treated like clusters. The largest clusters are assigned first.
+The set of a cluster is chosen at random among the sets with enough room. The probability of a set is in proportion to
+its free room, so every set gets large and small clusters. The size of a set differs from its share by less than the
+size of the largest cluster. No set is empty if there are enough clusters.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 def by_cluster(clusters: Sequence[str], shares: Sequence[float] = RATIOS, seed: int = 0) -> Numbers:
-    """Assign whole clusters to sets at random. `clusters` has the cluster name of each of N records.
+    """Assign whole clusters to sets at random. `clusters` has the name of the cluster of each of N records.
 
     Raises:
         InputError: there are fewer clusters than sets.
@@ -43,10 +44,10 @@ def by_cluster(clusters: Sequence[str], shares: Sequence[float] = RATIOS, seed: 
 
 
 def components(*memberships: Sequence[str]) -> list[str]:
-    """Join several clusterings into one. Each clustering has the cluster name of each of N records.
+    """Join several clusterings into one clustering. A clustering has the name of the cluster of each of N records.
 
-    Records that share a cluster in any clustering, directly or through other records, get the same name. It is the
-    alphabetically first of their cluster names in the first clustering.
+    Two records get the same cluster name if they are in the same cluster of any clustering, directly or through other
+    records. The new name is the alphabetically first of their cluster names in the first clustering.
 
     >>> components(["a", "b", "c", "d"], ["1", "1", "2", "3"])
     ['a', 'a', 'c', 'd']
@@ -55,7 +56,7 @@ def components(*memberships: Sequence[str]) -> list[str]:
     from scipy.sparse.csgraph import connected_components
 
     count, groups = len(memberships[0]), [_groups(clusters) for clusters in memberships]
-    # In the graph, each record has an edge to its cluster in each clustering. Clusters are numbered after the records.
+    # Nodes of the graph are records, then clusters. Each record has an edge to its cluster in each clustering.
     first_nodes = np.cumsum([count, *(len(names) for names, _ in groups)])
     node_E = np.concatenate([group_N + first for (_, group_N), first in zip(groups, first_nodes, strict=False)])
     record_E = np.tile(np.arange(count), len(groups))
@@ -75,8 +76,8 @@ def of_variants(
     seed: int = 0,
     train_max: int = 1,
 ) -> Numbers:
-    """Split N variants of one protein with the method `by`: `ratio` (`by_cluster`), `mutations` (`by_mutation_count`),
-    `position`, `modulo` or `contiguous` (all three with `by_position`).
+    """Split N variants of one protein with the method `by`: `ratio` (function `by_cluster`), `mutations` (function
+    `by_mutation_count`), or `position`, `modulo` and `contiguous` (function `by_position`).
     """
     if by == "ratio":
         return by_cluster(names, shares, seed)
@@ -90,22 +91,22 @@ def by_position(
 ) -> Numbers:
     """Split variants of one protein by the positions that they change.
 
-    A variant that changes positions of several sets is left out, since it would show the model positions of another
-    set. Such positions cannot be put into the same set: variants with several random changes connect all positions, and
-    all variants would be in one set. The unchanged wild type goes to the first set or fold.
+    A variant is left out if its changed positions are in several sets. Otherwise the model would see positions of
+    another set. It would not help to put all positions of a variant into one set: variants with several random changes
+    connect all positions, and one set would get all variants. The unchanged wild type goes to the first set or fold.
 
     Args:
-        positions: positions that each of N variants changes, from 0.
-        shares: relative sizes of the sets, in numbers of variants.
-        seed: seed of random choices.
-        by: `position`: random positions. Folds have nearly equal numbers of variants. `modulo` and `contiguous` are the
-            folds of ProteinGym (`create_folds_by_position_modulo` and
-            `create_folds_by_contiguous_position_discontiguous` in ProteinNPT, Notin et al. 2023; ProteinGym drops
-            variants with several changes). `modulo`: the i-th changed position goes to fold i mod K. `contiguous`: each
-            fold is a part of the sequence. Parts have equal numbers of changed positions, or differ by one.
+        positions: the changed positions of each of N variants, counted from 0.
+        shares: the relative sizes of the sets, in numbers of changes.
+        seed: the random seed.
+        by: `position`: positions go to sets at random, so that folds have nearly equal numbers of changes. `modulo`:
+            the i-th changed position goes to fold i mod K. `contiguous`: each fold is a part of the sequence, and the
+            parts have equal numbers of changed positions, or differ by one. `modulo` and `contiguous` are the folds of
+            ProteinGym (`create_folds_by_position_modulo` and `create_folds_by_contiguous_position_discontiguous` in
+            ProteinNPT, Notin et al. 2023), but ProteinGym drops variants with several changes.
 
     Raises:
-        InputError: a set would be empty.
+        InputError: a set would be empty, or there are fewer changed positions than sets.
     """
     count = Counter(place for changed in positions for place in changed)
     places = sorted(count)
@@ -131,11 +132,11 @@ def by_position(
 def by_mutation_count(
     counts: Sequence[int], names: Sequence[str], train_max: int = 1, shares: Sequence[float] = RATIOS, seed: int = 0
 ) -> Numbers:
-    """Train on few changes and test on many, as FLIP's one_vs_rest, two_vs_rest, three_vs_rest (Dallago et al. 2021).
+    """Train on few changes and test on many, as `one_vs_rest` to `three_vs_rest` of FLIP do (Dallago et al. 2021).
 
-    Variants with up to `train_max` changes are divided into training and validation set by the first two of `shares`.
-    All other variants are the test set. The wild type (no change) is always in the training set. Variants with the same
-    name stay together.
+    Variants with at most `train_max` changes are divided into training and validation set, in proportion to the first
+    two numbers of `shares`. All other variants are the test set. The wild type (no change) is always in the training
+    set. Variants with the same name go to the same set.
     """
     count_N = np.asarray(counts)
     number_N = _below(count_N <= train_max, count_N > 0, names, shares, seed)
@@ -147,11 +148,11 @@ def by_mutation_count(
 def low_to_high(
     values: npt.ArrayLike, names: Sequence[str], limit: float, shares: Sequence[float] = RATIOS, seed: int = 0
 ) -> Numbers:
-    """Train on low values and test on high values, as FLIP's low_vs_high (Dallago et al. 2021).
+    """Train on low values and test on high values, as the split `low_vs_high` of FLIP does (Dallago et al. 2021).
 
-    Variants with values up to `limit` are divided into training and validation set by the first two of `shares`. In
-    FLIP, the limit is the value of the wild type. Variants with the same name get their mean value and stay together. A
-    variant with NaN is left out.
+    Variants whose value is at most `limit` are divided into training and validation set, in proportion to the first two
+    numbers of `shares`. All other variants are the test set. In FLIP, the limit is the value of the wild type. Variants
+    with the same name are treated as one variant with their mean value. A variant with the value NaN is left out.
     """
     given_N = np.asarray(values, dtype=np.float64)
     keys, group_N = _groups(names)
@@ -166,7 +167,7 @@ def low_to_high(
 
 
 def sets_of_fold(fold_N: Numbers, fold: int, folds: int) -> Numbers:
-    """Return the set of each record in round `fold` of a cross-validation, as a number in `SETS`, int64 [N].
+    """Return the set of each record in round `fold` of a cross-validation, as an index in `SETS`, int64 [N].
 
     >>> sets_of_fold(np.array([0, 1, 2, 3, -1]), 3, 4).tolist()
     [1, 0, 0, 2, -1]
@@ -179,7 +180,7 @@ def sets_of_fold(fold_N: Numbers, fold: int, folds: int) -> Numbers:
 
 
 def check_given(number_N: Numbers, source: Path) -> None:
-    """Raise `InputError` if a set of a split from the file `source` has no record."""
+    """Raise `InputError` if one of the three sets that the file `source` defines has no record."""
     for k, name in enumerate(SETS):
         if not (number_N == k).any():
             raise InputError(f"{source}: gives no record to the {name} set; give it some, or split in another way")
@@ -192,12 +193,12 @@ def _check_enough(groups: int, sets: int, what: str) -> None:
 
 
 def _assign(names: list[str], sizes: Sequence[float], shares: Sequence[float], seed: int) -> Numbers:
-    """Return the set number of each of G groups, int64 [G]. The text at the top of this file describes the method."""
+    """Return the set of each of G clusters or positions, int64 [G]. The top of this file describes the method."""
     draws = [hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest() for name in names]
     order = sorted(range(len(names)), key=lambda g: (-sizes[g], draws[g]))
     room = [share / sum(shares) * sum(sizes) for share in shares]
     empty = set(range(len(shares)))
-    slack = 1e-9 * sum(sizes)  # For floating-point errors: 0.1 * 30 is not exactly 3.
+    slack = 1e-9 * sum(sizes)  # for floating-point errors, as 0.1 * 30 is not exactly 3
     number_G = np.empty(len(names), dtype=np.int64)
     for done, g in enumerate(order):
         candidates = sorted(empty) if len(order) - done <= len(empty) else range(len(shares))
@@ -225,8 +226,8 @@ def _below(
     shares: Sequence[float],
     seed: int,
 ) -> Numbers:
-    """Put the variants of `low_N` into the training and validation set, and all others into the test set. Variants that
-    are no mutants (`mutant_N` is false) are never in the validation set.
+    """Divide the variants for which `low_N` is true into training and validation set. All other variants are the test
+    set. If `mutant_N` is false for a variant, the variant is never in the validation set.
     """
     pool = np.flatnonzero(low_N & mutant_N).tolist()
     keys, group_P = _groups([names[n] for n in pool])
@@ -239,7 +240,7 @@ def _below(
 
 
 def _groups(names: Sequence[str]) -> tuple[list[str], Numbers]:
-    """Return the distinct names in the order of first use, and for each of N names its index in them, int64 [N]."""
+    """Return the distinct names in the order of first use, and the index of each of N names in this list, int64 [N]."""
     place: dict[str, int] = {}
     group_N = np.array([place.setdefault(name, len(place)) for name in names], dtype=np.int64)
     return list(place), group_N

@@ -1,18 +1,19 @@
-"""Finds what a test set shares with the training set: identical sequences, close relatives, or positions of variants.
+"""Finds what a test set shares with the training set: identical sequences, similar sequences, or changed positions.
 
-*Proteins* (`check`) are compared by their common 5-mers, without an alignment. Of 100 pairs of unrelated proteins with
-300 residues, about 3 share a 5-mer by chance (300 * 300 / 20**5). Two proteins with a share p of identical residues
-have about p**5 of their 5-mers in common. A test record counts as similar if one training record has the share
-`SIMILAR` of its distinct 5-mers, and at least `FEWEST` of them, since short peptides have common 5-mers by chance. The
-share 0.2 means 72% identity, if changes are spread evenly. CD-HIT uses 5-mers for 70% identity and more (Li and Godzik
-2006). So this check finds near-duplicates and close homologs. It does not find remote homologs: at 30% identity, they
-have only 0.2% of their 5-mers in common. An alignment search finds them, such as `mmseqs easy-search -s 7.5 -e 1e-3`.
+*Proteins* (function `check`) are compared by common 5-mers, without an alignment. Of 100 pairs of unrelated proteins
+with 300 residues, about 3 have a common 5-mer by chance (300 * 300 / 20**5). If a share p of the residues of two
+proteins is identical, about p**5 of the 5-mers are common. A test record is similar to a training record if this
+training record has at least the share `SIMILAR` (0.2) of the distinct 5-mers of the test record, and at least `FEWEST`
+of these 5-mers, since short peptides have common 5-mers by chance. If changes are spread evenly, 0.2 means 72%
+identity. CD-HIT uses 5-mers for 70% identity and more (Li and Godzik 2006). So the check finds near-duplicates and
+close homologs, but no remote homologs: at 30% identity, only 0.2% of the 5-mers are common. An alignment search finds
+remote homologs, such as `mmseqs easy-search -s 7.5 -e 1e-3`.
 
-*Variants of one protein* (`variant_notices`) are all similar. A test variant is easy to predict if training variants
-change the same positions.
+*Variants of one protein* (function `variant_notices`) are all similar. A test variant is easy to predict if training
+variants change the same positions.
 
-*Pairs* (`pair_notices`) are divided into the classes of Park and Marcotte (2012, doi:10.1038/nmeth.2259). Both
-sequences of a test pair are in training pairs (C1), or one sequence (C2), or none (C3).
+*Pairs of proteins* (function `pair_notices`) are in the classes of Park and Marcotte (2012, doi:10.1038/nmeth.2259). In
+class C1, both sequences of a test pair are in training pairs; in class C2, one sequence; in class C3, no sequence.
 """
 
 import hashlib
@@ -33,15 +34,17 @@ K = 5
 SIMILAR = 0.2
 FEWEST = 4
 MOST = 100_000_000
-"""A check compares at most this number of training residues, and of pairs of equal 5-mers (30 seconds on one core)."""
+"""The maximum number of training residues that a check reads, and the maximum number of pairs of equal 5-mers that a
+check counts (30 seconds on one core).
+"""
 
 _WORDS = len(STANDARD) ** K
 _CODE = np.full(256, -1, dtype=np.int32)
 _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(len(STANDARD))
 _BLOCK = 200_000
-"""The number of training residues that are compared at a time."""
+"""The approximate number of residues that are compared at a time."""
 _INDEXED = 10_000_000
-"""The maximum number of residues of the other sets. Sorting their 5-mers takes about 300 MB."""
+"""The maximum number of residues of the other sets that a check compares. Sorting so many 5-mers takes about 300 MB."""
 _SAMPLE = 500
 _BLIND = "similar: one training record has a fifth of the 5-mers; this does not find remote homologs"
 
@@ -50,32 +53,32 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ComparedRecords:
-    """A set of N records, such as a token store or a part of it. Residues and ids are read one record at a time."""
+    """A set of N records, such as a token store or a part of a store. The residues of one record are read at a time."""
 
     count: int
     residues: Callable[[int], npt.NDArray[np.uint8]]
-    """Returns the residue tokens of record n, uint8 [L]."""
+    """A function that returns the tokens of the L residues of record n, uint8 [L]."""
     id: Callable[[int], str]
 
     def part(self, number_M: _Ints) -> "ComparedRecords":
-        """Return the M records with these numbers as a new set. Its records are numbered from 0."""
+        """Return a new set with the M records that have these numbers. The new set numbers its records from 0."""
         return ComparedRecords(
             len(number_M), lambda n: self.residues(int(number_M[n])), lambda n: self.id(int(number_M[n]))
         )
 
     def about(self) -> float:
-        """Estimate the total number of residues from a sample of evenly spread records."""
+        """Estimate the total number of residues in the set from a sample of evenly spread records."""
         lengths = [len(self.residues(int(n))) for n in _spread(self.count, _SAMPLE)]
         return sum(lengths) / max(1, len(lengths)) * self.count
 
     def words(self) -> Iterator[tuple[int, _Ints, _Ints]]:
-        """Yield the distinct 5-mers (words) of the 20 amino acids in blocks of about `_BLOCK` residues.
+        """Yield the distinct 5-mers (words) of all records, in blocks of about `_BLOCK` residues.
 
-        A block is the number of its first record, and two arrays for its P words, sorted, int64 [P]: the number of the
-        record in the block, and the word as a number.
+        For each block, yield the number of its first record, and two sorted arrays for the P words, int64 [P]:
+        the record in the block, and the word as a number. Words with letters besides the 20 amino acids are left out.
         """
         first, block, size = 0, [], 0
-        end = np.zeros(K, dtype=np.uint8)  # <cls> is no amino acid, so no word spans two records.
+        end = np.zeros(K, dtype=np.uint8)  # 0 is <cls>, which is no amino acid, so no word spans two records
         for n in range(self.count):
             block.append(self.residues(n))
             size += len(block[-1])
@@ -85,7 +88,7 @@ class ComparedRecords:
                 record_T = np.repeat(np.arange(len(block)), [len(residues) + K for residues in block])[: len(letter_TK)]
                 word_T = letter_TK @ len(STANDARD) ** np.arange(K - 1, -1, -1)
                 key_P = (record_T * _WORDS + word_T)[(letter_TK >= 0).all(1)]
-                key_P.sort()  # This and the next line are 40 times faster than `np.unique` of numpy 2.4.
+                key_P.sort()  # Sorting and comparing neighbours is 40 times as fast as `np.unique`.
                 key_P = key_P[np.diff(key_P, prepend=-1) > 0]
                 yield first, key_P // _WORDS, key_P % _WORDS
                 first, block, size = n + 1, [], 0
@@ -93,32 +96,34 @@ class ComparedRecords:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many records of one set are identical or similar to training records."""
+    """The numbers of records of one set, such as the test set, that are identical or similar to training records."""
 
     records: int
     """The number of records of the set."""
     identical: int
-    """The number of records with the same sequence as a training record."""
+    """The number of records that have the same sequence as a training record."""
     compared: int
-    """The number of records that were compared by their 5-mers: all records, or an evenly spread sample."""
+    """The number of records of the set whose 5-mers were compared: all records, or an evenly spread sample."""
     similar: int = 0
     """The number of compared records that are similar, but not identical, to a training record."""
     closest: list[tuple[str, str, float]] = field(default_factory=list)
-    """Up to three records, closest first, as (id, id of the training record, share of common 5-mers)."""
+    """Up to three records, most similar first: the id of the record, the id of a training record, and the share of the
+    record's 5-mers that the training record has too.
+    """
 
 
 @dataclass(frozen=True)
 class Leakage:
-    """The result of `check`."""
+    """The result of the function `check`: what other sets share with the training set."""
 
     train_records: int
     train_compared: int
     overlaps: dict[str, Overlap]
-    """The overlap of each set, by the name of the set."""
+    """The overlap of each other set with the training set, by the name of the other set."""
 
     def notices(self, what: str = "records") -> list[str]:
-        """Return a sentence for each set with identical or similar records, and one sentence about all other sets.
-        `what` is the noun for the compared records.
+        """Return a sentence for each set that has records identical or similar to training records, and one sentence
+        about all sets without such records. `what` is the plural noun for the records.
         """
         sampled = self.train_compared < self.train_records
         train = f"{self.train_compared:,} of {self.train_records:,} training" if sampled else "training"
@@ -141,8 +146,9 @@ class Leakage:
 
 
 def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> Leakage:
-    """Compare sets of proteins with the training set. Only a sample of the training set is compared if it has more than
-    `most` residues, and only samples of the other sets if there are more than `most` pairs of equal 5-mers.
+    """Compare the sets `others` with the training set. If the training set has more than about `most` residues, only a
+    sample is compared. If the other sets have more than about `_INDEXED` residues, or about `most` equal 5-mers with
+    the training set, only samples of these sets are compared by 5-mers.
     """
     total = train.count
     if train.about() > most:
@@ -166,7 +172,7 @@ def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: i
         related = [(1.0, int(n), int(partner_N[n])) for n in np.flatnonzero(partner_N >= 0)]
         close = np.flatnonzero((share_M > 0) & (partner_N[number_M] < 0))
         related += [(float(share_M[m]), int(number_M[m]), int(nearest_M[m])) for m in close]
-        # The sort is stable: identical pairs come first, and equal pairs keep the order of the records.
+        # Identical pairs come first. The sort is stable, so pairs with equal shares stay in the order of the records.
         related.sort(key=lambda pair: -pair[0])
         closest = [(records.id(n), train.id(other), share) for share, n, other in related[:3]]
         identical = int((partner_N >= 0).sum())
@@ -175,7 +181,7 @@ def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: i
 
 
 def variant_notices(names: Sequence[str], positions: Sequence[frozenset[int]], sets: Mapping[str, _Ints]) -> list[str]:
-    """Return sentences about the variants and positions that each set shares with the set `train`. `sets` has the
+    """Return sentences about the variants and positions of each set that are also in the set `train`. `sets` has the
     variant numbers of each set. Variants with the same name are identical.
     """
     train = sets["train"].tolist()
@@ -200,21 +206,21 @@ def variant_notices(names: Sequence[str], positions: Sequence[frozenset[int]], s
 
 
 def _spread(count: int, most: int) -> _Ints:
-    """Return at most `most` evenly spread numbers from 0 to `count` - 1."""
+    """Return at most `most` (at least 1) evenly spread numbers from 0 to `count` - 1."""
     kept = min(count, max(1, most))
     return np.arange(kept, dtype=np.int64) * count // max(1, kept)
 
 
 def word_pairs(records: ComparedRecords) -> Iterator[tuple[int, int]]:
-    """Yield all pairs of records with a common 5-mer, as two record numbers, the smaller one first."""
+    """Yield each pair of records that have a common 5-mer, as two record numbers. The smaller number comes first."""
     for first, shared in _shared(records, _index([records])):
         later = shared.col > shared.row + first
         yield from zip((shared.row[later] + first).tolist(), shared.col[later].tolist(), strict=True)
 
 
 def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -> list[_Ints]:
-    """Return for each set an array, int64 [N]: the number of the first training record with the same sequence as record
-    n; -1 if no training record has this sequence.
+    """Return an array for each of the sets `others`, int64 [N]: the number of the first training record with the same
+    sequence as record n, or -1 if no training record has this sequence.
     """
     distinct_U, first_U = np.unique(hashes(train), return_index=True)
     if not len(distinct_U):
@@ -227,12 +233,12 @@ def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -
 
 
 def hashes(records: ComparedRecords) -> npt.NDArray[np.uint64]:
-    """Return the hash of each sequence, uint64 [N] (`key`)."""
+    """Return the hash of the sequence of each record, by the function `key`, uint64 [N]."""
     return np.array([key(records.residues(n)) for n in range(records.count)], dtype=np.uint64)
 
 
 def _index(sets: Sequence[ComparedRecords]) -> Any:
-    """Return a sparse matrix, [words, Q], with 1 for each 5-mer of each of the Q records of all sets."""
+    """Return an index of the Q records of all sets: a sparse matrix, [words, Q], with 1 for each 5-mer of a record."""
     first, words, records = 0, [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
     for part in sets:
         for start, record_P, word_P in part.words():
@@ -243,16 +249,16 @@ def _index(sets: Sequence[ComparedRecords]) -> Any:
 
 
 def _shared(records: ComparedRecords, has_WQ: Any) -> Iterator[tuple[int, Any]]:
-    """Compare `records`, in blocks of B records, with the Q records of an index. Yield for each block the number of its
-    first record, and the number of common 5-mers of each pair as a sparse matrix, [B, Q].
+    """Count the common 5-mers of records and of the Q records of an index (`_index`). Yield for each block of B records
+    the number of its first record, and a sparse matrix with the counts, [B, Q].
     """
     for first, record_P, word_P in records.words():
         yield first, (_ones(record_P, word_P, (int(record_P.max(initial=-1)) + 1, _WORDS)) @ has_WQ).tocoo()
 
 
 def _nearest(has_WQ: Any, train: ComparedRecords) -> tuple[npt.NDArray[np.float64], _Ints]:
-    """Find the most similar training record for each of the Q records of an index. Return the share of common 5-mers,
-    float64 [Q], and its record number, int64 [Q]; 0 and -1 if no training record is similar.
+    """Find the most similar training record for each of the Q records of an index (`_index`). Return the share of
+    common 5-mers, float64 [Q], and the training record's number, int64 [Q]; 0 and -1 if none is similar.
     """
     size_Q = has_WQ.sum(0)
     share_Q, nearest_Q = np.zeros(len(size_Q)), np.full(len(size_Q), -1, dtype=np.int64)
@@ -261,7 +267,7 @@ def _nearest(has_WQ: Any, train: ComparedRecords) -> tuple[npt.NDArray[np.float6
         enough = shared.data >= least_Q[shared.col]
         other, mine = shared.row[enough] + first, shared.col[enough]
         share = shared.data[enough] / size_Q[mine]
-        # The last value is kept, so the highest share and the first record come last.
+        # The assignment keeps the last value for an index, so the highest share and the first record come last.
         order = np.lexsort((-other, share))
         order = order[share[order] > share_Q[mine[order]]]
         share_Q[mine[order]], nearest_Q[mine[order]] = share[order], other[order]
@@ -269,21 +275,21 @@ def _nearest(has_WQ: Any, train: ComparedRecords) -> tuple[npt.NDArray[np.float6
 
 
 def _ones(rows: npt.NDArray[Any], columns: npt.NDArray[Any], shape: tuple[int, int]) -> Any:
-    """Return a sparse matrix with 1 at each pair of row and column. No pair may occur twice."""
+    """Return a sparse matrix with 1 at each position (row, column). No position may occur twice."""
     from scipy.sparse import csr_array
 
     return csr_array((np.ones(len(rows), dtype=np.int32), (rows, columns)), shape=shape)
 
 
 CLASSES = ("C3", "C2", "C1")
-"""The classes of test pairs with 0, 1 and 2 sequences in training pairs."""
+"""The class of a test pair by the number of its sequences that are in training pairs: 0, 1 or 2."""
 
 
 def two_chains(residues: npt.NDArray[Any], record_id: str, path: Path | None = None) -> list[tuple[int, int]]:
-    """Return the begin and end (exclusive) of the two chains of a record in `residues`.
+    """Return the begin and the end (exclusive) of each of the two chains in the tokens of a record.
 
     Raises:
-        InputError: the record has one chain, or more than two.
+        InputError: the record does not have two chains.
     """
     spans = chain_spans(residues)
     if len(spans) != 2:
@@ -298,7 +304,7 @@ def key(residues: npt.NDArray[np.uint8]) -> np.uint64:
 
 
 def pair_notices(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> list[str]:
-    """Return sentences about the pairs, sequences and close relatives (see `check`) that sets share with `train`."""
+    """Return sentences about pairs and sequences of other sets that are in `train`, or similar to sequences there."""
     train_N2, single = _distinct(train)
     trained, pairs = {sequence for pair in train_N2 for sequence in pair}, {frozenset(pair) for pair in train_N2}
     notices, singles = [], {}
@@ -315,7 +321,7 @@ def pair_notices(train: ComparedRecords, others: Mapping[str, ComparedRecords], 
 
 
 def _distinct(records: ComparedRecords) -> tuple[list[tuple[int, int]], ComparedRecords]:
-    """Return the two sequence hashes of each pair, and the distinct sequences of all pairs as records."""
+    """Return the hashes of the two sequences of each pair, and the distinct sequences of all pairs as records."""
     keys: list[tuple[int, int]] = []
     chains: dict[int, tuple[npt.NDArray[np.uint8], str]] = {}
     for n in range(records.count):

@@ -1,4 +1,4 @@
-"""Opens the splits of a recipe, and reads splits from files: `SET=` in FASTA headers, or a column of a table."""
+"""Opens the training, validation or test set of a recipe. `SET=` in FASTA headers, or a table column, may name sets."""
 
 import hashlib
 import shlex
@@ -31,16 +31,20 @@ OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 
 
 def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Sequence[TrackFile] = ()) -> Examples:
-    """Open one split of a recipe: its tokens (ingested on first use) and labels. Only training records are cropped.
+    """Open the training, validation or test set of a recipe. Only training records are cropped.
 
     In a cross-validation, the test set is one fold of the training file. If the recipe names this file for validation
-    too, the next fold is the validation set. Without folds, `SET=` in the headers may divide a file into splits.
+    too, the next fold is the validation set. Without folds, `SET=` in the header may name the set of a record.
 
     Args:
         recipe: the recipe as loaded.
-        name: train, valid or test.
+        name: the name of the set: `train`, `valid` or `test`.
         labels: a function that opens the labels of the records; None if only the sequences are needed.
-        tracks: the tracks of the recipe (`esmshard.tasks.finetuned.tracks_of`).
+        tracks: the tracks of the recipe (function `esmshard.tasks.finetuned.tracks_of`).
+
+    Raises:
+        UsageError: a recipe key does not fit the files.
+        InputError: the set cannot be read, or has no record.
     """
     data, seed = recipe.data, recipe.train.seed
     files = (remote.data_file(file) for file in (data.train, data.valid, data.test) if file is not None)
@@ -82,10 +86,10 @@ def open_tested(
     tracks: Sequence[TrackFile] = (),
     complexes: str | None = None,
 ) -> Examples:
-    """Open labelled records for a test of a model, from a FASTA file, a token store, structures, or a sample.
+    """Open labelled records to test a model. `source` is a FASTA file, a table, a token store, structures, or a sample.
 
     `file` is the file of the labels; None if the labels are in the file of the records. `recipe` is the recipe of the
-    model. See `open_split` for the other arguments.
+    model. `labels` and `tracks` are as in the function `open_split`; `complexes` is the recipe key `data.complexes`.
     """
     path = remote.data_file(source)
     structure_folder.require_structures(path, complexes)
@@ -103,8 +107,8 @@ def open_tested(
 
 
 def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
-    """Return the FASTA file of a data path, its records, and the tracks with their paths. If the data path has
-    structures, they are converted to a FASTA file.
+    """Return the file of sequences of a data path, the records of this file, and the tracks with their paths. If the
+    data path has structures, the file is a FASTA file that is made from the structures.
     """
     sources = with_paths(path, tracks)
     fasta = structure_folder.cached_split(path, data.complexes) if structure_folder.holds_structures(path) else path
@@ -117,7 +121,7 @@ def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tup
 
 
 def joined(recipe: Recipe, chains: Chains) -> Recipe:
-    """Copy a recipe, and set `data.join` to the linker of the model. Stores with another linker are then refused."""
+    """Return a copy of a recipe with the linker of the model in the key `data.join`, except for tasks on pairs."""
     if recipe.task.pairs:
         return recipe
     join = JoinSettings(linker=chains.linker, gap=chains.gap)
@@ -125,7 +129,9 @@ def joined(recipe: Recipe, chains: Chains) -> Recipe:
 
 
 def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
-    """Copy a recipe, and set `batch.global_tokens` to `batch.sequences` times the length of the longest example."""
+    """Return a copy of a recipe without `batch.sequences`. The key `batch.global_tokens` is set to this number of
+    sequences times the number of tokens of the longest example.
+    """
     if recipe.batch.sequences is None:
         return recipe
     tokens = recipe.batch.sequences * int(train.tokens.max())
@@ -134,24 +140,24 @@ def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
 
 
 class Clusters(NamedTuple):
-    """The cluster of each of N records."""
+    """A clustering of N records: the name of the cluster of each record."""
 
     names: list[str]
-    """For each record, the id of its cluster's representative; for joined clusters, the alphabetically first id."""
+    """For each record, the id of its cluster's representative. Joined clusters have the alphabetically first id."""
     source: str
-    """The cluster file, or the program with its version and options."""
+    """The path of the cluster file, or the name of the program that made the clusters, with version and options."""
     notices: list[str]
-    """Sentences about clusters that were joined or ignored."""
+    """Sentences about members of clusters that were ignored, or relatives that may be missed."""
 
 
 def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
-    """Read the clusters of N records from `representative<TAB>member` lines, such as MMseqs2's `_cluster.tsv`.
+    """Read the clusters of N records from a file with lines `representative<TAB>member`, as MMseqs2 writes.
 
-    Clusters that share a record are joined. MMseqs2 shortens `sp|P69905|HBA_HUMAN` to `P69905`, so a record may also be
-    named by its accession.
+    Clusters that have a record in common are joined. The file may name the record `sp|P69905|HBA_HUMAN` by the
+    accession `P69905`, since MMseqs2 shortens such ids.
 
     Raises:
-        InputError: a line has another form, or records are in no cluster; the message names the line or the records.
+        InputError: a line has another form, or a record is in no cluster. The message names the line or the records.
     """
     representatives: list[str] = []
     members: list[str] = []
@@ -184,7 +190,7 @@ def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
 
 
 def sequence_names(store: TokenStore) -> list[str]:
-    """Return a name for each record, a hash of its sorted chains. Records with the same chains have the same name."""
+    """Return a name for each record: a hash of its sorted chains. Records with the same chains get the same name."""
     names = []
     for n in range(len(store)):
         residues = store.residues(n)
@@ -194,9 +200,10 @@ def sequence_names(store: TokenStore) -> list[str]:
 
 
 def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[np.int64]:
-    """Return the fold of each record, int64 [N]. The folds are the same for every seed of a recipe.
+    """Return the fold of each record, int64 [N]. The folds do not depend on the random seed of the recipe.
 
-    Records of the same cluster stay together. Without clusters, records with the same sequence or chains stay together.
+    `clusters` is the path of a cluster file, and records of a cluster get the same fold. If `clusters` is None, records
+    with the same sequence or chains get the same fold.
     """
     if clusters is not None:
         groups = read_clusters(remote.data_file(clusters), [store.id(n) for n in range(len(store))]).names
@@ -206,22 +213,22 @@ def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[
 
 
 _SEARCHED = 100
-"""The number of records that are searched for `SET=` in a file that belongs to one split only."""
+"""The number of records of a file that the function `marked` searches for `SET=`."""
 
 
 def members(
     data: DataSettings, name: str, path: Path, fasta: Path, tokens: TokenStore
 ) -> tuple[npt.NDArray[np.bool_] | None, list[str]]:
-    """Return which records of a file belong to the split `name`, bool [N], and notices. None means all records.
+    """Return which records of a file belong to the set `name`, bool [N], or None for all records. Also return notices.
 
-    If the recipe names a file for one split only, all its records belong to this split, and `SET=` is ignored. `path`
-    is the file in the recipe; `fasta` has its records.
+    If the recipe names a file for one set only, all records of the file belong to this set, and `SET=` is ignored.
+    `path` is the file that the recipe names. `fasta` is the file of the records, which are in `tokens`.
 
     Raises:
-        InputError: a record has no split, this split has no record, or the test set would be the training set.
-        UsageError: the records already have splits, and `data.folds` is set too.
+        InputError: a record has no set, this set has no record, or the test set would be the training set.
+        UsageError: the file names the sets of records, and `data.folds` is set too.
     """
-    splits = SETS if data.folds is None else SETS[:2]  # With folds, the test set is a part of the training file.
+    splits = SETS if data.folds is None else SETS[:2]  # With folds, the test set is a fold of the training file.
     if name not in splits:
         return None, []
     if sum(getattr(data, other) == getattr(data, name) for other in splits) < 2:
@@ -246,7 +253,7 @@ def members(
                 f"{path}: is the file of train and test, and nothing divides it, so every test record would be a "
                 f"training record; `{divide}` writes three files, and --folds 5 tests on each fifth in turn"
             )
-        undivided = (  # Model cards repeat notices, so the notice has no directory.
+        undivided = (  # Model cards show this notice, so it names no directory.
             f"is the file of data.train too, and nothing divides it, so that {name} has the records of train; "
             f"`esmshard split {path.name} -o DIR` divides it"
         )
@@ -268,12 +275,12 @@ def members(
 
 
 def marked(tokens: TokenStore) -> bool:
-    """Return whether one of the first records has `SET=` in its header."""
+    """Return whether one of the first 100 records (`_SEARCHED`) has `SET=` in its header."""
     return any(b"SET=" in tokens.header(n).upper() for n in range(min(_SEARCHED, len(tokens))))
 
 
 def marks(path: Path) -> str:
-    """Return the phrase for messages that says where the sets of the records are: in a column, or in the headers."""
+    """Return words for a message that say where a file names the sets: in a column of the table, or in the headers."""
     return "its column of sets" if is_sequence_table(path) else "SET= in its headers"
 
 
@@ -286,23 +293,23 @@ def given_splits(
     id_column: str | None = None,
     required: bool = True,
 ) -> Numbers:
-    """Return the split of each record as a number in `SETS`, int64 [N]; LEFT_OUT for a record without a split.
+    """Return the set of each record as an index in `SETS`, int64 [N]; LEFT_OUT for a record without a set.
 
-    The split is read from `SET=` in the headers of the records and from `source`. If both give a split for a record,
-    they must agree.
+    Sets are read from `SET=` in the headers of the records, and from `source`. If both name a set for a record, it must
+    be the same set.
 
     Args:
         store: the records.
-        fasta: the file of the records.
+        fasta: the file of the records, for messages.
         source: a table with a column `set` or `split`, and perhaps a column `validation`; or the path of a FASTA file
-            of labels with SET and VALIDATION in its headers. None: only the headers of the records are read.
-        edits: gets counts of what was changed or left out, such as splits of unknown records.
-        id_column: the id column; see `rows_of_records`.
-        required: whether a record without a split is an error.
+            of labels with `SET=` and `VALIDATION=` in its headers. With None, only the headers of the records are read.
+        edits: counts records that are left out, and sets of unknown records.
+        id_column: the name of the id column; see the function `rows_of_records`.
+        required: whether a record without a set is an error.
 
     Raises:
-        InputError: a split is missing or unknown, or two splits are given for a record; the message names record or
-            line.
+        InputError: no record has a set, a required set is missing, a cell or header does not name a set, or a record
+            has two sets. The message names the record, the line or counts.
     """
     headers = (_of_header(store.description(n), str(fasta), edits) for n in range(len(store)))
     number_N: Numbers = np.fromiter(headers, np.int64, len(store))
@@ -340,7 +347,7 @@ def given_splits(
 
 
 def _of_header(header: str, where: str, edits: Edits) -> int:
-    if "SET=" not in header.upper():  # a quick test
+    if "SET=" not in header.upper():  # a quick test, since most headers name no set
         return LEFT_OUT
     values = attributes(header, ("SET", "VALIDATION"), where, edits)
     if "SET" not in values:
@@ -350,7 +357,7 @@ def _of_header(header: str, where: str, edits: Edits) -> int:
 
 
 def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Numbers:
-    """Return the split of each record, int64 [N]; LEFT_OUT for a record that has no split in the label file."""
+    """Return the set that a label file names for each record, int64 [N]; LEFT_OUT for a record without a set there."""
     number_N = np.full(len(store), LEFT_OUT, dtype=np.int64)
     line_N = np.zeros(len(store), dtype=np.int64)
     for record in read_label_fasta(path):

@@ -1,12 +1,12 @@
-"""The command `esmshard split`: its methods and options, the data, and the files of the sets.
+"""The command `esmshard split`: methods that divide a data set, options of these methods, and files of the sets.
 
-    OUT/train.fasta  valid.fasta  test.fasta     records with their headers
-    OUT/train.npz    ...                         coordinates, if the input NAME.fasta has a NAME.npz
+    OUT/train.fasta  valid.fasta  test.fasta     the records of each set, with their headers
+    OUT/train.npz    valid.npz    test.npz       coordinates, if the input NAME.fasta has a file NAME.npz
     OUT/train.csv    valid.csv    test.csv       for variants: the rows of the table, with all columns
-    OUT/splits.tsv                               id, set (or fold; `none` if left out), and cluster or line
+    OUT/splits.tsv                               id; set or fold (`none` if left out); cluster or line of the table
     OUT/split.json                               source, options, programs, counts, notices
 
-With folds, the three sets of round k are in `OUT/fold_k`.
+With folds, the files of the three sets of round k are in the directory `OUT/fold_k`.
 """
 
 import json
@@ -43,7 +43,7 @@ from esmshard.vocab import STANDARD, decode
 
 OF_SEQUENCES = ("cluster", "ratio", "given")
 OF_VARIANTS = ("position", "contiguous", "modulo", "mutations", "low-to-high", "ratio", "given")
-"""The methods for each kind of data. The first method is the default."""
+"""The methods that divide sequences (OF_SEQUENCES) and variants (OF_VARIANTS). The first method is the default."""
 _READS = {
     "cluster": ("clusters", "ratios", "folds", "seed"),
     "ratio": ("ratios", "folds", "seed"),
@@ -55,41 +55,41 @@ _READS = {
     "low-to-high": ("ratios", "seed", "train_max", "target"),
 }
 OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
-"""Options of MMseqs2: 30% identity over 80% of both sequences, at the highest sensitivity of the search."""
+"""The options of MMseqs2: at least 30% identity over 80% of both sequences, and a sensitive search (`-s 7.5`)."""
 IDENTITY, COVERAGE = 0.3, 0.8
-"""Two sequences are linked if they have at least this identity over at least this share of both, as in `OPTIONS`."""
+"""Two sequences go to one cluster if an alignment has this share of identical pairs and covers this share of both."""
 MOST_ALIGNED = 100_000
-"""The maximum number of pairs to align. This number takes some minutes on one core."""
+"""The maximum number of pairs of sequences to align. So many alignments take some minutes on one core."""
 
 _INSTALL = "install it (apt-get install mmseqs2, or conda install -c bioconda mmseqs2), or pass --clusters FILE.tsv"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method that divides a data set, and its options; see `esmshard.data.splits.assignment`."""
+    """A method that divides a data set into sets or folds, and options of the method; see the file `assignment.py`."""
 
     by: str
     ratios: Sequence[float] = RATIOS
     folds: int | None = None
     seed: int = 0
     clusters: Sequence[Path] = ()
-    """Files with lines `representative<TAB>member`. Records that share a cluster in any file stay together."""
+    """Files with lines `representative<TAB>member`. Records in the same cluster of any file go to the same set."""
     train_max: str | None = None
-    """The maximum number of mutations, or the maximum value, to train on. `50%` means the median of the values."""
+    """The maximum number of mutations, or the maximum value, of training variants. `50%` means the median value."""
     target: str | None = None
-    """The column with the values for the method `low-to-high`."""
+    """The column of measured values, by which the method `low-to-high` divides the variants."""
 
     @property
     def shares(self) -> Sequence[float]:
-        """The relative sizes of the sets or folds. They need not add up to one."""
+        """The relative sizes of the sets or folds. The sizes need not add up to one."""
         return self.ratios if self.folds is None else [1] * self.folds
 
 
 def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Method:
-    """Return the method `by`, one of `known`, with its options. An option that is None or empty has its default.
+    """Return the method `by`, one of the names in `known`, with options. An option that is None or [] has its default.
 
     Raises:
-        UsageError: the method does not read one of these options, or needs an option that is missing.
+        UsageError: the method is not known, does not read one of the options, or needs an option that is missing.
 
     >>> chosen(OF_VARIANTS, folds=5)
     Method(by='position', ratios=(0.8, 0.1, 0.1), folds=5, seed=0, clusters=(), train_max=None, target=None)
@@ -112,7 +112,7 @@ def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Metho
 
 
 def parse_ratios(text: str) -> list[float]:
-    """Parse the value of `--ratios`: three numbers above zero, such as `8,1,1`."""
+    """Parse the value of the option `--ratios`: three numbers above zero, such as `8,1,1`. Return the numbers."""
     ratios = [float(part) if NUMBER.fullmatch(part.strip()) else 0.0 for part in text.split(",")]
     if len(ratios) != len(SETS) or not 0 < min(ratios) <= max(ratios) < float("inf"):
         raise UsageError(f"--ratios {text}: three numbers above zero are expected, for train, valid and test")
@@ -120,14 +120,14 @@ def parse_ratios(text: str) -> list[float]:
 
 
 def align_clusters(records: ComparedRecords) -> Clusters:
-    """Cluster sequences without MMseqs2, by single linkage of pairs that reach IDENTITY and COVERAGE.
+    """Cluster sequences without MMseqs2. A chain of pairs that reach IDENTITY and COVERAGE makes one cluster.
 
-    Only pairs with a common 5-mer are aligned (Smith-Waterman of Biopython, BLOSUM62, gap costs 12 and 1). Two proteins
-    of 300 residues have about 300 * p**5 common 5-mers at identity p: 9 at 50%, 3 at 40%, and fewer than 1 at 30%. So
-    most pairs below about 40% identity are missed.
+    Only pairs with a common 5-mer are aligned (Smith-Waterman of Biopython, BLOSUM62, gap costs 12 and 1). At identity
+    p, two proteins of 300 residues have about 300 * p**5 common 5-mers: 9 at 50%, 3 at 40%, and fewer than 1 at 30%. So
+    most pairs below about 40% identity are not found.
 
     Raises:
-        InputError: there are more pairs than MOST_ALIGNED.
+        InputError: there are more than MOST_ALIGNED pairs to align.
     """
     import Bio
     from Bio.Align import PairwiseAligner  # slow to import
@@ -172,18 +172,18 @@ def align_clusters(records: ComparedRecords) -> Clusters:
 
 
 def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) -> Clusters:
-    """Cluster the sequences of N records with MMseqs2 (`OPTIONS`). The temporary files in `directory` are about ten
-    times as large as the sequences.
+    """Cluster the sequences of N records with MMseqs2 and the constant OPTIONS. The temporary files in `directory` are
+    about ten times as large as the sequences.
 
     Raises:
-        InputError: MMseqs2 fails; the message has the last line that MMseqs2 wrote.
+        InputError: MMseqs2 fails. The message has the last line that MMseqs2 wrote.
     """
     program = shutil.which("mmseqs") or "mmseqs"
     with tempfile.TemporaryDirectory(prefix=".tmp-mmseqs-", dir=directory) as name:
         work = Path(name)
         with open(work / "in.fasta", "w", encoding="ascii") as file:
             for number, sequence in enumerate(sequences):
-                file.write(f">{number}\n{sequence}\n")  # MMseqs2 shortens some ids, but not numbers.
+                file.write(f">{number}\n{sequence}\n")  # MMseqs2 shortens some ids, but no numbers.
         version = _run(program, "version").strip()
         _run(program, "easy-cluster", *(str(work / part) for part in ("in.fasta", "out", "tmp")), *OPTIONS, "-v", "1")
         clusters = read_clusters(work / "out_cluster.tsv", [str(number) for number in range(len(ids))])
@@ -200,8 +200,8 @@ def _run(program: str, *arguments: str) -> str:
 
 
 class FastaRecords:
-    """N records of a FASTA file, a token store, or structures. `sets` is a table or a FASTA file of labels that gives
-    the set of each record. `rules` names the columns if `source` is a table.
+    """N records to divide. `source` is a FASTA file, a table, a token store, or structures. `sets` is a table or a
+    FASTA file of labels that names the set of each record. `rules` names the columns if `source` is a table.
     """
 
     def __init__(self, source: Path, sets: Path | None = None, rules: Rules = Rules()) -> None:  # noqa: B008  # frozen
@@ -221,8 +221,8 @@ class FastaRecords:
         self._coordinates = self._read_coordinates()
 
     def divide(self, method: Method, directory: Path, say: Callable[[str], None]) -> Numbers:
-        """Return the set or fold of each record, int64 [N]. Records with the same sequence stay together, unless the
-        method is `given`. `directory` is for temporary files of MMseqs2. `say` gets a message before the clustering.
+        """Return the set or fold of each record, int64 [N]. Records with the same sequence go to the same set, unless
+        the method is `given`. `directory` is for temporary files of MMseqs2. `say` gets a message before clustering.
         """
         if method.by == "given":
             edits = Edits()
@@ -248,16 +248,16 @@ class FastaRecords:
         return assignment.by_cluster(self._clusters, method.shares, method.seed)
 
     def columns(self) -> dict[str, Sequence[object]]:
-        """Return the columns of `splits.tsv` except the set, with N cells each."""
+        """Return the columns of the file `splits.tsv`, except the column of sets or folds. Each column has N cells."""
         return {"id": self.ids, "cluster": self._clusters} if self._clusters else {"id": self.ids}
 
     def count(self, number_M: Numbers) -> dict[str, int]:
-        """Return the numbers of records, residues and clusters of a set."""
+        """Return the numbers of records and residues of a set, and the number of clusters if there are clusters."""
         sizes = {"records": len(number_M), "residues": int(self._store.lengths[number_M].sum(dtype=np.int64))}
         return sizes | ({"clusters": len({self._clusters[n] for n in number_M.tolist()})} if self._clusters else {})
 
     def write(self, stem: Path, number_M: Numbers) -> None:
-        """Write a set to `STEM.fasta`, and its coordinates, if there are any, to `STEM.npz`."""
+        """Write the records of a set to `STEM.fasta`, and the coordinates of these records, if any, to `STEM.npz`."""
         with open(stem.with_name(f"{stem.name}.fasta"), "w", encoding="utf-8") as file:
             for n in number_M.tolist():
                 file.write(f">{self._store.description(n)}\n{decode(self._store.residues(n))}\n")
@@ -266,17 +266,17 @@ class FastaRecords:
             np.savez_compressed(stem.with_name(f"{stem.name}.npz"), **cut)  # type: ignore[arg-type]
 
     def check(self, sets: Mapping[str, Numbers], most: int) -> list[str]:
-        """Return sentences about records that the other sets share with the training set; see `leakage.check`."""
+        """Return sentences about records of other sets that are identical or similar to training records."""
         records = ComparedRecords(len(self._store), self._store.residues, self._store.id)
         others = {name: records.part(number_M) for name, number_M in sets.items() if name != "train"}
         return leakage.check(records.part(sets["train"]), others, most).notices()
 
     def _read_coordinates(self) -> dict[str, npt.NDArray[Any]] | None:
-        """Check that the `.npz` fits the FASTA file, and return its arrays; None if there is no `.npz`."""
+        """Check that the `.npz` file fits the FASTA file, and return its arrays; None if there is no `.npz` file."""
         path = npz_beside(self._fasta)
         if self._fasta.is_dir() or not path.is_file():
             return None
-        CoordinateLabels(self._fasta, self._store)  # This is the check.
+        CoordinateLabels(self._fasta, self._store)  # raises an error if the files do not fit
         arrays = read_arrays(path)
         chains, residues = len(arrays["names"]), int(arrays["offsets"][-1])
         odd = [n for n, a in arrays.items() if n != "offsets" and (a.ndim == 0 or len(a) not in (chains, residues))]
@@ -289,7 +289,7 @@ class FastaRecords:
 
 
 def _cut(arrays: Mapping[str, npt.NDArray[Any]], ids: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays with the rows of the chains `ids` only."""
+    """Return a copy of the arrays of an `.npz` file that has only the chains `ids`, in this order."""
     offsets, row = arrays["offsets"], {str(name): k for k, name in enumerate(arrays["names"])}
     rows = np.array([row[record_id] for record_id in ids])
     residues = np.concatenate([np.arange(offsets[k], offsets[k + 1]) for k in rows])
@@ -300,9 +300,9 @@ def _cut(arrays: Mapping[str, npt.NDArray[Any]], ids: Sequence[str]) -> dict[str
 
 
 class VariantRows:
-    """N rows of a table of variants. See `read_variants` for the arguments.
+    """N rows of a table of variants to divide. See the function `read_variants` for the arguments.
 
-    Rows with a stop codon, rows without a target value and rows that cannot be read are left out. A row that has only
+    Rows with a stop codon, rows without a target value and rows that cannot be used are left out. A row that has only
     synonymous changes is treated as the wild type.
     """
 
@@ -319,7 +319,7 @@ class VariantRows:
         self._positions = [frozenset(m.position for m in mutations) for mutations in changes]
 
     def divide(self, method: Method, _directory: Path, _say: Callable[[str], None]) -> Numbers:
-        """Return the set or fold of each row, int64 [N]. Rows of the same variant stay together."""
+        """Return the set or fold of each row, int64 [N]. Except for `given`, all rows of a variant go to one set."""
         if method.by == "given":
             number_N = given_sets(self._variants)
         elif method.by == "low-to-high":
@@ -335,7 +335,7 @@ class VariantRows:
         return number_N
 
     def _limit(self, method: Method) -> float:
-        """Return the maximum value to train on: `train_max`, or the mean value of the wild type."""
+        """Return the maximum value of training variants: the option `train_max`, or the mean value of the wild type."""
         value_N, limit = self._variants.target_NT[:, 0], method.train_max
         if limit is None:
             wild = [n for n, name in enumerate(self._names) if name == "WT"]
@@ -349,11 +349,11 @@ class VariantRows:
             raise UsageError(f"--train-max {limit}: a value, or a share of the values as 50%, is expected") from None
 
     def columns(self) -> dict[str, Sequence[object]]:
-        """Return the columns of `splits.tsv` except the set, with N cells each."""
+        """Return the columns of the file `splits.tsv`, except the column of sets or folds. Each column has N cells."""
         return {"id": self._variants.names(), "line": [self._variants.table.lines[row] for row in self._rows]}
 
     def count(self, number_M: Numbers) -> dict[str, int]:
-        """Return the numbers of variants and of mutated positions of a set."""
+        """Return the number of rows of a set (as `variants`), and the number of positions that these rows change."""
         positions = frozenset().union(*(self._positions[n] for n in number_M))
         return {"variants": len(number_M), "positions": len(positions)}
 
@@ -365,7 +365,7 @@ class VariantRows:
             write_rows(file, [[*self._variants.table.columns], *rows])
 
     def check(self, sets: Mapping[str, Numbers], _most: int) -> list[str]:
-        """Return sentences about what sets share with the training set; see `leakage.variant_notices`."""
+        """Return sentences about variants and positions of other sets that are also in the training set."""
         return leakage.variant_notices(self._names, self._positions, sets)
 
 
@@ -373,7 +373,7 @@ Data = FastaRecords | VariantRows
 
 
 def may_write(out: Path, overwrite: bool) -> None:
-    """Raise `UsageError` if `out` is not empty and `overwrite` is false, or if it has files that no split writes."""
+    """Raise `UsageError` if `out` is not empty and `overwrite` is false, or if `out` has files that no split writes."""
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
     sets = [f"{fold}{name}.{ending}" for fold in ("", "fold_*/") for name in SETS for ending in ("fasta", "npz", "csv")]
@@ -383,15 +383,15 @@ def may_write(out: Path, overwrite: bool) -> None:
 def divide(
     data: Data, method: Method, out: Path, say: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Divide a data set, and write the files of its sets. `out` is replaced after all files are complete; see
-    `may_write`. `say` gets a message before a long step.
+    """Divide a data set, and write the files of its sets. The new directory replaces `out` after all files are complete
+    (see the function `may_write`). `say` gets a message before a long step.
 
     Returns:
         The sizes of each set or fold by name (`none` for records that are left out), and notices.
 
     Raises:
-        InputError: the data cannot be divided by this method.
-        UsageError: `method.train_max` is not valid.
+        InputError: the method cannot divide the data.
+        UsageError: `method.train_max` is not valid, or is needed and missing.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     number_N = data.divide(method, out.parent, say)
@@ -408,7 +408,7 @@ def divide(
                 name, sets_N = f"fold_{k}", sets_of_fold(number_N, k, method.folds)
                 notices += [f"{name}: {n}" for n in _write_sets(data, work / name, sets_N, MOST // method.folds)]
         (first, ids), *others = data.columns().items()
-        in_set = [[*names, "none"][number] for number in number_N]  # -1 is `none`, the last name
+        in_set = [[*names, "none"][number] for number in number_N]  # LEFT_OUT is -1, the index of `none`
         columns = [(first, ids), ("set" if method.folds is None else "fold", in_set), *others]
         with open(work / "splits.tsv", "w", encoding="utf-8") as file:
             for row in ([name for name, _ in columns], *zip(*(cells for _, cells in columns), strict=True)):
@@ -421,7 +421,7 @@ def divide(
 
 
 def counts_table(counts: Mapping[str, Mapping[str, int]], what: str) -> str:
-    """Format the sizes of sets or folds as a text table.
+    """Format the sizes of all sets or folds as a text table. `what` is the title of the first column.
 
     >>> print(counts_table({"train": {"records": 1200}, "test": {"records": 8}}, "set"))
     set    records
@@ -436,7 +436,7 @@ def counts_table(counts: Mapping[str, Mapping[str, int]], what: str) -> str:
 
 
 def _write_sets(data: Data, directory: Path, number_N: Numbers, most: int) -> list[str]:
-    """Write the files of the three sets, and return notices about records that the sets share."""
+    """Write the files of the three sets. Return notices about what the other sets share with the training set."""
     directory.mkdir(exist_ok=True)
     sets = {name: np.flatnonzero(number_N == k) for k, name in enumerate(SETS)}
     for name, number_M in sets.items():

@@ -1,4 +1,4 @@
-"""Opens the splits of a recipe with a table of variants: sequences, measured values, and the variants of each set."""
+"""Opens the training, validation or test set of a recipe with a table of variants: sequences and measured values."""
 
 import functools
 import hashlib
@@ -23,23 +23,23 @@ from esmshard.recipe.sections import DataSettings
 from esmshard.vocab import encode_residues
 
 FOLDS = 5
-"""The default number of folds for a table of variants."""
+"""The default number of folds into which a table of variants is divided."""
 FLOOR = 0.9
-"""A notice warns if at least this share of the values lies in the worst tenth of their range."""
+"""If at least this share of the values of a target lies in the worst tenth of the range of values, a notice says so."""
 OUT_OF_FOLD = "variants.csv"
-"""The file of a cross-validation with one row for every variant of the table."""
+"""The file that a cross-validation writes, with a row for each row of the table of variants."""
 LEFT_OUT_WHY = "left out because"
-"""The last column of the file `OUT_OF_FOLD`: the reason why a row of the table was left out."""
+"""The last column of the file OUT_OF_FOLD. In this column is the reason why a row of the table was left out."""
 
 
 class VariantRecords:
-    """N variants of a protein, with the same methods as a token store. A sequence is made only when it is read.
+    """N variants of one protein as a store of records. The sequence of a variant is made each time it is read.
 
     Args:
-        path: path of the table.
-        wild_type: the part of the protein that the model reads.
-        mutations: mutations of each variant. Position 0 is the first residue of the whole protein.
-        first: position of the first residue of `wild_type` in the whole protein, from 0.
+        path: the path of the table of variants.
+        wild_type: the part of the wild-type protein that the model reads.
+        mutations: the mutations of each variant. Position 0 is the first residue of the whole protein.
+        first: the position in the whole protein of the first residue of `wild_type`, counted from 0.
     """
 
     def __init__(self, path: Path, wild_type: str, mutations: list[tuple[Mutation, ...]], first: int = 0) -> None:
@@ -52,17 +52,17 @@ class VariantRecords:
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Number of residues of each variant, int32 [N]."""
+        """The number of residues of each of N variants, int32 [N]."""
         return np.full(len(self), len(self._residues), dtype=np.int32)
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The total number of residues of all variants, as `residues`."""
+        """A dict with the total number of residues of all variants under the key `residues`."""
         return {"residues": len(self) * len(self._residues)}
 
     @property
     def digest(self) -> str:
-        """A hash of the variants and their order."""
+        """A hash of the wild type, the variants and the order of the variants."""
         text = f"{self.wild_type}\n{self.first}\n" + "\n".join(map(name_of, self.mutations))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -71,7 +71,7 @@ class VariantRecords:
         return name_of(self.mutations[n])
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the residue tokens of variant n, uint8 [L]."""
+        """Return the tokens of the L residues of variant n, uint8 [L]."""
         residues = self._residues.copy()
         changed = [mutation.position - self.first for mutation in self.mutations[n]]
         letters = "".join(mutation.mutant for mutation in self.mutations[n])
@@ -80,8 +80,8 @@ class VariantRecords:
 
 
 def site_blocks(variants: Sequence[tuple[Mutation, ...]]) -> Numbers:
-    """Return a number for each variant, int64 [N]. Variants that change the same sites have the same number; -1 for the
-    wild type.
+    """Return a block number for each variant, int64 [N]. Variants that change the same sites get the same number. The
+    wild type gets -1.
 
     >>> a, b = Mutation(0, "M", "A"), Mutation(4, "K", "C")
     >>> site_blocks([(a,), (a, b), (), (b, a), (b,)])
@@ -93,7 +93,7 @@ def site_blocks(variants: Sequence[tuple[Mutation, ...]]) -> Numbers:
 
 
 class VariantLabels:
-    """Measured values of variants. `block_N` has the block of each variant for bootstrap samples of a test set."""
+    """The measured values of N variants. The field `block_N` has a block number for each variant (`site_blocks`)."""
 
     per_residue: ClassVar[bool] = False
     labelled_N: None = None
@@ -110,13 +110,14 @@ class VariantLabels:
 
 
 def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequence[TrackFile] = ()) -> Examples:
-    """Open the split `name` of a recipe with a table of variants. Only `train` has the notices about the whole table.
+    """Open the set `name` (`train`, `valid` or `test`) of a recipe with a table of variants. Only the training set has
+    the notices about the whole table.
 
     If `alone` is true, the model reads only the wild type, and each variant counts as 3 tokens. `tracks` are the tracks
     of the wild type.
 
     Raises:
-        InputError: table or wild type cannot be read, do not fit each other, or cannot be divided as the recipe says.
+        InputError: the table or the wild type cannot be read, they do not fit each other, or the set has no variant.
     """
     assert data.wild_type is not None
     fasta = remote.data_file(data.wild_type)
@@ -169,15 +170,15 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
 
 
 def table_of(data: DataSettings) -> Variants:
-    """Read the variants of a recipe's table. They stay in memory until the table or the wild type changes on disk."""
+    """Read the variants of a recipe's table. The result stays in memory until table or wild type change on disk."""
     key = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None, "tracks": None})
     paths = [remote.data_file(name) for name in (data.table, data.wild_type) if name is not None]
     return _read(key, tuple(sha256(path) if path.is_file() else "" for path in paths))
 
 
 def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
-    """Return the fold of each variant, int64 [N], and notices. The splits `mutations` and `given` have no folds: for
-    them, return the set of each variant. The result is the same for all seeds.
+    """Return the fold of each variant, int64 [N], and notices. If `data.split` is `mutations` or `given`, there are no
+    folds, and the array has the set of each variant. The result does not depend on the random seed of the recipe.
     """
     variants = table_of(data)
     path, names, given = variants.table.path, variants.names(), data.split == "given"
@@ -199,7 +200,9 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
 
 
 def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
-    """Return the set of each of N rows, int64 [N], from the column `set` or `split`, and FLIP's column `validation`.
+    """Read the set of each of N rows from the column `set` or `split`. Return indices in `SETS` or LEFT_OUT, int64 [N].
+
+    FLIP's column `validation` may say which rows with the set `train` are in the validation set.
 
     Raises:
         InputError: there is no column `set` or `split`, or a cell does not name a set.
@@ -216,7 +219,7 @@ def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
 
 
 def given_sets(variants: Variants) -> Numbers:
-    """Return the set that the table gives each variant, int64 [N]; LEFT_OUT for a variant without a set."""
+    """Return the set that the table names for each variant, int64 [N]; LEFT_OUT for a variant without a set."""
     table, rows = variants.table, [row for rows in variants.rows for row in rows]
     set_of = dict(zip(rows, sets_of_rows(table, rows).tolist(), strict=True))
     number_N = np.array([set_of[rows[0]] for rows in variants.rows], dtype=np.int64)
@@ -228,7 +231,7 @@ def given_sets(variants: Variants) -> Numbers:
 
 
 def left_out(path: Path, names: Sequence[str], number_N: Numbers, given: bool) -> list[str]:
-    """Return a list with a notice about the variants in no set. `given` is true if the table names the sets."""
+    """Return a list with one notice if variants are in no set. `given` says whether the table names the sets."""
     left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT).tolist()]
     if not left:
         return []
@@ -238,7 +241,7 @@ def left_out(path: Path, names: Sequence[str], number_N: Numbers, given: bool) -
 
 
 def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
-    """Return a notice for each target for which nearly all values lie in the worst tenth of the range."""
+    """Return a notice for each target whose values lie mostly (FLOOR) in the worst tenth of their range."""
     notices = []
     target_NT = np.log(variants.target_NT) if data.transform == "log" else variants.target_NT
     for name, y_N in zip(variants.target_names, target_NT.T, strict=True):
@@ -255,13 +258,13 @@ def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
 
 
 def _model_part(variants: Variants, data: DataSettings) -> tuple[str, int]:
-    """Return the part of the wild type that the model reads, and the position of its first residue, from 0.
+    """Return the part of the wild type that the model reads, and the position of its first residue, counted from 0.
 
-    If `data.long` is `window`, the part has `data.max_length` residues around all mutated residues. All variants have
-    the same part, so they share one forward pass of the wild type.
+    If `data.long` is `window`, a longer wild type is cut to `data.max_length` residues around all mutated residues. The
+    part is the same for all variants, so one forward pass of the wild type is enough.
 
     Raises:
-        InputError: the mutated residues do not fit into such a window.
+        InputError: the mutated residues do not fit into `data.max_length` residues.
     """
     protein, most = variants.wild_type, data.max_length
     if data.long != "window" or len(protein) <= most:
@@ -278,7 +281,7 @@ def _model_part(variants: Variants, data: DataSettings) -> tuple[str, int]:
 
 
 def _share(members_N: npt.NDArray[np.bool_], names: list[str], share: float) -> npt.NDArray[np.bool_]:
-    """Keep a random share of the members, which depends only on their names. A larger share contains a smaller one."""
+    """Keep a random share of the members, chosen by a hash of names. A larger share contains a smaller share."""
     members = np.flatnonzero(members_N)
     drawn = sorted(members, key=lambda n: hashlib.sha256(names[n].encode()).digest())
     taken_N = np.zeros_like(members_N)

@@ -1,1 +1,1 @@
-"""Readers of PDB and mmCIF files: chains, their coordinates, and folders of structures."""
+"""Readers of PDB and mmCIF files: chains, coordinates of chains, and folders of structure files."""

@@ -2,16 +2,16 @@
 
 | in the file | what is read |
 |---|---|
-| several models | the first model, counted |
-| alternative locations | for each residue, the location with the highest occupancy (the first if equal), counted |
-| insertion codes | a residue with an insertion code is a residue of its own |
+| several models | the first model; such files are counted |
+| alternative locations | for each residue, the first location with the highest occupancy; such residues are counted |
+| insertion codes | a residue with an insertion code is an additional residue |
 | SEQRES, or `_entity_poly_seq` with `label_seq_id` | the sequence; residues without atoms have no coordinates |
-| no listed sequence | the sequence of the residues with atoms; such chains and gaps in their numbers are counted |
+| no listed sequence | the residues with atoms; such chains, and gaps in the residue numbers, are counted |
 | MSE, SEC, PYL, ASX, GLX, UNK | `M U O B Z X` |
-| another residue | its parent in gemmi's table, in `_pdbx_struct_mod_residue` or in MODRES; else `X`, counted |
+| other residues | the parent in gemmi's table, `_pdbx_struct_mod_residue` or MODRES, else `X`; both are counted |
 | hydrogens, water, ligands, nucleic acids | not read |
 
-The id of a chain is `ENTRY_CHAIN`: the file name in lower case without its extensions, and the author's chain name.
+The id of a chain is `FILE_CHAIN`: the file name in lower case without extensions, and the author's chain name.
 """
 
 import itertools
@@ -31,13 +31,15 @@ from esmshard.io.tables import read_whole
 from esmshard.vocab import RESIDUES
 
 FARTHEST = 1e5
-"""The maximum absolute coordinate in Angstrom. PDB files have room for 9,999. Up to this limit, squares are exact."""
+"""The maximum absolute coordinate in Angstrom. A file with a larger coordinate is refused. PDB files have room for
+9,999.
+"""
 ENDINGS = ".pdb, .ent, .cif or .mmcif, plain or with .gz, .bz2, .xz or .zst"
 _ENDING = re.compile(r"\.(?:(pdb|ent)|(cif|mmcif))(?:\.(?:gz|bz2|xz|zst))?$", re.IGNORECASE)
 NAMELESS = "_"
-"""This replaces the missing name of a PDB chain. It is left out of ids."""
+"""The name that a PDB chain without a name gets. Chain ids do not include this name."""
 BONDED = 2.0
-"""Two residues are bonded if C of the first and N of the second are closer than this. A peptide bond has 1.33 A."""
+"""Two residues are bonded if atom C of the first and atom N of the second are closer than this number of Angstrom."""
 _BACKBONE = ("N", "CA", "C")
 _PDB_NUMBER = re.compile(r" *[-+]?(\d+\.?\d*|\.\d+) *")
 _PEPTIDES = (gemmi.PolymerType.PeptideL, gemmi.PolymerType.PeptideD, gemmi.PolymerType.CyclicPseudoPeptide)
@@ -45,27 +47,27 @@ _PEPTIDES = (gemmi.PolymerType.PeptideL, gemmi.PolymerType.PeptideD, gemmi.Polym
 
 @dataclass(frozen=True)
 class Chain:
-    """A protein chain."""
+    """A protein chain of L residues, or several chains of a file that are one record."""
 
     id: str
     sequence: str
-    """Letters of `vocab.RESIDUES`, also for residues without coordinates."""
+    """The letter of each residue, from the constant `vocab.RESIDUES`. Residues without coordinates have letters too."""
     cb_L3: npt.NDArray[np.float32]
-    """Cb coordinates in Angstrom from ideal geometry, also for glycine; NaN where a backbone atom is missing."""
+    """Cb coordinates in Angstrom from ideal geometry, also for glycine; NaN if atom N, CA or C is missing."""
     backbone_L33: npt.NDArray[np.float32]
-    """Coordinates of N, CA and C in Angstrom; NaN where an atom is missing."""
+    """Coordinates of the atoms N, CA and C of each residue in Angstrom; NaN for a missing atom."""
 
 
 def is_structure_name(name: str) -> bool:
-    """Return whether a file name ends with one of `ENDINGS`."""
+    """Return whether a file name ends with an extension of structure files (the constant `ENDINGS`)."""
     return _ENDING.search(name) is not None
 
 
 def chain_prefix(path: Path) -> str:
-    """Return the first part of chain ids: the file name in lower case, without extensions and with `_` for spaces.
+    """Return the first part of chain ids: the file name in lower case, without extensions, with `_` for each space.
 
     Raises:
-        InputError: the name has characters that are not allowed in an id.
+        InputError: the file name has characters that are not allowed in an id.
     """
     name = _ENDING.sub("", path.name).lower().replace(" ", "_")
     if not name or not name.isprintable() or name.startswith(">"):
@@ -80,17 +82,18 @@ def read_chains(
     min_plddt: float | None = None,
     edits: Edits | None = None,
 ) -> list[Chain]:
-    """Read the protein chains of one PDB or mmCIF file, plain or compressed, in file order. The table at the top of
-    this module has the rules.
+    """Read the protein chains of one PDB or mmCIF file, plain or compressed, in the order of the file. The table at the
+    top of this module says how each part of a file is read.
 
     Args:
-        path: the file; its extension decides the format.
+        path: the structure file. The file extension decides the format.
         chains: the author's names of the chains to read; by default every protein chain.
-        min_plddt: residues with a lower B-factor get no coordinates. Predicted structures have the pLDDT as B-factor.
-        edits: gets counts of what was changed and left out.
+        min_plddt: a residue gets no coordinates if its atom CA is missing or has a lower B-factor. In predicted
+            structures, the B-factor is the pLDDT (predicted accuracy of the residue).
+        edits: counts changes and parts that are left out.
 
     Raises:
-        InputError: the file cannot be read, or a chain is missing; the message names the file and the line or chain.
+        InputError: the file cannot be read or contradicts itself, or a chain of `chains` is missing.
     """
     edits, prefix = Edits() if edits is None else edits, chain_prefix(path)
     structure = _read_structure(path)
@@ -103,7 +106,7 @@ def read_chains(
                 continue
             names = entity.full_sequence or [residue.name for residue in span]
             amino_acids = sum(gemmi.find_tabulated_residue(name).is_amino_acid() for name in names)
-            if entity.polymer_type in _PEPTIDES or 2 * amino_acids > len(names):  # The type may be missing.
+            if entity.polymer_type in _PEPTIDES or 2 * amino_acids > len(names):  # polymer_type may be missing
                 polymers.append((chain.name, span, [gemmi.Entity.first_mon(name) for name in entity.full_sequence]))
             else:
                 other += 1
@@ -119,7 +122,7 @@ def read_chains(
             continue
         if not re.fullmatch("[!-~]*", name):
             raise InputError(f"{path}: chain name {name!a} has characters that no id can have; rename the chain")
-        # Two polymers may have the same author's chain name. Then the subchain name makes the ids different.
+        # Two polymers may have the same chain name by the author. Then the id also has gemmi's subchain name.
         parts = [prefix, name, span[0].subchain] if count[name] > 1 else [prefix, name]
         chain_id = "_".join(part for part in parts if part != NAMELESS)
         result.append(_chain(path, chain_id, span, listed, parents, min_plddt, edits))
@@ -129,10 +132,10 @@ def read_chains(
 def virtual_cb(
     n_L3: npt.NDArray[np.float64], ca_L3: npt.NDArray[np.float64], c_L3: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Compute Cb by ideal geometry, [L, 3]: 1.522 A from CA, angle 1.927 to N, dihedral -2.143 to C (in radians).
+    """Compute Cb coordinates by ideal geometry, [L, 3]: bond 1.522 A to CA, angle 1.927 to N, dihedral -2.143 to C.
 
-    The contact notebook of fair-esm has the same geometry, `extend(C, N, CA, 1.522, 1.927, -2.143)`. The result is NaN
-    if an atom is missing or if the three atoms lie on a line.
+    Angles are in radians. The contact notebook of fair-esm has the same geometry: `extend(C, N, CA, 1.522, 1.927,
+    -2.143)`. The result is NaN if an atom is missing, or if the three atoms lie on a line.
     """
     length, angle, dihedral = 1.522, 1.927, -2.143
     to_n_L3 = _unit(n_L3 - ca_L3)
@@ -148,25 +151,25 @@ def virtual_cb(
 
 def _unit(x_L3: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     length_L1 = np.linalg.norm(x_L3, axis=-1, keepdims=True)
-    length_L1[length_L1 < 1e-3] = np.nan  # Coordinates have three decimals, so a shorter vector has no direction.
+    length_L1[length_L1 < 1e-3] = np.nan  # Coordinates have three decimals, so a shorter vector is zero.
     unit_L3: npt.NDArray[np.float64] = x_L3 / length_L1
     return unit_L3
 
 
 def _read_structure(path: Path) -> gemmi.Structure:
-    """Read a file with gemmi. `label_seq` of each residue is its position in the listed sequence, if there is one."""
+    """Read a structure file with gemmi. If a chain has a listed sequence, `label_seq` of a residue is its position."""
     ending = _ENDING.search(path.name)
     if ending is None:
         raise InputError(f"{path}: not a structure file by its name; {ENDINGS} is expected")
     data = read_whole(path, "a structure file").removeprefix(b"\xef\xbb\xbf")
     data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    text = data.decode("latin-1")  # This never fails, and each byte stays in its column.
+    text = data.decode("latin-1")  # Latin-1 decodes all bytes, one character per byte.
     kind = "PDB" if ending[1] else "mmCIF"
     if kind == "PDB":
         _check_coordinates(path, text)
     try:
         structure = _from_pdb(text) if kind == "PDB" else _from_mmcif(text)
-    except Exception as error:  # An error of any class means that the file is damaged.
+    except Exception as error:  # gemmi raises errors of many classes for a damaged file.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(f"{path}: cannot be read as {kind} ({reason!a}); copy or download it again") from None
     if not len(structure) or not structure[0].count_atom_sites():
@@ -175,7 +178,7 @@ def _read_structure(path: Path) -> gemmi.Structure:
 
 
 def _check_coordinates(path: Path, text: str) -> None:
-    """Raise `InputError` if a PDB line has no number in a coordinate column, since gemmi would read it as 0."""
+    """Raise `InputError` if an atom in a PDB file has no number as a coordinate. gemmi would read such text as 0."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.startswith(("ATOM", "HETATM")):
             for column in (line[30:38], line[38:46], line[46:54]):
@@ -185,7 +188,7 @@ def _check_coordinates(path: Path, text: str) -> None:
 
 def _from_mmcif(text: str) -> gemmi.Structure:
     block = gemmi.cif.read_string(text)[0]
-    if not block.find_values("_entity.id"):  # Without this table, gemmi ignores the sequences.
+    if not block.find_values("_entity.id"):  # Without the table `_entity`, gemmi ignores listed sequences.
         loop = block.init_loop("_entity.", ["id", "type"])
         for entity in dict.fromkeys(block.find_values("_entity_poly_seq.entity_id")):
             loop.add_row([entity, "polymer"])
@@ -198,9 +201,9 @@ def _from_pdb(text: str, ignore_ter: bool = False) -> gemmi.Structure:
     structure = gemmi.read_pdb_string(text, ignore_ter=ignore_ter)
     chains = structure[0] if len(structure) else ()
     for chain in chains:
-        chain.name = chain.name.strip() or NAMELESS  # gemmi makes no entity of a chain without a name.
+        chain.name = chain.name.strip() or NAMELESS  # gemmi makes no entity for a chain without a name
     structure.setup_entities()
-    # Some programs write TER at every break of a chain. gemmi then reads the residues after the break as ligands.
+    # Some programs write TER where residues are missing inside a chain. gemmi reads all residues after TER as ligands.
     if not ignore_ter and any(
         residue.entity_type == gemmi.EntityType.NonPolymer
         and residue.het_flag == "A"
@@ -216,8 +219,8 @@ def _from_pdb(text: str, ignore_ter: bool = False) -> gemmi.Structure:
 
 
 def _place_by_numbers(entity: gemmi.Entity | None, polymer: gemmi.ResidueSpan) -> None:
-    """Set the positions of residues in SEQRES by bonds and residue numbers, if the letters fit at least as well as in
-    gemmi's alignment. In a repeat, the letters alone do not show which residues are missing.
+    """Compute the positions of residues in SEQRES from bonds and residue numbers. Use these positions if they fit
+    SEQRES at least as well as gemmi's alignment. In a repeat, an alignment cannot tell which residues are missing.
     """
     residues = list(polymer)
     if entity is None:
@@ -237,11 +240,11 @@ def _place_by_numbers(entity: gemmi.Entity | None, polymer: gemmi.ResidueSpan) -
 
 
 def _step(before: gemmi.Residue, after: gemmi.Residue) -> int:
-    """Return the distance of two residues in the sequence: 1 if they are bonded, else the difference of their numbers.
-    The numbers of bonded residues may differ by more, if authors use the numbering of another protein.
+    """Return the number of positions from residue `before` to `after` in the sequence: 0 for alternative residues, 1
+    for bonded residues, else the difference of the residue numbers (at least 1). Numbers of bonded residues may jump.
     """
     if before.seqid == after.seqid:
-        return 0  # alternative residues
+        return 0  # alternative residues at the same position
     c, n = before.find_atom("C", "*"), after.find_atom("N", "*")
     bonded = c is not None and n is not None and c.pos.dist(n.pos) < BONDED
     return 1 if bonded else max(1, _number(after) - _number(before))
@@ -267,13 +270,13 @@ def _chain(
     min_plddt: float | None,
     edits: Edits,
 ) -> Chain:
-    """Make a chain from its residues with atoms (`span`) and its listed sequence (`listed`, which may be empty)."""
+    """Make a chain from its residues with atoms (`span`) and the residue names of its listed sequence (or no names)."""
     at_place: dict[object, list[gemmi.Residue]] = defaultdict(list)  # Alternative residues have the same position.
     for residue in span:
         if residue.entity_type != gemmi.EntityType.Polymer and residue.label_seq is None:
             continue
         at_place[residue.label_seq if listed else str(residue.seqid)].append(residue)
-    # Of the residues without a position, HETATM residues are ligands. The ATOM residues do not fit SEQRES.
+    # Residues without a position in the listed sequence: HETATM residues are ligands, but ATOM residues do not fit it.
     wrong = sum(residue.het_flag == "A" for residue in at_place.pop(None, ()))
     if listed:
         places = [place - 1 for place in at_place if isinstance(place, int)]
@@ -300,7 +303,7 @@ def _chain(
                 atoms_L33[place, k] = atom.pos.tolist()
         if "CA" in atoms:
             b_factor_L[place] = atoms["CA"].b_iso
-    if differing > 2 and 10 * differing > len(at_place) + wrong:  # A few differences are usual errors or variants.
+    if differing > 2 and 10 * differing > len(at_place) + wrong:  # A few differences are usual: errors or variants.
         raise InputError(
             f"{path}: in chain {chain_id} {differing} of {len(at_place) + wrong} residues with atoms are not those of "
             "its sequence (SEQRES or _entity_poly_seq); download the file again, or remove that sequence"
@@ -326,8 +329,8 @@ def _chain(
 
 
 def _conformer(residues: list[gemmi.Residue], chain_id: str, edits: Edits) -> tuple[str, dict[str, gemmi.Atom]]:
-    """Choose the alternative location with the highest occupancy among all `residues` at one position. Return the name
-    of its residue and its backbone atoms.
+    """Choose the alternative location with the highest occupancy among all `residues` at one position. Return the
+    residue name at this location, and the atoms N, CA, C and CB by name.
     """
     atoms = [(residue.name, atom) for residue in residues for atom in residue if atom.name in (*_BACKBONE, "CB")]
     by_location: dict[tuple[str, str], gemmi.Atom] = {}

@@ -1,7 +1,7 @@
-"""Converts a folder of PDB and mmCIF files, or one such file, to a FASTA file and an `.npz` with the coordinates.
+"""Converts a folder of PDB and mmCIF files, or one file, to a FASTA file and an `.npz` file with the coordinates.
 
-The record `1abc_A:B` is chain A followed by chain B of `1abc.cif`. Its sequence has a colon between the chains, as in a
-FASTA file (docs/structures.md). The `.npz` has no row for the colon.
+The record `1abc_A:B` is chain A followed by chain B of `1abc.cif`. The sequence of this record has a colon between the
+chains (docs/structures.md). The arrays of the `.npz` file have no row for the colon.
 """
 
 import json
@@ -25,24 +25,24 @@ from esmshard.recipe.sections import EVERY
 from esmshard.vocab import BETWEEN
 
 FEWEST = 10
-"""A record is left out if fewer than this number of its residues have coordinates."""
+"""The minimum number of residues with coordinates in a record. A record with fewer such residues is left out."""
 
 
 def read_records(
     path: Path, wanted: str | Collection[str] | None, *, min_plddt: float | None = None, edits: Edits | None = None
 ) -> list[Chain]:
-    """Read the records of one structure file.
+    """Read the records of one structure file. A record is a chain, or several chains one after the other.
 
     Args:
-        path: the file.
-        wanted: the chains of each record by the author's chain names, such as `A` or `A:B`. `all`: all protein chains
-            are one record, in the order of the file. None: every chain is a record, except a chain with the sequence of
-            an earlier chain.
-        min_plddt: see `read_chains`.
-        edits: gets counts of changes (see `read_chains`), and of records that are left out or have several chains.
+        path: the structure file.
+        wanted: for each record, the author's names of its chains, such as `A` or `A:B`. The word `all` makes one record
+            of all protein chains, in the order of the file. None makes a record of each chain, except chains with the
+            sequence of an earlier chain.
+        min_plddt: see the function `read_chains`.
+        edits: counts changes, records that are left out, and records of several chains.
 
     Raises:
-        InputError: see `read_chains`. Also if two polymers of the file have the name of a wanted chain.
+        InputError: see the function `read_chains`. Also if two chains of the file have the name of a wanted chain.
     """
     edits = Edits() if edits is None else edits
     names_of = None if wanted is None or wanted == EVERY else [names.split(BETWEEN) for names in wanted]
@@ -82,13 +82,13 @@ def read_records(
 
 
 def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list[str]]:
-    """Read a list of records, one per line. Return for each structure file the chains of its records.
+    """Read a list of records, one per line. Return by the name of each structure file the chains of its records.
 
-    The line `1abc_A:B` gives `A:B` for `1abc.cif`. Empty lines and lines that begin with # are skipped. `edits` counts
-    the records without a structure file.
+    The line `1abc_A:B` gives the chains `A:B` for the file `1abc.cif`. Empty lines and lines that begin with # are
+    skipped. `edits` counts the records without a structure file.
 
     Raises:
-        InputError: a line is not a valid record, or no record has a structure file; the message names the line.
+        InputError: a line is not a valid record (the message names the line), or no record has a structure file.
     """
     files_of: dict[str, list[str]] = {}
     for file in files:
@@ -105,7 +105,7 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
         if record in lines:
             raise InputError(f"{where} is in line {lines[record]} too; remove one of the two")
         lines[record] = number
-        # Names of files and of chains may have underscores too. The longest file name that fits is chosen.
+        # File names and chain names may have underscores too. The longest file name that begins the record is chosen.
         beginnings = (parts[0][:k].lower() for k in range(len(parts[0]) - 1, 0, -1) if parts[0][k] == "_")
         entry = next((name for name in beginnings if name in files_of), None)
         if entry is None:
@@ -123,32 +123,32 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
 
 
 VERSION = 3
-"""The version of the code that converts structures. After a change, all structures are read again."""
+"""The version of the code that converts structures. When this number changes, all structures are read again."""
 _FASTA = "structures.fasta"
 MANY = 100
-"""Progress is shown if there are at least this number of files."""
+"""The minimum number of structure files for which progress is shown."""
 
 
 def holds_structures(path: Path) -> bool:
-    """Return whether a data path is a structure file, or a directory of structure files (that is, no token store)."""
+    """Return whether a path has the extension of a structure file, or is a directory that is not a token store."""
     return not is_store(path) if path.is_dir() else is_structure_name(path.name)
 
 
 def require_structures(path: Path, complexes: str | None) -> None:
-    """Raise `UsageError` if the option `--complexes` is given, but the data are not structures."""
+    """Raise `UsageError` if the option `--complexes` is given, but `path` is no structure file or folder."""
     if complexes is not None and not holds_structures(path):
         raise UsageError(f"--complexes {complexes}: is for structure files, and {path} has sequences; leave it out")
 
 
 def cached_split(source: Path, complexes: str | None = None) -> Path:
-    """Convert a directory of structures, or one file, to a FASTA file and its `.npz` in the user's cache. Return the
-    path of the FASTA file. Later calls use the cached files.
+    """Convert a directory of structures, or one file, to a FASTA file and an `.npz` file in the user's cache. Return
+    the path of the FASTA file. Later calls use the cached files.
 
-    The cache key is the path, the names and `paths.state` of all files, and `complexes` (see `recipe.DataSettings`). So
-    a changed directory is read again. While one process reads the structures, other processes wait.
+    The structures are read again if the path, one of the files or `complexes` changes (see the recipe key
+    `data.complexes`). While one process reads the structures, other processes wait.
 
     Raises:
-        InputError: see `to_split`.
+        InputError: see the function `to_split`.
     """
     how = complexes if complexes in (None, EVERY) else read_text(Path(complexes), "a list of records")
     key = json.dumps([VERSION, str(source.resolve()), states(source), how])
@@ -160,7 +160,9 @@ def cached_split(source: Path, complexes: str | None = None) -> Path:
 
 
 def states(source: Path) -> list[Any]:
-    """Return name and `paths.state` of a file, or of each structure file of a directory, as a list for JSON."""
+    """Return the name, inode, size, mtime and ctime of a file, or of each structure file in a folder, as a list for
+    JSON. The list changes when a file is replaced or edited.
+    """
     try:
         return [(path.name, *state(path)) for path in (listed_files(source, Edits()) if source.is_dir() else [source])]
     except OSError as error:
@@ -168,7 +170,7 @@ def states(source: Path) -> list[Any]:
 
 
 def notices(fasta: Path) -> list[str]:
-    """Return sentences about what `cached_split` changed or left out. `fasta` is the file that it returned."""
+    """Return sentences about what `cached_split` changed or left out when it wrote the file `fasta`."""
     sentences: list[str] = read_json(fasta.parent / "manifest.json")["notices"]
     return sentences
 
@@ -176,21 +178,21 @@ def notices(fasta: Path) -> list[str]:
 def to_split(
     source: Path, fasta: Path, npz: Path, *, complexes: str | None = None, min_plddt: float | None = None
 ) -> list[str]:
-    """Write the protein chains of structure files as a FASTA file and their coordinates (format: data/README.md).
+    """Write the protein chains of structure files to a FASTA file, and Cb coordinates to an `.npz` (data/README.md).
 
     Args:
         source: a structure file, or a directory. The files of a directory are read in the order of their names.
-        fasta: FASTA file to write.
-        npz: file of coordinates to write. For use in a recipe, it must be `x.npz` in the folder of `x.fasta`.
-        complexes: see `recipe.DataSettings.complexes`.
-        min_plddt: see `read_chains`.
+        fasta: the path of the FASTA file to write.
+        npz: the path of the `.npz` file to write. A recipe finds the file `x.npz` in the folder of `x.fasta`.
+        complexes: see the recipe key `data.complexes`.
+        min_plddt: see the function `read_chains`.
 
     Returns:
-        Sentences about what was changed and left out.
+        Sentences that say what was changed or left out.
 
     Raises:
         InputError: a file is damaged, two records have the same id, or no record is left; see also `read_list`.
-        UsageError: `fasta` or `npz` exists.
+        UsageError: a file exists already at the path `fasta` or `npz`.
     """
     for out in (fasta, npz):
         if out.exists():
@@ -228,8 +230,11 @@ def to_split(
 
 
 def listed_files(source: Path, edits: Edits) -> list[Path]:
-    """Return the structure files of a directory, sorted by name; for a file, a list with this file. `edits` gets counts
-    of other files and inner folders, which are not read.
+    """Return the structure files of a directory, sorted by name. For a file, return a list with this file. `edits`
+    counts other files and inner folders of the directory, which are not read.
+
+    Raises:
+        InputError: the path does not exist, or the directory has a broken link or no structure file.
     """
     if not source.is_dir():
         if not source.exists():
@@ -252,7 +257,7 @@ def listed_files(source: Path, edits: Edits) -> list[Path]:
 
 
 def _stored(path: Path, chain: Chain) -> npt.NDArray[np.uint16]:
-    """Return the coordinates in 0.1 A, with the minimum of each axis moved to 0, uint16 [L, 3]."""
+    """Return Cb coordinates in units of 0.1 A, uint16 [L, 3]. The chain is moved so that each axis begins at 0."""
     cb_L3 = chain.cb_L3.astype(np.float64)
     cb_dA_L3 = np.rint((cb_L3 - np.nanmin(cb_L3, axis=0)) * 10)
     widest = np.nanmax(cb_dA_L3)
