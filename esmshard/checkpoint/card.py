@@ -125,7 +125,7 @@ def _text(value: object) -> str:
 
 
 def _code(value: object) -> str:
-    """Put a text between backticks, as Markdown code. A text that may be HTML is escaped, as viewers may interpret it."""
+    """Put a text between backticks, as Markdown code. A text that may be HTML is escaped instead."""
     shown = " ".join(str(value).replace("`", "'").split())
     return _text(shown) if re.search("[<>&]", shown) else f"`{shown}`"
 
