@@ -257,8 +257,8 @@ def embed(
     for the standard input, a token store, structures, or an address in a bucket. `part_tokens`: see `begin`.
 
     Returns:
-        The manifest (see `esmshard.embed.parts`), with the path of `failed_file`. In an array, worker 0 writes the output;
-        the other workers return None.
+        The manifest (see `esmshard.embed.parts`), with the path of `failed_file`. In an array, worker 0
+        writes the output, and the other workers return None.
 
     Raises:
         UsageError: if options do not fit together, or an output with other settings exists or was begun.
