@@ -156,8 +156,8 @@ class Search:
         """Train one trial in its own processes, and return its validation value (see `_value`).
 
         Raises:
-            optuna.TrialPruned: the pruner has stopped the trial, or training failed or gave no value. The sampler learns
-                to avoid such settings.
+            optuna.TrialPruned: the pruner has stopped the trial, or training failed or gave no value. The sampler
+                learns to avoid such settings.
             LostProcess: a process was lost, which says nothing about the settings.
             RunFailed: this worker was asked to stop. The trial is queued again.
         """
@@ -213,8 +213,8 @@ class Search:
         raise optuna.TrialPruned if code in (0, 1) else LostProcess(reason)
 
     def _value(self, run: Path) -> float:
-        """Return the sweep's metric at the last validation of a run, or at the best validation if the run keeps the best
-        checkpoint; NaN if the metric is undefined.
+        """Return the sweep's metric at the last validation of a run, or at the best validation if the run keeps the
+        best checkpoint; NaN if the metric is undefined.
         """
         lines, headline = _validations(run), self.task.columns[0]
         chosen = lines[-1]
