@@ -98,8 +98,8 @@ def _interval(value: Mapping[str, float | None] | None) -> str:
 
 
 def _licence_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries on the licence in the model card of the model from which a run started. The card is in the
-    directory of that model or in the cache of the Hugging Face hub. Empty if no valid card states a licence.
+    """Return the licence entries in the `README.md` of the model from which a run started. This file is in the model's
+    directory or in the cache of the Hugging Face hub. Empty if there is no valid file, or if it states no licence.
     """
     name = recipe["model"]["name"]
     place = Path(name).expanduser()

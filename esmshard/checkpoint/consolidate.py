@@ -46,7 +46,7 @@ class Opened:
     share their values, have one entry."""
     read: Source
     unlearned: Sequence[str]
-    """The parts of the model (`lm_head`, `contact_head`) that still have random weights, since nobody trained them."""
+    """The parts of the model (`lm_head`, `contact_head`) that no training has changed, or that a file lacks."""
     about: dict[str, Any]
     """The content of the file `esmshard.json`. This content has no recipe if another program trained the model."""
     evaluation: Mapping[str, Any] | None
@@ -341,9 +341,7 @@ def write_adapter(
 
 
 def _with_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size], read: Source) -> Source | None:
-    """Return a function that reads tensors, and returns the task head's weights for the model's contact regression.
-    None if the task head is no regression over attention maps, or the contact regression itself was trained.
-    """
+    """Return a function like `read` that gives the weights of the task head for the model's contact regression. None if the task head is no regression over attention maps, or the contact regression itself was trained."""
     prefix = "contact_head.regression."
     in_head = {name: name.replace(prefix, "head.regression.") for name in sizes if name.startswith(prefix)}
     predicts_contacts = registry.traits(state["recipe"]["task"]["name"]).predicts_contacts

@@ -100,7 +100,7 @@ class Embedder:
         outputs: Sequence[Output],
         *,
         dtype: Dtype = "fp32",
-        long: Long = Long(),  # noqa: B008  # frozen
+        long: Long = Long(),  # noqa: B008  # a frozen dataclass
         tokens: int | None = None,
         device: torch.device | None = None,
         threads: bool = True,
@@ -279,8 +279,8 @@ class Embedder:
         return self._reduce(sums, whole)
 
     def _finish(self, values: list[dict[str, torch.Tensor]]) -> list[Computed | Failed]:
-        """Copy the values to the CPU in the requested dtype. All sequences of an output are one copy, because the host
-        waits for each copy.
+        """Copy the values to the CPU in the requested dtype. One copy brings an output's values for all sequences, because
+        the host waits for each copy. A sequence with values that are not finite has failed.
         """
         done: list[dict[str, torch.Tensor]] = [{} for _ in values]
         reasons: dict[int, str] = {}

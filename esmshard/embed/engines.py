@@ -276,7 +276,7 @@ def embed(
     partial(asked.out)
     processes = 1 if offload else processes_of(asked.device, nproc)
     if asked.device.type == "cuda" and engine != "ray":
-        own_device(processes - 1, processes, asked.device)  # raises if there is no GPU for each process
+        own_device(processes - 1, processes, asked.device)  # raises if there are fewer GPUs than processes
     reuse = None if reuse is None else reusable(reuse, asked).path
     scratch = contextlib.nullcontext(asked.out.parent) if url is None else remote.scratch()
     with read_from(asked, fasta) as (prepared, sequences, sentences), scratch as folder:

@@ -140,7 +140,7 @@ class Spec:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Spec":
-        """Make a spec from the dictionary that `dataclasses.asdict` made of a spec, even after a way through JSON."""
+        """Make a spec from the dictionary that `dataclasses.asdict` made of a spec, perhaps read from JSON."""
         return TypeAdapter(cls).validate_python(fields)
 
     @property
@@ -214,7 +214,7 @@ def request(
     dtype: Dtype = "fp32",
     precision: str = "auto",
     device: DeviceName = None,
-    long: Long = Long(),  # frozen
+    long: Long = Long(),  # a frozen dataclass
     tracks: Mapping[str, str] | None = None,
     join: str | None = None,
 ) -> EmbedRequest:

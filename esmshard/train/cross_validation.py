@@ -34,7 +34,7 @@ SUMMARY, CURVE = "summary.json", "learning_curve.json"
 JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.csv.json", "report.html")
 """The names of the files with the joint results of several runs. The directory of these files also holds the runs."""
 SHARES = (0.25, 0.5)
-"""The shares of the training variants for the points of a learning curve. A further point has all of them."""
+"""The shares of the training variants for the points of a learning curve. A further point uses all variants."""
 SPEARMAN, RECALL, CHOSEN = "Spearman", "recall", "mean of chosen"
 
 Array = npt.NDArray[np.float64]
@@ -309,8 +309,8 @@ def _samples(
     block_N: npt.NDArray[np.int64],
     lower_is_better: bool,
 ) -> dict[str, list[float]]:
-    """Return Spearman, and for the first target the recall and the mean of the chosen variants, as a list by name. The
-    first number of each list is from all variants, and each further number from a bootstrap resample (`metrics.draws`).
+    """Return three lists of numbers by name: Spearman, and for the first target the recall and the mean of the chosen
+    variants. The first number of a list is from all variants, each further number from a resample (`metrics.draws`).
     """
     sign = -1 if lower_is_better else 1
 

@@ -46,7 +46,7 @@ from esmshard.vocab import chain_spans
 R = TypeVar("R")
 
 LOWER_IS_BETTER = ("RMSE", "log loss")
-"""The further metrics (not a task's headline metric) for which a lower value is better."""
+"""The metrics for which a lower value is better, apart from the headline metrics of tasks."""
 LONGEST_PROFILE, MOST_RESIDUES = 1000, 2000
 """The maximum length of a record whose curve over residues a report shows, and the maximum number of dots in a plot."""
 TRAINED_ON, MOST_TRAINED_ON = "training sequences", 1_000_000
@@ -230,7 +230,7 @@ def report(
 ) -> str:
     """Score a consolidated model, the model before fine-tuning, and the baselines of the task on a split.
 
-    Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text of `write`. Prints which baselines are
+    Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text from `write`. Prints which baselines are
     left out, and on how many of the records the model was trained.
 
     `model` is a directory that `consolidate` wrote, and `tuned` is the opened model of this directory. `labels` is the

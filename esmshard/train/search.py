@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DATABASE, DATABASE_LOCK, TRIALS = "optuna.db", "optuna.lock", "trials"
 BEST, BEST_LOCK = "best.yaml", "best.lock"
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned"}
-"""The name in `sweep.json` for each of Optuna's states of a trial that has ended without an error."""
+"""The state in `sweep.json` of a trial that has ended, by the name of the trial's state in Optuna."""
 TRIALS_BY_DEFAULT = 20
 HEARTBEAT, GRACE = 10, 60
 """A worker reports every HEARTBEAT seconds that it lives. After GRACE seconds without a report, the worker's trial is
@@ -176,7 +176,7 @@ class Search:
 
         def is_over(interval: float = 1.0) -> bool:
             """Report new validations to Optuna, and return whether the trial is pruned. The run's metrics are read at
-            most once per `interval` seconds. Validations are reported one by one, whenever the file is read.
+            most once per `interval` seconds. The result does not depend on the times of these readings.
             """
             nonlocal reported, last_read, is_pruned
             if is_pruned or time.monotonic() < last_read + interval or (status := read_status(run)) is None:

@@ -64,7 +64,7 @@ class Tracking:
                     tracker.log(numbers, step=step)
 
     def end(self, state: str, step: int) -> None:
-        """Send the test metrics to the trackers if the run is done, and close the trackers. `step`: the steps done."""
+        """Send the test metrics to the trackers if the run is done, after `step` steps. Then close the trackers."""
         if self._trackers and state == "done" and (self._out / "evaluation.json").is_file():
             from esmshard.tasks.base import MAIN
 
