@@ -341,7 +341,9 @@ def write_adapter(
 
 
 def _with_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size], read: Source) -> Source | None:
-    """Return a function like `read` that gives the weights of the task head for the model's contact regression. None if the task head is no regression over attention maps, or the contact regression itself was trained."""
+    """Return a function like `read` that gives the weights of the task head for the model's contact regression. Return
+    None if the task head is no regression over attention maps, or the contact regression itself was trained.
+    """
     prefix = "contact_head.regression."
     in_head = {name: name.replace(prefix, "head.regression.") for name in sizes if name.startswith(prefix)}
     predicts_contacts = registry.traits(state["recipe"]["task"]["name"]).predicts_contacts

@@ -279,8 +279,8 @@ class Embedder:
         return self._reduce(sums, whole)
 
     def _finish(self, values: list[dict[str, torch.Tensor]]) -> list[Computed | Failed]:
-        """Copy the values to the CPU in the requested dtype. One copy brings an output's values for all sequences, because
-        the host waits for each copy. A sequence with values that are not finite has failed.
+        """Copy the values to the CPU in the requested dtype. All values of an output are one copy, because the host
+        waits for each copy. A sequence with values that are not finite has failed.
         """
         done: list[dict[str, torch.Tensor]] = [{} for _ in values]
         reasons: dict[int, str] = {}

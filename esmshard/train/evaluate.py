@@ -230,7 +230,7 @@ def report(
 ) -> str:
     """Score a consolidated model, the model before fine-tuning, and the baselines of the task on a split.
 
-    Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text from `write`. Prints which baselines are
+    Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text of `write`. Prints which baselines are
     left out, and on how many of the records the model was trained.
 
     `model` is a directory that `consolidate` wrote, and `tuned` is the opened model of this directory. `labels` is the

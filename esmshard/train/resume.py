@@ -34,8 +34,8 @@ def starting_point(job: RunInputs, resume: str | None) -> Path | None:
     """Return the checkpoint to continue from. For a new run, remove old files from the directory and return None.
 
     Call this on the rank that holds the lock of the directory. Checkpoints of later steps than the returned checkpoint
-    are renamed. With `resume` `auto` they are damaged, and the next save removes them. Otherwise they stay on the disk
-    under the new name. For arguments and errors see `check_start`.
+    are renamed. If `resume` is `auto`, these are damaged, and the next save removes them. Otherwise they stay on the
+    disk under their new names. For arguments and errors see `check_start`.
     """
     directory = job.out / "checkpoints"
     if resume is not None:

@@ -35,7 +35,7 @@ SWEEP = "sweep.json"
 """The name of the file with the state of a sweep (`esmshard.train.search`)."""
 
 TAIL = 1 << 18
-"""The number of bytes at the end of metrics.jsonl that are read to find the last step. A line of 64 ranks has 5 KB."""
+"""The number of bytes at the end of metrics.jsonl that are read for the last step. With 64 ranks a line has 5 KB."""
 
 State = Literal["running", "preempted", "done", "failed"]
 EXIT_CODES: Mapping[State, int] = {
