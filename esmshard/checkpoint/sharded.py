@@ -253,7 +253,7 @@ def _plain_errors() -> Iterator[None]:
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` intends this
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the argument `no_dist` causes it
             yield
     except CheckpointException as error:
         raise error.failures[min(error.failures)][0] from None

@@ -118,8 +118,8 @@ class Embedder:
         self._trunk_layers = sorted({*self._layers, *map_layers, *([esm.config.n_layers] if self._contacts else [])})
 
     def packs(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Group sequences of similar lengths into batches (packs), and return the indices in `lengths` of each pack. A
-        sequence that is computed in windows is alone in its pack, and these packs are last.
+        """Group sequences of similar lengths into batches (packs), and return the indices of the sequences in each
+        pack. A sequence that is computed in windows is alone in its pack, and such packs are last.
         """
         whole = [n for n, length in enumerate(lengths) if len(self.long.starts(length)) == 1]
         kept = self.long.kept(np.array([lengths[n] for n in whole], dtype=np.int64))

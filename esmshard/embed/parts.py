@@ -320,7 +320,7 @@ class Parts:
     Args:
         directory: `OUT.partial`, or a finished directory of parts.
         plan: the plan in this directory.
-        bucket: the bucket that holds the parts; None if they are on a disk.
+        bucket: the bucket that holds the parts; None if the parts are on a disk.
     """
 
     def __init__(self, directory: Path, plan: Mapping[str, Any], bucket: RemoteDirectory | None = None) -> None:

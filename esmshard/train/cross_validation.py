@@ -42,7 +42,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Repeat:
-    """One of several runs of a recipe."""
+    """The directory and the changed settings of one of several runs of a recipe."""
 
     out: Path
     overrides: tuple[str, ...] = ()

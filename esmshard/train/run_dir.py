@@ -53,7 +53,7 @@ class Holder(BaseModel):
 
     host: str
     namespace: str
-    """The ids of the machine's last boot and of the namespace of process ids, which differs between containers."""
+    """Two ids in one text: of the machine's last boot, and of the namespace of processes (one for each container)."""
     pid: int
     process_start: str | None
     """The start of the process; see the function `process_start`."""

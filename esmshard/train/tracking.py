@@ -101,7 +101,7 @@ def _opened(name: str, out: Path, done: int) -> Any:
         tracker = TensorBoardTracker(name, logging_dir=str(out), purge_step=done + 1)
         tracker.start()
         return tracker
-    several = re.fullmatch(r"seed-\d+(-fold-\d+)?|curve-[\d.]+", out.name)  # runs of one experiment
+    several = re.fullmatch(r"seed-\d+(-fold-\d+)?|curve-[\d.]+", out.name)  # `out` is one of several runs
     path = out / WANDB_ID
     if not path.is_file():  # an agent of a W&B sweep gives the id of one run, which several runs cannot share
         replace_text(path, (not several and os.environ.get("WANDB_RUN_ID")) or uuid.uuid4().hex[:12])
